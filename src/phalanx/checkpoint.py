@@ -1,0 +1,177 @@
+"""Checkpoints: sharded (torch.distributed.checkpoint), written behind the training's back, and atomic.
+
+A checkpoint is the folder `checkpoints/step_000010`. It is written as `step_000010.tmp` and renamed once every rank is
+done; its `meta.json`, written last, lists all files with their sizes. Only what is trained is saved: the weights, the
+optimizer's state, the moving average, and the run's counters. Nothing in it depends on the number of ranks.
+"""
+
+import json
+import logging
+import shutil
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from phalanx.distributed.collectives import broadcast_object
+from phalanx.distributed.fsdp import as_part_of
+from phalanx.distributed.mesh import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """The run's counters: training steps done, images sampled, optimizer steps, and wandb's run id."""
+
+    step: int = 0
+    samples_seen: int = 0
+    updates: int = 0
+    wandb_id: str | None = None
+
+
+def trained_state(
+    parameters: dict[str, Tensor], optimizer: dict[str, dict[str, Tensor]], ema: dict[str, Tensor] | None
+) -> dict[str, Any]:
+    """What a checkpoint holds, as tensors of the mesh: to save, or to load into."""
+    state: dict[str, Any] = {"model": {name: p.detach() for name, p in parameters.items()}, "optim": {}}
+    for name, p in parameters.items():
+        moments = optimizer[name]
+        state["optim"][name] = {
+            "step": moments["step"],
+            "exp_avg": as_part_of(moments["exp_avg"], p),
+            "exp_avg_sq": as_part_of(moments["exp_avg_sq"], p),
+        }
+    if ema is not None:
+        state["ema"] = {name: as_part_of(value, parameters[name]) for name, value in ema.items()}
+    return state
+
+
+def complete(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None where it is complete."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        for name, size in meta["files"].items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes of {size}"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
+        return "meta.json is damaged"
+    return None
+
+
+def find(root: Path) -> Path | None:
+    """The newest complete checkpoint below `root`; half-written and damaged ones are passed over with a message."""
+    for folder in sorted(root.glob("step_*"), reverse=True):
+        if not folder.is_dir():
+            continue
+        problem = "it was never finished" if folder.suffix == ".tmp" else complete(folder)
+        if problem is None:
+            return folder
+        log.warning("checkpoint %s is passed over: %s", folder, problem)
+    return None
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The meta.json of a checkpoint."""
+    return dict(json.loads((folder / "meta.json").read_text()))
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run."""
+
+    def __init__(self, output_dir: Path, world: World, signature: dict[str, Any], max_checkpoints: int) -> None:
+        self.root, self.world, self.signature = output_dir / "checkpoints", world, signature
+        self.max_checkpoints = max_checkpoints
+        self._pending: threading.Thread | None = None
+
+    def locate(self, resume: str) -> Path | None:
+        """The checkpoint that `trainer.resume` means, the same on all ranks; ValueError where it cannot be used."""
+        answer: tuple[str | None, str | None] = (None, None)
+        if self.world.rank == 0:
+            answer = self._locate(resume)
+        found, error = broadcast_object(answer)
+        if error is not None:
+            raise ValueError(error)
+        return Path(found) if found is not None else None
+
+    def _locate(self, resume: str) -> tuple[str | None, str | None]:
+        if resume == "never":
+            return None, None
+        if resume == "auto":
+            folder = find(self.root)
+            if folder is None:
+                return None, None
+        else:
+            folder = Path(resume).expanduser()
+            problem = complete(folder) if folder.is_dir() else "no such folder"
+            if problem is not None:
+                return None, f"trainer.resume: {resume!r} cannot be used: {problem}"
+        saved = read_meta(folder)["signature"]
+        for key, value in self.signature.items():
+            if saved.get(key) != value:
+                return None, (
+                    f"trainer.resume: {folder} holds {key} {saved.get(key)}, this run has {value}; "
+                    "give another trainer.output_dir, or trainer.resume=never"
+                )
+        return str(folder), None
+
+    def load(self, folder: Path, state: dict[str, Any]) -> Progress:
+        """Fill `state` in place, whatever the number of ranks that saved it."""
+        dcp.load(state, checkpoint_id=str(folder), process_group=self.world.checkpoint_group)
+        return Progress(**read_meta(folder)["progress"])
+
+    def save(self, state: dict[str, Any], progress: Progress) -> None:
+        """Copy the state to the CPU and write it in the background; waits for the checkpoint before, if need be."""
+        self.wait()
+        final = self.root / f"step_{progress.step:06d}"
+        part = final.with_suffix(".tmp")
+        if self.world.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+        meta = {"progress": vars(progress).copy(), "signature": self.signature}
+        dist.barrier(group=self.world.checkpoint_group)
+        response: Any = dcp.async_save(
+            state, checkpoint_id=str(part), process_group=self.world.checkpoint_group
+        )
+        self._pending = threading.Thread(target=self._finish, args=(response, part, final, meta), daemon=True)
+        self._pending.start()
+
+    def _finish(self, response: Any, part: Path, final: Path, meta: dict[str, Any]) -> None:
+        """On every rank, in the background: once all ranks have written, rank 0 makes the checkpoint visible."""
+        problem = None
+        try:
+            response.result()
+        except (CheckpointException, OSError) as error:
+            problem = " ".join(str(error).split())[:500]
+        problems: list[Any] = [None] * self.world.size
+        dist.all_gather_object(problems, problem, group=self.world.checkpoint_group)
+        if self.world.rank != 0:
+            return
+        failed = [p for p in problems if p is not None]
+        if failed:
+            log.warning("checkpoint %s was not written: %s", final, failed[0])
+            shutil.rmtree(part, ignore_errors=True)
+            return
+        meta["files"] = {f.name: f.stat().st_size for f in part.iterdir()}
+        (part / "meta.json").write_text(json.dumps(meta, indent=1))
+        if final.exists():
+            shutil.rmtree(final)
+        part.rename(final)
+        finished = sorted(f for f in self.root.glob("step_*") if f.suffix != ".tmp")
+        for old in finished[: -self.max_checkpoints]:
+            shutil.rmtree(old)
+
+    def wait(self) -> None:
+        """Until the checkpoint in flight is complete."""
+        if self._pending is not None:
+            self._pending.join()
+            self._pending = None
+

@@ -1,0 +1,189 @@
+"""Every configuration section that the tasks share: names, types, defaults and meanings.
+
+The classes are plain dataclasses, light to import, so that a typing error in a YAML is reported within a second,
+before torch, a process group or a model exists. Names of leaves follow VeRL-Omni where it has one.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from phalanx.config.load import arg
+
+DTYPES = ("float32", "bfloat16")
+SDE_TYPES = ("sde", "cps", "dance_sde")
+
+
+@dataclass
+class ModelConfig:
+    """What is trained."""
+
+    path: str = arg("???", "diffusers model folder (or hub id, where a hub is reachable)")
+    family: Optional[str] = arg(None, "module of phalanx.models (or a dotted module); null: from model_index.json")
+    dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
+    lora_rank: int = arg(0, "rank of the LoRA; 0 trains all weights", ge=0)
+    lora_alpha: Optional[float] = arg(None, "LoRA is scaled by lora_alpha / lora_rank; null: 2 x lora_rank")
+    lora_init: str = arg(
+        "gaussian", "initialisation of LoRA's A (B is 0)", choices=("gaussian", "kaiming", "orthogonal", "pissa")
+    )
+    target_modules: Optional[list[str]] = arg(None, "module name suffixes that get a LoRA; null: the family's default")
+    lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimised", choices=DTYPES)
+    attn_backend: Optional[str] = arg(None, "attention backend of diffusers' dispatch, e.g. native, flash; null: torch's")
+    gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
+    compile: bool = arg(False, "torch.compile each transformer block")
+
+
+@dataclass
+class ParallelConfig:
+    """How the world of ranks is cut."""
+
+    fsdp_size: Optional[int] = arg(None, "ranks that share one copy of the weights; null: the ranks of a node", ge=1)
+    reshard_after_forward: bool = arg(True, "free a block's gathered weights after its forward pass in training")
+    rollout_unsharded: bool = arg(True, "gather all weights once for the whole rollout (needs memory for a full copy)")
+    lora_sharding: str = arg("shard", "LoRA weights under FSDP: sharded with their block, or replicated", choices=("shard", "replicate"))
+    param_offload: bool = arg(False, "keep sharded weights on the CPU between uses (needs fsdp_size > 1)")
+    optimizer_offload: bool = arg(False, "keep the optimizer's state and the EMA on the CPU")
+    timeout_s: float = arg(600.0, "seconds after which a collective that some rank does not join ends the job", gt=0)
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from."""
+
+    train_files: list[str] = arg([], "training prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder")
+    val_files: list[str] = arg([], "held-out prompts, a validation set per file")
+    train_batch_size: int = arg(32, "prompts a training step, over the world", ge=1)
+    max_prompt_length: int = arg(256, "tokens of a prompt that the T5 or Qwen text encoder sees", ge=1)
+    seed: int = arg(0, "seed of the order of prompts")
+    embeds_cache_dir: Optional[str] = arg(None, "folder where prompt embeddings are kept between runs; null: memory only")
+
+
+@dataclass
+class ValRolloutConfig:
+    """Sampling in validation; null takes the value of `rollout`."""
+
+    n: int = arg(1, "images a prompt", ge=1)
+    num_inference_steps: Optional[int] = arg(None, "denoising steps", ge=1)
+    height: Optional[int] = arg(None, "pixels", ge=1)
+    width: Optional[int] = arg(None, "pixels", ge=1)
+    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3 family)")
+    true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image)")
+    noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
+    seed: int = arg(1234, "seed of the noise: a different one for each prompt, the same at each validation")
+
+
+@dataclass
+class RolloutConfig:
+    """How images are sampled for training."""
+
+    engine: str = arg("policy", "policy: in the very modules that are trained")
+    n: int = arg(16, "images a prompt: the group that the advantage compares", ge=2)
+    num_inference_steps: int = arg(10, "denoising steps", ge=1)
+    height: int = arg(512, "pixels", ge=1)
+    width: int = arg(512, "pixels", ge=1)
+    guidance_scale: float = arg(1.0, "classifier-free guidance of the SD3 family; 1 is off")
+    true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image; 1 is off")
+    noise_level: float = arg(0.7, "eta of the stochastic steps", gt=0)
+    sde_type: str = arg("sde", "the stochastic step", choices=SDE_TYPES)
+    sde_window_size: Optional[int] = arg(2, "consecutive steps that are stochastic and trained; null: all but the last", ge=1)
+    sde_window_range: Optional[list[int]] = arg(None, "[a, b]: the window lies in steps a .. b-1; null: all but the last step")
+    window_schedule: str = arg("random", "the window's start: random per step, or progressive (MixGRPO)", choices=("random", "progressive"))
+    window_iters: int = arg(25, "training steps that a progressive window stays in place", ge=1)
+    micro_batch_size_per_gpu: Optional[int] = arg(
+        None, "images sampled together; null: ppo_micro_batch_size_per_gpu x window, which makes log-probs exact", ge=1
+    )
+    vae_batch_size: Optional[int] = arg(None, "images that the VAE decodes at once; null: the whole micro-batch", ge=1)
+    val: ValRolloutConfig = field(default_factory=ValRolloutConfig)
+
+
+@dataclass
+class AlgorithmConfig:
+    """Which algorithm; its own keys stand beside `name` (see its file in phalanx.algorithms)."""
+
+    name: str = arg("flow_grpo", "module of phalanx.algorithms, a dotted module, or path/to/file.py:Class")
+
+
+@dataclass
+class EmaConfig:
+    """Exponential moving average of the trained weights, used in validation and export."""
+
+    decay: Optional[float] = arg(None, "decay of the average; null: off", ge=0, lt=1)
+    warmup: bool = arg(True, "start with a short memory: min(decay, (1 + updates) / (10 + updates))")
+
+
+@dataclass
+class ActorConfig:
+    """How the policy is updated."""
+
+    ppo_mini_batch_size: int = arg(16, "prompts an optimizer step (x rollout.n images)", ge=1)
+    ppo_micro_batch_size_per_gpu: int = arg(8, "images a forward and backward pass, each with all its window's steps", ge=1)
+    ppo_epochs: int = arg(1, "passes over a step's samples", ge=1)
+    detach_uncond: bool = arg(False, "no gradient through the unconditional branch of guidance: cheaper, another gradient")
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+
+@dataclass
+class OptimConfig:
+    """AdamW and its learning rate."""
+
+    lr: float = arg(1e-4, "peak learning rate", gt=0)
+    betas: list[float] = arg([0.9, 0.999], "AdamW's betas")
+    eps: float = arg(1e-8, "AdamW's epsilon", gt=0)
+    weight_decay: float = arg(1e-4, "decoupled weight decay", ge=0)
+    grad_clip: float = arg(1.0, "maximum norm of the gradient; 0: no clipping", ge=0)
+    lr_scheduler: str = arg("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
+    lr_warmup_steps: int = arg(0, "optimizer steps of linear warm-up", ge=0)
+
+
+@dataclass
+class RewardFunctionConfig:
+    """One term of the reward."""
+
+    name: Optional[str] = arg(None, "a built-in reward (module of phalanx.rewards), or the term's name in the logs")
+    path: Optional[str] = arg(None, "module:function or path/to/file.py:function")
+    weight: float = arg(1.0, "factor in the sum")
+    kwargs: dict[str, Any] = arg({}, "keyword arguments of the reward")
+
+
+@dataclass
+class RewardConfig:
+    """What is optimised."""
+
+    functions: list[RewardFunctionConfig] = arg([], "terms of the reward, weighted and summed")
+    overlap: bool = arg(True, "score a micro-batch on worker threads while the next one is sampled")
+    num_workers: int = arg(1, "worker threads a rank", ge=1)
+    timeout_s: float = arg(300.0, "seconds that one call of a reward may take", gt=0)
+
+
+@dataclass
+class TrainerConfig:
+    """The run."""
+
+    total_training_steps: Optional[int] = arg(None, "training steps; null: from total_epochs", ge=0)
+    total_epochs: Optional[float] = arg(None, "passes over the training prompts, where total_training_steps is null", gt=0)
+    save_freq: int = arg(50, "steps between checkpoints, and one at the end; -1: never")
+    test_freq: int = arg(-1, "steps between validations, and one at the end; -1: never")
+    val_before_train: bool = arg(True, "validate before the first step")
+    log_val_generations: int = arg(16, "validation images kept at each validation", ge=0)
+    logger: list[str] = arg(["console"], "console, wandb, tensorboard; metrics.jsonl is always written")
+    project_name: str = arg("phalanx", "project in the loggers")
+    experiment_name: str = arg("run", "name of the run")
+    output_dir: str = arg("outputs/${trainer.project_name}/${trainer.experiment_name}", "where all files of the run go")
+    seed: int = arg(0, "seed of noise, windows and LoRA initialisation")
+    resume: str = arg("auto", "auto: from the newest complete checkpoint, if any; never; or a checkpoint's path")
+    max_checkpoints: int = arg(2, "newest checkpoints that are kept", ge=1)
+    deterministic: bool = arg(False, "torch.use_deterministic_algorithms: slower on GPUs, repeats bit for bit")
+
+
+@dataclass
+class TrainConfig:
+    """Configuration of a reinforcement learning task."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    actor: ActorConfig = field(default_factory=ActorConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)

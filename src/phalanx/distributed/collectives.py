@@ -1,0 +1,69 @@
+"""Collectives over the whole world on small CPU values. Every rank must reach each call."""
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def all_gather(value: Tensor) -> Tensor:
+    """Concatenate equal-shaped CPU tensors of all ranks, in the order of ranks."""
+    out = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, value.contiguous())
+    return torch.cat(out)
+
+
+def all_gather_object(value: T) -> list[T]:
+    """Every rank's value, in the order of ranks. For small picklable values."""
+    out: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def broadcast_object(value: T) -> T:
+    """Rank 0's value, on all ranks."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+def reduce_int(value: int, op: str) -> int:
+    """The "max" or "sum" of an integer over all ranks."""
+    box = torch.tensor([value], dtype=torch.int64)
+    dist.all_reduce(box, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
+    return int(box)
+
+
+def reduce_float(value: float, op: str) -> float:
+    """The "max" or "sum" of a number over all ranks."""
+    box = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(box, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
+    return float(box)
+
+
+def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The mean over this rank's rows and over all ranks, key by key; every rank must have the same keys."""
+    keys = sorted(rows[0])
+    local = torch.tensor([[row[k] for k in keys] for row in rows], dtype=torch.float64).mean(0)
+    dist.all_reduce(local)
+    return dict(zip(keys, (local / dist.get_world_size()).tolist(), strict=True))
+
+
+def first_error(error: str | None) -> str | None:
+    """The error of the lowest rank that has one, told to all ranks with its rank; None where all went well."""
+    errors = all_gather_object(error)
+    for rank, message in enumerate(errors):
+        if message is not None:
+            return message if len(errors) == 1 else f"rank {rank}: {message}"
+    return None
+
+
+def gather_object(value: T) -> list[T]:
+    """Every rank's value on rank 0, in the order of ranks; an empty list on the others."""
+    out: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, out, dst=0)
+    return out or []

@@ -1,0 +1,55 @@
+"""Group-relative advantages (GRPO, arXiv 2402.03300; without the std: Dr.GRPO, arXiv 2503.20783)."""
+
+import torch
+from torch import Tensor
+
+
+def group_advantage(
+    reward: Tensor, group_id: Tensor, *, global_std: bool = False, normalize: bool = True, eps: float = 1e-4
+) -> Tensor:
+    """(reward - mean of the group) / (std + eps), over the whole world's samples.
+
+    Args:
+        reward: [N].
+        group_id: [N] integers, any values.
+        global_std: divide by the std of all rewards instead of the group's.
+        normalize: False divides by nothing (Dr.GRPO).
+        eps: added to the std, which is the population's.
+
+    Returns:
+        [N] float32; exactly 0 where all rewards of a group are equal.
+    """
+    r = reward.double()
+    centred, variance = _centred(r, group_id)
+    if normalize:
+        std = torch.sqrt(((r - r.mean()) ** 2).mean()) if global_std else torch.sqrt(variance)
+        centred = centred / (std + eps)
+    return torch.where(informative(reward, group_id), centred, 0.0).float()
+
+
+def informative(reward: Tensor, group_id: Tensor) -> Tensor:
+    """[N] bool: whether a sample's group has rewards that differ."""
+    _, inverse = torch.unique(group_id, return_inverse=True)
+    groups = int(inverse.max()) + 1 if len(inverse) else 0
+    r = reward.double()
+    low = torch.full((groups,), torch.inf, dtype=r.dtype, device=r.device).scatter_reduce(0, inverse, r, "amin")
+    high = torch.full((groups,), -torch.inf, dtype=r.dtype, device=r.device).scatter_reduce(0, inverse, r, "amax")
+    return (high > low)[inverse]
+
+
+def group_std(reward: Tensor, group_id: Tensor) -> Tensor:
+    """[G] float32: the population std of each group's rewards, groups in ascending order of their id."""
+    _, variance = _centred(reward.double(), group_id)
+    _, inverse = torch.unique(group_id, return_inverse=True)
+    out = torch.zeros(int(inverse.max()) + 1, dtype=torch.float64, device=reward.device)
+    return out.scatter(0, inverse, torch.sqrt(variance)).float()
+
+
+def _centred(r: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] rewards less their group's mean, and [N] their group's variance."""
+    _, inverse, counts = torch.unique(group_id, return_inverse=True, return_counts=True)
+    zeros = torch.zeros(len(counts), dtype=r.dtype, device=r.device)
+    mean = zeros.index_add(0, inverse, r) / counts
+    centred = r - mean[inverse]
+    variance = zeros.index_add(0, inverse, centred**2) / counts
+    return centred, variance[inverse]

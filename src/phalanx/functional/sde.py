@@ -1,0 +1,111 @@
+"""One denoising step of a flow-matching model, deterministic or stochastic, and its log-probability.
+
+Notation: sigma the noise level of `sample` x, sigma_next < sigma the next one, delta = sigma_next - sigma < 0, v the
+predicted velocity (v ~ noise - data, so x0 = x - sigma v), eta the sampler's noise level. All values are float32.
+
+Sources: `sde` Flow-GRPO (arXiv 2505.05470), `cps` Flow-CPS (arXiv 2509.05952), `dance_sde` DanceGRPO
+(arXiv 2505.07818).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SdeStep(NamedTuple):
+    """prev_sample and mean [B, ...]; std [B], the true standard deviation of the transition; log_prob [B].
+
+    For `sde` and `dance_sde` the log-probability is the Gaussian's, averaged (not summed) over the latent's dims; for
+    `cps` it is -(x' - mean)^2, averaged. Without noise (noise_level 0) it is None and std is 0.
+    """
+
+    prev_sample: Tensor
+    mean: Tensor
+    std: Tensor
+    log_prob: Tensor | None
+
+
+def sde_step(
+    sample: Tensor,
+    velocity: Tensor,
+    sigma: float | Tensor,
+    sigma_next: float | Tensor,
+    *,
+    noise_level: float,
+    sde_type: str,
+    sigma_max: float | Tensor,
+    prev_sample: Tensor | None = None,
+    noise: Tensor | None = None,
+) -> SdeStep:
+    """Take, or replay, the step from `sigma` to `sigma_next`.
+
+    Args:
+        sample, velocity: [B, ...].
+        sigma, sigma_next: a number, or [B].
+        noise_level: eta; 0 is the Euler step of the ODE, for every type.
+        sde_type: "sde", "cps" or "dance_sde".
+        sigma_max: the schedule's second entry, which stands for sigma where sigma is 1 (`sde` only).
+        prev_sample: [B, ...], the sample that was drawn (replay); it is detached in the log-probability.
+        noise: [B, ...], standard normal (sampling).
+
+    Raises:
+        ValueError: for an unknown type, a stochastic step with neither or both of `prev_sample` and `noise`, or a `cps`
+            step to sigma_next = 0, whose transition has no density.
+    """
+    x, v = sample.float(), velocity.float()
+    s, s_next, s_max = (_per_sample(value, x) for value in (sigma, sigma_next, sigma_max))
+    delta = s_next - s
+    if noise_level == 0:
+        mean = x + v * delta
+        prev = mean if prev_sample is None else prev_sample.float()
+        return SdeStep(prev, mean, torch.zeros_like(delta).flatten(), None)
+    if (prev_sample is None) == (noise is None):
+        raise ValueError("sde_step: a stochastic step takes either noise (to sample) or prev_sample (to replay)")
+
+    if sde_type == "sde":
+        scale = noise_level * torch.sqrt(s / (1 - torch.where(s == 1, s_max, s)))
+        drift = scale**2 / (2 * s)
+        mean = x * (1 + drift * delta) + v * (1 + drift * (1 - s)) * delta
+        std = scale * torch.sqrt(-delta)
+    elif sde_type == "cps":
+        if s_next.device.type == "cpu" and bool((s_next == 0).any()):
+            raise ValueError(
+                "sde_step: the last step (sigma_next = 0) of cps is deterministic and has no log-probability; "
+                "leave it out of the SDE window"
+            )
+        x0, x1 = x - s * v, x + (1 - s) * v
+        std = s_next * math.sin(noise_level * math.pi / 2)
+        mean = (1 - s_next) * x0 + torch.sqrt(s_next**2 - std**2) * x1
+    elif sde_type == "dance_sde":
+        x0 = x - s * v
+        score = -(x - (1 - s) * x0) / s**2
+        mean = x + delta * v - 0.5 * noise_level**2 * score * delta
+        std = noise_level * torch.sqrt(-delta)
+    else:
+        raise ValueError(f"sde_step: sde_type {sde_type!r} should be one of sde, cps, dance_sde")
+
+    if prev_sample is None:
+        assert noise is not None
+        prev = mean + std * noise.float()
+    else:
+        prev = prev_sample.float()
+    squared = (prev.detach() - mean) ** 2
+    if sde_type == "cps":
+        log_prob = -squared
+    else:
+        log_prob = -squared / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+    return SdeStep(prev, mean, std.flatten().expand(len(x)), log_prob.flatten(1).mean(1))
+
+
+def gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
+    """KL divergence [B] of two transitions of equal `std` [B], averaged over the latent's dims: (m - m')^2 / 2 std^2."""
+    squared = ((mean.float() - other_mean.float()) ** 2).flatten(1).mean(1)
+    return squared / (2 * std.float() ** 2)
+
+
+def _per_sample(value: float | Tensor, like: Tensor) -> Tensor:
+    """A number, or [B], as float32 that broadcasts over [B, ...]."""
+    tensor = torch.as_tensor(value, dtype=torch.float32, device=like.device)
+    return tensor.reshape(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,41 @@
+"""Which denoising steps are stochastic and trained (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802)."""
+
+import random
+
+
+def sde_window(
+    step: int,
+    *,
+    num_inference_steps: int,
+    size: int | None,
+    window_range: list[int] | None,
+    schedule: str,
+    iters: int,
+    seed: int,
+) -> range:
+    """The window of training step `step` (counted from 0): one for all prompt groups, since a group's rewards are
+    compared with one another.
+
+    `size` None is all steps of the range; `window_range` [a, b] (None: all steps but the last) holds steps a .. b-1.
+    `random` draws the start from a .. b - size by (seed, step); `progressive` moves it by `size` every `iters` steps.
+
+    Raises:
+        ValueError: where the range is empty, leaves the schedule, or is shorter than the window.
+    """
+    first, end = window_range if window_range is not None else (0, num_inference_steps - 1)
+    if not 0 <= first < end <= num_inference_steps:
+        raise ValueError(
+            f"rollout.sde_window_range: [{first}, {end}] should satisfy 0 <= a < b <= {num_inference_steps} "
+            "(rollout.num_inference_steps)"
+        )
+    length = end - first if size is None else size
+    if length > end - first:
+        raise ValueError(
+            f"rollout.sde_window_size: {length} does not fit into the {end - first} steps of the range [{first}, {end}]"
+        )
+    last_start = end - length
+    if schedule == "progressive":
+        start = min(first + step // iters * length, last_start)
+    else:
+        start = random.Random(f"window {seed} {step}").randint(first, last_start)
+    return range(start, start + length)

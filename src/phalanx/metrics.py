@@ -1,0 +1,392 @@
+"""Logging: phase timers, metrics.jsonl, and the loggers of `trainer.logger` (console, wandb, tensorboard).
+
+The step convention: row `step: k` is written once k training steps are done; the validation before training is a row
+`step: 0` that holds `val/...` only. Steps only grow within one run.
+"""
+
+import difflib
+import importlib.util
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from phalanx.config.load import ConfigError
+from phalanx.config.schema import TrainerConfig
+from phalanx.images import ImageRecord, save_images
+
+METRICS_FILE = "metrics.jsonl"
+ELAPSED = "perf/elapsed_s"
+# name -> the package that it needs beyond those that phalanx always has
+LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+CONSOLE_KEYS = (
+    "reward/mean",
+    "reward/std",
+    "actor/ratio_mean",
+    "actor/clipfrac",
+    "actor/grad_norm",
+    "actor/kl_ref",
+    "perf/step_s",
+)
+_ETA_STEPS = 20  # the ETA follows the last steps, as a window or a checkpoint changes their length
+
+_log = logging.getLogger(__name__)
+
+
+class Timers:
+    """Seconds a phase: `with timers("rollout"): ...`, then `timers.pop()` once a step.
+
+    With `sync` the device is waited for at both ends, which attributes CUDA work exactly but stalls the queue. Without,
+    a phase that ends with a value read by the host is exact, and another one hands its rest to the next phase.
+    """
+
+    def __init__(self, sync: bool = False) -> None:
+        self._sync = sync
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time of the `with` block to phase `name`, also where the block raises."""
+        self._wait()
+        start = time.perf_counter()
+        try:
+            yield
+            self._wait()
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add time that was measured elsewhere, as by a worker thread; call it from the main thread."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def pop(self) -> dict[str, float]:
+        """`{"time/<phase>": seconds}` since the last call, in the order of first use; starts anew."""
+        seconds, self._seconds = self._seconds, {}
+        return {f"time/{name}": value for name, value in seconds.items()}
+
+    def _wait(self) -> None:
+        if self._sync:
+            import torch
+
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+
+def check_loggers(names: Iterable[str]) -> None:
+    """Raise ConfigError where a name of `trainer.logger` is unknown, or its package is not installed."""
+    for name in names:
+        if name not in LOGGERS:
+            near = difflib.get_close_matches(name, LOGGERS, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ConfigError(f"trainer.logger: {name!r} should be one of {', '.join(LOGGERS)}{hint}")
+        package = LOGGERS[name]
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"trainer.logger: {name!r} needs a package that is not installed: pip install {package}")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows of a metrics.jsonl without a half-written last line; other broken lines are left out with a warning."""
+    rows = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif number < len(lines):
+            _log.warning("%s:%d: not a JSON object with a step; the line is left out", path, number)
+    return rows
+
+
+class RunLogger:
+    """Where a run's numbers and images go: metrics.jsonl and images/ in `trainer.output_dir`, and the loggers.
+
+    `start_step` is the number of training steps that are done: 0 for a new run, k for one resumed from a checkpoint of
+    step k. Rows of later steps, which a killed run wrote after that checkpoint, are dropped at the start, and all rows
+    of an older run where it is 0. `wandb_id` is the id kept in that checkpoint, None for a new run. With `enabled`
+    False (every rank but 0) nothing is written and every method returns at once.
+
+    Raises ConfigError for an unknown logger, and where wandb cannot start.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        resolved_config: dict[str, Any],
+        wandb_id: str | None,
+        start_step: int,
+        total_steps: int,
+        enabled: bool,
+    ) -> None:
+        check_loggers(trainer.logger)
+        self._wandb_id = wandb_id
+        self._file: _MetricsFile | None = None
+        self._backends: list[_Backend] = []
+        if not enabled:
+            return
+        self._folder = Path(trainer.output_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # What can fail comes first, so that a start that fails leaves an older run's rows and the terminal alone.
+        if "wandb" in trainer.logger:
+            wandb = _Wandb(trainer, resolved_config, wandb_id)
+            self._wandb_id = wandb.id
+            self._backends.append(wandb)
+        if "tensorboard" in trainer.logger:
+            self._backends.append(_TensorBoard(self._folder / "tensorboard", resolved_config, start_step))
+        self._file = _MetricsFile(self._folder / METRICS_FILE, start_step)
+        if "console" in trainer.logger:
+            self._backends.append((_Progress if sys.stdout.isatty() else _Lines)(start_step, total_steps))
+
+    @property
+    def wandb_id(self) -> str | None:
+        """The id to keep in checkpoints: wandb's where it runs, else the one that was given."""
+        return self._wandb_id
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        """Write one row. `step` must be greater than in the row before; values may be any finite or non-finite number.
+
+        `perf/elapsed_s`, the seconds since the run began (earlier starts of a resumed run included), is added.
+        """
+        if self._file is None:
+            return
+        row = self._file.write(step, row)
+        for backend in self._backends:
+            backend.log(step, row)
+
+    def images(self, step: int, set_name: str, records: Iterable[ImageRecord]) -> None:
+        """Write a validation's images to `<output_dir>/images/<set>/step_<k>`, wandb and tensorboard."""
+        if self._file is None:
+            return
+        rows = sorted(records, key=lambda record: record.index)
+        folder = save_images(self._folder / "images", step, set_name, rows)
+        if rows:
+            for backend in self._backends:
+                backend.images(step, set_name, rows, folder)
+
+    def close(self, failed: bool = False) -> None:
+        """Flush and end all loggers; safe to call twice. `failed` marks the wandb run as crashed."""
+        for backend in self._backends:
+            backend.close(failed)
+        self._backends = []
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close(failed=kind is not None)
+
+
+class _MetricsFile:
+    """metrics.jsonl: one row of strict JSON a step, flushed at once."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        kept = [row for row in read_metrics(path) if row["step"] <= start_step] if start_step and path.is_file() else []
+        partial = path.with_name(path.name + ".tmp")
+        partial.write_text("".join(_dump(row) for row in kept), encoding="utf-8")
+        os.replace(partial, path)
+        self._last = kept[-1]["step"] if kept else -1
+        before = kept[-1].get(ELAPSED) if kept else None
+        self._origin = time.monotonic() - (before or 0.0)
+        self._stream = path.open("a", encoding="utf-8")
+
+    def write(self, step: int, row: dict[str, float]) -> dict[str, float]:
+        """Append a row, and return it with the elapsed time."""
+        assert step > self._last, f"metrics: row of step {step} after one of step {self._last}"
+        self._last = step
+        row = {**row, ELAPSED: round(time.monotonic() - self._origin, 3)}
+        self._stream.write(_dump({"step": step, **{key: _plain(value) for key, value in row.items()}}))
+        self._stream.flush()
+        return row
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _plain(value: float) -> float | None:
+    """A number that strict JSON can hold; None for NaN and infinities."""
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _dump(row: dict[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
+
+
+class _Backend(Protocol):
+    """A logger: gets every row and every validation's images."""
+
+    def log(self, step: int, row: dict[str, float]) -> None: ...
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
+
+
+class _Eta:
+    """Time left, from the mean length of the last steps (validation and checkpoints included)."""
+
+    def __init__(self, start_step: int, total_steps: int) -> None:
+        self._total = total_steps
+        self._seen = deque([(start_step, time.monotonic())], maxlen=_ETA_STEPS + 1)
+
+    def after(self, step: int) -> str:
+        """`h:mm:ss` once `step` steps are done; `-` before the first one."""
+        self._seen.append((step, time.monotonic()))
+        (first, start), (last, end) = self._seen[0], self._seen[-1]
+        if last == first:
+            return "-"
+        seconds = (end - start) / (last - first) * (self._total - step)
+        return str(timedelta(seconds=round(seconds)))
+
+
+def _validation_line(step: int, total: int, row: dict[str, float]) -> str | None:
+    """`step 10/20  validation  ocr/reward/mean 0.9000`, or None for a row without validation."""
+    parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
+    return f"step {step}/{total}  validation  " + "  ".join(parts) if parts else None
+
+
+def _is_training(row: dict[str, float]) -> bool:
+    return any(not key.startswith(("val/", "time/", ELAPSED)) for key in row)
+
+
+class _Lines:
+    """Console without a terminal (a log file): a line a step."""
+
+    def __init__(self, start_step: int, total_steps: int) -> None:
+        self._total = total_steps
+        self._eta = _Eta(start_step, total_steps)
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        eta = self._eta.after(step)
+        if _is_training(row):
+            parts = [f"{key} {row[key]:.4g}" for key in CONSOLE_KEYS if key in row]
+            print("  ".join([f"step {step}/{self._total}", *parts, f"ETA {eta}"]), flush=True)
+        validation = _validation_line(step, self._total, row)
+        if validation is not None:
+            print(validation, flush=True)
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
+        pass
+
+    def close(self, failed: bool) -> None:
+        pass
+
+
+class _Progress:
+    """Console on a terminal: a bar with step, reward and ETA; validations are printed above it."""
+
+    def __init__(self, start_step: int, total_steps: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._total = total_steps
+        self._eta = _Eta(start_step, total_steps)
+        self._bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("reward {task.fields[reward]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA {task.fields[eta]}"),
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("training", total=total_steps, completed=start_step, reward="-", eta="-")
+        self._bar.start()
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        fields = {"reward": f"{row['reward/mean']:.4f}"} if "reward/mean" in row else {}
+        self._bar.update(self._task, completed=step, eta=self._eta.after(step), **fields)  # type: ignore[arg-type]
+        validation = _validation_line(step, self._total, row)
+        if validation is not None:
+            self._bar.console.print(validation, highlight=False, markup=False)
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
+        pass
+
+    def close(self, failed: bool) -> None:
+        self._bar.stop()
+
+
+class _TensorBoard:
+    """Event files in `<output_dir>/tensorboard`; what an earlier start wrote of later steps is purged."""
+
+    def __init__(self, folder: Path, resolved_config: dict[str, Any], start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = start_step + 1 if start_step else 0
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        text = "```json\n" + json.dumps(resolved_config, indent=2, default=str) + "\n```"
+        self._writer.add_text("config", text, start_step)
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
+        import numpy as np
+        from PIL import Image
+
+        picture = np.asarray(Image.open(folder / "grid.png").convert("RGB"))
+        self._writer.add_image(f"images/{set_name}", picture, step, dataformats="HWC")
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class _Wandb:
+    """Weights & Biases; WANDB_MODE=offline needs no account. A resumed run continues under its id."""
+
+    def __init__(self, trainer: TrainerConfig, resolved_config: dict[str, Any], wandb_id: str | None) -> None:
+        import wandb
+
+        self._wandb = wandb
+        try:
+            self._run = wandb.init(
+                project=trainer.project_name,
+                name=trainer.experiment_name,
+                dir=trainer.output_dir,
+                config=resolved_config,
+                id=wandb_id,
+                resume="allow",
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(
+                f"trainer.logger: wandb could not start: {reason}; run `wandb login`, set WANDB_MODE=offline, "
+                "or leave wandb out"
+            ) from None
+        # wandb drops rows whose own step it has seen, and a resumed run repeats some: plot over ours.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self.id = self._run.id
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        self._run.log({"step": step, **row})
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
+        pictures = [
+            self._wandb.Image(record.image, caption=f"{record.reward:.3f}: {record.prompt}") for record in records
+        ]
+        self._run.log({"step": step, f"images/{set_name}": pictures})
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)

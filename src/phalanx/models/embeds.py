@@ -1,0 +1,71 @@
+"""Prompt embeddings: encoded once a prompt, kept in memory and, where a folder is given, on disk."""
+
+import hashlib
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+from phalanx.models.family import Embeds
+
+MEMORY_LIMIT = 4 << 30  # bytes of embeddings that stay in memory
+
+
+class EmbedsCache:
+    """`encode(texts)` is called once for prompts that are not yet known; `identity` names the model and its settings."""
+
+    def __init__(self, encode: Callable[[list[str]], list[Embeds]], identity: str, folder: str | None) -> None:
+        self._encode, self._identity = encode, identity
+        self._folder = Path(folder) if folder is not None else None
+        self._memory: OrderedDict[str, Embeds] = OrderedDict()
+        self._bytes = 0
+
+    def __call__(self, texts: list[str]) -> list[Embeds]:
+        """Embeddings of each text, on the CPU."""
+        found = {text: self._look_up(text) for text in dict.fromkeys(texts)}
+        missing = [text for text, embeds in found.items() if embeds is None]
+        if missing:
+            for text, embeds in zip(missing, self._encode(missing), strict=True):
+                found[text] = embeds
+                self._remember(text, embeds)
+                self._write(text, embeds)
+        return [embeds for text in texts if (embeds := found[text]) is not None]
+
+    def _look_up(self, text: str) -> Embeds | None:
+        if text in self._memory:
+            self._memory.move_to_end(text)
+            return self._memory[text]
+        file = self._file(text)
+        if file is None or not file.is_file():
+            return None
+        embeds = load_file(file)
+        self._remember(text, embeds)
+        return embeds
+
+    def _remember(self, text: str, embeds: Embeds) -> None:
+        self._memory[text] = embeds
+        self._bytes += _size(embeds)
+        while self._bytes > MEMORY_LIMIT and len(self._memory) > 1:
+            self._bytes -= _size(self._memory.popitem(last=False)[1])
+
+    def _write(self, text: str, embeds: Embeds) -> None:
+        file = self._file(text)
+        if file is None:
+            return
+        file.parent.mkdir(parents=True, exist_ok=True)
+        # ranks may write the same prompt at once: each writes its own file and renames it
+        part = file.with_suffix(f".{uuid.uuid4().hex}.part")
+        save_file({name: t.contiguous() for name, t in embeds.items()}, part)
+        part.replace(file)
+
+    def _file(self, text: str) -> Path | None:
+        if self._folder is None:
+            return None
+        digest = hashlib.sha256(f"{self._identity}\n{text}".encode()).hexdigest()
+        return self._folder / digest[:2] / f"{digest}.safetensors"
+
+
+def _size(embeds: Embeds) -> int:
+    return sum(t.numel() * t.element_size() for t in embeds.values())

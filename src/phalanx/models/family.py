@@ -1,0 +1,116 @@
+"""What a family of flow-matching models must provide; a new family is one file with a class `Model`."""
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.schema import ModelConfig
+from phalanx.flops import forward_flops
+
+Embeds = dict[str, Tensor]
+
+
+class FlowModel:
+    """A text-to-image model in diffusers' own classes. N rows are samples, noise levels and guidance branches alike."""
+
+    pipeline_class: ClassVar[str]
+    guidance_key: ClassVar[str]
+    lora_targets: ClassVar[list[str]]
+    default_negative: ClassVar[str]
+    obeys_attn_backend: ClassVar[bool] = True
+
+    transformer: Any
+    vae: Any
+    text_encoders: list[nn.Module]
+    dtype: torch.dtype
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        """Load from `config.path`: the transformer in `weights_dtype`, everything else in `dtype`."""
+        raise AssertionError("a family loads itself")
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks: the units of sharding, compilation and checkpointing."""
+        return list(self.transformer.transformer_blocks)
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        """Text embeddings of each prompt, on the CPU, without padding: `prompt_embeds` [L, D] and others."""
+        raise AssertionError
+
+    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
+        """Stack embeddings to [N, length, D]; `padded` says whether some prompt of the world's step is shorter."""
+        raise AssertionError
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """sigmas [N + 1] and timesteps [N] float32 of the model folder's own scheduler."""
+        raise AssertionError
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one sample's latent; raises ValueError where the model cannot make such an image."""
+        raise AssertionError
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
+        """One forward pass: latents [N, ...], timesteps [N] in 0..1000, embeds [N, ...] -> [N, ...]."""
+        raise AssertionError
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """Classifier-free guidance of two velocities, float32."""
+        return negative + scale * (positive - negative)
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Images [N, 3, H, W] in 0..1, float32."""
+        raise AssertionError
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Latents [N, ...] float32 of images [N, 3, H, W] in 0..1: the inverse of `decode`."""
+        raise AssertionError
+
+    def flops(self, height: int, width: int, text_length: int) -> int:
+        """Floating-point operations of one forward pass of one sample."""
+        kind, config = type(self.transformer), self.transformer.config
+        return forward_flops(
+            lambda: kind.from_config(config), lambda: self.forward_inputs(height, width, text_length)
+        )
+
+    def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
+        """Arguments of the transformer's forward pass for one sample, of the right shapes, to count its arithmetic."""
+        raise AssertionError
+
+
+def model_index(path: str) -> dict[str, Any]:
+    """The model_index.json of a diffusers folder; raises ValueError where the folder is none."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if path.count("/") == 1 and not path.startswith((".", "/", "~")):
+            return _hub_index(path)
+        raise ValueError(f"model.path: {path!r}: no such folder")
+    file = folder / "model_index.json"
+    if not file.is_file():
+        raise ValueError(f"model.path: {path!r} is no diffusers model folder: it has no model_index.json")
+    try:
+        index = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"model.path: {file} is not valid JSON: {error}") from None
+    if not isinstance(index, dict) or "_class_name" not in index:
+        raise ValueError(f"model.path: {file} names no _class_name")
+    missing = [n for n, v in index.items() if isinstance(v, list) and v[0] is not None and not (folder / n).is_dir()]
+    if missing:
+        raise ValueError(f"model.path: {path!r} lacks the folder {missing[0]!r} that its model_index.json names")
+    return index
+
+
+def _hub_index(repo: str) -> dict[str, Any]:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return dict(json.loads(Path(hf_hub_download(repo, "model_index.json")).read_text()))
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
+        raise ValueError(f"model.path: {repo!r}: no such folder, and no hub has it within reach") from None
+
+
+def absent_components(index: dict[str, Any]) -> dict[str, None]:
+    """Components that the folder leaves out, as the keyword arguments that tell diffusers so."""
+    return {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}

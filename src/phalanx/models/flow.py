@@ -1,0 +1,214 @@
+"""The policy: a flow-matching model over the mesh, its replay, and the other weights that it can take."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.load import known_modules, resolve_registry
+from phalanx.config.schema import DataConfig, ModelConfig, ParallelConfig
+from phalanx.distributed.fsdp import Sharded, local
+from phalanx.distributed.mesh import World
+from phalanx.functional.sde import sde_step
+from phalanx.models.embeds import EmbedsCache
+from phalanx.models.family import Embeds, FlowModel, model_index
+from phalanx.models.lora import add_lora, lora_off
+from phalanx.types import FlowTrace, Prompt, Replay, Sampler
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def family_of(config: ModelConfig) -> type[FlowModel]:
+    """The class `Model` of the model's family; raises ValueError where no family knows the folder's pipeline."""
+    if config.family is not None:
+        found = resolve_registry("phalanx.models", config.family, "model.family")
+        if "Model" not in vars(found):
+            raise ValueError(f"model.family: {config.family!r} has no class Model")
+        return vars(found)["Model"]
+    name = model_index(config.path)["_class_name"]
+    known = {}
+    for module in known_modules("phalanx.models"):
+        found = vars(resolve_registry("phalanx.models", module, "model.family"))
+        if "Model" in found:
+            known[found["Model"].pipeline_class] = found["Model"]
+    if name not in known:
+        raise ValueError(f"model.path: {config.path!r} is a {name}; supported: {', '.join(sorted(known))}")
+    return known[name]
+
+
+class FlowPolicy:
+    """See phalanx.types.Policy. `parameters` maps names to the tensors that the optimizer owns."""
+
+    def __init__(
+        self,
+        model: FlowModel,
+        world: World,
+        config: ModelConfig,
+        parallel: ParallelConfig,
+        data: DataConfig,
+        *,
+        seed: int,
+        detach_uncond: bool = False,
+    ) -> None:
+        self.model, self.world, self.config = model, world, config
+        self.detach_uncond = detach_uncond
+        self.lora = config.lora_rank > 0
+        _freeze_and_adapt(model, config, seed)
+        self.sharded = Sharded(model.transformer, model.blocks(), world, parallel, model.dtype)
+        self.parameters = self.sharded.parameters
+        self._weights: dict[str, dict[str, Tensor]] = {}
+        identity = f"{config.path} {config.dtype} {data.max_prompt_length}"
+        self._max_length = data.max_prompt_length
+        self._embeds = EmbedsCache(self._encode, identity, data.embeds_cache_dir)
+
+    # -- text -----------------------------------------------------------------------------------------------------
+
+    def embed(self, prompts: list[Prompt]) -> list[Embeds]:
+        """Embeddings of the prompts, then of their negatives, on the CPU and without padding."""
+        default = self.model.default_negative
+        negatives = [default if p.negative is None else p.negative for p in prompts]
+        return self._embeds([p.text for p in prompts] + negatives)
+
+    @torch.no_grad()
+    def _encode(self, texts: list[str]) -> list[Embeds]:
+        """One prompt at a time: a batch's shape would show in the last bits. The encoders visit the device and leave."""
+        device = self.world.device
+        for encoder in self.model.text_encoders:
+            encoder.to(device)
+        try:
+            return [e for text in texts for e in self.model.encode([text], device, self._max_length)]
+        finally:
+            for encoder in self.model.text_encoders:
+                encoder.to("cpu")
+
+    # -- sampling and replay --------------------------------------------------------------------------------------
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, rows: Tensor, sampler: Sampler) -> Tensor:
+        """Guided velocity [N, ...] float32 of latents [N, ...] at timesteps [N]; `rows` [N] index into `embeds` [2 P].
+
+        Both branches of guidance go through one forward pass, unless the unconditional one is to be detached.
+        """
+        size = (sampler.height, sampler.width)
+        if sampler.guidance <= 1:
+            return self.model.velocity(latents, timesteps, _take(embeds, rows), *size).float()
+        negative_rows = rows + next(iter(embeds.values())).shape[0] // 2
+        if self.detach_uncond:
+            with torch.no_grad():
+                negative = self.model.velocity(latents, timesteps, _take(embeds, negative_rows), *size).float()
+            positive = self.model.velocity(latents, timesteps, _take(embeds, rows), *size).float()
+        else:
+            both = _take(embeds, torch.cat([negative_rows, rows]))
+            out = self.model.velocity(torch.cat([latents, latents]), timesteps.repeat(2), both, *size).float()
+            negative, positive = out.chunk(2)
+        return self.model.guide(negative, positive, sampler.guidance)
+
+    def replay(self, trace: FlowTrace) -> Replay:
+        """Every sample's trained steps in one forward pass of B x W rows."""
+        b, w = trace.latents.shape[0], len(trace.timesteps)
+        before, after = trace.latents[:, :-1].flatten(0, 1), trace.latents[:, 1:].flatten(0, 1)
+        rows = trace.prompt_index.repeat_interleave(w)
+        velocity = self.velocity(before, trace.timesteps.repeat(b), trace.embeds, rows, trace.sampler)
+        step = sde_step(
+            before,
+            velocity,
+            trace.sigmas[:-1].repeat(b),
+            trace.sigmas[1:].repeat(b),
+            noise_level=trace.sampler.noise_level,
+            sde_type=trace.sampler.sde_type,
+            sigma_max=trace.sigma_max,
+            prev_sample=after,
+        )
+        assert step.log_prob is not None
+        return Replay(step.log_prob.view(b, w), step.mean.view(b, w, *step.mean.shape[1:]), step.std[:w])
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, sampler: Sampler, slice_size: int | None) -> Tensor:
+        """Images [N, 3, H, W] in 0..1 on the CPU, `slice_size` at a time."""
+        parts = latents.split(slice_size or len(latents))
+        return torch.cat([self.model.decode(part, sampler.height, sampler.width).cpu() for part in parts])
+
+    # -- weights --------------------------------------------------------------------------------------------------
+
+    def unsharded(self) -> Any:
+        """A context in which all weights are gathered, for forward passes without gradients."""
+        return self.sharded.unsharded()
+
+    def add_weights(self, name: str, values: dict[str, Tensor]) -> None:
+        """Make `using(name)` possible: `values` are laid out as `parameters`."""
+        self._weights[name] = values
+
+    def keep_reference(self) -> None:
+        """Remember the weights as they are now as the reference: nothing with LoRA, else a copy on the CPU."""
+        if not self.lora:
+            copies = {name: local(p).detach().cpu().clone() for name, p in self.parameters.items()}
+            self.add_weights("reference", copies)
+
+    @contextmanager
+    def using(self, weights: str) -> Iterator[None]:
+        """Other weights for a while: "reference" or "ema"; not within `unsharded`."""
+        if weights == "reference" and self.lora:
+            with lora_off(self.model.transformer):
+                yield
+            return
+        kept = {name: local(p).detach().clone() for name, p in self.parameters.items()}
+        self._write(self._weights[weights])
+        try:
+            yield
+        finally:
+            self._write(kept)
+
+    @torch.no_grad()
+    def _write(self, values: dict[str, Tensor]) -> None:
+        for name, p in self.parameters.items():
+            local(p).copy_(local(values[name]))
+        self.sharded.publish()
+
+
+def build_policy(
+    config: ModelConfig, parallel: ParallelConfig, data: DataConfig, world: World, *, seed: int, detach_uncond: bool
+) -> FlowPolicy:
+    """Load the model folder and lay it out over the mesh; the VAE goes to the device, text encoders stay on the CPU."""
+    dtype = DTYPES[config.dtype]
+    # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
+    weights_dtype = dtype if config.lora_rank > 0 else torch.float32
+    model = family_of(config)(config, dtype, weights_dtype)
+    model.vae.to(world.device)
+    return FlowPolicy(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond)
+
+
+def _freeze_and_adapt(model: FlowModel, config: ModelConfig, seed: int) -> None:
+    for module in (model.vae, *model.text_encoders):
+        module.requires_grad_(False).eval()
+    transformer = model.transformer.eval()
+    if config.lora_rank > 0:
+        add_lora(transformer, config, model.lora_targets, seed)
+    else:
+        transformer.requires_grad_(True)
+    if config.gradient_checkpointing:
+        transformer.enable_gradient_checkpointing()
+    if config.attn_backend is not None:
+        _set_backend(transformer, config.attn_backend)
+    if config.compile:
+        for block in model.blocks():
+            block.compile(fullgraph=True)
+
+
+def _set_backend(transformer: Any, backend: str) -> None:
+    from diffusers.models.attention_dispatch import AttentionBackendName
+
+    known = sorted(b.value for b in AttentionBackendName)
+    if backend not in known:
+        raise ValueError(f"model.attn_backend: {backend!r} is unknown to diffusers; known: {', '.join(known)}")
+    try:
+        transformer.set_attention_backend(backend)
+    except (ImportError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model.attn_backend: {backend!r} cannot be used here: {reason}") from None
+
+
+def _take(embeds: Embeds, rows: Tensor) -> Embeds:
+    return {name: value[rows] for name, value in embeds.items()}
+
+

@@ -1,0 +1,61 @@
+"""LoRA through peft: adding it, and switching it off without touching requires_grad."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.config.schema import ModelConfig
+
+
+def add_lora(transformer: Any, config: ModelConfig, default_targets: list[str], seed: int) -> None:
+    """Add a LoRA to a diffusers transformer and freeze all else. Its weights are a function of `seed`.
+
+    Raises ValueError where no module matches `model.target_modules`.
+    """
+    from peft import LoraConfig
+
+    targets = config.target_modules if config.target_modules is not None else default_targets
+    linear = [name for name, m in transformer.named_modules() if isinstance(m, nn.Linear)]
+    for target in targets:
+        if not any(name == target or name.endswith("." + target) for name in linear):
+            leaves = sorted({".".join(n.split(".")[2:]) for n in linear if n.startswith("transformer_blocks.")})
+            raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; in a block: {', '.join(leaves)}")
+    alpha = config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
+    inits: dict[str, Any] = {"kaiming": True, "gaussian": "gaussian", "orthogonal": "orthogonal", "pissa": "pissa_niter_8"}
+    transformer.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer.add_adapter(
+            LoraConfig(
+                r=config.lora_rank,
+                lora_alpha=alpha,
+                target_modules=targets,
+                init_lora_weights=inits[config.lora_init],
+            )
+        )
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.lora_dtype]
+    for p in transformer.parameters():
+        if p.requires_grad:
+            p.data = p.data.to(dtype)
+
+
+@contextmanager
+def lora_off(transformer: nn.Module) -> Iterator[None]:
+    """The base weights alone, for a while.
+
+    peft's own disable_adapters() flips requires_grad, which FSDP's backward pass does not survive.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [m for m in transformer.modules() if isinstance(m, BaseTunerLayer)]
+    before = [layer._disable_adapters for layer in layers]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, state in zip(layers, before, strict=True):
+            layer._disable_adapters = state

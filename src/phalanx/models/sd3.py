@@ -1,0 +1,104 @@
+"""Stable Diffusion 3 and 3.5, with or without the T5 text encoder (arXiv 2403.03206)."""
+
+from typing import Any
+
+import torch
+from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from torch import Tensor
+
+from phalanx.config.schema import ModelConfig
+from phalanx.models.attention import DispatchedJointAttention
+from phalanx.models.family import Embeds, FlowModel, absent_components, model_index
+
+
+class Model(FlowModel):
+    """SD3 family: latents [N, C, H/8, W/8]; guidance `rollout.guidance_scale`."""
+
+    pipeline_class = "StableDiffusion3Pipeline"
+    guidance_key = "guidance_scale"
+    default_negative = ""
+    lora_targets = [
+        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+        "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+    ]  # fmt: skip
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        absent = absent_components(model_index(config.path))
+        self.dtype = dtype
+        self.transformer = SD3Transformer2DModel.from_pretrained(
+            config.path, subfolder="transformer", torch_dtype=weights_dtype
+        )
+        self.pipeline = StableDiffusion3Pipeline.from_pretrained(
+            config.path, transformer=self.transformer, torch_dtype=dtype, **absent
+        )
+        self.transformer.to(weights_dtype)
+        self.vae = self.pipeline.vae
+        encoders = (self.pipeline.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3)
+        self.text_encoders = [e for e in encoders if e is not None]
+        if config.attn_backend is not None:
+            self.transformer.set_attn_processor(DispatchedJointAttention())
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            texts, texts, texts, device=device, do_classifier_free_guidance=False, max_sequence_length=max_length
+        )
+        pairs = zip(embeds.cpu(), pooled.cpu(), strict=True)
+        return [{"prompt_embeds": e.clone(), "pooled": p.clone()} for e, p in pairs]
+
+    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
+        return {name: torch.stack([e[name] for e in embeds]) for name in ("prompt_embeds", "pooled")}
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        scheduler = self.pipeline.scheduler
+        extra: dict[str, Any] = {}
+        if scheduler.config.use_dynamic_shifting:
+            from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+
+            c = scheduler.config
+            _, h, w = self.latent_shape(height, width)
+            tokens = h // self.transformer.config.patch_size * (w // self.transformer.config.patch_size)
+            extra["mu"] = calculate_shift(
+                tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift
+            )
+        scheduler.set_timesteps(num_inference_steps, **extra)
+        return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor, patch = self.pipeline.vae_scale_factor, self.transformer.config.patch_size
+        unit, limit = factor * patch, self.transformer.config.pos_embed_max_size * factor * patch
+        for name, size in (("height", height), ("width", width)):
+            if size % unit:
+                below = max(size // unit, 1) * unit
+                raise ValueError(f"rollout.{name}: {size} should be a multiple of {unit}, e.g. {below} or {below + unit}")
+            if size > limit:
+                raise ValueError(f"rollout.{name}: {size} is more than the model's {limit} pixels")
+        return (self.transformer.config.in_channels, height // factor, width // factor)
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
+        return self.transformer(
+            hidden_states=latents.to(self.dtype),
+            timestep=timesteps,
+            encoder_hidden_states=embeds["prompt_embeds"],
+            pooled_projections=embeds["pooled"],
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        c = self.vae.config
+        images = self.vae.decode((latents / c.scaling_factor + c.shift_factor).to(self.vae.dtype), return_dict=False)[0]
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        c = self.vae.config
+        posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)).latent_dist
+        latents = posterior.mode() if generator is None else posterior.sample(generator)
+        return (latents.float() - c.shift_factor) * c.scaling_factor
+
+    def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
+        c = self.transformer.config
+        return {
+            "hidden_states": torch.empty(1, *self.latent_shape(height, width)),
+            "timestep": torch.empty(1),
+            "encoder_hidden_states": torch.empty(1, text_length, c.joint_attention_dim),
+            "pooled_projections": torch.empty(1, c.pooled_projection_dim),
+        }

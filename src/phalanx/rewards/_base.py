@@ -1,0 +1,43 @@
+"""What rewards share: the signature, the error that ends the job, and the base class of rewards with a model."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.types import JobError
+
+Scores = Sequence[float] | NDArray[Any] | Tensor
+
+
+class RewardError(JobError):
+    """A call of a reward failed; the message is one line with the reward's name and the prompt."""
+
+
+class RewardFunction(Protocol):
+    """A reward: images float32 [B, 3, H, W] in 0..1 on the CPU, B prompts, B dicts of metadata -> B numbers.
+
+    It may be called from several threads at once, and writes to none of its arguments: other rewards get the same ones.
+    """
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Scores: ...
+
+
+class DeviceReward(ABC):
+    """Base class of a reward with a torch model on the rank's device.
+
+    Its constructor takes the keyword `device` beside the configured kwargs. It runs after the rollout, one call at a
+    time, since it would only compete with the sampling for the device.
+    """
+
+    @abstractmethod
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Scores:
+        """Images [B, 3, H, W] in 0..1 on the CPU -> B numbers."""
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """Images [B, 3, H, W] in 0..1 -> uint8 [B, 3, H, W]: what a PNG of the image would hold."""
+    return images.mul(255).round().clamp(0, 255).to(torch.uint8)

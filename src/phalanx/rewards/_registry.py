@@ -1,0 +1,132 @@
+"""From `reward.functions` to callables; every mistake is a ConfigError that names the entry and what would be right."""
+
+import difflib
+import functools
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.config.load import ConfigError, known_modules, resolve_registry
+from phalanx.config.schema import RewardFunctionConfig
+from phalanx.rewards._base import DeviceReward, RewardFunction
+
+PACKAGE = "phalanx.rewards"
+FORMS = "module:function or path/to/file.py:function"
+# Names that the trainer logs beside the terms, as reward/mean and so on.
+RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean")
+
+
+@dataclass(frozen=True)
+class Term:
+    """One term of the reward: its name in the logs, the bound function, and its factor in the sum."""
+
+    name: str
+    function: RewardFunction
+    weight: float
+    on_device: bool
+
+
+def build_terms(functions: list[RewardFunctionConfig], device: str) -> list[Term]:
+    """Resolve and bind all entries of `reward.functions`; a DeviceReward is put on `device`."""
+    if not functions:
+        raise ConfigError(
+            "reward.functions is empty: nothing to optimise; give at least one entry, e.g. {name: ocr}; "
+            f"built in: {_built_in()}"
+        )
+    terms: list[Term] = []
+    for i, entry in enumerate(functions):
+        term = _build(entry, f"reward.functions[{i}]", device)
+        for k, other in enumerate(terms):
+            if other.name == term.name:
+                raise ConfigError(
+                    f"reward.functions[{k}] and reward.functions[{i}] are both named {term.name!r}; give one of them "
+                    f"another name and say with path which reward it is ({FORMS})"
+                )
+        terms.append(term)
+    return terms
+
+
+def _build(entry: RewardFunctionConfig, key: str, device: str) -> Term:
+    if entry.path is not None:
+        found, label = _from_path(entry.path, f"{key}.path")
+    elif entry.name is not None:
+        found, label = _from_name(entry.name, f"{key}.name")
+    else:
+        raise ConfigError(f"{key} has neither name nor path; give name (built in: {_built_in()}) or path ({FORMS})")
+    name = entry.name if entry.name is not None else label
+    if name in RESERVED:
+        raise ConfigError(f"{key}: {name!r} is the name of another metric; give the term another name")
+    return _bind(found, label, entry, name, key, device)
+
+
+def _bind(found: Callable[..., Any], label: str, entry: RewardFunctionConfig, name: str, key: str, device: str) -> Term:
+    if not isinstance(found, type):
+        _check_arguments(found, (None, None, None), entry.kwargs, f"{key}.kwargs", label)
+        return Term(name, functools.partial(found, **entry.kwargs), entry.weight, on_device=False)
+    on_device = issubclass(found, DeviceReward)
+    kwargs = {"device": device, **entry.kwargs} if on_device else entry.kwargs
+    _check_arguments(found, (), kwargs, f"{key}.kwargs", label)
+    try:
+        instance = found(**kwargs)
+    except ValueError as error:
+        raise ConfigError(f"{key} ({name}): {' '.join(str(error).split())}") from error
+    if not callable(instance):
+        raise ConfigError(f"{key}: {label} is a class without __call__; right is __call__(images, prompts, metadata)")
+    _check_arguments(instance, (None, None, None), {}, key, label)
+    return Term(name, instance, entry.weight, on_device)
+
+
+def _from_name(name: str, key: str) -> tuple[Callable[..., Any], str]:
+    """The built-in reward `name`: the class in CamelCase of its module, or the function."""
+    known = known_modules(PACKAGE)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise ConfigError(f"{key}={name!r} is no built-in reward; {hint}built in: {_built_in()}; or give path: {FORMS}")
+    names = vars(importlib.import_module(f"{PACKAGE}.{name}"))
+    camel = "".join(word.capitalize() for word in name.split("_"))
+    return (names[camel] if camel in names else names[name]), name
+
+
+def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
+    """The object that `module:function` or `path/to/file.py:function` stands for, and its name."""
+    target, _, attribute = path.rpartition(":")
+    if not target or not attribute:
+        raise ConfigError(f"{key}={path!r} names no function; right is {FORMS}")
+    module = resolve_registry(PACKAGE, target, key) if target.endswith(".py") else _import(target, path, key)
+    names = vars(module)
+    if attribute not in names:
+        near = difflib.get_close_matches(attribute, [n for n, value in names.items() if callable(value)], 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{key}={path!r}: {target} has no {attribute!r}{hint}")
+    found = names[attribute]
+    if not callable(found):
+        raise ConfigError(f"{key}={path!r} is of type {type(found).__name__}; right is a function or a class")
+    return found, attribute
+
+
+def _import(target: str, path: str, key: str) -> Any:
+    try:
+        return importlib.import_module(target)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{target}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it imports is not: its traceback says where
+        raise ConfigError(f"{key}={path!r}: no module {error.name!r} on the Python path; right is {FORMS}") from None
+
+
+def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any, key: str, label: str) -> None:
+    """Raise where `function(*args, **kwargs)` could not be called."""
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = list(signature.parameters)[len(args) :]
+        takes = ", ".join(n for n in names if n != "device") or "none"
+        call = "images, prompts, metadata, **kwargs" if args else "**kwargs"
+        raise ConfigError(f"{key}: {label}({call}): {error}; its kwargs: {takes}") from None
+
+
+def _built_in() -> str:
+    return ", ".join(known_modules(PACKAGE))

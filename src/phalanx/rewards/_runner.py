@@ -1,0 +1,216 @@
+"""Runs the configured rewards beside the rollout: micro-batches are scored on worker threads while the next is sampled.
+
+Threads, not processes: onnxruntime, PIL and torch release the interpreter's lock while they compute, and images need no
+copy. The threads are daemons of our own, because `ThreadPoolExecutor` waits at interpreter exit for its threads, and a
+reward that hangs would then hang the job that its time limit has just ended.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.schema import RewardConfig
+from phalanx.rewards._base import RewardError
+from phalanx.rewards._registry import Term, build_terms
+from phalanx.types import Prompt
+
+_POLL_S = 0.05  # how soon a call that has just left the queue is watched
+_SHOWN = 120  # characters of a prompt in a message
+
+
+class RewardSet:
+    """All terms of the reward of one rank.
+
+    `submit` queues a sampled micro-batch, `collect` returns the scores of all of them. CPU rewards run on
+    `reward.num_workers` threads from `submit` on (`reward.overlap`), or from `collect` on; rewards on the device
+    (DeviceReward) run from `collect` on, one call at a time. After `collect`: `waited_s`, seconds that it waited;
+    `busy_s`, seconds that rewards worked; `spans`, (start, end) of each call by `time.perf_counter`.
+    """
+
+    def __init__(self, cfg: RewardConfig, device: str) -> None:
+        """Resolve and load the rewards; raises ConfigError, one line, for what cannot be used."""
+        self.terms = build_terms(cfg.functions, device)
+        self.waited_s = 0.0
+        self.busy_s = 0.0
+        self.spans: list[tuple[float, float]] = []
+        self._overlap = cfg.overlap
+        self._timeout_s = cfg.timeout_s
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            # A new thread starts on device 0, whatever this one uses.
+            self._device = torch.device("cuda", torch.cuda.current_device())
+        self._cpu_pool = _DaemonPool(cfg.num_workers, "reward")
+        self._device_pool = _DaemonPool(1, "reward-device")
+        self._calls: list[_Call] = []
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the terms, in the order of the configuration."""
+        return [term.name for term in self.terms]
+
+    def submit(self, images: Tensor, prompts: list[Prompt]) -> None:
+        """Score images [B, 3, H, W] (0..1, CPU) of B prompts, one a image; the caller no longer writes to `images`.
+
+        Raises RewardError where an earlier call has failed meanwhile, so that the job ends without a whole rollout.
+        """
+        assert images.ndim == 4 and images.shape[1] == 3 and images.device.type == "cpu", (images.shape, images.device)
+        assert len(images) == len(prompts) > 0, (len(images), len(prompts))
+        for term in self.terms:
+            call = _Call(term, images.float(), prompts)
+            self._calls.append(call)
+            if self._overlap and not term.on_device:
+                self._start(call)
+        self._raise_failures(self._calls)
+
+    def collect(self) -> dict[str, Tensor]:
+        """Wait for all submitted micro-batches: unweighted float32 scores [B] by term, in the order of submission.
+
+        Raises RewardError for a reward that raised, ran longer than `reward.timeout_s`, returned another number of
+        scores, or NaN or infinity. The submitted micro-batches are forgotten in any case.
+        """
+        begin = time.perf_counter()
+        calls, self._calls = self._calls, []
+        for call in calls:
+            if call.future is None:
+                self._start(call)
+        self._wait(calls)
+        self.waited_s = time.perf_counter() - begin
+        self.spans = [(call.start, call.end) for call in calls]
+        self.busy_s = sum(end - start for start, end in self.spans)
+        scores: dict[str, list[Tensor]] = {term.name: [] for term in self.terms}
+        for call in calls:
+            assert call.future is not None
+            scores[call.term.name].append(call.future.result())
+        return {name: torch.cat(parts) if parts else torch.zeros(0) for name, parts in scores.items()}
+
+    def weighted(self, terms: dict[str, Tensor]) -> Tensor:
+        """The reward [B]: the sum of the terms [B], each times its weight."""
+        return torch.stack([term.weight * terms[term.name] for term in self.terms]).sum(0)
+
+    def _start(self, call: "_Call") -> None:
+        if call.term.on_device:
+            call.future = self._device_pool.submit(lambda: call.run(self._on_device()))
+        else:
+            call.future = self._cpu_pool.submit(lambda: call.run(nullcontext()))
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _wait(self, calls: list["_Call"]) -> None:
+        pending = {call.future for call in calls if call.future is not None}
+        while pending:
+            self._raise_failures(calls)
+            now = time.perf_counter()
+            left = [call.start + self._timeout_s - now for call in calls if call.running()]
+            _, pending = wait(pending, max(0.0, min(left, default=_POLL_S)), FIRST_COMPLETED)
+        self._raise_failures(calls)
+
+    def _raise_failures(self, calls: list["_Call"]) -> None:
+        """Raise for the first call that has failed or is overdue, without waiting."""
+        for call in calls:
+            if call.running() and time.perf_counter() - call.start > self._timeout_s:
+                raise RewardError(
+                    f"reward {call.term.name!r} ran longer than reward.timeout_s={self._timeout_s:g} seconds "
+                    f"on {_on(call.prompts)}"
+                )
+            error = call.future.exception() if call.future is not None and call.future.done() else None
+            if isinstance(error, RewardError):
+                raise error
+            if error is not None:
+                text = " ".join(str(error).split())
+                raise RewardError(
+                    f"reward {call.term.name!r} raised {type(error).__name__}: {text} on {_on(call.prompts)}"
+                ) from error
+
+
+class _Call:
+    """One call of one term on one micro-batch. `start` and `end` are set by the worker thread; 0 until then."""
+
+    def __init__(self, term: Term, images: Tensor, prompts: list[Prompt]) -> None:
+        self.term = term
+        self.prompts = prompts
+        self.start = self.end = 0.0
+        self.future: Future[Tensor] | None = None
+        self._images: Tensor | None = images
+
+    def running(self) -> bool:
+        return self.start > 0 and self.future is not None and not self.future.done()
+
+    def run(self, device: AbstractContextManager[Any]) -> Tensor:
+        """Call the reward and check what it returns: float32 [B]."""
+        assert self._images is not None
+        images, self._images = self._images, None  # freed as soon as they are scored
+        self.start = time.perf_counter()
+        with device:
+            scores = self.term.function(images, [p.text for p in self.prompts], [p.meta for p in self.prompts])
+            checked = _check(scores, self.term.name, self.prompts)
+        self.end = time.perf_counter()
+        return checked
+
+
+def _check(scores: Any, name: str, prompts: list[Prompt]) -> Tensor:
+    """The scores as float32 [B] on the CPU; RewardError for another number of them, NaN or infinity."""
+    right = f"right is {len(prompts)} numbers: a list, an array or a tensor"
+    if isinstance(scores, Tensor):
+        scores = scores.detach()
+    try:
+        values = torch.as_tensor(scores, dtype=torch.float32, device="cpu").clone()  # the reward may reuse its own
+    except (TypeError, ValueError, RuntimeError):
+        raise RewardError(
+            f"reward {name!r} returned no numbers but a {type(scores).__name__} on {_on(prompts)}; {right}"
+        ) from None
+    if values.shape != (len(prompts),):
+        what = f"{len(values)} scores" if values.ndim == 1 else f"scores of shape {list(values.shape)}"
+        raise RewardError(f"reward {name!r} returned {what} for {len(prompts)} images on {_on(prompts)}; {right}")
+    bad = (~values.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise RewardError(
+            f"reward {name!r} returned {values[bad[0]].item()} for {len(bad)} of {len(prompts)} images "
+            f"on {_on([prompts[i] for i in bad])}; right are finite numbers"
+        )
+    return values
+
+
+def _on(prompts: list[Prompt]) -> str:
+    """`the prompts "a" (+2 more)`: the first of the distinct prompts, cut to a readable length."""
+    texts = list(dict.fromkeys(" ".join(p.text.split()) for p in prompts))
+    shown = texts[0] if len(texts[0]) <= _SHOWN else texts[0][:_SHOWN] + "…"
+    return f'the prompts "{shown}" (+{len(texts) - 1} more)' if len(texts) > 1 else f'the prompt "{shown}"'
+
+
+class _DaemonPool:
+    """Daemon threads that take calls from one queue; they start with the first call, after any fork."""
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._threads = threads
+        self._name = name
+        self._queue: queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]]] | None = None
+
+    def submit(self, function: Callable[[], Tensor]) -> "Future[Tensor]":
+        if self._queue is None:
+            self._queue = queue.SimpleQueue()
+            for i in range(self._threads):
+                threading.Thread(target=_work, args=(self._queue,), name=f"{self._name}-{i}", daemon=True).start()
+        future: Future[Tensor] = Future()
+        self._queue.put((future, function))
+        return future
+
+
+def _work(tasks: "queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]]]") -> None:
+    while True:
+        future, function = tasks.get()
+        try:
+            result = function()
+        except BaseException as error:
+            # Whatever a user's reward raises must reach `collect`: this thread has nobody else to tell.
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        del future, function  # no images are kept while the thread waits

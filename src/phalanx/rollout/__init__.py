@@ -1,0 +1,1 @@
+"""Sampling engines, a file each."""

@@ -1,0 +1,187 @@
+"""Sampling in the very modules that are trained: no second copy of the weights, and exact log-probabilities."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.config.schema import RolloutConfig
+from phalanx.distributed.collectives import reduce_int
+from phalanx.distributed.mesh import World
+from phalanx.distributed.seed import fold_in, normal
+from phalanx.functional.sde import sde_step
+from phalanx.functional.window import sde_window
+from phalanx.types import FlowTrace, Policy, Prompt, Sampler, Samples
+
+Each = Callable[[Tensor, list[Prompt]], None]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """sigmas [N + 1] and timesteps [N] on the device; `levels` the sigmas as numbers."""
+
+    sigmas: Tensor
+    timesteps: Tensor
+    levels: list[float]
+
+
+class PolicyRollout:
+    """See phalanx.types.Rollout."""
+
+    exact = True
+
+    def __init__(self, policy: Policy, config: RolloutConfig, world: World, micro_batch_size: int) -> None:
+        self.policy, self.config, self.world = policy, config, world
+        self.micro_batch_size = micro_batch_size
+        self.sampler = train_sampler(config, policy.model.guidance_key)
+        self.val_sampler = val_sampler(config, policy.model.guidance_key)
+        for sampler in (self.sampler, self.val_sampler):
+            policy.model.latent_shape(sampler.height, sampler.width)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Weights gathered for as long as the rollout lasts."""
+        with torch.no_grad(), self.policy.unsharded():
+            yield
+
+    def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
+        """Sample this rank's share of `n` images a prompt; `prompts` are those of the world's step.
+
+        `each(images, prompts)` is called after every micro-batch. Noise of image i of group g at training step k is a
+        function of (seed, k, g, i), so the share is the same images whatever the number of ranks.
+        """
+        c, sampler = self.config, self.sampler
+        window = sde_window(
+            step,
+            num_inference_steps=c.num_inference_steps,
+            size=c.sde_window_size,
+            window_range=c.sde_window_range,
+            schedule=c.window_schedule,
+            iters=c.window_iters,
+            seed=seed,
+        )
+        share = len(prompts) * c.n // self.world.size
+        index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
+        groups = (index // c.n).tolist()
+        used = sorted(set(groups))
+        mine = [prompts[g] for g in used]
+        rows = torch.tensor([used.index(g) for g in groups], device=self.world.device)
+        embeds = self.collate(mine)
+
+        schedule = self.schedule(sampler)
+        latents, log_probs, images = [], [], []
+        for part in torch.arange(share).split(self.micro_batch_size):
+            names = [(seed, step, groups[j], int(index[j]) % c.n) for j in part.tolist()]
+            final, trajectory, log_prob = self.denoise(sampler, schedule, embeds, rows[part], names, window)
+            image = self.policy.decode(final, sampler, c.vae_batch_size)
+            each(image, [prompts[groups[j]] for j in part.tolist()])
+            latents.append(trajectory)
+            log_probs.append(log_prob)
+            images.append(image)
+        trace = FlowTrace(
+            sampler=sampler,
+            latents=torch.cat(latents),
+            sigmas=schedule.sigmas[window.start : window.stop + 1],
+            timesteps=schedule.timesteps[window.start : window.stop],
+            sigma_max=schedule.levels[1],
+            embeds=embeds,
+            prompt_index=rows,
+        )
+        return Samples([prompts[g] for g in groups], torch.cat(images), torch.cat(log_probs), trace, index)
+
+    def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
+        """rollout.val.n images of each prompt, one prompt's after the other, with the validation's sampler.
+
+        The noise is a function of (rollout.val.seed, the prompt's group_id, image). All ranks must come with the same
+        number of prompts. The last micro-batch is filled up with repetitions, so that all have one shape.
+        """
+        sampler, n = self.val_sampler, self.config.val.n
+        embeds, schedule = self.collate(prompts), self.schedule(sampler)
+        total = len(prompts) * n
+        for start in range(0, total, self.micro_batch_size):
+            part = [min(start + j, total - 1) for j in range(self.micro_batch_size)]
+            rows = torch.tensor([j // n for j in part], device=self.world.device)
+            names = [(self.config.val.seed, 0, prompts[j // n].group_id, j % n) for j in part]
+            final, _, _ = self.denoise(sampler, schedule, embeds, rows, names, range(0))
+            real = min(self.micro_batch_size, total - start)
+            images = self.policy.decode(final, sampler, self.config.vae_batch_size)[:real]
+            each(images, [prompts[j // n] for j in part[:real]])
+
+    def denoise(
+        self,
+        sampler: Sampler,
+        schedule: Schedule,
+        embeds: dict[str, Tensor],
+        rows: Tensor,
+        names: list[tuple[int, int, int, int]],
+        window: range,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Denoise one micro-batch; stochastic in `window` (everywhere but the last step in validation with noise).
+
+        Returns the final latents [R, ...], the window's latents [R, W + 1, ...] and log-probs [R, W].
+        """
+        shape, device = self.policy.model.latent_shape(sampler.height, sampler.width), self.world.device
+        noisy = window if window or sampler.noise_level == 0 else range(sampler.num_inference_steps - 1)
+        x = torch.stack([normal(shape, fold_in(*name, "init"), device) for name in names])
+        states, log_probs = [x], []
+        for i in range(sampler.num_inference_steps):
+            velocity = self.policy.velocity(x, schedule.timesteps[i].expand(len(x)), embeds, rows, sampler)
+            noise = None
+            if i in noisy:
+                noise = torch.stack([normal(shape, fold_in(*name, "step", i), device) for name in names])
+            step = sde_step(
+                x,
+                velocity,
+                schedule.levels[i],
+                schedule.levels[i + 1],
+                noise_level=sampler.noise_level if i in noisy else 0.0,
+                sde_type=sampler.sde_type,
+                sigma_max=schedule.levels[1],
+                noise=noise,
+            )
+            x = step.prev_sample
+            states.append(x)
+            if i in window:
+                assert step.log_prob is not None
+                log_probs.append(step.log_prob)
+        trajectory = torch.stack(states[window.start : window.stop + 1], 1)
+        return x, trajectory, torch.stack(log_probs, 1) if log_probs else x.new_zeros(len(x), 0)
+
+    def schedule(self, sampler: Sampler) -> Schedule:
+        """The model's schedule, on the device."""
+        sigmas, timesteps = self.policy.model.schedule(sampler.num_inference_steps, sampler.height, sampler.width)
+        device = self.world.device
+        return Schedule(sigmas.to(device), timesteps.to(device), sigmas.tolist())
+
+    def collate(self, prompts: list[Prompt]) -> dict[str, Tensor]:
+        """Embeddings [2 P, ...] on the device, padded to the longest prompt of all ranks: shapes show in the last bits."""
+        embeds = self.policy.embed(prompts)
+        lengths = [e["prompt_embeds"].shape[0] for e in embeds]
+        longest, shortest = reduce_int(max(lengths), "max"), -reduce_int(-min(lengths), "max")
+        batch = self.policy.model.collate(embeds, longest, padded=longest != shortest)
+        return {name: value.to(self.world.device) for name, value in batch.items()}
+
+
+def train_sampler(c: RolloutConfig, guidance_key: str) -> Sampler:
+    """How training images are sampled; `guidance_key` is the one that the model's family obeys."""
+    guidance = {"guidance_scale": c.guidance_scale, "true_cfg_scale": c.true_cfg_scale}
+    for key, value in guidance.items():
+        if key != guidance_key and value > 1:
+            raise ValueError(f"rollout.{key}: {value:g} has no effect on this model; its guidance is rollout.{guidance_key}")
+    return Sampler(c.num_inference_steps, c.height, c.width, guidance[guidance_key], c.noise_level, c.sde_type)
+
+
+def val_sampler(c: RolloutConfig, guidance_key: str) -> Sampler:
+    """How validation images are sampled: the training's sampler with what rollout.val changes."""
+    v, train = c.val, train_sampler(c, guidance_key)
+    guidance = {"guidance_scale": v.guidance_scale, "true_cfg_scale": v.true_cfg_scale}[guidance_key]
+    return Sampler(
+        num_inference_steps=v.num_inference_steps or train.num_inference_steps,
+        height=v.height or train.height,
+        width=v.width or train.width,
+        guidance=train.guidance if guidance is None else guidance,
+        noise_level=v.noise_level,
+        sde_type=c.sde_type,
+    )

@@ -1,0 +1,38 @@
+"""Settings of every test process, and the tiny model folders that tests share."""
+
+import os
+
+# One thread: forked ranks inherit no OpenMP pool, and sums have one order. Set before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.tiny import tiny_qwen_image, tiny_sd3
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def sd3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny StableDiffusion3Pipeline without T5; read only."""
+    return tiny_sd3(tmp_path_factory.mktemp("models") / "sd3")
+
+
+@pytest.fixture(scope="session")
+def sd3_t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny StableDiffusion3Pipeline with T5; read only."""
+    return tiny_sd3(tmp_path_factory.mktemp("models") / "sd3_t5", t5=True)
+
+
+@pytest.fixture(scope="session")
+def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny QwenImagePipeline; read only."""
+    return tiny_qwen_image(tmp_path_factory.mktemp("models") / "qwen_image")

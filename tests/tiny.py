@@ -1,0 +1,273 @@
+"""Tiny diffusers folders with real classes and seeded random weights: what the tests train, sample from and export.
+
+Each folder loads with `from_pretrained` of stock diffusers and makes an image on one CPU thread in about a second.
+Zero-initialised layers are jittered, so that no output, gradient or text embedding is trivially zero.
+"""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+    from transformers import CLIPTextModelWithProjection, CLIPTokenizer, Qwen2Tokenizer, T5EncoderModel, T5Tokenizer
+
+QWEN_PREFIX = (
+    "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
+    "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
+)
+QWEN_PREFIX_TOKENS = 34
+
+
+def jitter(module: nn.Module, seed: int, std: float = 0.05) -> None:
+    """Add seeded noise to every parameter, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+def byte_alphabet() -> list[str]:
+    """The 256 characters that stand for bytes in GPT-2's, CLIP's and Qwen's vocabularies, in a fixed order."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return sorted(ByteLevel.alphabet())
+
+
+def clip_tokenizer() -> "CLIPTokenizer":
+    """A token a character, 77 tokens long as the real one."""
+    from transformers import CLIPTokenizer
+
+    alphabet = byte_alphabet()
+    tokens = [*alphabet, *(c + "</w>" for c in alphabet), "<|startoftext|>", "<|endoftext|>"]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
+
+
+def clip_text_encoder(tokenizer: "CLIPTokenizer", hidden: int, seed: int) -> "CLIPTextModelWithProjection":
+    """Two layers; embeddings and the pooled projection are `hidden` wide."""
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    config = CLIPTextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        projection_dim=hidden,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=77,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    encoder = CLIPTextModelWithProjection(config).eval()
+    jitter(encoder, seed)
+    return encoder
+
+
+def t5_tokenizer() -> "T5Tokenizer":
+    """A token a printable ASCII character."""
+    from transformers import T5Tokenizer
+
+    characters = ["▁", *(chr(c) for c in range(33, 127))]
+    vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((c, -2.0) for c in characters)]
+    return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
+
+
+def t5_encoder(tokenizer: "T5Tokenizer", hidden: int, seed: int) -> "T5EncoderModel":
+    """Two layers, `hidden` wide."""
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=hidden,
+        d_kv=16,
+        d_ff=2 * hidden,
+        num_layers=2,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    encoder = T5EncoderModel(config).eval()
+    jitter(encoder, seed)
+    return encoder
+
+
+def tiny_sd3(folder: str | Path, t5: bool = False, seed: int = 0) -> Path:
+    """Save a tiny StableDiffusion3Pipeline: 32 px by default, latents [4, 8, 8], 2 blocks of 4 heads x 16."""
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=4,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=64,
+            caption_projection_dim=64,
+            pooled_projection_dim=64,
+            pos_embed_max_size=16,
+            dual_attention_layers=(0,),
+            qk_norm="rms_norm",
+        ).eval()
+        jitter(transformer, seed + 1, std=0.1)
+        vae = AutoencoderKL(
+            down_block_types=("DownEncoderBlock2D",) * 3,
+            up_block_types=("UpDecoderBlock2D",) * 3,
+            block_out_channels=(8, 16, 16),
+            latent_channels=4,
+            norm_num_groups=4,
+            sample_size=32,
+            scaling_factor=1.5305,
+            shift_factor=0.0609,
+            use_quant_conv=False,
+            use_post_quant_conv=False,
+        ).eval()
+        jitter(vae, seed + 2)
+        tokenizers = clip_tokenizer(), clip_tokenizer()
+        encoders = [clip_text_encoder(t, hidden=32, seed=seed + 3 + i) for i, t in enumerate(tokenizers)]
+        tokenizer_3 = t5_tokenizer() if t5 else None
+        encoder_3 = t5_encoder(tokenizer_3, hidden=64, seed=seed + 5) if tokenizer_3 is not None else None
+    pipeline = StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=encoders[0],
+        tokenizer=tokenizers[0],
+        text_encoder_2=encoders[1],
+        tokenizer_2=tokenizers[1],
+        text_encoder_3=encoder_3,
+        tokenizer_3=tokenizer_3,
+    )
+    pipeline.save_pretrained(folder)
+    return Path(folder)
+
+
+def load_pipeline(folder: str | Path) -> "DiffusionPipeline":
+    """Load a folder with stock diffusers in float32, without a progress bar.
+
+    SD3 folders without T5 list it as null, and diffusers wants that said again at loading.
+    """
+    from diffusers import DiffusionPipeline
+
+    index = json.loads((Path(folder) / "model_index.json").read_text())
+    absent = {name: None for name in ("text_encoder_3", "tokenizer_3") if index.get(name) == [None, None]}
+    pipeline = DiffusionPipeline.from_pretrained(folder, **absent)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def qwen_tokenizer() -> "Qwen2Tokenizer":
+    """Bytes, and merges for the words of the prompt template: its prefix is 34 tokens long, as with the real one."""
+    from transformers import Qwen2Tokenizer
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    prefix = QWEN_PREFIX.replace("<|im_start|>", "\n").replace("<|im_end|>", "\n").replace(",", "").replace(":", "")
+    words = [line.replace(" ", " \u0120").split(" ") for line in prefix.split("\n") if line]
+    merges: list[tuple[str, str]] = []
+    for word in [w for line in words for w in line] + ["assistant"]:
+        merges += [(word[:i], word[i]) for i in range(1, len(word))]
+    merges = list(dict.fromkeys(merges))
+    tokens = [*byte_alphabet(), *(left + right for left, right in merges), *specials]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=merges,
+        extra_special_tokens=specials[1:],
+        model_max_length=2048,
+    )
+    assert len(tokenizer(QWEN_PREFIX).input_ids) == QWEN_PREFIX_TOKENS
+    return tokenizer
+
+
+def tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
+    """Save a tiny QwenImagePipeline: 8 px a packed token, latents [4, h / 4, w / 4], 2 blocks of 4 heads x 16."""
+    from diffusers import (
+        AutoencoderKLQwenImage,
+        FlowMatchEulerDiscreteScheduler,
+        QwenImagePipeline,
+        QwenImageTransformer2DModel,
+    )
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    tokenizer = qwen_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = QwenImageTransformer2DModel(
+            patch_size=2,
+            in_channels=16,
+            out_channels=4,
+            num_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=64,
+            axes_dims_rope=(4, 6, 6),
+        ).eval()
+        jitter(transformer, seed + 1, std=0.1)
+        vae = AutoencoderKLQwenImage(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[False, True],
+            latents_mean=[-0.2, 0.1, 0.3, -0.1],
+            latents_std=[1.5, 0.8, 1.2, 2.0],
+        ).eval()
+        jitter(vae, seed + 2)
+        config = Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": len(tokenizer),
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "max_position_embeddings": 2048,
+                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+                "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+                "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+                "pad_token_id": tokenizer.pad_token_id,
+            },
+            vision_config={
+                "depth": 1,
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "out_hidden_size": 64,
+                "fullatt_block_indexes": [0],
+            },
+            # No image ever enters the encoder: ids beyond the vocabulary.
+            image_token_id=len(tokenizer) + 1,
+            video_token_id=len(tokenizer) + 2,
+            vision_start_token_id=len(tokenizer) + 3,
+            vision_end_token_id=len(tokenizer) + 4,
+        )
+        encoder = Qwen2_5_VLForConditionalGeneration(config).eval()
+        jitter(encoder, seed + 3)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        base_image_seq_len=256,
+        base_shift=0.5,
+        max_image_seq_len=8192,
+        max_shift=0.9,
+        shift=1.0,
+        shift_terminal=0.02,
+        time_shift_type="exponential",
+        use_dynamic_shifting=True,
+    )
+    pipeline = QwenImagePipeline(
+        transformer=transformer, vae=vae, text_encoder=encoder, tokenizer=tokenizer, scheduler=scheduler
+    )
+    pipeline.save_pretrained(folder)
+    return Path(folder)

@@ -1,0 +1,285 @@
+"""The layers of the code, read from its imports: docs/contributing.md says what they are for.
+
+The checks are functions of source text, so that the tests at the end can show that each of them fails where it must.
+"""
+
+import ast
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# From the top down. A module imports what lies below; on one layer, only modules of its own package. A new module of
+# phalanx gets its place here.
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"tasks"}),
+    frozenset({"trainer", "cli"}),
+    frozenset({"report"}),
+    frozenset(
+        {"algorithms", "models", "rollout", "rewards", "data", "optim", "checkpoint", "metrics", "evaluate", "batches"}
+    ),
+    frozenset({"images", "flops", "charts"}),
+    frozenset({"distributed"}),
+    frozenset({"functional"}),
+    frozenset({"types"}),
+    frozenset({"config"}),
+)
+
+# Heavy libraries, and the only modules (or packages) that import them.
+OWNERS: dict[str, tuple[str, ...]] = {
+    "datasets": ("data",),
+    "diffusers": ("models",),
+    "matplotlib": ("data",),
+    "onnxruntime": ("rewards.ocr",),
+    "peft": ("models",),
+    "pyarrow": ("data",),
+    "rapidfuzz": ("rewards.ocr",),
+    "rapidocr": ("rewards.ocr",),
+    "tensorboard": ("metrics",),
+    "torch.utils.tensorboard": ("metrics",),
+    "transformers": ("models", "rewards._clip"),
+    "vllm": ("rollout", "rewards.vlm"),
+    "wandb": ("metrics",),
+}
+
+PURE = ("functional", "algorithms")
+IMPURE_LIBRARIES = ("torch.distributed", "diffusers", "vllm")
+LIGHT = ("config", "cli")  # a mistake in a configuration is told before torch is imported
+LIGHT_LIBRARIES = {"omegaconf", "rich", "yaml"}
+GROUP_MAKERS = {
+    "DeviceMesh",
+    "init_device_mesh",
+    "init_process_group",
+    "new_group",
+    "new_subgroups",
+    "new_subgroups_by_enumeration",
+    "split_group",
+}
+MAX_LINES = 400
+
+# What a distribution is imported as, where the names differ.
+IMPORT_NAMES = {"pillow": "PIL", "pyyaml": "yaml", "huggingface-hub": "huggingface_hub"}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file: `name` is dotted, without `phalanx.`; tasks are `tasks.<name>`."""
+
+    name: str
+    source: str
+
+    @property
+    def part(self) -> str:
+        """What LAYERS lists: the top-level package or module."""
+        return self.name.split(".")[0]
+
+    @property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+
+def read_modules() -> list[Module]:
+    """All of src/phalanx and tasks; packages are named without `__init__`."""
+    found = []
+    for root, prefix in ((ROOT / "src" / "phalanx", ()), (ROOT / "tasks", ("tasks",))):
+        for path in sorted(root.rglob("*.py")):
+            parts = (*prefix, *path.relative_to(root).with_suffix("").parts)
+            name = ".".join(part for part in parts if part != "__init__")
+            found.append(Module(name, path.read_text()))
+    return found
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Dotted names that a file imports; `from a import b` gives both `a` and `a.b`. Ruff forbids relative imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or "."
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def attributes(tree: ast.AST) -> Iterator[str]:
+    """Dotted attribute chains, such as `torch.distributed.barrier` and all that it starts with."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            chain = ast.unparse(node)
+            if re.fullmatch(r"[\w.]+", chain):
+                yield chain
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def layer_of(part: str) -> int | None:
+    return next((i for i, layer in enumerate(LAYERS) if part in layer), None)
+
+
+def layer_errors(module: Module) -> list[str]:
+    """Imports of phalanx that point up or sideways."""
+    if module.name == "":
+        return [f"phalanx/__init__.py imports {name}" for name in imports(module.tree) if within(name, "phalanx")]
+    here = layer_of(module.part)
+    if here is None:
+        return [f"{module.name}: {module.part} has no place in LAYERS"]
+    errors = []
+    for name in sorted(set(imports(module.tree))):
+        if not within(name, "phalanx") or name == "phalanx":
+            continue
+        part = name.split(".")[1]
+        there = layer_of(part)
+        if part.startswith("__"):
+            continue  # phalanx.__version__
+        if there is None:
+            errors.append(f"{module.name} imports {name}: {part} has no place in LAYERS")
+        elif part != module.part and there <= here:
+            errors.append(f"{module.name} imports {name}: imports point down")
+    return errors
+
+
+def pure_errors(module: Module) -> list[str]:
+    """Libraries that functional and algorithms must not know."""
+    if module.part not in PURE:
+        return []
+    used = {*imports(module.tree), *attributes(module.tree)}
+    found = sorted({library for library in IMPURE_LIBRARIES for name in used if within(name, library)})
+    return [f"{module.name} uses {library}" for library in found]
+
+
+def light_errors(module: Module) -> list[str]:
+    """Module-level imports of config and cli that would make a typing error slow to be told."""
+    if module.part not in LIGHT:
+        return []
+    top = ast.Module([n for n in module.tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+    allowed = {*sys.stdlib_module_names, *LIGHT_LIBRARIES}
+    heavy = {n for n in imports(top) if n.split(".")[0] not in allowed and not within(n, "phalanx")}
+    heavy |= {n for n in imports(top) if within(n, "phalanx") and n != "phalanx" and not within(n, "phalanx.config")}
+    return [f"{module.name} imports {name} at its top" for name in sorted(heavy)]
+
+
+def group_errors(module: Module) -> list[str]:
+    """Process groups and meshes that are made outside distributed/."""
+    if module.part == "distributed":
+        return []
+    called = [node.func for node in ast.walk(module.tree) if isinstance(node, ast.Call)]
+    names = {
+        f.attr if isinstance(f, ast.Attribute) else f.id for f in called if isinstance(f, ast.Attribute | ast.Name)
+    }
+    return [f"{module.name} calls {name}" for name in sorted(names & GROUP_MAKERS)]
+
+
+def owner_errors(module: Module) -> list[str]:
+    """Heavy libraries that are imported by a file that does not own them."""
+    errors = []
+    for library, owners in OWNERS.items():
+        used = any(within(name, library) for name in imports(module.tree))
+        if used and not any(within(module.name, owner) for owner in owners):
+            errors.append(f"{module.name} imports {library}, which belongs to {' and '.join(owners)}")
+    return errors
+
+
+def style_errors(module: Module) -> list[str]:
+    """hasattr, a getattr with a default, pickle, and torch.load, which reads pickles."""
+    errors = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Call):
+            called = ast.unparse(node.func)
+            if called in ("hasattr", "torch.load") or (called == "getattr" and len(node.args) == 3):
+                errors.append(f"{module.name}, line {node.lineno}: {called}")
+    errors += [f"{module.name} imports {name}" for name in imports(module.tree) if name in ("pickle", "dill")]
+    return errors
+
+
+def declared() -> dict[str, str]:
+    """Import name -> distribution, of all that pyproject.toml declares, extras included."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [spec for specs in project["optional-dependencies"].values() for spec in specs]
+    names = [re.split(r"[<>=!~\[ ;]", spec)[0] for spec in [*project["dependencies"], *extras]]
+    return {IMPORT_NAMES.get(name, name.replace("-", "_")): name for name in names}
+
+
+def undeclared_errors(module: Module) -> list[str]:
+    """Libraries that pyproject.toml does not name."""
+    known = {*sys.stdlib_module_names, *declared(), "phalanx"}
+    return [
+        f"{module.name} imports {n}" for n in sorted({n.split(".")[0] for n in imports(module.tree)}) if n not in known
+    ]
+
+
+MODULES = read_modules()
+
+
+def test_the_modules_are_found() -> None:
+    assert {"functional.sde", "config", "types"} <= {module.name for module in MODULES}
+
+
+def test_imports_point_down() -> None:
+    assert [error for module in MODULES for error in layer_errors(module)] == []
+
+
+def test_functional_and_algorithms_are_pure() -> None:
+    assert [error for module in MODULES for error in pure_errors(module)] == []
+
+
+def test_configuration_is_light() -> None:
+    assert [error for module in MODULES for error in light_errors(module)] == []
+
+
+def test_only_distributed_makes_groups() -> None:
+    assert [error for module in MODULES for error in group_errors(module)] == []
+
+
+def test_heavy_libraries_stay_with_their_owners() -> None:
+    assert [error for module in MODULES for error in owner_errors(module)] == []
+
+
+def test_style() -> None:
+    assert [error for module in MODULES for error in style_errors(module)] == []
+
+
+def test_modules_are_short() -> None:
+    lengths = {module.name: len(module.source.splitlines()) for module in MODULES}
+    assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
+
+
+def test_libraries_are_declared_and_explained() -> None:
+    assert [error for module in MODULES for error in undeclared_errors(module)] == []
+    page = (ROOT / "docs" / "dependencies.md").read_text()
+    assert [name for name in declared().values() if f"`{name}`" not in page] == []
+
+
+def test_each_check_can_fail() -> None:
+    assert layer_errors(Module("config.load", "from phalanx import types")) == [
+        "config.load imports phalanx.types: imports point down"
+    ]
+    assert layer_errors(Module("models.sd3", "def f():\n    import phalanx.rollout.policy")) == [
+        "models.sd3 imports phalanx.rollout.policy: imports point down"
+    ]
+    assert layer_errors(Module("models.sd3", "from phalanx.trainer import Trainer")) == [
+        "models.sd3 imports phalanx.trainer: imports point down",
+        "models.sd3 imports phalanx.trainer.Trainer: imports point down",
+    ]
+    assert layer_errors(Module("models.sd3", "from phalanx.models.family import FlowModel")) == []
+    assert layer_errors(Module("newcomer", "")) == ["newcomer: newcomer has no place in LAYERS"]
+    assert layer_errors(Module("", "from phalanx.trainer import Trainer")) != []
+    assert pure_errors(Module("functional.sde", "import torch\ntorch.distributed.barrier()")) != []
+    assert pure_errors(Module("algorithms.a", "from torch import distributed as dist")) != []
+    assert pure_errors(Module("algorithms.a", "from torch import Tensor")) == []
+    assert light_errors(Module("config.load", "import torch")) == ["config.load imports torch at its top"]
+    assert light_errors(Module("cli", "def f():\n    import torch")) == []
+    assert group_errors(Module("checkpoint", "dist.new_group([0])")) == ["checkpoint calls new_group"]
+    assert group_errors(Module("distributed.mesh", "init_device_mesh('cpu', (2,))")) == []
+    assert owner_errors(Module("trainer", "def f():\n    import wandb")) == [
+        "trainer imports wandb, which belongs to metrics"
+    ]
+    assert owner_errors(Module("rewards.ocr", "from rapidocr import RapidOCR")) == []
+    assert style_errors(Module("data", "hasattr(a, 'b')\ngetattr(a, 'b', None)\ngetattr(a, 'b')")) == [
+        "data, line 1: hasattr",
+        "data, line 2: getattr",
+    ]
+    assert undeclared_errors(Module("data", "import os, scipy.stats")) == ["data imports scipy"]

@@ -1,0 +1,307 @@
+"""Prompts: every file format, every mistake with its exact message, and the order in which prompts are drawn."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.data import FORMATS, PromptRow, PromptStream, held_out_overlap, load_prompts, validation_sets
+from phalanx.types import Prompt
+
+KEY = "data.train_files"
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def lines(*objects: Any) -> str:
+    return "".join(json.dumps(o) + "\n" for o in objects)
+
+
+def chat(text: Any, system: str = "Describe the image:") -> list[dict[str, Any]]:
+    return [{"role": "system", "content": system}, {"role": "user", "content": text}]
+
+
+def rows_of(n: int) -> list[PromptRow]:
+    return [PromptRow(f"p{i}", None, {"i": i}) for i in range(n)]
+
+
+# --- formats
+
+
+def test_txt_takes_the_first_quoted_span_as_ground_truth(tmp_path: Path) -> None:
+    text = '\ufeffa sign "OPEN 24" and "late"\r\n\r\n  a cat \n“Grüße” on a card\n„Ja“ und nein\nla «une» page\nempty ""\n'
+    rows = load_prompts([write(tmp_path / "p.txt", text)], KEY)
+    assert rows == [
+        PromptRow('a sign "OPEN 24" and "late"', None, {"ground_truth": "OPEN 24"}),
+        PromptRow("a cat", None, {}),
+        PromptRow("“Grüße” on a card", None, {"ground_truth": "Grüße"}),
+        PromptRow("„Ja“ und nein", None, {"ground_truth": "Ja"}),
+        PromptRow("la «une» page", None, {"ground_truth": "une"}),
+        PromptRow('empty ""', None, {}),
+    ]
+
+
+def test_txt_line_separator_of_unicode_is_text(tmp_path: Path) -> None:
+    assert [r.text for r in load_prompts([write(tmp_path / "p.txt", "a\u2028b\nc")], KEY)] == ["a\u2028b", "c"]
+
+
+def test_jsonl(tmp_path: Path) -> None:
+    content = lines(
+        {"prompt": 'say "a"', "negative_prompt": "blurry", "data_source": "x", "extra": {"k": [1, 2]}},
+        {"prompt": 'say "a"', "ground_truth": "b", "reward_model": {"ground_truth": "c"}},
+        {"prompt": 'say "a"', "ground_truth": None, "reward_model": {"ground_truth": "c"}, "negative_prompt": None},
+        {"prompt": [*chat("first"), {"role": "assistant", "content": "ok"}, *chat("last")], "negative_prompt": ""},
+    )
+    assert load_prompts([write(tmp_path / "p.jsonl", content + "\n")], KEY) == [
+        PromptRow('say "a"', "blurry", {"data_source": "x", "extra": {"k": [1, 2]}, "ground_truth": "a"}),
+        PromptRow('say "a"', None, {"ground_truth": "b", "reward_model": {"ground_truth": "c"}}),
+        PromptRow('say "a"', None, {"ground_truth": "c", "reward_model": {"ground_truth": "c"}}),
+        PromptRow("last", "", {}),
+    ]
+
+
+def verl_rows(n: int) -> list[dict[str, Any]]:
+    """Rows as VeRL-Omni's data_process/qwenimage_ocr.py writes them."""
+    return [
+        {
+            "data_source": "flow_grpo/ocr",
+            "prompt": chat(f'the word "w{i}"'),
+            "negative_prompt": chat(" "),
+            "ability": "ocr",
+            "reward_model": {"style": "model", "ground_truth": f"truth{i}"},
+            "extra_info": {"split": "train", "index": i},
+        }
+        for i in range(n)
+    ]
+
+
+def verl_expected(i: int) -> PromptRow:
+    meta = {k: v for k, v in verl_rows(i + 1)[i].items() if k not in ("prompt", "negative_prompt")}
+    return PromptRow(f'the word "w{i}"', " ", meta | {"ground_truth": f"truth{i}"})
+
+
+def test_parquet_of_verl_omni(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(verl_rows(3)), tmp_path / "train.parquet")
+    assert load_prompts([str(tmp_path / "train.parquet")], KEY) == [verl_expected(i) for i in range(3)]
+
+
+def test_parquet_with_plain_columns_and_nulls(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    table = [{"prompt": 'a "x"', "negative_prompt": "bad"}, {"prompt": "b", "negative_prompt": None}]
+    pq.write_table(pa.Table.from_pylist(table), tmp_path / "t.parquet")
+    rows = load_prompts([str(tmp_path / "t.parquet")], KEY)
+    assert rows == [PromptRow('a "x"', "bad", {"ground_truth": "x"}), PromptRow("b", None, {})]
+
+
+def test_datasets_folder_and_its_splits(tmp_path: Path) -> None:
+    from datasets import Dataset, DatasetDict
+
+    train, test = Dataset.from_list(verl_rows(2)), Dataset.from_list([{"prompt": "t"}])
+    train.save_to_disk(tmp_path / "single")
+    DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "both")
+    DatasetDict({"only": test}).save_to_disk(tmp_path / "one")
+    single, both, one = (str(tmp_path / name) for name in ("single", "both", "one"))
+
+    assert load_prompts([single], KEY) == [verl_expected(0), verl_expected(1)]
+    assert load_prompts([f"{both}:train", f"{both}:test"], KEY) == [
+        verl_expected(0),
+        verl_expected(1),
+        PromptRow("t", None, {}),
+    ]
+    assert load_prompts([one], KEY) == [PromptRow("t", None, {})]
+    assert list(validation_sets([f"{both}:train", f"{both}:test", one])) == ["both_train", "both_test", "one"]
+
+    for file, message in {
+        both: f"has the splits train, test; name one, e.g. {both}:train",
+        f"{both}:val": "there is no split 'val'; it has train, test",
+        f"{single}:train": f"the dataset has no splits; right is {single}",
+    }.items():
+        with pytest.raises(ValueError) as error:
+            load_prompts([file], KEY)
+        assert str(error.value) in (f"{KEY}: {file} {message}", f"{KEY}: {file}: {message}")
+
+
+def test_files_are_joined_in_order(tmp_path: Path) -> None:
+    files = [write(tmp_path / "b.txt", "1\n2"), write(tmp_path / "a.jsonl", lines({"prompt": "3"}))]
+    assert [r.text for r in load_prompts(files, KEY)] == ["1", "2", "3"]
+
+
+# --- mistakes
+
+BAD = {
+    "latin1.txt": (b"ok\n\nd\xe9j\xe0 vu\n", ":3: not UTF-8 (byte 0xe9); save the file as UTF-8"),
+    "empty.txt": (b"\n  \n", " has no prompts"),
+    "empty.jsonl": (b"", " has no prompts"),
+    "table.csv": (b"prompt\na\n", f" ends in .csv; right is {FORMATS}"),
+    "noending": (b"a\n", f" has no ending; right is {FORMATS}"),
+    "cut.jsonl": (
+        b'{"prompt": "a"}\n{"prompt": "b"\n',
+        ":2: not JSON (Expecting ',' delimiter at column 15); right is an object a line, {\"prompt\": \"...\"}",
+    ),
+    "list.jsonl": (b'["a"]\n', ':1: JSON of type list; right is an object a line, {"prompt": "..."}'),
+    "caption.jsonl": (b'{"text": "a", "id": 1}\n', ":1: no 'prompt'; it has text, id"),
+    "number.jsonl": (b'{"prompt": 7}\n', ":1: prompt is of type number; right is a text, or a chat of texts"),
+    "null.jsonl": (b'{"prompt": null}\n', ":1: prompt is of type null; right is a text, or a chat of texts"),
+    "blank.jsonl": (b'{"prompt": "a"}\n\n{"prompt": " "}\n', ":3: the prompt is empty"),
+    "system.jsonl": (
+        b'{"prompt": [{"role": "system", "content": "x"}]}\n',
+        ":1: prompt is a list without a user message; right is a text or [{role, content}]",
+    ),
+    "parts.jsonl": (
+        b'{"prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}\n',
+        ":1: prompt is of type list; right is a text, or a chat of texts",
+    ),
+    "negative.jsonl": (
+        b'{"prompt": "a", "negative_prompt": true}\n',
+        ":1: negative_prompt is of type boolean; right is a text, or a chat of texts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_file(tmp_path: Path, name: str) -> None:
+    content, message = BAD[name]
+    file = write(tmp_path / name, content)
+    with pytest.raises(ValueError) as error:
+        load_prompts([file], KEY)
+    assert str(error.value) == f"{KEY}: {file}{message}"
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    broken = write(tmp_path / "broken.parquet", "not parquet at all")
+    with pytest.raises(ValueError) as error:
+        load_prompts([broken], KEY)
+    assert str(error.value).startswith(f"{KEY}: {broken} is no Parquet file: ") and "\n" not in str(error.value)
+
+    caption, empty = str(tmp_path / "caption.parquet"), str(tmp_path / "empty.parquet")
+    pq.write_table(pa.table({"caption": ["a"], "id": [1]}), caption)
+    pq.write_table(pa.table({"prompt": ["a", "", "c"]}), empty)
+    for file, message in {caption: " has no column 'prompt'; it has caption, id", empty: ", row 1: the prompt is empty"}.items():
+        with pytest.raises(ValueError) as error:
+            load_prompts([file], KEY)
+        assert str(error.value) == f"{KEY}: {file}{message}"
+
+
+def test_missing_files(tmp_path: Path) -> None:
+    write(tmp_path / "train.txt", "a")
+    (tmp_path / "folder").mkdir()
+    for file, message in {
+        f"{tmp_path}/trian.txt": f"{tmp_path}/trian.txt does not exist; did you mean {tmp_path}/train.txt?",
+        f"{tmp_path}/train.txt:test": f"{tmp_path}/train.txt:test does not exist; did you mean {tmp_path}/train.txt?",
+        f"{tmp_path}/no/x.parquet": f"{tmp_path}/no/x.parquet does not exist; right is {FORMATS}",
+        f"{tmp_path}/folder": f"{tmp_path}/folder is a folder, but no dataset that save_to_disk wrote; right is {FORMATS}",
+    }.items():
+        with pytest.raises(ValueError) as error:
+            load_prompts([file], "data.val_files")
+        assert str(error.value) == f"data.val_files: {message}"
+    with pytest.raises(ValueError) as error:
+        load_prompts([], KEY)
+    assert str(error.value) == f"{KEY} is empty; give a list of files, each {FORMATS}"
+
+
+# --- the stream
+
+
+def test_every_epoch_holds_every_prompt_once_in_another_order() -> None:
+    stream = PromptStream(rows_of(10), batch_size=4, seed=3)
+    drawn = [p.text for step in range(10) for p in stream.batch(step)]  # four epochs; batches straddle them
+    epochs = [drawn[i : i + 10] for i in range(0, 40, 10)]
+    assert all(Counter(epoch) == Counter(r.text for r in rows_of(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 4
+
+
+def test_a_batch_depends_on_seed_and_step_alone() -> None:
+    def texts(stream: PromptStream, step: int) -> list[str]:
+        return [p.text for p in stream.batch(step)]
+
+    forward = PromptStream(rows_of(50), 8, seed=1)
+    expected = {step: texts(forward, step) for step in range(20)}
+    backward = PromptStream(rows_of(50), 8, seed=1)
+    assert {step: texts(backward, step) for step in reversed(range(20))} == expected
+    assert texts(PromptStream(rows_of(50), 8, seed=1), 13) == expected[13]  # as after a resume
+    assert texts(PromptStream(rows_of(50), 8, seed=2), 13) != expected[13]
+
+
+def test_a_batch_is_the_same_in_another_process() -> None:
+    """Ranks are processes, each with its own salt of hash()."""
+    code = (
+        "from phalanx.data import PromptRow, PromptStream\n"
+        "rows = [PromptRow(str(i), None, {}) for i in range(30)]\n"
+        "print([p.text for p in PromptStream(rows, 8, seed=5).batch(4)])"
+    )
+    here = [p.text for p in PromptStream([PromptRow(str(i), None, {}) for i in range(30)], 8, seed=5).batch(4)]
+    there = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert there.strip() == str(here)
+
+
+def test_a_batch_carries_the_rows() -> None:
+    rows = [PromptRow("a", "bad", {"ground_truth": "x"})]
+    assert PromptStream(rows, 2, seed=0).batch(7) == [
+        Prompt("a", 0, {"ground_truth": "x"}, "bad"),
+        Prompt("a", 1, {"ground_truth": "x"}, "bad"),
+    ]
+
+
+def test_steps() -> None:
+    stream = PromptStream(rows_of(30), 3, seed=0)
+    assert [stream.steps(e) for e in (0.01, 0.1, 0.5, 1, 1.01, 3)] == [1, 1, 5, 10, 11, 30]
+
+
+def test_a_batch_larger_than_the_data_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        stream = PromptStream(rows_of(3), 7, seed=0)
+        batches = [stream.batch(step) for step in range(3)]
+    assert [r.getMessage() for r in caplog.records] == [
+        "data.train_batch_size=7 is more than the 3 prompts of the data; a batch holds some several times"
+    ]
+    assert [len(b) for b in batches] == [7, 7, 7]
+    assert [p.group_id for p in batches[1]] == list(range(7))
+    assert Counter(p.text for b in batches for p in b) == {"p0": 7, "p1": 7, "p2": 7}
+
+
+# --- validation
+
+
+def test_validation_sets(tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    first = write(tmp_path / "ocr.test.txt", 'a "1"\nb\nc')
+    second = write(tmp_path / "hard.jsonl", lines({"prompt": "d", "negative_prompt": "e"}))
+    assert validation_sets([first, second], limit=2) == {
+        "ocr.test": [Prompt('a "1"', 0, {"ground_truth": "1"}), Prompt("b", 1, {})],
+        "hard": [Prompt("d", 0, {}, "e")],
+    }
+    assert len(validation_sets([first])["ocr.test"]) == 3
+    assert validation_sets([]) == {}
+    twin = write(tmp_path / "other" / "hard.txt", "x")
+    with pytest.raises(ValueError) as error:
+        validation_sets([second, twin])
+    assert str(error.value) == (
+        f"data.val_files: {second} and {twin} would both be the validation set 'hard'; rename one of them"
+    )
+
+
+def test_overlap_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
+    held_out = [Prompt("p1 ", 0, {}), Prompt("p7", 1, {}), Prompt("p2", 2, {})]
+    with caplog.at_level(logging.WARNING):
+        assert held_out_overlap(rows_of(3), [held_out[1]]) == 0
+        assert caplog.records == []
+        assert held_out_overlap(rows_of(3), held_out) == 2
+    assert [r.getMessage() for r in caplog.records] == [
+        "2 of 3 validation prompts are training prompts as well; they do not measure generalisation"
+    ]
