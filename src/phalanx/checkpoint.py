@@ -41,11 +41,8 @@ def trained_state(
     """What a checkpoint holds, as tensors of the mesh: to save, or to load into."""
     state: dict[str, Any] = {"model": {name: p.detach() for name, p in parameters.items()}, "optim": {}}
     for name, p in parameters.items():
-        moments = optimizer[name]
         state["optim"][name] = {
-            "step": moments["step"],
-            "exp_avg": as_part_of(moments["exp_avg"], p),
-            "exp_avg_sq": as_part_of(moments["exp_avg_sq"], p),
+            key: value if value.dim() == 0 else as_part_of(value, p) for key, value in optimizer[name].items()
         }
     if ema is not None:
         state["ema"] = {name: as_part_of(value, parameters[name]) for name, value in ema.items()}

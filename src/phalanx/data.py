@@ -58,6 +58,24 @@ def load_prompts(files: list[str], key: str) -> list[PromptRow]:
     return rows
 
 
+class Shuffled:
+    """An endless sequence of the numbers 0 .. size-1: epoch after epoch, each in an order named by (seed, epoch)."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._seed = size, seed
+        self._order = functools.lru_cache(maxsize=2)(self._permutation)
+
+    def __getitem__(self, position: int) -> int:
+        epoch, index = divmod(position, self._size)
+        return self._order(epoch)[index]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(self._size))
+        # A string seed is hashed with SHA-512, the same in every process; hash() would not be.
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
 class PromptStream:
     """Endless batches of prompts: epoch after epoch, each in an order of its own.
 
@@ -69,8 +87,7 @@ class PromptStream:
         assert rows and batch_size > 0, (len(rows), batch_size)
         self._rows = rows
         self._batch_size = batch_size
-        self._seed = seed
-        self._order = functools.lru_cache(maxsize=2)(self._permutation)
+        self._order = Shuffled(len(rows), seed)
         if batch_size > len(rows):
             logger.warning(
                 "data.train_batch_size=%d is more than the %d prompts of the data; a batch holds some several times",
@@ -81,22 +98,12 @@ class PromptStream:
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of one training step over the world; `group_id` counts them from 0."""
         first = step * self._batch_size
-        return [_prompt(self._at(first + i), i) for i in range(self._batch_size)]
+        return [_prompt(self._rows[self._order[first + i]], i) for i in range(self._batch_size)]
 
     def steps(self, epochs: float) -> int:
         """Training steps that `epochs` passes over the data take, rounded up."""
         # 0.1 * 30 / 3 is a little more than 1 in floating point
         return max(1, math.ceil(epochs * len(self._rows) / self._batch_size - 1e-9))
-
-    def _at(self, position: int) -> PromptRow:
-        epoch, index = divmod(position, len(self._rows))
-        return self._rows[self._order(epoch)[index]]
-
-    def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(len(self._rows)))
-        # A string seed is hashed with SHA-512, the same in every process; hash() would not be.
-        random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
 
 
 def validation_sets(files: list[str], limit: int | None = None) -> dict[str, list[Prompt]]:

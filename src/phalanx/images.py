@@ -75,11 +75,22 @@ def save_images(folder: Path, step: int, set_name: str, records: Iterable[ImageR
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a folder's `index.jsonl`; empty where there is none."""
+    """The rows of a folder's `index.jsonl`; empty where there is none. Raises ValueError for a broken row."""
     path = folder / "index.jsonl"
     if not path.is_file():
         return []
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if not isinstance(row, dict) or not row.keys() >= {"index", "prompt", "reward", "file"}:
+            raise ValueError(f"{path}:{number}: not a row with index, prompt, reward and file")
+        rows.append(row)
+    return rows
 
 
 def grid(records: list[ImageRecord]) -> Image.Image:
@@ -139,7 +150,7 @@ def _take(words: list[str], font: Any, width: int) -> str:
     """Remove from `words` what fits on one line, and return it. A word wider than a line is cut into pieces."""
     line = words.pop(0)
     if font.getlength(line) > width:
-        cut = len(line)
+        cut = min(len(line), width)  # no letter is narrower than a pixel
         while cut > 1 and font.getlength(line[:cut]) > width:
             cut -= 1
         words.insert(0, line[cut:])

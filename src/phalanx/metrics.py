@@ -374,19 +374,18 @@ class _Wandb:
                 f"trainer.logger: wandb could not start: {reason}; run `wandb login`, set WANDB_MODE=offline, "
                 "or leave wandb out"
             ) from None
-        # wandb drops rows whose own step it has seen, and a resumed run repeats some: plot over ours.
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
         self.id = self._run.id
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        self._run.log({"step": step, **row})
+        # With our step wandb leaves out those that it has seen, which a resumed run repeats, and `wandb sync` can join
+        # the parts of an offline run.
+        self._run.log(row, step=step)
 
     def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
         pictures = [
             self._wandb.Image(record.image, caption=f"{record.reward:.3f}: {record.prompt}") for record in records
         ]
-        self._run.log({"step": step, f"images/{set_name}": pictures})
+        self._run.log({f"images/{set_name}": pictures}, step=step)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)

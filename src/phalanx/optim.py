@@ -1,4 +1,4 @@
-"""AdamW over named tensors, its learning rate, and the moving average of the weights."""
+"""The optimizer over named tensors, its learning rate, and the moving average of the weights."""
 
 import math
 
@@ -14,7 +14,8 @@ def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float
     warmup = config.lr_warmup_steps
     if update < warmup:
         return config.lr * (update + 1) / warmup
-    progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
+    decay_from = max(total_updates - round(config.lr_decay_fraction * total_updates), warmup)
+    progress = min(max((update - decay_from) / max(total_updates - decay_from, 1), 0.0), 1.0)
     if config.lr_scheduler == "linear":
         return config.lr * (1 - progress)
     if config.lr_scheduler == "cosine":
@@ -25,23 +26,37 @@ def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float
 class Optimizer:
     """One optimizer step: reduce, clip, update, publish. `updates` counts the steps since the run began.
 
-    AdamW is elementwise, so it works on this rank's part of each tensor.
+    AdamW is elementwise, so it works on this rank's part of each tensor. Muon (Jordan et al., 2024) orthogonalises the
+    momentum of whole matrices, convolution kernels as (out, in x k x k), and so needs them unsharded.
     """
 
     def __init__(self, config: OptimConfig, sharded: Sharded, total_updates: int, *, offload: bool = False) -> None:
         self.config, self.sharded, self.total_updates, self.offload = config, sharded, total_updates, offload
         self.updates = 0
-        self._parts = {name: local(p).detach() for name, p in sharded.parameters.items()}
+        parts = {name: local(p).detach() for name, p in sharded.parameters.items()}
+        muon = sharded.hidden_matrices if config.name == "muon" else set()
+        # a matrix's view shares its storage with the parameter
+        self._parts = {name: part.view(len(part), -1) if name in muon else part for name, part in parts.items()}
         beta1, beta2 = config.betas
-        self._adamw = torch.optim.AdamW(
-            list(self._parts.values()), betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay
-        )
-        for part in self._parts.values():  # made now, so that a checkpoint has something to load into
-            self._adamw.state[part] = {
-                "step": torch.tensor(0.0),
-                "exp_avg": torch.zeros_like(part),
-                "exp_avg_sq": torch.zeros_like(part),
-            }
+        self._optimizers: list[torch.optim.Optimizer] = []
+        rest = [part for name, part in self._parts.items() if name not in muon]
+        if rest:
+            self._optimizers.append(
+                torch.optim.AdamW(rest, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay)
+            )
+            for part in rest:  # made now, so that a checkpoint has something to load into
+                self._optimizers[-1].state[part] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(part),
+                    "exp_avg_sq": torch.zeros_like(part),
+                }
+        if muon:
+            matrices = [self._parts[name] for name in sharded.parameters if name in muon]
+            self._optimizers.append(
+                torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
+            )
+            for part in matrices:
+                self._optimizers[-1].state[part] = {"momentum_buffer": torch.zeros_like(part)}
         self._move("cpu")
 
     @torch.no_grad()
@@ -50,30 +65,34 @@ class Optimizer:
         self.sharded.reduce_gradients()
         norm = self.sharded.clip_gradients(self.config.grad_clip)
         lr = learning_rate(self.config, self.updates, self.total_updates)
-        for group in self._adamw.param_groups:
-            group["lr"] = lr
         for name, p in self.sharded.parameters.items():
-            self._parts[name].grad = None if p.grad is None else local(p.grad)
+            self._parts[name].grad = None if p.grad is None else local(p.grad).reshape(self._parts[name].shape)
             p.grad = None
         self._move(None)
-        self._adamw.step()
-        self._adamw.zero_grad()
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
         self._move("cpu")
         self.sharded.publish()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """This rank's part of the state by the name of its parameter: exp_avg, exp_avg_sq, step."""
-        return {name: self._adamw.state[part] for name, part in self._parts.items()}
+        """This rank's part of the state by the name of its parameter."""
+        states = {part: state for optimizer in self._optimizers for part, state in optimizer.state.items()}
+        return {name: states[part] for name, part in self._parts.items()}
 
     def _move(self, device: str | None) -> None:
         """With offload: the moments to `device`, or to their parameter's where it is None."""
         if not self.offload:
             return
-        for part, state in self._adamw.state.items():
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = state[key].to(device or part.device)
+        for optimizer in self._optimizers:
+            for part, state in optimizer.state.items():
+                for key, value in state.items():
+                    if value.dim() > 0:
+                        state[key] = value.to(device or part.device)
 
 
 class Ema:

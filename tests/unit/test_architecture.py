@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 # phalanx gets its place here.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
-    frozenset({"trainer", "cli"}),
+    frozenset({"trainer", "flow_matching", "cli"}),
     frozenset({"report"}),
     frozenset(
         {"algorithms", "models", "rollout", "rewards", "data", "optim", "checkpoint", "metrics", "evaluate", "batches"}

@@ -37,7 +37,9 @@ def rows_of(n: int) -> list[PromptRow]:
 
 
 def test_txt_takes_the_first_quoted_span_as_ground_truth(tmp_path: Path) -> None:
-    text = '\ufeffa sign "OPEN 24" and "late"\r\n\r\n  a cat \n“Grüße” on a card\n„Ja“ und nein\nla «une» page\nempty ""\n'
+    text = (
+        '\ufeffa sign "OPEN 24" and "late"\r\n\r\n  a cat \n“Grüße” on a card\n„Ja“ und nein\nla «une» page\nempty ""\n'
+    )
     rows = load_prompts([write(tmp_path / "p.txt", text)], KEY)
     assert rows == [
         PromptRow('a sign "OPEN 24" and "late"', None, {"ground_truth": "OPEN 24"}),
@@ -149,7 +151,7 @@ BAD = {
     "noending": (b"a\n", f" has no ending; right is {FORMATS}"),
     "cut.jsonl": (
         b'{"prompt": "a"}\n{"prompt": "b"\n',
-        ":2: not JSON (Expecting ',' delimiter at column 15); right is an object a line, {\"prompt\": \"...\"}",
+        ':2: not JSON (Expecting \',\' delimiter at column 15); right is an object a line, {"prompt": "..."}',
     ),
     "list.jsonl": (b'["a"]\n', ':1: JSON of type list; right is an object a line, {"prompt": "..."}'),
     "caption.jsonl": (b'{"text": "a", "id": 1}\n', ":1: no 'prompt'; it has text, id"),
@@ -192,7 +194,10 @@ def test_bad_parquet(tmp_path: Path) -> None:
     caption, empty = str(tmp_path / "caption.parquet"), str(tmp_path / "empty.parquet")
     pq.write_table(pa.table({"caption": ["a"], "id": [1]}), caption)
     pq.write_table(pa.table({"prompt": ["a", "", "c"]}), empty)
-    for file, message in {caption: " has no column 'prompt'; it has caption, id", empty: ", row 1: the prompt is empty"}.items():
+    for file, message in {
+        caption: " has no column 'prompt'; it has caption, id",
+        empty: ", row 1: the prompt is empty",
+    }.items():
         with pytest.raises(ValueError) as error:
             load_prompts([file], KEY)
         assert str(error.value) == f"{KEY}: {file}{message}"

@@ -123,14 +123,16 @@ class ActorConfig:
 
 @dataclass
 class OptimConfig:
-    """AdamW and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    name: str = arg("adamw", "adamw, or muon for the blocks' matrices and AdamW for the rest", choices=("adamw", "muon"))
     lr: float = arg(1e-4, "peak learning rate", gt=0)
     betas: list[float] = arg([0.9, 0.999], "AdamW's betas")
     eps: float = arg(1e-8, "AdamW's epsilon", gt=0)
     weight_decay: float = arg(1e-4, "decoupled weight decay", ge=0)
     grad_clip: float = arg(1.0, "maximum norm of the gradient; 0: no clipping", ge=0)
     lr_scheduler: str = arg("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
+    lr_decay_fraction: float = arg(1.0, "share of the steps, at the end, over which the rate decays", gt=0)
     lr_warmup_steps: int = arg(0, "optimizer steps of linear warm-up", ge=0)
 
 
@@ -175,15 +177,42 @@ class TrainerConfig:
 
 
 @dataclass
-class TrainConfig:
-    """Configuration of a reinforcement learning task."""
+class RunConfig:
+    """Sections that every training job has."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
-    actor: ActorConfig = field(default_factory=ActorConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+@dataclass
+class TrainConfig(RunConfig):
+    """Configuration of reinforcement learning."""
+
+    algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    actor: ActorConfig = field(default_factory=ActorConfig)
+
+
+@dataclass
+class FlowMatchingConfig:
+    """The supervised loss (rectified flow; SD3, arXiv 2403.03206, section 3.1)."""
+
+    micro_batch_size_per_gpu: int = arg(8, "images a forward and backward pass", ge=1)
+    logit_mean: float = arg(0.0, "noise levels are sigmoid(N(logit_mean, logit_std)), then shifted as the scheduler does")
+    logit_std: float = arg(1.0, "see logit_mean", gt=0)
+    prompt_dropout: float = arg(0.1, "share of images whose prompt is the empty one, for guidance", ge=0, lt=1)
+    cache_latents: bool = arg(True, "encode all images once at the start and keep their latents in memory")
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+
+@dataclass
+class FlowMatchingTaskConfig(RunConfig):
+    """Configuration of supervised flow matching. data.train_files holds images and prompts, train_batch_size counts
+    images; `rollout` and `reward` serve validation, at rollout.height x width.
+    """
+
+    flow_matching: FlowMatchingConfig = field(default_factory=FlowMatchingConfig)

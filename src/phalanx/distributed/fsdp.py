@@ -21,7 +21,8 @@ from phalanx.distributed.mesh import World
 class Sharded:
     """A module whose parameters are laid out over the mesh.
 
-    `parameters` maps the name of each trained parameter to the tensor that the optimizer owns.
+    `parameters` maps the name of each trained parameter to the tensor that the optimizer owns; `hidden_matrices` names
+    those of two dims or more within the blocks.
     """
 
     def __init__(
@@ -43,6 +44,10 @@ class Sharded:
         self.parameters: dict[str, Tensor] = {}
         for name, p in trained.items():
             self.parameters[name] = self._own(name, p, dtype) if name in replicated else p
+        blocks_of = {id(p) for block in blocks for p in block.parameters()}
+        self.hidden_matrices = {
+            name for name, p in trained.items() if id(p) in blocks_of and p.dim() >= 2
+        }
         self.publish()
 
     def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:

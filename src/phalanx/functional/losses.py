@@ -14,8 +14,9 @@ def clipped_surrogate(
         advantage: [B] (for all steps of a sample) or [B, ...]; clamped to +-adv_clip_max.
 
     Returns:
-        The loss per element [B, ...], float32, and detached scalars: ratio_mean, ratio_std, ratio_error (the
-        largest |rho - 1|), approx_kl (rho - 1 - ln rho, Schulman's k3), clipfrac, and clipfrac_higher and clipfrac_lower, the shares above and below the range.
+        The loss per element [B, ...], float32, and detached scalars: ratio_mean, ratio_std, ratio_error (the largest
+        |rho - 1|), approx_kl (rho - 1 - ln rho, Schulman's k3), clipfrac, and clipfrac_higher and clipfrac_lower, the
+        shares above and below the range.
     """
     new, old = log_prob.float(), old_log_prob.detach().float()
     a = advantage.detach().float().clamp(-adv_clip_max, adv_clip_max)
@@ -29,7 +30,7 @@ def clipped_surrogate(
             "ratio_mean": ratio.mean(),
             "ratio_std": ratio.std(correction=0),
             "ratio_error": (ratio - 1).abs().max(),
-            "approx_kl": (ratio - 1 - log_ratio).mean(),
+            "approx_kl": (torch.expm1(log_ratio) - log_ratio).mean(),  # rho - 1 would drown it: ratios are near 1
             "clipfrac": higher + lower,
             "clipfrac_higher": higher,
             "clipfrac_lower": lower,

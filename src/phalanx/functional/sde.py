@@ -14,6 +14,9 @@ import torch
 from torch import Tensor
 
 
+SDE_TYPES = ("sde", "cps", "dance_sde")
+
+
 class SdeStep(NamedTuple):
     """prev_sample and mean [B, ...]; std [B], the true standard deviation of the transition; log_prob [B].
 
@@ -54,13 +57,15 @@ def sde_step(
         ValueError: for an unknown type, a stochastic step with neither or both of `prev_sample` and `noise`, or a `cps`
             step to sigma_next = 0, whose transition has no density.
     """
+    if sde_type not in SDE_TYPES:
+        raise ValueError(f"sde_step: sde_type {sde_type!r} should be one of {', '.join(SDE_TYPES)}")
     x, v = sample.float(), velocity.float()
     s, s_next, s_max = (_per_sample(value, x) for value in (sigma, sigma_next, sigma_max))
     delta = s_next - s
     if noise_level == 0:
         mean = x + v * delta
         prev = mean if prev_sample is None else prev_sample.float()
-        return SdeStep(prev, mean, torch.zeros_like(delta).flatten(), None)
+        return SdeStep(prev, mean, torch.zeros_like(delta).flatten().expand(len(x)), None)
     if (prev_sample is None) == (noise is None):
         raise ValueError("sde_step: a stochastic step takes either noise (to sample) or prev_sample (to replay)")
 
@@ -70,7 +75,7 @@ def sde_step(
         mean = x * (1 + drift * delta) + v * (1 + drift * (1 - s)) * delta
         std = scale * torch.sqrt(-delta)
     elif sde_type == "cps":
-        if s_next.device.type == "cpu" and bool((s_next == 0).any()):
+        if _holds_zero(sigma_next):
             raise ValueError(
                 "sde_step: the last step (sigma_next = 0) of cps is deterministic and has no log-probability; "
                 "leave it out of the SDE window"
@@ -78,13 +83,11 @@ def sde_step(
         x0, x1 = x - s * v, x + (1 - s) * v
         std = s_next * math.sin(noise_level * math.pi / 2)
         mean = (1 - s_next) * x0 + torch.sqrt(s_next**2 - std**2) * x1
-    elif sde_type == "dance_sde":
+    else:
         x0 = x - s * v
         score = -(x - (1 - s) * x0) / s**2
         mean = x + delta * v - 0.5 * noise_level**2 * score * delta
         std = noise_level * torch.sqrt(-delta)
-    else:
-        raise ValueError(f"sde_step: sde_type {sde_type!r} should be one of sde, cps, dance_sde")
 
     if prev_sample is None:
         assert noise is not None
@@ -96,12 +99,12 @@ def sde_step(
         log_prob = -squared
     else:
         log_prob = -squared / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
-    return SdeStep(prev, mean, std.flatten().expand(len(x)), log_prob.flatten(1).mean(1))
+    return SdeStep(prev, mean, std.flatten().expand(len(x)), _mean_of_dims(log_prob))
 
 
 def gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
     """KL divergence [B] of two transitions of equal `std` [B], averaged over the latent's dims: (m - m')^2 / 2 std^2."""
-    squared = ((mean.float() - other_mean.float()) ** 2).flatten(1).mean(1)
+    squared = _mean_of_dims((mean.float() - other_mean.float()) ** 2)
     return squared / (2 * std.float() ** 2)
 
 
@@ -109,3 +112,15 @@ def _per_sample(value: float | Tensor, like: Tensor) -> Tensor:
     """A number, or [B], as float32 that broadcasts over [B, ...]."""
     tensor = torch.as_tensor(value, dtype=torch.float32, device=like.device)
     return tensor.reshape(-1, *[1] * (like.dim() - 1))
+
+
+def _mean_of_dims(values: Tensor) -> Tensor:
+    """[B, ...] -> [B]; a sample may be a single number."""
+    return values.unsqueeze(-1).flatten(1).mean(1)
+
+
+def _holds_zero(value: float | Tensor) -> bool:
+    """Whether a noise level is 0; one that lies on a device is not asked, since the answer would stall it."""
+    if isinstance(value, Tensor):
+        return value.device.type == "cpu" and bool((value == 0).any())
+    return value == 0

@@ -22,6 +22,7 @@ class FlowModel:
     default_negative: ClassVar[str]
     obeys_attn_backend: ClassVar[bool] = True
 
+    pipeline: Any
     transformer: Any
     vae: Any
     text_encoders: list[nn.Module]
@@ -46,6 +47,10 @@ class FlowModel:
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
         """sigmas [N + 1] and timesteps [N] float32 of the model folder's own scheduler."""
         raise AssertionError
+
+    def shift(self) -> float:
+        """The static shift of noise levels in training: the scheduler's own."""
+        return float(self.pipeline.scheduler.config.shift)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one sample's latent; raises ValueError where the model cannot make such an image."""
@@ -77,6 +82,16 @@ class FlowModel:
     def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
         """Arguments of the transformer's forward pass for one sample, of the right shapes, to count its arithmetic."""
         raise AssertionError
+
+
+def check_size(height: int, width: int, unit: int, limit: int | None = None) -> None:
+    """Raise ValueError where a side is no multiple of `unit` pixels, or longer than `limit`."""
+    for name, size in (("height", height), ("width", width)):
+        if size % unit:
+            below = max(size // unit, 1) * unit
+            raise ValueError(f"rollout.{name}: {size} should be a multiple of {unit}, e.g. {below} or {below + unit}")
+        if limit is not None and size > limit:
+            raise ValueError(f"rollout.{name}: {size} is more than the model's {limit} pixels")
 
 
 def model_index(path: str) -> dict[str, Any]:

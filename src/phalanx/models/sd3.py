@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.config.schema import ModelConfig
 from phalanx.models.attention import DispatchedJointAttention
-from phalanx.models.family import Embeds, FlowModel, absent_components, model_index
+from phalanx.models.family import Embeds, FlowModel, absent_components, check_size, model_index
 
 
 class Model(FlowModel):
@@ -66,12 +66,7 @@ class Model(FlowModel):
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         factor, patch = self.pipeline.vae_scale_factor, self.transformer.config.patch_size
         unit, limit = factor * patch, self.transformer.config.pos_embed_max_size * factor * patch
-        for name, size in (("height", height), ("width", width)):
-            if size % unit:
-                below = max(size // unit, 1) * unit
-                raise ValueError(f"rollout.{name}: {size} should be a multiple of {unit}, e.g. {below} or {below + unit}")
-            if size > limit:
-                raise ValueError(f"rollout.{name}: {size} is more than the model's {limit} pixels")
+        check_size(height, width, unit, limit)
         return (self.transformer.config.in_channels, height // factor, width // factor)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:

@@ -58,7 +58,7 @@ class Clip:
         self._device = torch.device(device)
         self._vision: nn.Module = clip.vision_model.to(device)
         self._vision_projection: nn.Module = clip.visual_projection.to(device)
-        self.logit_scale = clip.logit_scale.exp().to(device)
+        self.logit_scale: Tensor = clip.logit_scale.exp().to(device)
         self.dim: int = clip.config.projection_dim
         source = _source(processor, names[1])
         self._pixels = pixels_of(_load(AutoImageProcessor, source, names[1]).to_dict(), self._device)

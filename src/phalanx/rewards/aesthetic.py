@@ -39,7 +39,8 @@ class Aesthetic(DeviceReward):
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B], about 1..10."""
-        return self._layers(self._clip.images(images)).squeeze(-1)
+        scores: Tensor = self._layers(self._clip.images(images))  # [B, 1]
+        return scores.squeeze(-1)
 
 
 def _load_predictor(predictor: str) -> nn.Sequential:

@@ -69,8 +69,8 @@ def _target(meta: dict[str, Any], prompt: str) -> str:
     if not isinstance(target, str) or not _plain(target):
         found = "no ground_truth" if target is None else f"ground_truth {target!r}"
         raise ValueError(
-            f'{found} for the prompt "{prompt}"; write the text to be read in double quotes in the prompt, '
-            "or give it as ground_truth in the data"
+            f'{found} for the prompt "{prompt}" (right is a text in double quotes in the prompt, '
+            "or a column ground_truth in the data)"
         )
     return _plain(target)
 

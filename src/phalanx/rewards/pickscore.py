@@ -24,4 +24,4 @@ class Pickscore(DeviceReward):
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B]."""
         cosine = (self._clip.images(images) * self._clip.prompts(prompts)).sum(-1)
-        return self._clip.logit_scale * cosine / _SCALE
+        return cosine * self._clip.logit_scale / _SCALE

@@ -1,0 +1,70 @@
+# On a fresh machine: `make quickstart`. It needs make, Python >= 3.11 and a package registry. `make help` lists the rest.
+#   PYTHON=python3.12     the interpreter that the environment is made from
+#   PIP_ARGS="..."        further options of pip install, such as --extra-index-url (docs/dependencies.md)
+#   ARGS="a.b=c d.e=f"    further overrides of a run's configuration, or options of pytest for `make test`
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+ARGS ?=
+TESTS ?= tests
+BENCH_CONFIG ?= configs/bench/cpu.yaml
+
+BIN := $(abspath $(VENV))/bin
+IN_VENV = PATH="$(BIN):$$PATH"
+# The quickstart runs on two CPU ranks, also where there are GPUs; CUDA_VISIBLE_DEVICES=0,1 changes that.
+ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
+TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
+
+.PHONY: help quickstart quickstart-lora test check bench base docs clean
+
+help:
+	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
+	@echo "make quickstart-lora  the same with a LoRA"
+	@echo "make test             all tests, under 15 minutes on 2 cores"
+	@echo "make check            lint, format, types, layers"
+	@echo "make bench            time and memory of a training step on the CPU"
+	@echo "make base             make the tiny base of the quickstart again, about 10 minutes"
+	@echo "make docs             build the documentation into site/"
+	@echo "make clean            remove the environment, caches and the site; runs in outputs/ stay"
+
+quickstart: $(VENV)/.installed
+	@$(TWO_RANKS) sh train.sh tasks/train_flowgrpo.py configs/flowgrpo/quickstart.yaml $(ARGS)
+
+quickstart-lora: $(VENV)/.installed
+	@$(TWO_RANKS) sh train.sh tasks/train_flowgrpo.py configs/flowgrpo/quickstart_lora.yaml $(ARGS)
+
+test: $(VENV)/.installed-test
+	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest $(TESTS) $(ARGS)
+
+check: $(VENV)/.installed-test
+	@$(IN_VENV) ruff check .
+	@$(IN_VENV) ruff format --check .
+	@$(IN_VENV) mypy
+	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -q tests/unit/test_architecture.py
+
+bench: $(VENV)/.installed
+	@$(ON_CPU) sh train.sh benchmarks/step.py $(BENCH_CONFIG) $(ARGS)
+
+base: $(VENV)/.installed-base
+	@$(TWO_RANKS) sh train.sh tasks/make_base.py configs/base/digits.yaml $(ARGS)
+
+docs: $(VENV)/.installed-docs
+	@$(IN_VENV) mkdocs build --strict
+
+clean:
+	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	find src tasks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/.installed: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "make: $(PYTHON) is missing or older than Python 3.11; name another: make PYTHON=python3.12" >&2; exit 2; }
+	@echo "Installing into $(VENV); the first time takes a few minutes."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable .
+	@touch $@
+
+# An extra of pyproject.toml.
+$(VENV)/.installed-%: $(VENV)/.installed
+	@echo "Installing the extra '$*' into $(VENV)."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[$*]'
+	@touch $@

@@ -1,0 +1,102 @@
+"""Images with prompts, for supervised training."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from phalanx.data import DataError, Shuffled
+
+TEXT_COLUMNS = ("prompt", "text", "caption")
+
+
+class ImageTextData:
+    """Pairs of an image and its prompt, from `.jsonl` files (`image`: a path beside the file, `prompt`) and Hugging
+    Face dataset folders (a column `image`, and `prompt`, `text` or `caption`).
+
+    Raises DataError, with one line, for a file that cannot be used.
+    """
+
+    def __init__(self, files: list[str], height: int, width: int, key: str = "data.train_files") -> None:
+        self.height, self.width = height, width
+        self._rows: list[tuple[Any, str, str]] = [row for file in files for row in _rows(file, key)]
+        if not self._rows:
+            raise DataError(f"{key}: {files} hold no images")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def prompt(self, i: int) -> str:
+        """The prompt of image i."""
+        return self._rows[i][1]
+
+    def image(self, i: int) -> Tensor:
+        """Image i, [3, H, W] float32 in 0..1: scaled to cover height x width, and cut in the middle."""
+        source, _, where = self._rows[i]
+        try:
+            image = (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")
+        except (OSError, UnidentifiedImageError) as error:
+            raise DataError(f"{where}: the image cannot be read: {error}") from None
+        scale = max(self.height / image.height, self.width / image.width)
+        if scale != 1:
+            size = (max(round(image.width * scale), self.width), max(round(image.height * scale), self.height))
+            image = image.resize(size, Image.Resampling.LANCZOS)
+        left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
+        image = image.crop((left, top, left + self.width, top + self.height))
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+
+class IndexStream:
+    """The images of each training step: a function of (seed, step), epoch by epoch, each in its own order."""
+
+    def __init__(self, size: int, batch_size: int, seed: int) -> None:
+        self._order, self._batch_size = Shuffled(size, seed), batch_size
+
+    def batch(self, step: int) -> list[int]:
+        """Numbers of the images of training step `step`, over the world."""
+        return [self._order[position] for position in range(step * self._batch_size, (step + 1) * self._batch_size)]
+
+
+def _rows(file: str, key: str) -> Iterator[tuple[Any, str, str]]:
+    path = Path(file).expanduser()
+    if path.is_dir():
+        yield from _dataset_rows(path, file, key)
+    elif not path.is_file():
+        raise DataError(f"{key}: {file}: no such file or folder")
+    elif path.suffix == ".jsonl":
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.strip():
+                yield _json_row(line, f"{file}:{number}", path.parent)
+    else:
+        raise DataError(f"{key}: {file}: images come from a .jsonl file or a Hugging Face dataset folder")
+
+
+def _json_row(line: str, where: str, folder: Path) -> tuple[Path, str, str]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from None
+    if not isinstance(row, dict) or not isinstance(row.get("image"), str) or not isinstance(row.get("prompt"), str):
+        raise DataError(f'{where}: a line should be {{"image": "path", "prompt": "text"}}')
+    return folder / row["image"], row["prompt"], where
+
+
+def _dataset_rows(path: Path, file: str, key: str) -> Iterator[tuple[Any, str, str]]:
+    from datasets import Dataset, load_from_disk
+
+    try:
+        data = load_from_disk(str(path))
+    except FileNotFoundError:
+        raise DataError(f"{key}: {file} is no Hugging Face dataset folder (made by save_to_disk)") from None
+    if not isinstance(data, Dataset):
+        raise DataError(f"{key}: {file} holds splits {sorted(data)}; name one of their folders")
+    texts = [c for c in TEXT_COLUMNS if c in data.column_names]
+    if "image" not in data.column_names or not texts:
+        raise DataError(f"{key}: {file} has columns {data.column_names}; it needs image and one of {', '.join(TEXT_COLUMNS)}")
+    for number, row in enumerate(data):
+        yield row["image"], row[texts[0]], f"{file} row {number}"

@@ -1,0 +1,115 @@
+"""Qwen-Image (arXiv 2508.02324): packed latents, dynamic shift, true classifier-free guidance."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from torch import Tensor
+from torch.nn.functional import pad
+
+from phalanx.config.schema import ModelConfig
+from phalanx.models.family import Embeds, FlowModel, absent_components, check_size, model_index
+
+
+class Model(FlowModel):
+    """Qwen-Image: latents [N, (H/16)(W/16), 64], a token for each 2 x 2 patch; guidance `rollout.true_cfg_scale`."""
+
+    pipeline_class = "QwenImagePipeline"
+    guidance_key = "true_cfg_scale"
+    default_negative = " "
+    # the layers of VeRL-Omni's recipes: all but the modulation
+    lora_targets = [
+        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+        "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+        "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
+    ]  # fmt: skip
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        absent = absent_components(model_index(config.path))
+        self.dtype = dtype
+        self.transformer = QwenImageTransformer2DModel.from_pretrained(
+            config.path, subfolder="transformer", torch_dtype=weights_dtype
+        )
+        self.pipeline = QwenImagePipeline.from_pretrained(
+            config.path, transformer=self.transformer, torch_dtype=dtype, **absent
+        )
+        self.transformer.to(weights_dtype)
+        self.vae = self.pipeline.vae
+        self.text_encoders = [self.pipeline.text_encoder]
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        # the pipeline puts the prompt into its template and drops the template's first 34 tokens
+        embeds, mask = self.pipeline.encode_prompt(texts, device=device, max_sequence_length=max_length)
+        lengths = [embeds.shape[1]] * len(texts) if mask is None else mask.sum(1).tolist()
+        return [{"prompt_embeds": e[:n].clone()} for e, n in zip(embeds.cpu(), lengths, strict=True)]
+
+    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
+        """`prompt_embeds` [N, length, D], padded with zeros; where `padded`, `prompt_embeds_mask` [N, length] as well."""
+        texts = [e["prompt_embeds"] for e in embeds]
+        lengths = torch.tensor([len(t) for t in texts])
+        batch = {"prompt_embeds": torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts])}
+        if padded:
+            batch["prompt_embeds_mask"] = torch.arange(length) < lengths[:, None]
+        return batch
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        scheduler = self.pipeline.scheduler
+        c = scheduler.config
+        tokens, _ = self.latent_shape(height, width)
+        mu = calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_inference_steps, num_inference_steps), mu=mu)
+        return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        rows, columns = self._grid(height, width)
+        return (rows * columns, self.transformer.config.in_channels)
+
+    def _grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of image tokens."""
+        unit = self.pipeline.vae_scale_factor * self.transformer.config.patch_size
+        check_size(height, width, unit)
+        return height // unit, width // unit
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
+        return self.transformer(
+            hidden_states=latents.to(self.dtype),
+            timestep=timesteps / 1000,
+            encoder_hidden_states=embeds["prompt_embeds"],
+            encoder_hidden_states_mask=embeds["prompt_embeds_mask"] if "prompt_embeds_mask" in embeds else None,
+            img_shapes=[[(1, *self._grid(height, width))]] * len(latents),
+            return_dict=False,
+        )[0]
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """True classifier-free guidance: each token [C] is scaled back to the length that it has in `positive`."""
+        combined = super().guide(negative, positive, scale)
+        return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        mean, std = self._statistics(latents.device)
+        unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
+        images = self.vae.decode((unpacked * std + mean).to(self.vae.dtype), return_dict=False)[0][:, :, 0]
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        mean, std = self._statistics(images.device)
+        posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)[:, :, None]).latent_dist
+        latents = posterior.mode() if generator is None else posterior.sample(generator)
+        n, channels, _, h, w = latents.shape
+        return self.pipeline._pack_latents((latents.float() - mean) / std, n, channels, h, w)
+
+    def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [C, 1, 1, 1] of the VAE's latents."""
+        c = self.vae.config
+        mean, std = torch.tensor([c.latents_mean, c.latents_std], device=device)
+        return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
+
+    def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
+        return {
+            "hidden_states": torch.empty(1, *self.latent_shape(height, width)),
+            "timestep": torch.empty(1),
+            "encoder_hidden_states": torch.empty(1, text_length, self.transformer.config.joint_attention_dim),
+            "img_shapes": [[(1, *self._grid(height, width))]],
+        }

@@ -1,0 +1,187 @@
+"""What every training job is made of: the world, the model over it, optimizer, checkpoints, validation, logs."""
+
+import logging
+import resource
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.checkpoint import Checkpointer, Progress, trained_state
+from phalanx.config import save
+from phalanx.config.schema import EmaConfig, RunConfig
+from phalanx.data import validation_sets
+from phalanx.distributed import mesh
+from phalanx.distributed.collectives import first_error
+from phalanx.evaluate import validate
+from phalanx.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
+from phalanx.models.flow import build_policy
+from phalanx.optim import Ema, Optimizer
+from phalanx.report import write_report
+from phalanx.rewards import RewardError, RewardSet
+from phalanx.rollout.policy import PolicyRollout
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """One run of a training job. Subclasses bring the loop, `fit`."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        ema: EmaConfig,
+        *,
+        micro_batch_size: int,
+        detach_uncond: bool = False,
+    ) -> None:
+        """Join the world and build the model; `micro_batch_size` is the rollout's. A ValueError is the user's mistake."""
+        self.base_cfg, self.ema_cfg = cfg, ema
+        self.world = mesh.start(cfg.parallel)
+        torch.use_deterministic_algorithms(cfg.trainer.deterministic)
+        self.output_dir = Path(cfg.trainer.output_dir)
+        self.timers = Timers()
+        self.val_sets = validation_sets(cfg.data.val_files)
+        self.rewards = RewardSet(cfg.reward, str(self.world.device)) if cfg.reward.functions else None
+        self.policy = build_policy(
+            cfg.model, cfg.parallel, cfg.data, self.world, seed=cfg.trainer.seed, detach_uncond=detach_uncond
+        )
+        self.rollout = PolicyRollout(self.policy, cfg.rollout, self.world, micro_batch_size)
+
+    def prepare(self, total_steps: int, total_updates: int) -> None:
+        """Make the optimizer and the average, resume where a checkpoint is, and open the logs."""
+        cfg, offload = self.base_cfg, self.base_cfg.parallel.optimizer_offload
+        self.total_steps = total_steps
+        self.optimizer = Optimizer(cfg.optim, self.policy.sharded, total_updates, offload=offload)
+        self.ema: Ema | None = None
+        if self.ema_cfg.decay is not None:
+            self.ema = Ema(self.ema_cfg, self.policy.parameters, offload=offload)
+            self.policy.add_weights("ema", self.ema.values)
+        self.checkpointer = Checkpointer(
+            self.output_dir, self.world, self._signature(), cfg.trainer.max_checkpoints
+        )
+        self.progress = self._resume()
+        if self.world.rank == 0:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            save(cfg, self.output_dir / "config.yaml")
+        self.logger = RunLogger(
+            cfg.trainer, asdict(cfg), self.progress.wandb_id, self.progress.step, total_steps, self.world.rank == 0
+        )
+        self.progress.wandb_id = self.logger.wandb_id
+
+    def fit(self) -> None:
+        """Train to the last step."""
+        raise AssertionError("a job has its own loop")
+
+    def run(self) -> None:
+        """Train, write the report, and say what came of it."""
+        self.fit()
+        if self.world.rank == 0:
+            report = write_report(self.output_dir)
+            print(*validation_summary(self.output_dir), f"report: {report}", sep="\n", flush=True)
+        mesh.stop()
+
+    # -- scoring and validation -----------------------------------------------------------------------------------
+
+    def score(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """This rank's rewards [B] and their terms; a reward that fails on any rank ends the job on all."""
+        assert self.rewards is not None
+        terms: dict[str, Tensor] = {}
+        failure: RewardError | None = None
+        try:
+            terms = self.rewards.collect()
+        except RewardError as error:
+            failure = error
+        message = first_error(str(failure) if failure is not None else None)
+        if message is not None:
+            raise RewardError(message) from failure
+        self.timers.add("reward_busy", self.rewards.busy_s)
+        return self.rewards.weighted(terms), terms
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Validate on all sets and hand the images to the loggers; returns the row, empty where there is nothing."""
+        row: dict[str, float] = {}
+        if self.rewards is None:
+            return row
+        with self.timers("validation"):
+            for name, prompts in self.val_sets.items():
+                result = validate(
+                    self.policy,
+                    self.rollout,
+                    self.rewards.submit,
+                    self.score,
+                    name,
+                    prompts,
+                    self.world,
+                    images_a_prompt=self.base_cfg.rollout.val.n,
+                    keep_images=self.base_cfg.trainer.log_val_generations,
+                    ema=self.ema is not None,
+                )
+                row |= result.row
+                self.logger.images(step, name, result.images)
+        return row
+
+    def validate_first(self) -> None:
+        """Before a run's first step, where trainer.val_before_train says so."""
+        if self.progress.step == 0 and self.base_cfg.trainer.val_before_train and self.val_sets:
+            self.logger.log(0, self.validate(0) | self.timers.pop())
+
+    def end_step(self, step: int, row: dict[str, float]) -> None:
+        """After training step number `step` (from 1): save, validate and log, each where it is due."""
+        t, last = self.base_cfg.trainer, step == self.total_steps
+        self.progress.step = step
+        if t.save_freq > 0 and (last or step % t.save_freq == 0):
+            with self.timers("checkpoint"):
+                self.checkpointer.save(self.state(), replace(self.progress))
+        if t.test_freq > 0 and (last or step % t.test_freq == 0):
+            row |= self.validate(step)
+        self.logger.log(step, row | self.timers.pop())
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds, as tensors of the mesh."""
+        ema = self.ema.values if self.ema is not None else None
+        return trained_state(self.policy.parameters, self.optimizer.state(), ema)
+
+    def _signature(self) -> dict[str, Any]:
+        return {
+            "trained tensors": len(self.policy.parameters),
+            "trained parameters": sum(p.numel() for p in self.policy.parameters.values()),
+            "lora_rank": self.base_cfg.model.lora_rank,
+            "moving average": self.ema_cfg.decay is not None,
+            "optimizer": self.base_cfg.optim.name,
+        }
+
+    def _resume(self) -> Progress:
+        folder = self.checkpointer.locate(self.base_cfg.trainer.resume)
+        if folder is None:
+            return Progress()
+        progress = self.checkpointer.load(folder, self.state())
+        self.policy.sharded.publish()
+        self.optimizer.updates = progress.updates
+        if self.world.rank == 0:
+            log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
+        return progress
+
+
+def validation_summary(folder: Path) -> list[str]:
+    """A line for each validation set: the first and the last mean reward in a run's metrics.jsonl."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in read_metrics(folder / METRICS_FILE):
+        for key, value in row.items():
+            if key.startswith("val/") and key.endswith("/reward/mean"):
+                found.setdefault(key, []).append((row["step"], value))
+    return [
+        f"{key}: {points[0][1]:.3f} (step {points[0][0]}) -> {points[-1][1]:.3f} (step {points[-1][0]})"
+        for key, points in found.items()
+    ]
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The largest memory that this process ever held, in GB (10^9): the device's, or on a CPU the process's own."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

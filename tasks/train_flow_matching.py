@@ -1,0 +1,20 @@
+"""Supervised flow matching: fine-tune a text-to-image model on images with prompts.
+
+    sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml trainer.seed=1
+"""
+
+from collections.abc import Callable
+
+from phalanx.cli import parse, run
+from phalanx.config.schema import FlowMatchingTaskConfig
+
+
+def build(cfg: FlowMatchingTaskConfig) -> Callable[[], None]:
+    from phalanx.flow_matching import FlowMatching, check
+
+    check(cfg)
+    return FlowMatching(cfg).run
+
+
+if __name__ == "__main__":
+    run(build, parse(FlowMatchingTaskConfig, __doc__ or ""))

@@ -1,0 +1,415 @@
+"""Timers, metrics.jsonl and the loggers, with real wandb (offline) and tensorboard files read back."""
+
+import json
+import logging
+import os
+import pty
+import re
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from phalanx.config.load import ConfigError
+from phalanx.config.schema import TrainerConfig
+from phalanx.images import CAPTION_LINES, TILE_MAX, TILE_MIN, ImageRecord, grid, save_images
+from phalanx.metrics import RunLogger, Timers, check_loggers, read_metrics
+
+SRC = Path(__file__).parents[2] / "src"
+
+
+def trainer(folder: Path, *loggers: str) -> TrainerConfig:
+    return TrainerConfig(output_dir=str(folder), logger=list(loggers), project_name="p", experiment_name="e")
+
+
+def start(folder: Path, *loggers: str, step: int = 0, wandb_id: str | None = None, enabled: bool = True) -> RunLogger:
+    return RunLogger(trainer(folder, *loggers), {"trainer": {"seed": 3}}, wandb_id, step, 4, enabled)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl as strict JSON, without the clock."""
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [{key: value for key, value in row.items() if key != "perf/elapsed_s"} for row in found]
+
+
+def records(count: int = 3, height: int = 6, width: int = 9) -> list[ImageRecord]:
+    rng = np.random.default_rng(0)
+    return [
+        ImageRecord(f'a sign that says "{i}"', i / 10, rng.integers(0, 256, (height, width, 3), dtype=np.uint8), i)
+        for i in range(count)
+    ]
+
+
+class TestTimers:
+    def test_phases_add_up_and_pop_starts_anew(self) -> None:
+        timers = Timers()
+        for _ in range(2):
+            with timers("rollout"):
+                time.sleep(0.02)
+        with timers("update"):
+            pass
+        timers.add("reward", 1.5)
+        seconds = timers.pop()
+        assert list(seconds) == ["time/rollout", "time/update", "time/reward"]
+        assert 0.04 <= seconds["time/rollout"] < 0.5
+        assert seconds["time/update"] < 0.02
+        assert seconds["time/reward"] == 1.5
+        assert timers.pop() == {}
+
+    def test_a_phase_that_raises_is_counted(self) -> None:
+        timers = Timers(sync=True)
+        with pytest.raises(KeyError), timers("rollout"):
+            time.sleep(0.01)
+            raise KeyError
+        assert timers.pop()["time/rollout"] >= 0.01
+
+
+class TestNames:
+    def test_known_names_pass(self) -> None:
+        check_loggers(["console", "wandb", "tensorboard"])
+        check_loggers([])
+
+    @pytest.mark.parametrize(
+        ("name", "hint"), [("wanbd", " (did you mean wandb?)"), ("mlflow", ""), ("Console", " (did you mean console?)")]
+    )
+    def test_an_unknown_name_is_refused(self, name: str, hint: str) -> None:
+        with pytest.raises(ValueError) as error:
+            check_loggers(["console", name])
+        assert str(error.value) == f"trainer.logger: {name!r} should be one of console, tensorboard, wandb{hint}"
+
+    def test_the_logger_refuses_it_too_on_every_rank(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError):
+            start(tmp_path, "mlflow", enabled=False)
+
+    def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "wandb", None)
+        with pytest.raises(ConfigError) as error:
+            check_loggers(["wandb"])
+        assert str(error.value) == "trainer.logger: 'wandb' needs a package that is not installed: pip install wandb"
+
+    def test_configurations_are_checked_without_torch(self) -> None:
+        code = "import sys, phalanx.metrics as m; m.check_loggers(['wandb', 'tensorboard'])\n"
+        code += "print(sorted({'torch', 'wandb', 'tensorboard', 'rich'} & set(sys.modules)))"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True
+        )
+        assert done.stdout == "[]\n", done.stderr
+
+
+class TestMetricsFile:
+    def test_rows_are_strict_json_and_step_comes_first(self, tmp_path: Path) -> None:
+        with start(tmp_path) as log:
+            log.log(0, {"val/ocr/reward/mean": 0.5})
+            log.log(1, {"reward/mean": float("nan"), "actor/lr": float("inf"), "n": 3, "x": np.float32(0.25)})
+            # Each row is on disk at once.
+            assert rows(tmp_path)[1] == {"step": 1, "reward/mean": None, "actor/lr": None, "n": 3, "x": 0.25}
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert lines[0].startswith('{"step": 0, "val/ocr/reward/mean": 0.5, "perf/elapsed_s": ')
+        assert len(lines) == 2
+
+    def test_a_resumed_run_drops_what_it_will_repeat(self, tmp_path: Path) -> None:
+        with start(tmp_path) as log:
+            for step in range(4):
+                log.log(step, {"x": step})
+        with start(tmp_path, step=2) as log:
+            assert [row["step"] for row in rows(tmp_path)] == [0, 1, 2]
+            log.log(3, {"x": 30})
+            log.log(4, {"x": 40})
+        assert [(row["step"], row["x"]) for row in rows(tmp_path)] == [(0, 0), (1, 1), (2, 2), (3, 30), (4, 40)]
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+    def test_a_new_run_drops_all(self, tmp_path: Path) -> None:
+        with start(tmp_path) as log:
+            log.log(0, {"x": 1})
+            log.log(7, {"x": 1})
+        with start(tmp_path) as log:
+            log.log(1, {"x": 2})
+        assert rows(tmp_path) == [{"step": 1, "x": 2}]
+
+    def test_a_half_written_last_line_is_mended(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "x": 1}\n{"step": 2, "x"')
+        with start(tmp_path, step=2) as log:
+            log.log(3, {"x": 3})
+        assert rows(tmp_path) == [{"step": 1, "x": 1}, {"step": 3, "x": 3}]
+        assert caplog.records == []
+
+    def test_another_broken_line_is_told(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text('{"step": 1}\n\nnonsense\n{"x": 1}\n{"step": 2}\n')
+        with caplog.at_level(logging.WARNING):
+            assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+        assert caplog.messages == [
+            f"{path}:{line}: not a JSON object with a step; the line is left out" for line in (3, 4)
+        ]
+
+    def test_steps_only_grow(self, tmp_path: Path) -> None:
+        with start(tmp_path) as log:
+            log.log(3, {"x": 1})
+        with start(tmp_path, step=3) as log, pytest.raises(AssertionError, match="row of step 3 after one of step 3"):
+            log.log(3, {"x": 1})
+
+    def test_the_clock_goes_on_after_a_resume(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 1, "perf/elapsed_s": 100.0}\n')
+        with start(tmp_path, step=1) as log:
+            log.log(2, {})
+        assert 100 <= read_metrics(tmp_path / "metrics.jsonl")[-1]["perf/elapsed_s"] < 101
+
+    def test_other_ranks_write_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        folder = tmp_path / "run"
+        with start(folder, "console", "tensorboard", "wandb", wandb_id="abc", enabled=False) as log:
+            log.log(1, {"reward/mean": 1})
+            log.log(1, {"reward/mean": 1})
+            log.images(1, "ocr", records())
+            assert log.wandb_id == "abc"
+        assert not folder.exists()
+        assert capsys.readouterr() == ("", "")
+
+
+class TestConsole:
+    def test_a_line_a_step_without_a_terminal(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with start(tmp_path, "console") as log:
+            log.log(0, {"val/ocr/reward/mean": 0.5, "time/validation": 1})
+            log.log(1, {"reward/mean": 0.25, "actor/grad_norm": 0.5, "other": 1.0, "perf/step_s": 12.5})
+            log.log(4, {"reward/mean": 0.75, "val/ocr/reward/mean": 0.9, "val/ocr/reward/std": 0.1})
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "step 0/4  validation  ocr/reward/mean 0.5000"
+        assert re.fullmatch(
+            r"step 1/4  reward/mean 0\.25  actor/grad_norm 0\.5  perf/step_s 12\.5  ETA 0:00:0\d", lines[1]
+        )
+        assert lines[2:] == [
+            "step 4/4  reward/mean 0.75  ETA 0:00:00",
+            "step 4/4  validation  ocr/reward/mean 0.9000  ocr/reward/std 0.1000",
+        ]
+
+    def test_the_eta_is_the_mean_step_times_those_left(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [0.0]
+        monkeypatch.setattr("phalanx.metrics.time", SimpleNamespace(monotonic=lambda: now[0]))
+        with RunLogger(trainer(tmp_path, "console"), {}, None, 10, 100, True) as log:
+            for step, now[0] in (11, 100.0), (12, 160.0):
+                log.log(step, {"reward/mean": 0.0})
+        lines = capsys.readouterr().out.splitlines()
+        # 100 s for the first step; 160 s for both, 80 s each.
+        assert lines == [
+            "step 11/100  reward/mean 0  ETA 2:28:20",
+            "step 12/100  reward/mean 0  ETA 1:57:20",
+        ]
+
+    def test_a_bar_on_a_terminal(self, tmp_path: Path) -> None:
+        code = (
+            "import sys; from phalanx.metrics import *\n"
+            "cfg = TrainerConfig(output_dir=sys.argv[1])\n"
+            "with RunLogger(cfg, {}, None, 0, 3, True) as log:\n"
+            "    log.log(0, {'val/ocr/reward/mean': 0.5})\n"
+            "    for k in 1, 2, 3: log.log(k, {'reward/mean': k / 4})\n"
+        )
+        master, slave = pty.openpty()
+        environment = {**os.environ, "PYTHONPATH": str(SRC), "TERM": "xterm", "COLUMNS": "100"}
+        with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=slave, env=environment) as process:
+            os.close(slave)
+            screen = b"".join(read_all(master))
+        os.close(master)
+        text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.decode())
+        assert process.returncode == 0
+        assert "step 0/3  validation  ocr/reward/mean 0.5000" in text
+        assert re.search(r"step 3/3 .*reward 0\.7500 .*ETA 0:00:00", text)
+        assert screen.endswith(b"\x1b[?25h")  # the cursor is shown again
+
+
+def read_all(descriptor: int) -> Iterator[bytes]:
+    """What a pseudo-terminal shows until its other side is closed."""
+    while select.select([descriptor], [], [], 30)[0]:
+        try:
+            data = os.read(descriptor, 4096)
+        except OSError:  # Linux: the other side is closed
+            return
+        if not data:
+            return
+        yield data
+
+
+class TestTensorBoard:
+    def test_scalars_images_and_resume(self, tmp_path: Path) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        with start(tmp_path, "tensorboard") as log:
+            log.log(0, {"val/ocr/reward/mean": 0.5})
+            log.images(0, "ocr", records())
+            for step in (1, 2, 3):
+                log.log(step, {"reward/mean": step / 8})
+        with start(tmp_path, "tensorboard", step=2) as log:
+            log.log(3, {"reward/mean": 0.75})
+            log.log(4, {"reward/mean": 1.0})
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
+            (1, 0.125),
+            (2, 0.25),
+            (3, 0.75),
+            (4, 1.0),
+        ]
+        assert [(e.step, e.value) for e in events.Scalars("val/ocr/reward/mean")] == [(0, 0.5)]
+        (image,) = events.Images("images/ocr")
+        with Image.open(tmp_path / "images/ocr/step_000000/grid.png") as picture:
+            assert (image.step, image.width, image.height) == (0, *picture.size)
+        assert b'"seed": 3' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+class TestWandb:
+    @pytest.fixture(autouse=True)
+    def offline(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        import wandb
+
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        monkeypatch.setenv("WANDB_SILENT", "true")
+        wandb.teardown()  # it reads the environment once a process
+        yield
+        wandb.teardown()
+
+    def test_an_offline_run_and_its_continuation(self, tmp_path: Path) -> None:
+        import wandb
+
+        with start(tmp_path, "wandb") as log:
+            name = log.wandb_id
+            log.log(1, {"reward/mean": 0.25, "x": float("nan")})
+            log.images(1, "ocr", records(2))
+        assert name
+        with start(tmp_path, "wandb", step=1, wandb_id=name) as log:
+            assert log.wandb_id == name
+            log.log(2, {"reward/mean": 0.5})
+        wandb.teardown()  # the end of an offline run is on disk when wandb's own process has ended
+        files = (tmp_path / "wandb").glob(f"offline-run-*-{name}*/run-{name}.wandb")
+        written = [record for file in files for record in wandb_records(file)]
+        assert {r.run.run_id for r in written if r.WhichOneof("record_type") == "run"} == {name}
+        assert {r.run.project for r in written if r.WhichOneof("record_type") == "run"} == {"p"}
+        history = [history_row(r) for r in written if r.WhichOneof("record_type") == "history"]
+        history.sort(key=lambda row: row["_step"])
+        assert [(h["_step"], h["reward/mean"]) for h in history] == [(1, 0.25), (2, 0.5)]
+        assert history[0]["images/ocr/captions"] == ['0.000: a sign that says "0"', '0.100: a sign that says "1"']
+
+    def test_no_account_is_told_in_a_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import wandb
+
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+        wandb.teardown()
+        folder = tmp_path / "run"
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text('{"step": 9}\n')
+        with pytest.raises(ConfigError) as error:
+            start(folder, "wandb")
+        message = str(error.value)
+        assert message.startswith("trainer.logger: wandb could not start: No API key configured.")
+        assert message.endswith("; run `wandb login`, set WANDB_MODE=offline, or leave wandb out")
+        assert "\n" not in message
+        assert rows(folder) == [{"step": 9}]  # a start that fails leaves the older run alone
+
+
+def wandb_records(path: Path) -> list[Any]:
+    """The records of a .wandb file: a header of 7 bytes, then LevelDB's log format in blocks of 32 KiB."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, position, found, part = path.read_bytes(), 7, [], b""
+    while position + 7 <= len(data):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, position)
+        part += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(part)
+            found.append(record)
+            part = b""
+    return found
+
+
+def history_row(record: Any) -> dict[str, Any]:
+    return {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+
+
+class TestImages:
+    def test_files_and_index(self, tmp_path: Path) -> None:
+        given = records()
+        given[1] = ImageRecord("日本語 <b>", float("nan"), given[1].image, 7)
+        with start(tmp_path) as log:
+            log.images(10, "ocr", reversed(given))
+        folder = tmp_path / "images/ocr/step_000010"
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "00000.png",
+            "00002.png",
+            "00007.png",
+            "grid.png",
+            "index.jsonl",
+        ]
+        index = [json.loads(line) for line in (folder / "index.jsonl").read_text(encoding="utf-8").splitlines()]
+        assert index == [
+            {"index": 0, "prompt": 'a sign that says "0"', "reward": 0.0, "file": "00000.png"},
+            {"index": 2, "prompt": 'a sign that says "2"', "reward": 0.2, "file": "00002.png"},
+            {"index": 7, "prompt": "日本語 <b>", "reward": None, "file": "00007.png"},
+        ]
+        with Image.open(folder / "00007.png") as image:
+            assert np.array_equal(np.asarray(image), given[1].image)
+
+    def test_a_later_start_replaces_the_folder(self, tmp_path: Path) -> None:
+        save_images(tmp_path, 1, "ocr", records(5))
+        folder = save_images(tmp_path, 1, "ocr", records(1))
+        assert sorted(p.name for p in folder.iterdir()) == ["00000.png", "grid.png", "index.jsonl"]
+        assert [p.name for p in folder.parent.iterdir()] == ["step_000001"]
+
+    def test_no_images(self, tmp_path: Path) -> None:
+        folder = save_images(tmp_path, 1, "ocr", [])
+        assert [p.name for p in folder.iterdir()] == ["index.jsonl"]
+
+    def test_tiny_images_are_enlarged_by_whole_pixels_with_captions_below(self) -> None:
+        (record,) = records(1, height=4, width=8)
+        picture = np.asarray(grid([record]))
+        factor = TILE_MIN // 8
+        enlarged = record.image.repeat(factor, 0).repeat(factor, 1)
+        assert np.array_equal(picture[8 : 8 + 4 * factor, 8 : 8 + TILE_MIN], enlarged)
+        below = picture[8 + 4 * factor :]
+        assert (below < 128).any()  # text
+        assert picture.shape[1] == TILE_MIN + 16
+
+    def test_large_images_shrink_and_four_make_a_square(self) -> None:
+        picture = grid(records(4, height=512, width=1024))
+        assert picture.width == 2 * TILE_MAX + 3 * 8
+        assert picture.height < 2 * (TILE_MAX // 2 + 17 * (CAPTION_LINES + 1)) + 5 * 8
+
+    def test_long_prompts_and_long_words_stay_in_their_tile(self) -> None:
+        image = np.full((160, 160, 3), 255, np.uint8)
+        for prompt in ("word " * 300, "w" * 3000):
+            picture = np.asarray(grid([ImageRecord(prompt, 1.0, image, 0)]))
+            assert picture.shape[0] <= 160 + 17 * (CAPTION_LINES + 1) + 24
+            assert (picture[:, -6:] == 255).all()  # nothing runs into the margin
+
+    @pytest.mark.parametrize("image", [np.zeros((3, 4, 4), np.uint8), np.zeros((4, 4, 3), np.float32)])
+    def test_another_layout_is_refused(self, tmp_path: Path, image: Any) -> None:
+        with pytest.raises(ValueError) as error:
+            save_images(tmp_path, 1, "ocr", [ImageRecord("a", 1.0, image, 2)])
+        assert str(error.value) == (
+            f"images: record 2 is {image.dtype} {list(image.shape)}; uint8 [H, W, 3] was expected"
+        )
+
+    @pytest.mark.parametrize("name", ["../x", "", ".."])
+    def test_a_set_cannot_leave_its_folder(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(ValueError) as error:
+            save_images(tmp_path, 1, name, records())
+        assert str(error.value) == f"images: {name!r} cannot name a validation set's folder; use a name without '/'"

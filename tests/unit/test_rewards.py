@@ -1,0 +1,459 @@
+"""Building rewards from the configuration, running them beside the rollout, and how their failures end the job."""
+
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+from phalanx.rewards import DeviceReward, RewardError, RewardSet
+from phalanx.types import JobError, Prompt
+
+BUILT_IN = "aesthetic, clip_score, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore"
+FORMS = "module:function or path/to/file.py:function"
+HERE = __name__
+
+Meta = list[dict[str, Any]]
+
+
+def brightness(images: Tensor, prompts: list[str], metadata: Meta, scale: float = 1.0) -> Tensor:
+    return images.mean((1, 2, 3)) * scale
+
+
+def listed(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+    return [len(p) + m["bonus"] for p, m in zip(prompts, metadata, strict=True)]
+
+
+def array(images: Tensor, prompts: list[str], metadata: Meta) -> "np.ndarray[Any, Any]":
+    return np.arange(len(images), dtype=np.float64)
+
+
+def nap(images: Tensor, prompts: list[str], metadata: Meta, seconds: float = 0.2) -> list[float]:
+    time.sleep(seconds)
+    return [0.0] * len(images)
+
+
+def sleeps_on_slow(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+    time.sleep(60 if "slow" in prompts else 0)
+    return [0.0] * len(images)
+
+
+def boom(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+    if "bad" in prompts:
+        raise KeyError("no\nsuch thing")
+    return [0.0] * len(images)
+
+
+def gives(images: Tensor, prompts: list[str], metadata: Meta, value: Any = None) -> Any:
+    return value
+
+
+BUFFER = np.zeros(1, dtype=np.float32)
+
+
+def reuses_its_buffer(images: Tensor, prompts: list[str], metadata: Meta) -> "np.ndarray[Any, Any]":
+    BUFFER[:] = len(prompts[0])
+    return BUFFER
+
+
+def two_arguments(images: Tensor, prompts: list[str]) -> list[float]:
+    return []
+
+
+NUMBER = 3
+
+
+class Stateful:
+    made = 0
+
+    def __init__(self, offset: float, sign: int = 1) -> None:
+        type(self).made += 1
+        if sign not in (1, -1):
+            raise ValueError(f"sign={sign} is neither 1\nnor -1")
+        self.offset = offset * sign
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+        return [self.offset] * len(images)
+
+
+class NoCall:
+    pass
+
+
+class OnDevice(DeviceReward):
+    """Notes the thread and the time of each call."""
+
+    def __init__(self, factor: float = 1.0, device: str = "?") -> None:
+        self.device, self.factor = device, factor
+        self.calls: list[tuple[str, float]] = []
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> Tensor:
+        self.calls.append((threading.current_thread().name, time.perf_counter()))
+        return images.requires_grad_().amax((1, 2, 3)) * self.factor
+
+
+def entry(name: str | None = None, path: str | None = None, weight: float = 1.0, **kwargs: Any) -> RewardFunctionConfig:
+    return RewardFunctionConfig(name=name, path=path, weight=weight, kwargs=kwargs)
+
+
+def rewards(*functions: RewardFunctionConfig, **settings: Any) -> RewardSet:
+    return RewardSet(RewardConfig(functions=list(functions), **settings), "cpu")
+
+
+def mine(name: str, weight: float = 1.0, term: str | None = None, **kwargs: Any) -> RewardFunctionConfig:
+    return entry(term, f"{HERE}:{name}", weight, **kwargs)
+
+
+def some(*texts: str, value: float = 0.5, **meta: Any) -> tuple[Tensor, list[Prompt]]:
+    """Images of one value, and their prompts."""
+    prompts = [Prompt(text, i, dict(meta)) for i, text in enumerate(texts)]
+    return torch.full((len(texts), 3, 8, 8), value), prompts
+
+
+# --- building
+
+
+def test_terms_their_names_and_weights(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def length(images, prompts, metadata):\n    return [len(p) for p in prompts]\n")
+    made = Stateful.made
+    reward = rewards(
+        mine("brightness", weight=2.0, scale=10.0),
+        mine("Stateful", weight=-1.0, term="shift", offset=0.25),
+        entry(path=f"{tmp_path}/own.py:length", weight=0.5),
+    )
+    assert reward.names == ["brightness", "shift", "length"]
+    reward.submit(*some("ab", "abcd", value=0.5))
+    reward.submit(*some("a", value=1.0))
+    terms = reward.collect()
+    assert {name: t.tolist() for name, t in terms.items()} == {
+        "brightness": [5.0, 5.0, 10.0],
+        "shift": [0.25, 0.25, 0.25],
+        "length": [2.0, 4.0, 1.0],
+    }
+    assert all(t.dtype == torch.float32 for t in terms.values())
+    assert reward.weighted(terms).tolist() == [10.75, 11.75, 20.25]
+    assert Stateful.made == made + 1  # once, not at each call
+
+
+def bad_configurations(tmp_path: Path) -> list[tuple[list[RewardFunctionConfig], str]]:
+    file = tmp_path / "own.py"
+    file.write_text("x = 1\ndef score(images, prompts, metadata, power=1):\n    return [0.0]\n")
+    here = f"{HERE}:"
+    return [
+        (
+            [],
+            "reward.functions is empty: nothing to optimise; give at least one entry, e.g. {name: ocr}; "
+            f"built in: {BUILT_IN}",
+        ),
+        (
+            [entry()],
+            f"reward.functions[0] has neither name nor path; give name (built in: {BUILT_IN}) or path ({FORMS})",
+        ),
+        (
+            [entry("orc")],
+            f"reward.functions[0].name='orc' is no built-in reward; did you mean ocr? built in: {BUILT_IN}; "
+            f"or give path: {FORMS}",
+        ),
+        (
+            [mine("brightness"), entry("_runner")],
+            f"reward.functions[1].name='_runner' is no built-in reward; built in: {BUILT_IN}; or give path: {FORMS}",
+        ),
+        ([entry(path=str(file))], f"reward.functions[0].path='{file}' names no function; right is {FORMS}"),
+        ([entry(path=f"{tmp_path}/no.py:f")], f"reward.functions[0].path: '{tmp_path}/no.py': no such file"),
+        (
+            [entry(path=f"{file}:scor")],
+            f"reward.functions[0].path='{file}:scor': {file} has no 'scor'; did you mean score?",
+        ),
+        (
+            [entry(path="no_such_module.sub:f")],
+            "reward.functions[0].path='no_such_module.sub:f': no module 'no_such_module' on the Python path; "
+            f"right is {FORMS}",
+        ),
+        ([mine("zzz")], f"reward.functions[0].path='{here}zzz': {HERE} has no 'zzz'"),
+        ([mine("NUMBER")], f"reward.functions[0].path='{here}NUMBER' is of type int; right is a function or a class"),
+        (
+            [mine("brightness", scal=2)],
+            "reward.functions[0].kwargs: brightness(images, prompts, metadata, **kwargs): got an unexpected keyword "
+            "argument 'scal'; its kwargs: scale",
+        ),
+        (
+            [mine("two_arguments")],
+            "reward.functions[0].kwargs: two_arguments(images, prompts, metadata, **kwargs): too many positional "
+            "arguments; its kwargs: none",
+        ),
+        (
+            [entry("ocr", detekt=False)],
+            "reward.functions[0].kwargs: ocr(**kwargs): got an unexpected keyword argument 'detekt'; "
+            "its kwargs: detect, contains, threads",
+        ),
+        (
+            [mine("Stateful")],
+            "reward.functions[0].kwargs: Stateful(**kwargs): missing a required argument: 'offset'; "
+            "its kwargs: offset, sign",
+        ),
+        (
+            [mine("Stateful", term="s", offset=1, sign=3)],
+            "reward.functions[0] (s): sign=3 is neither 1 nor -1",
+        ),
+        (
+            [mine("NoCall")],
+            "reward.functions[0]: NoCall is a class without __call__; right is __call__(images, prompts, metadata)",
+        ),
+        (
+            [mine("OnDevice", scale=1)],
+            "reward.functions[0].kwargs: OnDevice(**kwargs): got an unexpected keyword argument 'scale'; "
+            "its kwargs: factor",
+        ),
+        (
+            [entry("jpeg_compressibility"), mine("brightness"), entry("jpeg_compressibility", weight=2.0)],
+            "reward.functions[0] and reward.functions[2] are both named 'jpeg_compressibility'; give one of them another "
+            f"name and say with path which reward it is ({FORMS})",
+        ),
+        (
+            [mine("nap", term="mean")],
+            "reward.functions[0]: 'mean' is the name of another metric; give the term another name",
+        ),
+    ]
+
+
+def test_bad_configurations(tmp_path: Path) -> None:
+    for functions, message in bad_configurations(tmp_path):
+        with pytest.raises(ValueError) as error:
+            rewards(*functions)
+        assert str(error.value) == message
+
+
+def test_a_dependency_that_a_module_misses_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "needy_reward.py").write_text("import not_installed_anywhere\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
+        rewards(entry(path="needy_reward:f"))
+
+
+# --- running
+
+
+def test_all_kinds_of_numbers_in_the_order_of_submission() -> None:
+    reward = rewards(mine("listed"), mine("array"), mine("OnDevice", factor=2.0), num_workers=3)
+    for i in range(5):
+        reward.submit(*some("a" * i, "b", value=i / 8, bonus=10 * i))
+    terms = reward.collect()
+    assert terms["listed"].tolist() == [v for i in range(5) for v in (11 * i, 10 * i + 1)]
+    assert terms["array"].tolist() == [0, 1] * 5
+    assert terms["OnDevice"].tolist() == [i / 4 for i in range(5) for _ in range(2)]
+    assert not terms["OnDevice"].requires_grad
+    assert {name: t.tolist() for name, t in reward.collect().items()} == {"listed": [], "array": [], "OnDevice": []}
+
+
+def test_scores_are_kept_though_the_reward_reuses_its_buffer() -> None:
+    reward = rewards(mine("reuses_its_buffer"))
+    for text in ("a", "bb", "ccc"):
+        reward.submit(*some(text))
+    assert reward.collect()["reuses_its_buffer"].tolist() == [1, 2, 3]
+
+
+def test_cpu_rewards_overlap_with_sampling() -> None:
+    """The same work, with and without: only the last micro-batch is waited for."""
+
+    def sample(reward: RewardSet) -> float:
+        """Four micro-batches, each sampled (here: waited for) in 0.15 s; the end of the sampling."""
+        for _ in range(4):
+            time.sleep(0.15)
+            reward.submit(*some("a", "b"))
+        return time.perf_counter()
+
+    overlapped = rewards(mine("nap", seconds=0.1))
+    sampled = sample(overlapped)
+    overlapped.collect()
+    assert len(overlapped.spans) == 4 and overlapped.busy_s >= 0.4
+    assert sum(end < sampled for _, end in overlapped.spans) >= 2  # three on a quiet machine
+    assert overlapped.waited_s < 0.3
+
+    after = rewards(mine("nap", seconds=0.1), overlap=False)
+    sampled = sample(after)
+    after.collect()
+    assert all(start > sampled for start, _ in after.spans)
+    assert after.waited_s >= 0.4
+
+
+def test_workers_run_side_by_side() -> None:
+    reward = rewards(mine("nap", seconds=0.3), num_workers=4)
+    for _ in range(4):
+        reward.submit(*some("a"))
+    reward.collect()
+    latest_start, earliest_end = max(s for s, _ in reward.spans), min(e for _, e in reward.spans)
+    assert latest_start < earliest_end
+
+
+def test_device_rewards_run_after_the_rollout_one_at_a_time() -> None:
+    reward = rewards(mine("OnDevice", term="a"), mine("OnDevice", term="b"), num_workers=4)
+    instances = [term.function for term in reward.terms]
+    assert all(isinstance(r, OnDevice) and r.device == "cpu" for r in instances)
+    for _ in range(3):
+        reward.submit(*some("x"))
+    time.sleep(0.05)
+    assert [r.calls for r in instances] == [[], []]
+    sampled = time.perf_counter()
+    reward.collect()
+    assert {name for r in instances for name, _ in r.calls} == {"reward-device-0"}
+    assert all(at > sampled for r in instances for _, at in r.calls)
+
+
+def test_configured_device_can_be_overridden() -> None:
+    (term,) = rewards(mine("OnDevice", device="meta")).terms
+    assert term.function.device == "meta"
+
+
+# --- failures
+
+
+def test_a_reward_that_raises_is_named_with_its_prompts() -> None:
+    reward = rewards(mine("brightness"), mine("boom", term="fragile"))
+    reward.submit(*some("fine"))
+    with pytest.raises(RewardError) as error:
+        reward.submit(*some("x " * 100, "bad", "bad", "other"))
+        reward.collect()
+    shown = ("x " * 100)[:120] + "…"
+    assert (
+        str(error.value) == f"reward 'fragile' raised KeyError: 'no\\nsuch thing' on the prompts \"{shown}\" (+2 more)"
+    )
+    assert isinstance(error.value, JobError)
+    assert isinstance(error.value.__cause__, KeyError) and error.value.__cause__.__traceback__ is not None
+
+
+def test_a_failure_is_seen_at_the_next_micro_batch_and_not_only_at_the_end() -> None:
+    reward = rewards(mine("boom"))
+    with pytest.raises(RewardError, match=r"^reward 'boom' raised KeyError: .* on the prompt \"bad\"$"):
+        reward.submit(*some("bad"))
+        time.sleep(0.2)
+        reward.submit(*some("fine"))
+
+
+def test_a_later_failure_does_not_wait_for_an_earlier_slow_call() -> None:
+    reward = rewards(mine("nap", seconds=5.0), mine("boom"), num_workers=2)
+    begin = time.perf_counter()
+    with pytest.raises(RewardError, match=r"^reward 'boom' raised"):
+        reward.submit(*some("bad"))
+        reward.collect()
+    assert time.perf_counter() - begin < 2
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (
+            None,
+            'returned no numbers but a NoneType on the prompts "a" (+1 more); right is 3 numbers: a list, an array or a tensor',
+        ),
+        (
+            ([0.0, 0.0, 0.0], {}),
+            'returned no numbers but a tuple on the prompts "a" (+1 more); right is 3 numbers: a list, an array or a tensor',
+        ),
+        (
+            [1.0, 2.0],
+            'returned 2 scores for 3 images on the prompts "a" (+1 more); right is 3 numbers: a list, an array or a tensor',
+        ),
+        (
+            [[1.0], [2.0], [3.0]],
+            'returned scores of shape [3, 1] for 3 images on the prompts "a" (+1 more); '
+            "right is 3 numbers: a list, an array or a tensor",
+        ),
+        (
+            0.5,
+            'returned scores of shape [] for 3 images on the prompts "a" (+1 more); '
+            "right is 3 numbers: a list, an array or a tensor",
+        ),
+        ([0.0, float("nan"), 1.0], 'returned nan for 1 of 3 images on the prompt "b"; right are finite numbers'),
+        (
+            [float("-inf"), 0.0, float("nan")],
+            'returned -inf for 2 of 3 images on the prompt "a"; right are finite numbers',
+        ),
+    ],
+)
+def test_what_a_reward_must_not_return(value: Any, message: str) -> None:
+    reward = rewards(mine("gives", value=value))
+    with pytest.raises(RewardError) as error:
+        reward.submit(*some("a", "b", "a"))
+        reward.collect()
+    assert str(error.value) == f"reward 'gives' {message}"
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_reward_that_hangs_ends_the_collection(overlap: bool) -> None:
+    reward = rewards(mine("sleeps_on_slow"), overlap=overlap, timeout_s=0.3)
+    begin = time.perf_counter()
+    for text in ("a", "b", "slow", "c"):
+        reward.submit(*some(text))
+    with pytest.raises(RewardError) as error:
+        reward.collect()
+    assert str(error.value) == (
+        "reward 'sleeps_on_slow' ran longer than reward.timeout_s=0.3 seconds on the prompt \"slow\""
+    )
+    assert time.perf_counter() - begin < 2
+
+
+def test_the_time_limit_holds_for_a_call_and_not_for_the_queue() -> None:
+    reward = rewards(mine("nap", seconds=0.2), timeout_s=0.5)
+    for _ in range(5):
+        reward.submit(*some("a"))
+    assert len(reward.collect()["nap"]) == 5  # a second in all
+
+
+def test_the_process_exits_although_a_reward_hangs(tmp_path: Path) -> None:
+    (tmp_path / "hang.py").write_text(
+        "import time\ndef forever(images, prompts, metadata):\n    time.sleep(600)\n    return [0.0]\n"
+    )
+    code = f"""
+        import torch
+        from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+        from phalanx.rewards import RewardSet
+        from phalanx.types import Prompt
+
+        functions = [RewardFunctionConfig(path="{tmp_path}/hang.py:forever")]
+        reward = RewardSet(RewardConfig(functions=functions, timeout_s=0.2), "cpu")
+        reward.submit(torch.zeros(1, 3, 8, 8), [Prompt("stuck", 0, {{}})])
+        reward.collect()
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.strip().splitlines()[-1] == (
+        "phalanx.rewards._base.RewardError: reward 'forever' ran longer than reward.timeout_s=0.2 seconds "
+        'on the prompt "stuck"'
+    )
+
+
+# --- the rewards without a model
+
+
+def test_jpeg_rewards_are_the_file_size_in_kilobytes() -> None:
+    from io import BytesIO
+
+    from PIL import Image
+
+    noise = torch.rand(3, 3, 40, 24, generator=torch.Generator().manual_seed(0))
+    images = torch.stack([noise[0], noise[1], torch.full((3, 40, 24), 0.5)])
+    expected = []
+    for image in images:
+        buffer = BytesIO()
+        pixels = np.rint(image.permute(1, 2, 0).numpy() * 255).astype(np.uint8)
+        Image.fromarray(pixels, "RGB").save(buffer, "JPEG", quality=95)
+        expected.append(len(buffer.getvalue()) / 1000)
+    reward = rewards(entry("jpeg_compressibility", weight=0.5), entry("jpeg_incompressibility"))
+    reward.submit(images, some("a", "b", "c")[1])
+    terms = reward.collect()
+    torch.testing.assert_close(terms["jpeg_incompressibility"], torch.tensor(expected))
+    torch.testing.assert_close(terms["jpeg_compressibility"], -torch.tensor(expected))
+    assert expected[2] < min(expected[:2]) / 2  # a plain picture is the smaller file
+    coarse = rewards(entry("jpeg_incompressibility", quality=10))
+    coarse.submit(images, some("a", "b", "c")[1])
+    assert (coarse.collect()["jpeg_incompressibility"][:2] < torch.tensor(expected)[:2] / 2).all()

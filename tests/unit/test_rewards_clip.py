@@ -1,0 +1,257 @@
+"""The rewards with a CLIP, at tiny size with random weights, against transformers' own processor and forward pass."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+from phalanx.rewards import DeviceReward, RewardSet
+from phalanx.types import Prompt
+from tests.tiny import clip_tokenizer
+
+EDGE = 28  # pixels of the tiny CLIP
+DIM = 24
+PROMPTS = ["a red cat", "two dogs, one of them asleep", "a red cat"]
+PREDICTOR_WIDTHS = {"0": 1024, "2": 128, "4": 64, "6": 16, "7": 1}
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny CLIPModel with its processor; read only."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
+
+    folder = tmp_path_factory.mktemp("clip")
+    tokenizer = clip_tokenizer()
+    tower: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    ids = {
+        name: tokenizer.convert_tokens_to_ids(getattr(tokenizer, name[:-3]))
+        for name in ("bos_token_id", "eos_token_id")
+    }
+    config = CLIPConfig(
+        text_config={**tower, **ids, "vocab_size": len(tokenizer), "max_position_embeddings": 16},
+        vision_config={**tower, "image_size": EDGE, "patch_size": 7},
+        projection_dim=DIM,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = CLIPModel(config)
+        for parameter in model.parameters():  # large enough for scores that differ clearly
+            torch.nn.init.normal_(parameter, std=0.2)
+        torch.nn.init.constant_(model.logit_scale, 3.0)
+    model.save_pretrained(folder)
+    images = CLIPImageProcessor(size={"shortest_edge": EDGE}, crop_size={"height": EDGE, "width": EDGE})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def predictor_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An aesthetic predictor for features of DIM, with the keys of the published one."""
+    path = tmp_path_factory.mktemp("predictor") / "sac.safetensors"
+    save_file(predictor_state(DIM), path)
+    return path
+
+
+def predictor_state(features: int) -> dict[str, Tensor]:
+    generator, state, width = torch.Generator().manual_seed(1), {}, features
+    for key, out in PREDICTOR_WIDTHS.items():
+        state[f"layers.{key}.weight"] = torch.randn(out, width, generator=generator) / width**0.5
+        state[f"layers.{key}.bias"] = torch.randn(out, generator=generator)
+        width = out
+    return state
+
+
+def random_images(height: int, width: int, count: int = 3) -> Tensor:
+    """Smooth pictures with an edge, [count, 3, height, width] in 0..1."""
+    coarse = torch.rand(count, 3, 5, 5, generator=torch.Generator().manual_seed(height * 1000 + width))
+    images = torch.nn.functional.interpolate(coarse, size=(height, width), mode="bicubic").clamp(0, 1)
+    images[:, :, : height // 3] = 1 - images[:, :, : height // 3]
+    return images
+
+
+def pil(images: Tensor) -> list[Image.Image]:
+    pixels = np.rint(images.permute(0, 2, 3, 1).numpy() * 255).astype(np.uint8)
+    return [Image.fromarray(p) for p in pixels]
+
+
+def reference(folder: Path, images: Tensor, prompts: list[str]) -> Any:
+    """transformers' CLIPModel on what its own CLIPProcessor makes of PIL images, all pairs at once."""
+    from transformers import CLIPModel, CLIPProcessor
+
+    inputs = CLIPProcessor.from_pretrained(folder)(
+        text=prompts, images=pil(images), padding=True, truncation=True, max_length=16, return_tensors="pt"
+    )
+    with torch.no_grad():
+        return CLIPModel.from_pretrained(folder).eval()(**inputs)
+
+
+def score(name: str, images: Tensor, prompts: list[str], **kwargs: Any) -> Tensor:
+    functions = [RewardFunctionConfig(name=name, kwargs={k: str(v) for k, v in kwargs.items()})]
+    reward = RewardSet(RewardConfig(functions=functions), "cpu")
+    assert isinstance(reward.terms[0].function, DeviceReward) and reward.terms[0].on_device
+    reward.submit(images, [Prompt(text, i, {}) for i, text in enumerate(prompts)])
+    return reward.collect()[name]
+
+
+@pytest.mark.parametrize("size", [(EDGE, EDGE), (64, 64), (40, 90), (101, 37), (15, 20)])
+def test_pixels_are_those_of_the_image_processor(clip_folder: Path, size: tuple[int, int]) -> None:
+    from transformers import AutoImageProcessor
+
+    from phalanx.rewards._clip import pixels_of
+
+    images = random_images(*size)
+    processor = AutoImageProcessor.from_pretrained(clip_folder)
+    expected = processor(images=pil(images), return_tensors="pt").pixel_values
+    pixels = pixels_of(processor.to_dict(), torch.device("cpu"))(images)
+    assert pixels.shape == (3, 3, EDGE, EDGE)
+    levels = (pixels - expected).abs() * torch.tensor(processor.image_std).view(3, 1, 1) * 255
+    assert levels.max() < (0.01 if size == (EDGE, EDGE) else 2.01), levels.max()
+    assert levels.mean() < 0.25
+
+
+def test_clip_score_is_the_cosine(clip_folder: Path) -> None:
+    images = random_images(EDGE, EDGE)
+    found = score("clip_score", images, PROMPTS, model=clip_folder)
+    out = reference(clip_folder, images, PROMPTS)
+    expected = torch.cosine_similarity(out.image_embeds, out.text_embeds)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert found.std() > 0.01  # the test could tell images and prompts apart
+    swapped = score("clip_score", images, PROMPTS[1:] + PROMPTS[:1], model=clip_folder)
+    assert (swapped - found).abs().max() > 0.01
+
+
+def test_clip_score_of_larger_images_and_long_prompts(clip_folder: Path) -> None:
+    images, prompts = random_images(80, 60), ["x" * 40, "a cat " * 20, "b"]
+    out = reference(clip_folder, images, prompts)
+    expected = torch.cosine_similarity(out.image_embeds, out.text_embeds)
+    torch.testing.assert_close(score("clip_score", images, prompts, model=clip_folder), expected, atol=2e-2, rtol=0)
+
+
+def test_pickscore_is_the_logit_over_26(clip_folder: Path) -> None:
+    images = random_images(EDGE, EDGE)
+    found = score("pickscore", images, PROMPTS, model=clip_folder, processor=clip_folder)
+    expected = reference(clip_folder, images, PROMPTS).logits_per_image.diagonal() / 26
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_aesthetic_is_the_mlp_on_the_unit_image_vector(
+    clip_folder: Path, predictor_file: Path, as_folder: bool
+) -> None:
+    images = random_images(EDGE, EDGE)
+    predictor = predictor_file.parent if as_folder else predictor_file
+    found = score("aesthetic", images, PROMPTS, predictor=predictor, clip_model=clip_folder)
+    features = reference(clip_folder, images, PROMPTS).image_embeds.double()
+    state = predictor_state(DIM)
+    for key in PREDICTOR_WIDTHS:
+        features = features @ state[f"layers.{key}.weight"].double().T + state[f"layers.{key}.bias"].double()
+    torch.testing.assert_close(found.double(), features[:, 0], atol=1e-4, rtol=0)
+    assert found.std() > 1e-3
+
+
+# --- mistakes
+
+
+def error_of(name: str, **kwargs: Any) -> str:
+    functions = [RewardFunctionConfig(name=name, kwargs={k: str(v) for k, v in kwargs.items()})]
+    with pytest.raises(ValueError) as error:
+        RewardSet(RewardConfig(functions=functions), "cpu")
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_missing_models(tmp_path: Path, clip_folder: Path) -> None:
+    assert error_of("clip_score", model=tmp_path / "no") == (
+        f"reward.functions[0] (clip_score): model='{tmp_path}/no' is no folder; give a folder with a CLIP model, or a hub id"
+    )
+    assert error_of("pickscore", model=clip_folder, processor="./no") == (
+        "reward.functions[0] (pickscore): processor='./no' is no folder; give a folder with a CLIP model, or a hub id"
+    )
+    assert error_of("pickscore") == (  # the tests are offline
+        "reward.functions[0] (pickscore): model='yuvalkirstain/PickScore_v1' does not load as CLIPModel: We couldn't "
+        "connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files."
+    )
+    (tmp_path / "bare").mkdir()
+    message = error_of("clip_score", model=tmp_path / "bare")
+    assert message.startswith(f"reward.functions[0] (clip_score): model='{tmp_path}/bare' does not load as CLIPModel: ")
+
+
+def test_weights_without_a_tokenizer(tmp_path: Path, clip_folder: Path) -> None:
+    """transformers would go on with an empty vocabulary."""
+    for name in ("config.json", "model.safetensors", "processor_config.json"):
+        (tmp_path / name).write_bytes((clip_folder / name).read_bytes())
+    assert error_of("clip_score", model=tmp_path) == (
+        f"reward.functions[0] (clip_score): model='{tmp_path}' has a tokenizer of 2 tokens, and the model knows 514; "
+        "give the processor that belongs to the model"
+    )
+
+
+def test_weights_of_another_model(tmp_path: Path, clip_folder: Path) -> None:
+    """transformers would fill the missing weights with random numbers."""
+    (tmp_path / "config.json").write_bytes((clip_folder / "config.json").read_bytes())
+    save_file({"logit_scale": torch.tensor(1.0)}, tmp_path / "model.safetensors", {"format": "pt"})
+    message = error_of("clip_score", model=tmp_path)
+    assert message == (
+        f"reward.functions[0] (clip_score): model='{tmp_path}' is no CLIP model: "
+        "it has no text_model.embeddings.position_embedding.weight"
+    )
+
+
+def test_bad_predictors(tmp_path: Path, clip_folder: Path) -> None:
+    keys = ", ".join(f"layers.{k}.weight and .bias" for k in PREDICTOR_WIDTHS)
+    head = "reward.functions[0] (aesthetic): "
+
+    def message(predictor: Path) -> str:
+        return error_of("aesthetic", predictor=predictor, clip_model=clip_folder)
+
+    assert error_of("aesthetic") == (
+        "reward.functions[0].kwargs: aesthetic(**kwargs): missing a required argument: 'predictor'; "
+        "its kwargs: predictor, clip_model"
+    )
+    none, pth = tmp_path / "none.safetensors", tmp_path / "sac+logos.pth"
+    assert message(none) == (f"{head}predictor='{none}' does not exist; right is a .safetensors file or its folder")
+    assert message(pth) == (
+        f"{head}predictor='{pth}' is a pickle, which can run code; convert it once: python -c \"import torch, "
+        f"safetensors.torch as s; s.save_file(torch.load('{pth}', weights_only=True), '{tmp_path}/sac+logos.safetensors')\""
+    )
+    assert message(tmp_path) == f"{head}predictor='{tmp_path}' is a folder with 0 .safetensors files; right is one"
+
+    other, wide, noise, short = (tmp_path / f"{n}.safetensors" for n in ("other", "wide", "noise", "short"))
+    save_file({"head.weight": torch.zeros(1, 1)}, other)
+    assert message(other) == f"{head}predictor='{other}' has no matrix layers.0.weight; right are {keys}"
+    save_file(predictor_state(768), wide)
+    assert message(wide) == (
+        f"{head}predictor='{wide}' takes 768 features, and clip_model='{clip_folder}' gives {DIM}; right is the CLIP "
+        "that it was trained on, openai/clip-vit-large-patch14"
+    )
+    noise.write_bytes(b"\xff" * 100)
+    assert message(noise).startswith(f"{head}predictor='{noise}' is no safetensors file: ")
+    save_file({k: v for k, v in predictor_state(DIM).items() if not k.startswith("layers.7")}, short)
+    text = message(short)
+    assert text.startswith(f"{head}predictor='{short}' has other layers (") and text.endswith(f"); right are {keys}")
+
+
+def test_the_conversion_that_the_message_gives_works(tmp_path: Path, clip_folder: Path) -> None:
+    import shlex
+    import subprocess
+    import sys
+
+    torch.save(predictor_state(DIM), tmp_path / "sac.pth")
+    command = error_of("aesthetic", predictor=tmp_path / "sac.pth", clip_model=clip_folder).split("convert it once: ")[
+        1
+    ]
+    subprocess.run([sys.executable, *shlex.split(command)[1:]], check=True, timeout=120)
+    assert score(
+        "aesthetic", random_images(EDGE, EDGE), PROMPTS, predictor=tmp_path / "sac.safetensors", clip_model=clip_folder
+    ).shape == (3,)
