@@ -263,9 +263,13 @@ def _curves(run: Run) -> str:
         line_chart("Validation reward", validation, "On held-out prompts.", marks=True),
         line_chart("Reward terms", of(*terms), "Before weighting and summing."),
         line_chart(
-            "Share of prompts whose images all score the same", of("reward/zero_std_ratio"), "They teach nothing."
+            "Share of prompts whose images all score the same",
+            of("reward/zero_std_ratio"),
+            "Such prompts give no gradient.",
         ),
-        line_chart("Importance ratio", of("actor/ratio_mean", band="actor/ratio_std"), "The band is one deviation."),
+        line_chart(
+            "Importance ratio", of("actor/ratio_mean", band="actor/ratio_std"), "The band is one standard deviation."
+        ),
         line_chart("Clipped fraction", of("actor/clipfrac", "actor/clipfrac_higher", "actor/clipfrac_lower")),
         line_chart("Gradient norm", of("actor/grad_norm"), "Before clipping."),
         line_chart("KL to the policy that sampled", of("actor/approx_kl")),

@@ -22,6 +22,7 @@ from phalanx.optim import Ema, Optimizer
 from phalanx.report import write_report
 from phalanx.rewards import RewardError, RewardSet
 from phalanx.rollout.policy import PolicyRollout
+from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class Run:
         self.timers = Timers()
         self.val_sets = validation_sets(cfg.data.val_files)
         self.rewards = RewardSet(cfg.reward, str(self.world.device)) if cfg.reward.functions else None
+        self._failure: RewardError | None = None
         self.policy = build_policy(
             cfg.model, cfg.parallel, cfg.data, self.world, seed=cfg.trainer.seed, detach_uncond=detach_uncond
         )
@@ -85,18 +87,27 @@ class Run:
 
     # -- scoring and validation -----------------------------------------------------------------------------------
 
+    def submit(self, images: Tensor, prompts: list[Prompt]) -> None:
+        """Hand a micro-batch to the rewards. A failure that shows already is kept for `score`, where all ranks meet."""
+        assert self.rewards is not None
+        if self._failure is None:
+            try:
+                self.rewards.submit(images, prompts)
+            except RewardError as error:
+                self._failure = error
+
     def score(self) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's rewards [B] and their terms; a reward that fails on any rank ends the job on all."""
         assert self.rewards is not None
         terms: dict[str, Tensor] = {}
-        failure: RewardError | None = None
-        try:
-            terms = self.rewards.collect()
-        except RewardError as error:
-            failure = error
-        message = first_error(str(failure) if failure is not None else None)
+        if self._failure is None:
+            try:
+                terms = self.rewards.collect()
+            except RewardError as error:
+                self._failure = error
+        message = first_error(str(self._failure) if self._failure is not None else None)
         if message is not None:
-            raise RewardError(message) from failure
+            raise RewardError(message) from self._failure
         self.timers.add("reward_busy", self.rewards.busy_s)
         return self.rewards.weighted(terms), terms
 
@@ -110,7 +121,7 @@ class Run:
                 result = validate(
                     self.policy,
                     self.rollout,
-                    self.rewards.submit,
+                    self.submit,
                     self.score,
                     name,
                     prompts,
@@ -129,15 +140,16 @@ class Run:
             self.logger.log(0, self.validate(0) | self.timers.pop())
 
     def end_step(self, step: int, row: dict[str, float]) -> None:
-        """After training step number `step` (from 1): save, validate and log, each where it is due."""
+        """After training step number `step` (from 1): validate, log and save, each where it is due."""
         t, last = self.base_cfg.trainer, step == self.total_steps
         self.progress.step = step
+        if t.test_freq > 0 and (last or step % t.test_freq == 0):
+            row |= self.validate(step)
+        # before the checkpoint: a run that is killed after it must find this row
+        self.logger.log(step, row | self.timers.pop())
         if t.save_freq > 0 and (last or step % t.save_freq == 0):
             with self.timers("checkpoint"):
                 self.checkpointer.save(self.state(), replace(self.progress))
-        if t.test_freq > 0 and (last or step % t.test_freq == 0):
-            row |= self.validate(step)
-        self.logger.log(step, row | self.timers.pop())
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -65,14 +65,13 @@ class Trainer(Run):
     def fit(self) -> None:
         """Train to the last step."""
         seed = self.cfg.trainer.seed
-        assert self.rewards is not None
         with self.logger:
             self.validate_first()
             for step in range(self.progress.step, self.total_steps):
                 start = time.perf_counter()
                 with self.timers("rollout"), self.rollout.awake():
                     samples = self.rollout.sample(
-                        self.prompts.batch(step), seed=seed, step=step, each=self.rewards.submit
+                        self.prompts.batch(step), seed=seed, step=step, each=self.submit
                     )
                 with self.timers("reward"):  # what is left of it: the rest was scored while sampling went on
                     local_reward, local_terms = self.score()

@@ -17,7 +17,8 @@ ROOT = Path(__file__).parents[2]
 # phalanx gets its place here.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
-    frozenset({"trainer", "flow_matching", "cli"}),
+    frozenset({"trainer", "flow_matching", "digits", "vae", "cli"}),
+    frozenset({"run", "image_data"}),
     frozenset({"report"}),
     frozenset(
         {"algorithms", "models", "rollout", "rewards", "data", "optim", "checkpoint", "metrics", "evaluate", "batches"}
@@ -31,9 +32,9 @@ LAYERS: tuple[frozenset[str], ...] = (
 
 # Heavy libraries, and the only modules (or packages) that import them.
 OWNERS: dict[str, tuple[str, ...]] = {
-    "datasets": ("data",),
-    "diffusers": ("models",),
-    "matplotlib": ("data",),
+    "datasets": ("data", "image_data", "digits"),
+    "diffusers": ("models", "vae", "digits"),
+    "matplotlib": ("digits",),
     "onnxruntime": ("rewards.ocr",),
     "peft": ("models",),
     "pyarrow": ("data",),
@@ -41,7 +42,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "rapidocr": ("rewards.ocr",),
     "tensorboard": ("metrics",),
     "torch.utils.tensorboard": ("metrics",),
-    "transformers": ("models", "rewards._clip"),
+    "transformers": ("models", "digits", "rewards._clip"),
     "vllm": ("rollout", "rewards.vlm"),
     "wandb": ("metrics",),
 }

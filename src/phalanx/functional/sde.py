@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
-SDE_TYPES = ("sde", "cps", "dance_sde")
+from phalanx.config.schema import SDE_TYPES
 
 
 class SdeStep(NamedTuple):

@@ -1,17 +1,61 @@
-"""SD3's joint attention through diffusers' dispatch, so that `model.attn_backend` is obeyed there too.
-
-diffusers' own processor for this family calls torch's scaled_dot_product_attention and ignores the backend.
-"""
+"""`model.attn_backend`: diffusers' attention dispatch, tried before it is used, and made to hold for SD3 too."""
 
 from typing import Any
 
 import torch
-from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.attention_dispatch import AttentionBackendName, dispatch_attention_fn
 from torch import Tensor
+
+from phalanx.models.family import FlowModel
+
+
+def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
+    """Let the transformer compute attention by `backend`, on `device`.
+
+    Raises ValueError where diffusers does not know it, or where it cannot do what training asks of it: a backward pass,
+    and a mask if the family has one. Several backends find that out no sooner than in their kernel.
+    """
+    known = sorted(b.value for b in AttentionBackendName)
+    if backend not in known:
+        raise ValueError(f"model.attn_backend: {backend!r} is unknown to diffusers; known: {', '.join(known)}")
+    try:
+        model.transformer.set_attention_backend(backend)
+        _try(model, backend, device, masked=False)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"model.attn_backend: {backend!r} cannot be used here: {_line(error)}") from None
+    if not model.masks_text:
+        return
+    try:
+        _try(model, backend, device, masked=True)
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(
+            f"model.attn_backend: {backend!r} takes no mask, which this model needs for prompts of different lengths: "
+            f"{_line(error)}"
+        ) from None
+
+
+def _try(model: FlowModel, backend: str, device: torch.device, *, masked: bool) -> None:
+    """A tiny attention, forward and backward, with the model's heads."""
+    c, length = model.transformer.config, 8
+    shape = (1, length, c.num_attention_heads, c.attention_head_dim)
+    q, k, v = (torch.ones(shape, device=device, dtype=model.dtype, requires_grad=True) for _ in range(3))
+    mask = torch.arange(length, device=device).view(1, 1, 1, -1) < length - 1 if masked else None
+    out = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=AttentionBackendName(backend))
+    if not out.requires_grad:
+        raise ValueError("it has no backward pass")
+    out.sum().backward()
+
+
+def _line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 class DispatchedJointAttention:
-    """The computation of diffusers' JointAttnProcessor2_0 with the attention itself dispatched."""
+    """SD3's joint attention, dispatched.
+
+    diffusers' own processor for this family, JointAttnProcessor2_0, computes the same by torch's
+    scaled_dot_product_attention and ignores the backend.
+    """
 
     # diffusers' set_attention_backend writes these on processors
     _attention_backend: Any = None

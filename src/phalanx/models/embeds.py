@@ -14,7 +14,7 @@ MEMORY_LIMIT = 4 << 30  # bytes of embeddings that stay in memory
 
 
 class EmbedsCache:
-    """`encode(texts)` is called once for prompts that are not yet known; `identity` names the model and its settings."""
+    """`encode(texts)` is called once for prompts not yet known; `identity` names the model and its settings."""
 
     def __init__(self, encode: Callable[[list[str]], list[Embeds]], identity: str, folder: str | None) -> None:
         self._encode, self._identity = encode, identity
@@ -24,14 +24,20 @@ class EmbedsCache:
 
     def __call__(self, texts: list[str]) -> list[Embeds]:
         """Embeddings of each text, on the CPU."""
-        found = {text: self._look_up(text) for text in dict.fromkeys(texts)}
-        missing = [text for text, embeds in found.items() if embeds is None]
+        found: dict[str, Embeds] = {}
+        missing = []
+        for text in dict.fromkeys(texts):
+            embeds = self._look_up(text)
+            if embeds is None:
+                missing.append(text)
+            else:
+                found[text] = embeds
         if missing:
             for text, embeds in zip(missing, self._encode(missing), strict=True):
                 found[text] = embeds
                 self._remember(text, embeds)
                 self._write(text, embeds)
-        return [embeds for text in texts if (embeds := found[text]) is not None]
+        return [found[text] for text in texts]
 
     def _look_up(self, text: str) -> Embeds | None:
         if text in self._memory:

@@ -20,7 +20,7 @@ class FlowModel:
     guidance_key: ClassVar[str]
     lora_targets: ClassVar[list[str]]
     default_negative: ClassVar[str]
-    obeys_attn_backend: ClassVar[bool] = True
+    masks_text: ClassVar[bool] = False  # whether attention takes a mask where prompts differ in length
 
     pipeline: Any
     transformer: Any
@@ -75,9 +75,7 @@ class FlowModel:
     def flops(self, height: int, width: int, text_length: int) -> int:
         """Floating-point operations of one forward pass of one sample."""
         kind, config = type(self.transformer), self.transformer.config
-        return forward_flops(
-            lambda: kind.from_config(config), lambda: self.forward_inputs(height, width, text_length)
-        )
+        return forward_flops(lambda: kind.from_config(config), lambda: self.forward_inputs(height, width, text_length))
 
     def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
         """Arguments of the transformer's forward pass for one sample, of the right shapes, to count its arithmetic."""

@@ -12,6 +12,7 @@ from phalanx.config.schema import DataConfig, ModelConfig, ParallelConfig
 from phalanx.distributed.fsdp import Sharded, local
 from phalanx.distributed.mesh import World
 from phalanx.functional.sde import sde_step
+from phalanx.models.attention import set_backend
 from phalanx.models.embeds import EmbedsCache
 from phalanx.models.family import Embeds, FlowModel, model_index
 from phalanx.models.lora import add_lora, lora_off
@@ -55,7 +56,7 @@ class FlowPolicy:
         self.model, self.world, self.config = model, world, config
         self.detach_uncond = detach_uncond
         self.lora = config.lora_rank > 0
-        _freeze_and_adapt(model, config, seed)
+        _freeze_and_adapt(model, config, seed, world.device)
         self.sharded = Sharded(model.transformer, model.blocks(), world, parallel, model.dtype)
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}
@@ -73,7 +74,7 @@ class FlowPolicy:
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> list[Embeds]:
-        """One prompt at a time: a batch's shape would show in the last bits. The encoders visit the device and leave."""
+        """One prompt at a time: a batch's shape would show in the last bits. Encoders visit the device and leave."""
         device = self.world.device
         for encoder in self.model.text_encoders:
             encoder.to(device)
@@ -178,7 +179,7 @@ def build_policy(
     return FlowPolicy(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond)
 
 
-def _freeze_and_adapt(model: FlowModel, config: ModelConfig, seed: int) -> None:
+def _freeze_and_adapt(model: FlowModel, config: ModelConfig, seed: int, device: torch.device) -> None:
     for module in (model.vae, *model.text_encoders):
         module.requires_grad_(False).eval()
     transformer = model.transformer.eval()
@@ -189,26 +190,11 @@ def _freeze_and_adapt(model: FlowModel, config: ModelConfig, seed: int) -> None:
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if config.attn_backend is not None:
-        _set_backend(transformer, config.attn_backend)
+        set_backend(model, config.attn_backend, device)
     if config.compile:
         for block in model.blocks():
             block.compile(fullgraph=True)
 
 
-def _set_backend(transformer: Any, backend: str) -> None:
-    from diffusers.models.attention_dispatch import AttentionBackendName
-
-    known = sorted(b.value for b in AttentionBackendName)
-    if backend not in known:
-        raise ValueError(f"model.attn_backend: {backend!r} is unknown to diffusers; known: {', '.join(known)}")
-    try:
-        transformer.set_attention_backend(backend)
-    except (ImportError, RuntimeError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"model.attn_backend: {backend!r} cannot be used here: {reason}") from None
-
-
 def _take(embeds: Embeds, rows: Tensor) -> Embeds:
     return {name: value[rows] for name, value in embeds.items()}
-
-

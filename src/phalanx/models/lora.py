@@ -22,9 +22,16 @@ def add_lora(transformer: Any, config: ModelConfig, default_targets: list[str], 
     for target in targets:
         if not any(name == target or name.endswith("." + target) for name in linear):
             leaves = sorted({".".join(n.split(".")[2:]) for n in linear if n.startswith("transformer_blocks.")})
-            raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; in a block: {', '.join(leaves)}")
+            raise ValueError(
+                f"model.target_modules: no linear layer ends in {target!r}; in a block: {', '.join(leaves)}"
+            )
     alpha = config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
-    inits: dict[str, Any] = {"kaiming": True, "gaussian": "gaussian", "orthogonal": "orthogonal", "pissa": "pissa_niter_8"}
+    inits: dict[str, Any] = {
+        "kaiming": True,
+        "gaussian": "gaussian",
+        "orthogonal": "orthogonal",
+        "pissa": "pissa_niter_8",
+    }
     transformer.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

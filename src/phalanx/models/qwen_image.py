@@ -1,6 +1,6 @@
 """Qwen-Image (arXiv 2508.02324): packed latents, dynamic shift, true classifier-free guidance."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -19,8 +19,9 @@ class Model(FlowModel):
     pipeline_class = "QwenImagePipeline"
     guidance_key = "true_cfg_scale"
     default_negative = " "
+    masks_text = True
     # the layers of VeRL-Omni's recipes: all but the modulation
-    lora_targets = [
+    lora_targets: ClassVar[list[str]] = [
         "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
         "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
@@ -46,7 +47,7 @@ class Model(FlowModel):
         return [{"prompt_embeds": e[:n].clone()} for e, n in zip(embeds.cpu(), lengths, strict=True)]
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        """`prompt_embeds` [N, length, D], padded with zeros; where `padded`, `prompt_embeds_mask` [N, length] as well."""
+        """`prompt_embeds` [N, length, D], padded with zeros, and, where `padded`, `prompt_embeds_mask` [N, length]."""
         texts = [e["prompt_embeds"] for e in embeds]
         lengths = torch.tensor([len(t) for t in texts])
         batch = {"prompt_embeds": torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts])}

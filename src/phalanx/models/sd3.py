@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5, with or without the T5 text encoder (arXiv 2403.03206)."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -17,7 +17,7 @@ class Model(FlowModel):
     pipeline_class = "StableDiffusion3Pipeline"
     guidance_key = "guidance_scale"
     default_negative = ""
-    lora_targets = [
+    lora_targets: ClassVar[list[str]] = [
         "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
         "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
     ]  # fmt: skip
@@ -57,9 +57,7 @@ class Model(FlowModel):
             c = scheduler.config
             _, h, w = self.latent_shape(height, width)
             tokens = h // self.transformer.config.patch_size * (w // self.transformer.config.patch_size)
-            extra["mu"] = calculate_shift(
-                tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift
-            )
+            extra["mu"] = calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
         scheduler.set_timesteps(num_inference_steps, **extra)
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 

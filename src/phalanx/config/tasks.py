@@ -1,0 +1,93 @@
+"""Configuration of the tasks that use what a run left behind: tasks/export_checkpoint.py and tasks/sample.py."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Optional
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from phalanx.config.load import ConfigError, arg
+from phalanx.config.schema import DTYPES, SDE_TYPES, ParallelConfig, RunConfig
+
+WEIGHTS = ("auto", "model", "ema")
+EXPORT_DTYPES = (*DTYPES, "float16")
+
+
+@dataclass
+class ExportConfig:
+    """Configuration of tasks/export_checkpoint.py."""
+
+    checkpoint: str = arg("???", "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN")
+    output_dir: Optional[str] = arg(None, "new folder for the export; null: export/step_NNNNNN in the run's output_dir")
+    weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
+    dtype: Optional[str] = arg(
+        None, "null: a LoRA as it was trained, a whole transformer as in the base model folder", choices=EXPORT_DTYPES
+    )
+    model_path: Optional[str] = arg(None, "the base model, where it is no longer at the run's model.path")
+    push_to_hub: Optional[str] = arg(None, "hub repository (user/name) that gets the export; it is made if need be")
+
+
+@dataclass
+class SampleModelConfig:
+    """What is sampled from. LoRA settings are always those of the checkpoint's run."""
+
+    path: Optional[str] = arg(None, "diffusers model folder or hub id; null: the checkpoint's base model")
+    family: Optional[str] = arg(None, "module of phalanx.models (or a dotted module); null: from model_index.json")
+    dtype: Optional[str] = arg(None, "dtype that the model computes in; null: the run's, or bfloat16", choices=DTYPES)
+    attn_backend: Optional[str] = arg(None, "attention backend of diffusers' dispatch; null: the run's, or torch's")
+    compile: Optional[bool] = arg(None, "torch.compile each transformer block; null: as in the run, or not")
+
+
+@dataclass
+class SampleConfig:
+    """Configuration of tasks/sample.py. Sampling settings that are null are those of the run's validation."""
+
+    model: SampleModelConfig = field(default_factory=SampleModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: Optional[str] = arg(
+        None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
+    )
+    weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
+    prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
+    prompt_file: Optional[str] = arg(None, "prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder")
+    max_prompt_length: Optional[int] = arg(None, "tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", ge=1)
+    n: int = arg(1, "images a prompt", ge=1)
+    num_inference_steps: Optional[int] = arg(None, "denoising steps; null: the run's, or 10", ge=1)
+    height: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
+    width: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
+    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3 family); null: the run's, or 1, off")
+    true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image); null: the run's, or 1, off")
+    noise_level: Optional[float] = arg(None, "eta of the sampler, 0 is the ODE; null: the run's, or 0", ge=0)
+    sde_type: Optional[str] = arg(None, "the stochastic step, where noise_level > 0; null: the run's, or sde", choices=SDE_TYPES)
+    seed: Optional[int] = arg(None, "seed of the noise; null: that of the run's validation, or 1234")
+    micro_batch_size_per_gpu: int = arg(1, "images sampled together", ge=1)
+    output_dir: str = arg("outputs/samples", "folder for the images, which are replaced, and grid.png")
+    columns: Optional[int] = arg(None, "images in a row of the grid; null: n, or a square where n is 1", ge=1)
+
+
+def read_run(file: Path) -> RunConfig:
+    """The sections that all training jobs share, from the config.yaml of a run's output_dir.
+
+    The job's own sections (algorithm, actor, ...) are left out, so that no file of the user's is needed for them.
+    Raises ConfigError where the file is missing or no such configuration.
+    """
+    try:
+        content = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{file} is missing; it says which model the checkpoints belong to") from None
+    except (UnicodeDecodeError, yaml.YAMLError):
+        content = None
+    names = [f.name for f in fields(RunConfig)]
+    if not isinstance(content, dict) or not content.keys() >= set(names):
+        raise ConfigError(f"{file} is not the configuration of a training run")
+    try:
+        run = OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(RunConfig), {name: content[name] for name in names})
+        )
+    except OmegaConfBaseException as error:
+        reason = (error.msg or str(error)).split("\n")[0]
+        raise ConfigError(f"{file}: {error.full_key}: {reason}") from None
+    assert isinstance(run, RunConfig)
+    return run

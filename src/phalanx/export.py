@@ -1,0 +1,300 @@
+"""What a run leaves behind, for use elsewhere: opening its checkpoints, and writing them for stock diffusers.
+
+A LoRA becomes `pytorch_lora_weights.safetensors`, which `load_lora_weights` of the stock pipeline reads; its metadata
+holds rank and alpha. A fully trained transformer becomes a whole diffusers folder.
+"""
+
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from phalanx.checkpoint import complete, find, read_meta
+from phalanx.config.schema import ModelConfig, RunConfig
+from phalanx.config.tasks import ExportConfig, read_run
+from phalanx.distributed.mesh import Launch
+from phalanx.models.family import model_index
+from phalanx.models.flow import DTYPES, family_of
+from phalanx.models.lora import add_lora
+from phalanx.types import JobError
+
+log = logging.getLogger(__name__)
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
+EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
+_SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A complete checkpoint, and the configuration of its run.
+
+    `weights` is "model" or "ema"; `sizes` and `dtypes` describe its tensors by the names of the transformer's
+    parameters.
+    """
+
+    folder: Path
+    run: RunConfig
+    weights: str
+    sizes: dict[str, torch.Size]
+    dtypes: dict[str, torch.dtype]
+
+    def check_fits(self, sizes: Mapping[str, torch.Size], path: str) -> None:
+        """Raise ValueError where the trained parameters of the model at `path` are not those of the checkpoint."""
+        for name in sorted(self.sizes.keys() | sizes.keys()):
+            held = list(self.sizes[name]) if name in self.sizes else "nothing"
+            wanted = list(sizes[name]) if name in sizes else "nothing"
+            if held != wanted:
+                raise ValueError(
+                    f"checkpoint: {self.folder} does not fit the model {path!r}: for {name} it holds {held}, the model "
+                    f"has {wanted}; give the base model that the run was trained from"
+                )
+
+    def read_into(self, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Fill tensors of any dtype and layout, by name; without a `group`, in this process alone.
+
+        Raises JobError where the files cannot be read.
+        """
+        state = {self.weights: tensors}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(state, checkpoint_id=str(self.folder), process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            reason = next(iter(error.failures.values()))[0]
+            raise JobError(f"checkpoint: {self.folder} cannot be read: {reason}") from error
+
+    def read(self) -> dict[str, Tensor]:
+        """All tensors, on the CPU."""
+        tensors = {name: torch.empty(size, dtype=self.dtypes[name]) for name, size in self.sizes.items()}
+        self.read_into(tensors)
+        return tensors
+
+
+def open_checkpoint(checkpoint: str, weights: str) -> Trained:
+    """The checkpoint that the task's key `checkpoint` means; `weights` is auto, model or ema.
+
+    Raises ValueError where there is none, it is incomplete, or it has no such weights.
+    """
+    folder = _locate(Path(checkpoint).expanduser(), checkpoint)
+    run = read_run(folder.parent.parent / "config.yaml")
+    held_rank = read_meta(folder)["signature"]["lora_rank"]
+    if held_rank != run.model.lora_rank:
+        raise ValueError(
+            f"checkpoint: {folder} was trained with lora_rank {held_rank}, but the config.yaml of its run says "
+            f"{run.model.lora_rank}; put the checkpoint back into its own run"
+        )
+    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    found: dict[str, dict[str, TensorStorageMetadata]] = {"model": {}, "ema": {}}
+    for key, entry in entries.items():
+        kind, _, name = key.partition(".")
+        if kind in found and isinstance(entry, TensorStorageMetadata):
+            found[kind][name] = entry
+    if weights == "ema" and not found["ema"]:
+        raise ValueError(f"weights: ema: {folder} holds no moving average; right is weights=model")
+    if weights == "auto":
+        weights = "ema" if found["ema"] else "model"
+    chosen = found[weights]
+    return Trained(
+        folder,
+        run,
+        weights,
+        sizes={name: entry.size for name, entry in chosen.items()},
+        dtypes={name: entry.properties.dtype for name, entry in chosen.items()},
+    )
+
+
+def _locate(folder: Path, given: str) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"checkpoint: {given!r}: no such folder")
+    if (folder / "checkpoints").is_dir():
+        found = find(folder / "checkpoints")
+        if found is None:
+            raise ValueError(f"checkpoint: {given!r} has no complete checkpoint in its folder checkpoints")
+        return found.resolve()
+    if not folder.name.startswith("step_"):
+        raise ValueError(
+            f"checkpoint: {given!r} is neither a run's output_dir, with a folder checkpoints in it, nor a checkpoint, "
+            "a folder step_NNNNNN"
+        )
+    problem = "it was never finished" if folder.suffix == ".tmp" else complete(folder)
+    if problem is not None:
+        raise ValueError(f"checkpoint: {given!r} cannot be used: {problem}")
+    return folder.resolve()
+
+
+# -- exporting --------------------------------------------------------------------------------------------------------
+
+
+class Export:
+    """`Export(cfg)` checks everything (a ValueError is the user's mistake), `run()` writes. Only rank 0 works."""
+
+    def __init__(self, cfg: ExportConfig) -> None:
+        self.cfg, self.idle = cfg, Launch.from_env().rank != 0
+        if self.idle:
+            return
+        self.trained = open_checkpoint(cfg.checkpoint, cfg.weights)
+        run = self.trained.run
+        self.model = run.model if cfg.model_path is None else replace(run.model, path=cfg.model_path)
+        self.pipeline_class = family_of(self.model).pipeline_class
+        folder = self.trained.folder
+        self.output_dir = Path(cfg.output_dir or folder.parent.parent / "export" / folder.name).expanduser()
+        if self.output_dir.exists():
+            raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
+        if cfg.push_to_hub is not None:
+            make_repository(cfg.push_to_hub)
+
+    def run(self) -> None:
+        """Write the export, upload it where asked, and say where it is. The folder appears at once, complete."""
+        if self.idle:
+            return
+        part = self.output_dir.with_name(self.output_dir.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        dtype = None if self.cfg.dtype is None else EXPORT_DTYPES[self.cfg.dtype]
+        if self.model.lora_rank > 0:
+            write_lora(self.trained, self.model, self.pipeline_class, part, dtype)
+        else:
+            write_pipeline(self.trained, self.model, part, dtype)
+        part.rename(self.output_dir)
+        what = "the moving average" if self.trained.weights == "ema" else "the weights"
+        print(f"{what} of {self.trained.folder} -> {self.output_dir}", flush=True)
+        if self.cfg.push_to_hub is not None:
+            print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
+
+
+def write_lora(
+    trained: Trained, model: ModelConfig, pipeline_class: str, folder: Path, dtype: torch.dtype | None
+) -> None:
+    """Write a LoRA checkpoint as the stock pipeline's `save_lora_weights` does, in `dtype` or as it was trained."""
+    import diffusers
+
+    tensors = trained.read()
+    rank = model.lora_rank
+    alpha = model.lora_alpha if model.lora_alpha is not None else 2.0 * rank
+    if model.lora_init == "pissa":
+        tensors = _without_start(tensors, _lora_at_start(trained, model))
+        rank, alpha = 2 * rank, 2 * alpha
+    layers = {name.replace(".default.", "."): t.to(dtype or t.dtype).contiguous() for name, t in tensors.items()}
+    metadata: dict[str, Any] = {
+        "r": rank,
+        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "target_modules": sorted({name.partition(".lora_")[0] for name in layers}),
+    }
+    getattr(diffusers, pipeline_class).save_lora_weights(
+        folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+    )
+
+
+def _lora_at_start(trained: Trained, model: ModelConfig) -> dict[str, Tensor]:
+    """The LoRA [float32] as the run's seed initialised it."""
+    from diffusers import AutoModel
+
+    transformer = AutoModel.from_pretrained(_base(model), subfolder="transformer", torch_dtype=DTYPES[model.dtype])
+    exact = replace(model, lora_dtype="float32")
+    add_lora(transformer, exact, family_of(model).lora_targets, trained.run.trainer.seed)
+    start = {name: p.detach() for name, p in transformer.named_parameters() if p.requires_grad}
+    trained.check_fits({name: p.shape for name, p in start.items()}, model.path)
+    return start
+
+
+def _without_start(tensors: dict[str, Tensor], start: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A LoRA of twice the rank whose product is B A - B0 A0.
+
+    PiSSA moves B0 A0 from the base weights into the LoRA; this one goes on the base weights as they are in the folder.
+    """
+    both = {}
+    for name, t in tensors.items():
+        if ".lora_A." in name:
+            both[name] = torch.cat([t.float(), start[name]], 0)
+        else:
+            both[name] = torch.cat([t.float(), -start[name]], 1)
+    return both
+
+
+def write_pipeline(trained: Trained, model: ModelConfig, folder: Path, dtype: torch.dtype | None) -> None:
+    """Write a diffusers folder: the base's, file by file, with the trained transformer in `dtype` or the base's own."""
+    from diffusers import AutoModel
+
+    base, index = _base(model), model_index(model.path)
+    dtype = dtype or _dtype_on_disk(base / "transformer")
+    transformer = AutoModel.from_pretrained(base, subfolder="transformer", torch_dtype=dtype)
+    parameters = {name: p.detach() for name, p in transformer.named_parameters()}
+    trained.check_fits({name: p.shape for name, p in parameters.items()}, model.path)
+    trained.read_into(parameters)
+    shutil.copyfile(base / "model_index.json", folder / "model_index.json")
+    for component in _components(index):
+        if component != "transformer":
+            shutil.copytree(base / component, folder / component)
+    transformer.save_pretrained(folder / "transformer")
+
+
+def _components(index: dict[str, Any]) -> list[str]:
+    """Folders that a model_index.json names."""
+    return [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
+
+
+def _base(model: ModelConfig) -> Path:
+    """The base model's folder, from the hub's cache where it is a hub id."""
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    wanted = ["model_index.json", *(f"{name}/*" for name in _components(model_index(model.path)))]
+    return Path(snapshot_download(model.path, allow_patterns=wanted))
+
+
+def _dtype_on_disk(folder: Path) -> torch.dtype:
+    """The dtype in which a component's weights are stored; float32 where its files are no safetensors."""
+    for file in sorted(folder.glob("*.safetensors")):
+        with file.open("rb") as stream:  # the header: its length as 8 bytes, then JSON
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        names = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
+        known = [dtype for name, dtype in _SAFETENSORS_DTYPES.items() if name in names]
+        if known:
+            return known[0]
+    return torch.float32
+
+
+# -- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def make_repository(repo: str) -> None:
+    """Make the hub repository, before any work is done for it; raises ValueError where that fails."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        HfApi().create_repo(repo, exist_ok=True)
+    except (HFValidationError, HTTPError, OSError) as error:
+        raise ValueError(f"push_to_hub: {repo!r}: {_first_line(error)}") from error
+
+
+def upload(folder: Path, repo: str, name: str) -> str:
+    """Upload a finished export and return its address; raises JobError where that fails."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        return str(HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{name} of a Phalanx run"))
+    except (HTTPError, OSError) as error:
+        raise JobError(f"push_to_hub: {repo!r}: {_first_line(error)}; the export itself is in {folder}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,19 @@
+"""Sample images, and a grid of them, from a diffusers model folder or from a checkpoint of a run.
+
+    sh train.sh tasks/sample.py checkpoint=outputs/phalanx/quickstart prompt_file=assets/digits/held_out.txt n=2
+"""
+
+from collections.abc import Callable
+
+from phalanx.cli import parse, run
+from phalanx.config.tasks import SampleConfig
+
+
+def build(cfg: SampleConfig) -> Callable[[], None]:
+    from phalanx.generate import Generator
+
+    return Generator(cfg).run
+
+
+if __name__ == "__main__":
+    run(build, parse(SampleConfig, __doc__ or ""))

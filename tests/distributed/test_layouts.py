@@ -1,0 +1,99 @@
+"""The layout is no part of the result: same samples to the last bit, same gradient, on any mesh and micro-batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.config.schema import TrainConfig
+from tests.jobs import one_step, tiny_config
+from tests.ranks import run_ranks
+
+LORA = ("model.lora_rank=4",)
+# (ranks, overrides): replicas only, shards only, both, LoRA beside its shards, all weights gathered step by step
+LAYOUTS = [
+    (2, ("parallel.fsdp_size=1",)),
+    (2, ("parallel.fsdp_size=2",)),
+    (4, ("parallel.fsdp_size=1",)),
+    (4, ("parallel.fsdp_size=2",)),
+    (4, ("parallel.fsdp_size=4",)),
+    (4, ("parallel.fsdp_size=2", "parallel.lora_sharding=replicate")),
+    (4, ("parallel.fsdp_size=2", "parallel.rollout_unsharded=false", "parallel.reshard_after_forward=false")),
+    (2, ("parallel.fsdp_size=2", "parallel.param_offload=true")),
+    (2, ("parallel.fsdp_size=1", "parallel.optimizer_offload=true")),
+    (2, ("parallel.fsdp_size=2", "parallel.optimizer_offload=true")),
+]
+MICRO_BATCHES = ("actor.ppo_micro_batch_size_per_gpu=1", "actor.ppo_micro_batch_size_per_gpu=4")
+
+
+def together(parts: list[dict[str, Any]], key: str) -> torch.Tensor:
+    return torch.cat([part[key] for part in parts])
+
+
+def assert_same_step(reference: list[dict[str, Any]], other: list[dict[str, Any]], lr: float) -> None:
+    for key in ("images", "latents", "log_prob"):
+        assert torch.equal(together(reference, key), together(other, key)), key
+    assert torch.equal(reference[0]["reward"], other[0]["reward"])
+    norm = reference[0]["row"]["actor/grad_norm"]
+    assert norm > 1e-4
+    for part in other:
+        assert part["row"]["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert part["row"].keys() == reference[0]["row"].keys()
+    for name, value in reference[0]["weights"].items():
+        # Adam divides by the gradient's size, so where that is rounding noise a weight may go the other way
+        assert (value - other[0]["weights"][name]).abs().max() <= 2.1 * 2 * lr, name
+    moved = sum((value - other[0]["weights"][name]).abs().gt(lr / 20).sum() for name, value in reference[0]["weights"].items())
+    assert moved <= 0.01 * sum(value.numel() for value in reference[0]["weights"].values())
+
+
+def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+    # the rollout's micro-batch is fixed: it is part of a sample's last bits
+    return tiny_config(model, folder, "rollout.micro_batch_size_per_gpu=4", *overrides)
+
+
+@pytest.fixture(scope="module", params=["lora", "full"])
+def sd3_reference(
+    request: pytest.FixtureRequest, sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[tuple[str, ...], list[dict[str, Any]]]:
+    kind = LORA if request.param == "lora" else ()
+    kind += ("algorithm.kl_loss_coef=0.04",)
+    cfg = configure(sd3_folder, tmp_path_factory.mktemp("reference"), *kind)
+    return kind, run_ranks(one_step, 1, cfg)
+
+
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=lambda v: "-".join(v) if isinstance(v, tuple) else str(v))
+def test_layout(
+    world: int, layout: tuple[str, ...], sd3_reference: Any, sd3_folder: Path, tmp_path: Path
+) -> None:
+    kind, reference = sd3_reference
+    if "parallel.lora_sharding=replicate" in layout and "model.lora_rank=4" not in kind:
+        pytest.skip("lora_sharding says nothing of a full fine-tune")
+    cfg = configure(sd3_folder, tmp_path, *kind, *layout)
+    assert_same_step(reference, run_ranks(one_step, world, cfg), cfg.optim.lr)
+
+
+@pytest.mark.parametrize("micro", MICRO_BATCHES)
+def test_actor_micro_batch(micro: str, sd3_reference: Any, sd3_folder: Path, tmp_path: Path) -> None:
+    kind, reference = sd3_reference
+    cfg = configure(sd3_folder, tmp_path, *kind, micro)
+    assert_same_step(reference, run_ranks(one_step, 1, cfg), cfg.optim.lr)
+
+
+def test_qwen_image_layout(qwen_folder: Path, tmp_path: Path) -> None:
+    cfg = configure(qwen_folder, tmp_path, *LORA)
+    reference = run_ranks(one_step, 1, cfg)
+    sharded = configure(qwen_folder, tmp_path, *LORA, "parallel.fsdp_size=2")
+    assert_same_step(reference, run_ranks(one_step, 4, sharded), cfg.optim.lr)
+    assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
+
+
+@pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
+def test_mixed_precision_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
+    """bf16 compute over float32 weights: the replicated path keeps copies, FSDP casts; both are the same arithmetic."""
+    wanted = ("model.dtype=bfloat16", *kind)
+    one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, *wanted))
+    two = run_ranks(one_step, 2, configure(sd3_folder, tmp_path, *wanted, "parallel.fsdp_size=2"))
+    assert torch.equal(together(one, "images"), together(two, "images"))
+    assert one[0]["row"]["actor/grad_norm"] == pytest.approx(two[0]["row"]["actor/grad_norm"], rel=2e-2)
+    assert all(value.dtype == torch.float32 for value in two[0]["weights"].values())

@@ -1,0 +1,91 @@
+"""Tiny training jobs for tests."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from phalanx.config import load
+from phalanx.config.schema import TrainConfig
+
+PROMPTS = [
+    'a sign that says "alpha"',
+    'the word "beta" on a wall',
+    'a "gamma" poster with a longer description of what it shows',
+    '"delta"',
+    'an "epsilon" in neon',
+    'a book called "zeta"',
+]
+SIZE = 32
+
+
+def tiny_config(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+    """A job of 4 prompts x 4 images a step in 2 updates, on pixels that compress badly; files go below `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return load(TrainConfig, None, [*base_overrides(model, folder), *overrides])
+
+
+def base_overrides(model: Path, folder: Path) -> list[str]:
+    """The overrides that make a tiny job of the defaults."""
+    guidance = "true_cfg_scale" if "qwen" in model.name else "guidance_scale"
+    return [
+        f"model.path={model}",
+        "model.dtype=float32",
+        f"data.train_files=[{folder / 'prompts.txt'}]",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=32",
+        "rollout.n=4",
+        "rollout.num_inference_steps=4",
+        f"rollout.height={SIZE}",
+        f"rollout.width={SIZE}",
+        f"rollout.{guidance}=3.0",
+        "rollout.sde_window_size=2",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=2",
+        "optim.lr=1e-3",
+        "algorithm.clip_ratio=1e-3",
+        "reward.functions=[{name: jpeg_incompressibility}]",
+        "trainer.total_training_steps=2",
+        "trainer.logger=[]",
+        "trainer.save_freq=-1",
+        f"trainer.output_dir={folder / 'out'}",
+    ]
+
+
+def one_step(cfg: TrainConfig) -> dict[str, Any]:
+    """Sample, score and update once; returns this rank's samples, the row of metrics, and the weights after."""
+    from phalanx.distributed.collectives import all_gather
+    from phalanx.functional.advantage import informative
+    from phalanx.trainer import Trainer
+
+    t = Trainer(cfg)
+    with t.rollout.awake():
+        samples = t.rollout.sample(t.prompts.batch(0), seed=cfg.trainer.seed, step=0, each=t.submit)
+    reward = all_gather(t.score()[0])
+    row = t.update(samples, t.algorithm.advantage(reward, t.group_id), informative(reward, t.group_id))
+    return {
+        "images": samples.outputs,
+        "latents": samples.trace.latents.cpu(),
+        "log_prob": samples.log_prob,
+        "reward": reward,
+        "row": row,
+        "weights": full_weights(t.policy.parameters),
+    }
+
+
+def full_weights(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Whole tensors of sharded ones, detached copies."""
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters.items()
+    }
+
+
+def fit(cfg: TrainConfig) -> dict[str, torch.Tensor]:
+    """Train to the end; returns the weights."""
+    from phalanx.trainer import Trainer
+
+    t = Trainer(cfg)
+    t.fit()
+    return full_weights(t.policy.parameters)

@@ -1,0 +1,407 @@
+"""The model families against diffusers' own pipelines, and what a policy makes of their weights."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.distributed.mesh import World
+from phalanx.distributed.seed import fold_in, normal
+from phalanx.models.family import FlowModel
+from phalanx.models.flow import FlowPolicy
+from phalanx.rollout.policy import PolicyRollout
+from phalanx.types import Prompt
+from tests.policies import PROMPTS, disturb, make_policy, make_rollout, one_rank, velocity
+from tests.ranks import run_ranks
+from tests.tiny import load_pipeline
+
+FAMILIES = ["sd3", "sd3_t5", "qwen"]
+Folder = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with one_rank() as world:
+        yield world
+
+
+@pytest.fixture(scope="module")
+def folder(request: pytest.FixtureRequest) -> Folder:
+    return lambda family: request.getfixturevalue(f"{family}_folder")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def policy(request: pytest.FixtureRequest, world: World, folder: Folder) -> FlowPolicy:
+    """Full fine-tuning, unchanged weights; tests leave it as it was."""
+    return make_policy(world, folder(request.param))
+
+
+def stock_images(pipeline: Any, rollout: PolicyRollout, prompts: list[Prompt], latents: Tensor, length: int) -> Tensor:
+    """Images [P, 3, H, W] of diffusers' pipeline, an image a prompt."""
+    sampler, model = rollout.sampler, rollout.policy.model
+    assert isinstance(model, FlowModel)
+    return pipeline(
+        [p.text for p in prompts],
+        negative_prompt=[model.default_negative if p.negative is None else p.negative for p in prompts],
+        height=sampler.height,
+        width=sampler.width,
+        num_inference_steps=sampler.num_inference_steps,
+        latents=latents,
+        max_sequence_length=length,
+        output_type="pt",
+        **{model.guidance_key: sampler.guidance},
+    ).images
+
+
+def our_images(rollout: PolicyRollout, prompts: list[Prompt]) -> tuple[Tensor, Tensor]:
+    """The images [P, 3, H, W] of the ODE, and the latents that they began as."""
+    sampler, names = rollout.sampler, [(7, 0, p.group_id, 0) for p in prompts]
+    shape = rollout.policy.model.latent_shape(sampler.height, sampler.width)
+    latents = torch.stack([normal(shape, fold_in(*name, "init"), torch.device("cpu")) for name in names])
+    with rollout.awake():
+        embeds, rows = rollout.collate(prompts), torch.arange(len(prompts))
+        final, _, log_prob = rollout.denoise(sampler, rollout.schedule(sampler), embeds, rows, names, range(0))
+        assert log_prob.shape == (len(prompts), 0)
+        return rollout.policy.decode(final, sampler, 2), latents
+
+
+def ode_rollout(policy: FlowPolicy, guidance: float, **keys: Any) -> PolicyRollout:
+    rollout = make_rollout(policy, len(PROMPTS), guidance=guidance, **keys)
+    rollout.sampler = rollout.sampler.__class__(**vars(rollout.sampler) | {"noise_level": 0.0})
+    return rollout
+
+
+@pytest.mark.parametrize("guidance", [1.0, 4.5])
+def test_images_are_those_of_the_stock_pipeline(policy: FlowPolicy, guidance: float) -> None:
+    rollout = ode_rollout(policy, guidance)
+    ours, latents = our_images(rollout, PROMPTS)
+    stock = stock_images(load_pipeline(policy.config.path), rollout, PROMPTS, latents, 32)
+    assert ours.shape == (3, 3, 32, 48) and ours.dtype == torch.float32
+    assert ours.std(0).mean() > 0.01  # three different images
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["sd3_t5", "qwen"])
+def test_prompts_are_cut_where_the_stock_pipeline_cuts_them(world: World, folder: Folder, family: str) -> None:
+    policy = make_policy(world, folder(family), max_prompt_length=6)
+    rollout = ode_rollout(policy, 3.0)
+    ours, latents = our_images(rollout, PROMPTS)
+    pipeline = load_pipeline(folder(family))
+    torch.testing.assert_close(ours, stock_images(pipeline, rollout, PROMPTS, latents, 6), rtol=0, atol=1e-4)
+    longer = stock_images(pipeline, rollout, PROMPTS, latents, 32)
+    assert (ours - longer).abs().max() > 1e-3
+
+
+def test_one_length_of_prompts_needs_no_mask(world: World, folder: Folder) -> None:
+    policy = make_policy(world, folder("qwen"))
+    same = [Prompt("1 2", 0, {}, negative="3 4"), Prompt("5 6", 1, {}, negative="7 8")]
+    rollout = ode_rollout(policy, 3.0)
+    assert set(rollout.collate(same)) == {"prompt_embeds"}
+    assert set(rollout.collate(PROMPTS)) == {"prompt_embeds", "prompt_embeds_mask"}
+    ours, latents = our_images(rollout, same)
+    stock = stock_images(load_pipeline(folder("qwen")), rollout, same, latents, 32)
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-4)
+
+
+def test_padding_of_the_text_changes_nothing(world: World, folder: Folder) -> None:
+    model = make_policy(world, folder("qwen")).model
+    embeds = model.encode(["a cat"], torch.device("cpu"), 32)
+    n = len(embeds[0]["prompt_embeds"])
+    latents = torch.randn(1, *model.latent_shape(32, 48), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        short, long = (
+            model.velocity(latents, torch.tensor([500.0]), model.collate(embeds, length, padded), 32, 48)
+            for length, padded in ((n, False), (n + 9, True))
+        )
+    torch.testing.assert_close(short, long, rtol=0, atol=1e-5)
+
+
+def test_sd3_with_dynamic_shifting_equals_the_stock_pipeline(world: World, folder: Folder, tmp_path: Path) -> None:
+    shutil.copytree(folder("sd3"), tmp_path / "model")
+    file = tmp_path / "model" / "scheduler" / "scheduler_config.json"
+    # lengths of a few tokens, or the images of this test would all be shifted by nothing
+    dynamic = {"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64}
+    file.write_text(json.dumps(json.loads(file.read_text()) | dynamic))
+    rollout = ode_rollout(make_policy(world, tmp_path / "model"), 3.0)
+    ours, latents = our_images(rollout, PROMPTS)
+    stock = stock_images(load_pipeline(tmp_path / "model"), rollout, PROMPTS, latents, 32)
+    torch.testing.assert_close(ours, stock, rtol=0, atol=1e-4)
+
+
+def test_the_schedule_of_qwen_image_is_shifted_by_size_and_ends_at_the_terminal(world: World, folder: Folder) -> None:
+    model = make_policy(world, folder("qwen")).model
+    sigmas, timesteps = model.schedule(5, 32, 48)
+    assert sigmas.dtype == timesteps.dtype == torch.float32
+    assert sigmas[0] == 1 and sigmas[-1] == 0 and len(sigmas) == 6
+    assert sigmas[4].item() == pytest.approx(0.02, abs=1e-6)  # shift_terminal
+    torch.testing.assert_close(timesteps, sigmas[:-1] * 1000)
+    larger, _ = model.schedule(5, 512, 512)
+    assert (larger[1:4] > sigmas[1:4]).all()
+    # mu by hand: 24 tokens on the line from (256, 0.5) to (8192, 0.9); exp(mu) / (exp(mu) + 1 / t - 1), stretched to 0.02
+    mu = torch.tensor(0.5 + (24 - 256) * (0.9 - 0.5) / (8192 - 256), dtype=torch.float64)
+    t = torch.tensor([1.0, 0.8, 0.6, 0.4, 0.2], dtype=torch.float64)
+    shifted = mu.exp() / (mu.exp() + 1 / t - 1)
+    expected = 1 - (1 - shifted) * (1 - 0.02) / (1 - shifted[-1])
+    torch.testing.assert_close(sigmas[:-1].double(), expected, rtol=0, atol=1e-6)
+
+
+def test_guidance_of_qwen_image_keeps_the_length_of_each_token(world: World, folder: Folder) -> None:
+    model = make_policy(world, folder("qwen")).model
+    negative, positive = torch.tensor([[[1.0, 0.0], [0.0, 2.0]]]), torch.tensor([[[0.0, 1.0], [0.0, 3.0]]])
+    # n + 2 (p - n) = [-1, 2], [0, 4]; the lengths of p are 1 and 3
+    expected = torch.tensor([[[-1 / 5**0.5, 2 / 5**0.5], [0.0, 3.0]]])
+    torch.testing.assert_close(model.guide(negative, positive, 2.0), expected)
+
+
+def test_guidance_of_sd3(world: World, folder: Folder) -> None:
+    model = make_policy(world, folder("sd3")).model
+    assert model.guide(torch.tensor([1.0]), torch.tensor([3.0]), 4.5).tolist() == [10.0]
+
+
+def test_sizes_that_the_model_cannot_make(world: World, folder: Folder) -> None:
+    qwen, sd3 = make_policy(world, folder("qwen")).model, make_policy(world, folder("sd3")).model
+    assert qwen.latent_shape(32, 48) == (24, 16)
+    assert sd3.latent_shape(32, 48) == (4, 8, 12)
+    for call, message in (
+        (lambda: qwen.latent_shape(36, 48), "rollout.height: 36 should be a multiple of 8, e.g. 32 or 40"),
+        (lambda: qwen.latent_shape(32, 3), "rollout.width: 3 should be a multiple of 8, e.g. 8 or 16"),
+        (lambda: sd3.latent_shape(32, 47), "rollout.width: 47 should be a multiple of 8, e.g. 40 or 48"),
+        (lambda: sd3.latent_shape(136, 48), "rollout.height: 136 is more than the model's 128 pixels"),
+    ):
+        with pytest.raises(ValueError) as error:
+            call()
+        assert str(error.value) == message
+
+
+def test_decode_undoes_encode_images(policy: FlowPolicy) -> None:
+    """Up to the VAE itself, whose weights are random here."""
+    model, generator = policy.model, torch.Generator().manual_seed(0)
+    images = torch.rand(2, 3, 32, 48, generator=generator)
+    with torch.no_grad():
+        latents = model.encode_images(images)
+        assert latents.shape == (2, *model.latent_shape(32, 48)) and latents.dtype == torch.float32
+        video = latents.dim() == 3  # Qwen-Image's VAE has frames
+        pixels = (images * 2 - 1)[:, :, None] if video else images * 2 - 1
+        posterior = model.vae.encode(pixels).latent_dist
+        plain = model.vae.decode(posterior.mode()).sample
+        expected = ((plain[:, :, 0] if video else plain) / 2 + 0.5).clamp(0, 1)
+        torch.testing.assert_close(model.decode(latents, 32, 48), expected, rtol=0, atol=1e-5)
+        drawn = [model.encode_images(images, torch.Generator().manual_seed(s)) for s in (1, 1, 2)]
+    assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
+
+
+def test_images_are_decoded_in_slices(policy: FlowPolicy) -> None:
+    rollout = make_rollout(policy, 3)
+    shape = policy.model.latent_shape(32, 48)
+    latents = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    seen = []
+    handle = policy.model.vae.decoder.register_forward_hook(lambda module, args, out: seen.append(len(args[0])))
+    slices, whole = (policy.decode(latents, rollout.sampler, n) for n in (2, None))
+    handle.remove()
+    assert seen == [2, 1, 3]
+    torch.testing.assert_close(slices, whole, rtol=0, atol=1e-5)
+
+
+def test_the_count_of_flops_is_that_of_the_real_forward_pass(policy: FlowPolicy) -> None:
+    rollout = make_rollout(policy, 1)
+    embeds = rollout.collate(PROMPTS[:1])
+    latents = torch.zeros(1, *policy.model.latent_shape(32, 48))
+    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        policy.velocity(latents, torch.ones(1), embeds, torch.zeros(1, dtype=torch.long), rollout.sampler)
+    assert policy.model.flops(32, 48, embeds["prompt_embeds"].shape[1]) == counter.get_total_flops()
+
+
+def test_layers_that_get_a_lora(world: World, folder: Folder) -> None:
+    names = make_policy(world, folder("qwen"), lora_rank=2).parameters
+    layers = {name.split(".", 2)[2].rsplit(".lora_", 1)[0] for name in names}
+    assert layers == {
+        *("attn." + name for name in ("to_q", "to_k", "to_v", "to_out.0")),
+        *("attn." + name for name in ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out")),
+        *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
+    }
+    assert len(names) == 2 * 2 * len(layers)
+    modulation = make_policy(world, folder("qwen"), lora_rank=2, target_modules=["img_mod.1", "txt_mod.1"]).parameters
+    assert len(modulation) == 2 * 2 * 2
+    with pytest.raises(ValueError) as error:
+        make_policy(world, folder("qwen"), lora_rank=2, target_modules=["attn.q"])
+    assert str(error.value) == (
+        "model.target_modules: no linear layer ends in 'attn.q'; in a block: attn.add_k_proj, attn.add_q_proj, "
+        "attn.add_v_proj, attn.to_add_out, attn.to_k, attn.to_out.0, attn.to_q, attn.to_v, img_mlp.net.0.proj, "
+        "img_mlp.net.2, img_mod.1, txt_mlp.net.0.proj, txt_mlp.net.2, txt_mod.1"
+    )
+
+
+def test_the_text_encoder_computes_in_the_dtype_of_the_model(world: World, folder: Folder) -> None:
+    for family in ("sd3_t5", "qwen"):
+        policy = make_policy(world, folder(family), dtype="bfloat16")
+        for module in (policy.model.vae, *policy.model.text_encoders):
+            assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
+        assert policy.embed(PROMPTS)[0]["prompt_embeds"].dtype == torch.bfloat16
+        # full fine-tuning: the optimizer's weights are float32
+        assert {p.dtype for p in policy.parameters.values()} == {torch.float32}
+        assert {p.dtype for p in policy.model.transformer.parameters()} == {torch.bfloat16}
+
+
+# -- gradients ----------------------------------------------------------------------------------------------------------
+
+
+def gradients(policy: FlowPolicy) -> dict[str, Tensor]:
+    weight = torch.randn(velocity(policy).shape, generator=torch.Generator().manual_seed(1))
+    (velocity(policy) * weight).sum().backward()
+    policy.sharded.reduce_gradients()
+    grads = {}
+    for name, p in policy.parameters.items():
+        assert p.grad is not None
+        grads[name], p.grad = p.grad.clone(), None
+    return grads
+
+
+# The last block's text goes nowhere. Its own queries, output and feed-forward have no gradient.
+UNUSED = {
+    "sd3": ("transformer_blocks.1.attn.add_q_proj.",),
+    "qwen": tuple(f"transformer_blocks.1.{n}." for n in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")),
+}
+
+
+@pytest.mark.parametrize("family", ["sd3", "qwen"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_gradients_flow_through_both_branches_of_guidance(
+    world: World, folder: Folder, family: str, lora_rank: int
+) -> None:
+    both, detached = (make_policy(world, folder(family), lora_rank=lora_rank, detach_uncond=d) for d in (False, True))
+    for policy in (both, detached):
+        disturb(policy)
+    torch.testing.assert_close(velocity(both), velocity(detached), rtol=1e-4, atol=1e-5)
+    full, positive = gradients(both), gradients(detached)
+    assert full.keys() == positive.keys()
+    for name in full:
+        if name.startswith(UNUSED[family]):
+            assert full[name].abs().max() == 0, name
+        elif lora_rank:  # some biases of a full model have no effect, such as those of keys
+            assert full[name].abs().max() > 0, name
+            assert positive[name].abs().max() > 0, name
+    a, b = (torch.cat([g.flatten() for g in grads.values()]) for grads in (full, positive))
+    cosine = torch.nn.functional.cosine_similarity(a, b, dim=0)
+    assert cosine < 0.99
+
+
+@pytest.mark.parametrize("family", ["sd3", "qwen"])
+def test_gradients_of_guidance_are_the_sum_of_both_branches(world: World, folder: Folder, family: str) -> None:
+    """Against finite differences along a random direction: no branch is left out and none is counted twice."""
+    policy = make_policy(world, folder(family), lora_rank=4)
+    disturb(policy)
+    weight = torch.randn(velocity(policy).shape, generator=torch.Generator().manual_seed(1))
+    grads = gradients(policy)
+    generator, step = torch.Generator().manual_seed(2), 1e-3
+    direction = {name: torch.randn(p.shape, generator=generator) for name, p in policy.parameters.items()}
+    values = []
+    with torch.no_grad():
+        for sign in (1, -2):
+            for name, p in policy.parameters.items():
+                p.add_(direction[name], alpha=sign * step)
+            values.append((velocity(policy).double() * weight).sum())
+    expected = (values[0] - values[1]) / (2 * step)
+    computed = sum((grads[name].double() * direction[name]).sum() for name in grads)
+    torch.testing.assert_close(computed, expected, rtol=2e-3, atol=0)
+
+
+# -- other weights ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["sd3", "qwen"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_of_a_lora_is_the_base_model(world: World, folder: Folder, family: str, dtype: str) -> None:
+    plain = make_policy(world, folder(family), dtype=dtype)
+    plain.model.transformer.to(plain.model.dtype)  # full fine-tuning keeps buffers in float32
+    base = velocity(plain)
+    policy = make_policy(world, folder(family), dtype=dtype, lora_rank=4)
+    policy.keep_reference()
+    assert torch.equal(velocity(policy), base)  # B is 0
+    disturb(policy)
+    trained = velocity(policy)
+    assert not torch.equal(trained, base)
+    with policy.using("reference"):
+        assert torch.equal(velocity(policy), base)
+        assert all(p.requires_grad for p in policy.parameters.values())
+    assert torch.equal(velocity(policy), trained)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("init", ["gaussian", "kaiming", "orthogonal"])
+def test_every_start_of_a_lora_is_the_base_model(world: World, folder: Folder, init: str) -> None:
+    base = velocity(make_policy(world, folder("sd3")))
+    policy = make_policy(world, folder("sd3"), lora_rank=4, lora_init=init)
+    torch.testing.assert_close(velocity(policy), base, rtol=0, atol=1e-5)
+    again = make_policy(world, folder("sd3"), lora_rank=4, lora_init=init)
+    assert all(torch.equal(p, again.parameters[name]) for name, p in policy.parameters.items())
+    policy.keep_reference()
+    disturb(policy)
+    with policy.using("reference"):
+        torch.testing.assert_close(velocity(policy), base, rtol=0, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["sd3", "qwen"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_reference_of_full_fine_tuning_is_the_old_weights(
+    world: World, folder: Folder, family: str, dtype: str
+) -> None:
+    policy = make_policy(world, folder(family), dtype=dtype)
+    old = velocity(policy)
+    policy.keep_reference()
+    disturb(policy)
+    new, weights = velocity(policy), {name: p.clone() for name, p in policy.parameters.items()}
+    assert not torch.equal(new, old)
+    with policy.using("reference"):
+        assert torch.equal(velocity(policy), old)
+    assert torch.equal(velocity(policy), new)
+    with pytest.raises(RuntimeError, match="on the way"), policy.using("reference"):
+        raise RuntimeError("on the way")
+    assert torch.equal(velocity(policy), new)
+    assert all(torch.equal(p, weights[name]) for name, p in policy.parameters.items())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_moving_average_is_used_and_put_back(world: World, folder: Folder, lora_rank: int) -> None:
+    other = make_policy(world, folder("qwen"), lora_rank=lora_rank)
+    disturb(other, seed=1)
+    policy = make_policy(world, folder("qwen"), lora_rank=lora_rank)
+    disturb(policy)
+    policy.add_weights("ema", {name: p.clone() for name, p in other.parameters.items()})
+    before = velocity(policy)
+    with policy.using("ema"):
+        assert torch.equal(velocity(policy), velocity(other))
+    assert torch.equal(velocity(policy), before)
+
+
+# -- compilation --------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def compiled(path: Path, family: str) -> tuple[Tensor, Tensor, int]:
+    from torch._dynamo.utils import counters
+
+    with one_rank() as world:
+        plain = velocity(make_policy(world, path, lora_rank=2))
+        return plain, velocity(make_policy(world, path, lora_rank=2, compile=True)), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU wants a C++ compiler")
+@pytest.mark.parametrize("family", ["sd3", "qwen"])
+def test_compiled_blocks_compute_the_same(
+    folder: Folder, family: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a rank of its own: the compiler leaves threads and processes behind."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    [(plain, fast, graphs)] = run_ranks(compiled, 1, folder(family), family, timeout=240)
+    assert graphs >= 1
+    torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)

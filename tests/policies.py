@@ -1,0 +1,81 @@
+"""Policies of tiny models on a world of one rank, made inside the test process."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.schema import DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from phalanx.distributed import mesh
+from phalanx.distributed.mesh import World
+from phalanx.models.flow import FlowPolicy, build_policy
+from phalanx.rollout.policy import PolicyRollout
+from phalanx.types import Prompt, Samples
+
+# Of different lengths, with and without a negative of their own.
+PROMPTS = [
+    Prompt("a cat", 0, {}),
+    Prompt("two small dogs on a red sofa", 1, {}, negative="blur"),
+    Prompt("x", 2, {}),
+]
+
+
+@contextmanager
+def one_rank() -> Iterator[World]:
+    """A world of this process alone; its groups are gone afterwards."""
+    world = mesh.start(ParallelConfig())
+    try:
+        yield world
+    finally:
+        mesh.stop()
+
+
+def make_policy(
+    world: World,
+    folder: Path,
+    *,
+    detach_uncond: bool = False,
+    max_prompt_length: int = 32,
+    embeds_cache_dir: Path | None = None,
+    **model: Any,
+) -> FlowPolicy:
+    """The policy of a model folder in float32; `model` are keys of ModelConfig."""
+    data = DataConfig(
+        max_prompt_length=max_prompt_length,
+        embeds_cache_dir=None if embeds_cache_dir is None else str(embeds_cache_dir),
+    )
+    config = ModelConfig(**{"path": str(folder), "dtype": "float32"} | model)
+    return build_policy(config, ParallelConfig(), data, world, seed=0, detach_uncond=detach_uncond)
+
+
+def disturb(policy: FlowPolicy, std: float = 0.05, seed: int = 0) -> None:
+    """Move every trained weight, so that a LoRA, whose B begins at 0, does something."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in policy.parameters.values():
+            p.add_(torch.randn(p.shape, generator=generator) * std)
+    policy.sharded.publish()
+
+
+def make_rollout(policy: FlowPolicy, micro: int, *, guidance: float = 1.0, **rollout: Any) -> PolicyRollout:
+    """Four steps of 32 x 48 pixels, unless `rollout` (keys of RolloutConfig) says otherwise."""
+    keys = {"n": 2, "num_inference_steps": 4, "height": 32, "width": 48, policy.model.guidance_key: guidance}
+    return PolicyRollout(policy, RolloutConfig(**keys | rollout), policy.world, micro)
+
+
+def sample(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS, step: int = 0) -> Samples:
+    """One training step's samples, with their log-probs."""
+    with rollout.awake():
+        return rollout.sample(prompts, seed=0, step=step, each=lambda images, prompts: None)
+
+
+def velocity(policy: FlowPolicy, guidance: float = 3.0) -> Tensor:
+    """The guided velocity [3, ...] of fixed latents, one of each of PROMPTS, with a gradient."""
+    rollout = make_rollout(policy, 3, guidance=guidance)
+    embeds = rollout.collate(PROMPTS)
+    shape = policy.model.latent_shape(rollout.sampler.height, rollout.sampler.width)
+    latents = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    return policy.velocity(latents, torch.tensor([900.0, 500.0, 20.0]), embeds, torch.arange(3), rollout.sampler)
