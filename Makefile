@@ -46,7 +46,8 @@ bench: $(VENV)/.installed
 	@$(ON_CPU) sh train.sh benchmarks/step.py $(BENCH_CONFIG) $(ARGS)
 
 base: $(VENV)/.installed-base
-	@$(TWO_RANKS) sh train.sh tasks/make_base.py configs/base/digits.yaml $(ARGS)
+	@$(TWO_RANKS) sh train.sh tasks/make_base.py
+	@$(TWO_RANKS) sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml $(ARGS)
 
 docs: $(VENV)/.installed-docs
 	@$(IN_VENV) mkdocs build --strict

@@ -1,6 +1,6 @@
 """Write a checkpoint for stock diffusers: a LoRA as safetensors, a fully trained model as a whole folder.
 
-    sh train.sh tasks/export_checkpoint.py checkpoint=outputs/phalanx/quickstart push_to_hub=user/name
+sh train.sh tasks/export_checkpoint.py checkpoint=outputs/phalanx/quickstart push_to_hub=user/name
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Sample images, and a grid of them, from a diffusers model folder or from a checkpoint of a run.
 
-    sh train.sh tasks/sample.py checkpoint=outputs/phalanx/quickstart prompt_file=assets/digits/held_out.txt n=2
+sh train.sh tasks/sample.py checkpoint=outputs/phalanx/quickstart prompt_file=assets/digits/held_out.txt n=2
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Supervised flow matching: fine-tune a text-to-image model on images with prompts.
 
-    sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml trainer.seed=1
+sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml trainer.seed=1
 """
 
 from collections.abc import Callable

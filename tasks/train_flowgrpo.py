@@ -1,6 +1,6 @@
 """Train a flow-matching text-to-image model with FlowGRPO (or another algorithm of phalanx.algorithms).
 
-    sh train.sh tasks/train_flowgrpo.py configs/flowgrpo/quickstart.yaml trainer.seed=1
+sh train.sh tasks/train_flowgrpo.py configs/flowgrpo/quickstart.yaml trainer.seed=1
 """
 
 from collections.abc import Callable

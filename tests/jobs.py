@@ -77,9 +77,7 @@ def one_step(cfg: TrainConfig) -> dict[str, Any]:
 
 def full_weights(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Whole tensors of sharded ones, detached copies."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters.items()
-    }
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters.items()}
 
 
 def fit(cfg: TrainConfig) -> dict[str, torch.Tensor]:

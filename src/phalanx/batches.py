@@ -1,7 +1,7 @@
 """The arithmetic of batches: checked once before anything is built, with the nearest values that would work."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from phalanx.config import ConfigError
 from phalanx.config.schema import TrainConfig
@@ -30,55 +30,44 @@ class BatchPlan:
 
 def plan(cfg: TrainConfig, world_size: int) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; raises ConfigError with the numbers where it does not divide."""
-    prompts, n, mini = cfg.data.train_batch_size, cfg.rollout.n, cfg.actor.ppo_mini_batch_size
-    micro = cfg.actor.ppo_micro_batch_size_per_gpu
-    if prompts % mini:
-        raise ConfigError(
-            f"actor.ppo_mini_batch_size: {mini} prompts do not divide data.train_batch_size {prompts}; "
-            f"nearest that do: {_near(mini, _divisors(prompts))}"
-        )
-    samples, updates = prompts * n, prompts // mini
-    if samples % (world_size * updates):
-        fits = (p for p in range(1, 4 * prompts + world_size) if p % mini == 0 and p * n % (world_size * (p // mini)) == 0)
-        raise ConfigError(
-            f"data.train_batch_size: {prompts} prompts x rollout.n {n} = {samples} images do not divide over "
-            f"{world_size} ranks x {updates} updates; nearest train_batch_size that does: {_near(prompts, fits)}"
-        )
-    per_rank = samples // world_size
-    per_update = per_rank // updates
-    if per_update % micro:
-        raise ConfigError(
-            f"actor.ppo_micro_batch_size_per_gpu: {micro} does not divide the {per_update} images of an update on a rank "
-            f"({mini} prompts x {n} images / {world_size} ranks); nearest that do: {_near(micro, _divisors(per_update))}"
-        )
-    window = _window(cfg)
-    wanted = cfg.rollout.micro_batch_size_per_gpu
-    rollout_micro = micro * window if wanted is None else wanted
-    if per_rank % rollout_micro:
-        if wanted is None:
-            fits = (m for m in _divisors(per_update) if per_rank % (m * window) == 0)
-            raise ConfigError(
-                f"actor.ppo_micro_batch_size_per_gpu: {micro} x {window} trained steps = {rollout_micro}, the rollout's "
-                f"micro-batch, does not divide the {per_rank} images of a rank; nearest that do: {_near(micro, fits)}, "
-                "or set rollout.micro_batch_size_per_gpu"
-            )
-        raise ConfigError(
-            f"rollout.micro_batch_size_per_gpu: {wanted} does not divide the {per_rank} images of a rank; "
-            f"nearest that do: {_near(wanted, _divisors(per_rank))}"
-        )
-    return BatchPlan(samples, per_rank, updates, micro, window, rollout_micro)
+    numbers = _Numbers(
+        world=world_size,
+        window=_window(cfg),
+        prompts=cfg.data.train_batch_size,
+        n=cfg.rollout.n,
+        mini=cfg.actor.ppo_mini_batch_size,
+        micro=cfg.actor.ppo_micro_batch_size_per_gpu,
+        rollout=cfg.rollout.micro_batch_size_per_gpu,
+    )
+    problem = numbers.problem()
+    if problem is not None:
+        what, keys = problem
+        raise ConfigError(f"{what}; nearest that work: {numbers.mend(keys)}")
+    samples = numbers.prompts * numbers.n
+    return BatchPlan(
+        samples=samples,
+        per_rank=samples // world_size,
+        updates=numbers.prompts // numbers.mini,
+        micro=numbers.micro,
+        window=numbers.window,
+        rollout_micro=numbers.rollout_micro,
+    )
 
 
 def check(cfg: TrainConfig) -> None:
     """Refuse combinations that cannot work, whatever the world; raises ConfigError."""
     if not cfg.data.train_files:
-        raise ConfigError("data.train_files: [] names no prompts; give at least one .txt, .jsonl, .parquet or dataset folder")
+        raise ConfigError(
+            "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .parquet or dataset folder"
+        )
     if cfg.trainer.total_training_steps is None and cfg.trainer.total_epochs is None:
         raise ConfigError("trainer.total_training_steps: null needs trainer.total_epochs; set one of them")
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
         raise ConfigError(f"optim.betas: {cfg.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]")
     if cfg.parallel.param_offload and cfg.parallel.fsdp_size == 1:
-        raise ConfigError("parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device")
+        raise ConfigError(
+            "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
+        )
     if cfg.rollout.engine != "policy":
         raise ConfigError(f"rollout.engine: {cfg.rollout.engine!r} is unknown; known: policy")
     if cfg.trainer.test_freq > 0 and not cfg.data.val_files:
@@ -118,14 +107,82 @@ def _window(cfg: TrainConfig) -> int:
     return len(window)
 
 
-def _divisors(n: int) -> Iterable[int]:
+_KEYS = {
+    "prompts": "data.train_batch_size",
+    "n": "rollout.n",
+    "mini": "actor.ppo_mini_batch_size",
+    "micro": "actor.ppo_micro_batch_size_per_gpu",
+    "rollout": "rollout.micro_batch_size_per_gpu",
+}
+_SMALLEST_GROUP = 2
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """What the arithmetic of a step depends on; `rollout` None follows from the others."""
+
+    world: int
+    window: int
+    prompts: int
+    n: int
+    mini: int
+    micro: int
+    rollout: int | None
+
+    @property
+    def rollout_micro(self) -> int:
+        return self.micro * self.window if self.rollout is None else self.rollout
+
+    def problem(self) -> tuple[str, tuple[str, ...]] | None:
+        """The first thing that does not divide, and the numbers to mend it by, the best first; None where all does."""
+        prompts, mini, micro, world = self.prompts, self.mini, self.micro, self.world
+        if prompts % mini:
+            return f"{_KEYS['mini']}: {mini} prompts do not divide {_KEYS['prompts']} {prompts}", ("mini", "prompts")
+        images = mini * self.n
+        update = f"{mini} prompts x {_KEYS['n']} {self.n} = {images} images of an update"
+        if images % world:
+            return f"{_KEYS['mini']}: {update} do not divide over {world} ranks", ("mini", "n")
+        per_update, per_rank = images // world, prompts * self.n // world
+        if per_update % micro:
+            what = f"{micro} does not divide the {per_update} images of an update on a rank"
+            return f"{_KEYS['micro']}: {what} ({update} / {world} ranks)", ("micro", "n")
+        if per_rank % self.rollout_micro == 0:
+            return None
+        if self.rollout is not None:
+            return f"{_KEYS['rollout']}: {self.rollout} does not divide the {per_rank} images of a rank", ("rollout",)
+        batch = f"{micro} x {self.window} trained steps = {self.rollout_micro}, the rollout's micro-batch,"
+        return f"{_KEYS['micro']}: {batch} does not divide the {per_rank} images of a rank", ("micro", "rollout")
+
+    def mend(self, keys: tuple[str, ...]) -> str:
+        """The nearest values of the first of `keys` with which nothing is left to mend; of two keys if need be."""
+        for key in keys:
+            near = self._near(key)
+            if near:
+                return f"{_KEYS[key]}={near}"
+        for mini in sorted(_divisors(self.prompts), key=lambda d: abs(d - self.mini)):
+            near = replace(self, mini=mini)._near("n")
+            if near:
+                return f"{_KEYS['mini']}={mini} with {_KEYS['n']}={near}"
+        raise AssertionError(f"some number of images always fits: {self}")
+
+    def _near(self, key: str) -> str:
+        """The values of a number next to its own, below and above, that work: "4 or 6"; empty where there are none."""
+        own = self.rollout_micro if key == "rollout" else vars(self)[key]
+        last = {
+            "prompts": self.prompts + self.mini,
+            "n": self.n + self.world * math.lcm(self.micro, self.rollout_micro),  # a multiple of it always works
+            "mini": self.prompts,
+            "micro": self.mini * self.n,
+            "rollout": self.prompts * self.n,
+        }
+        first = _SMALLEST_GROUP if key == "n" else 1
+        below = next((v for v in range(own - 1, first - 1, -1) if self._works(key, v)), None)
+        above = next((v for v in range(own + 1, last[key] + 1) if self._works(key, v)), None)
+        return " or ".join(str(v) for v in (below, above) if v is not None)
+
+    def _works(self, key: str, value: int) -> bool:
+        return replace(self, **{key: value}).problem() is None
+
+
+def _divisors(n: int) -> list[int]:
     return [d for d in range(1, n + 1) if n % d == 0]
-
-
-def _near(value: int, fitting: Iterable[int]) -> str:
-    """The fitting values next to `value` from below and above, in words."""
-    all_ = sorted(fitting)
-    near = {*[f for f in all_ if f < value][-1:], *[f for f in all_ if f > value][:1]}
-    return " or ".join(str(f) for f in sorted(near)) if near else "none"
-
-

@@ -135,9 +135,7 @@ class Checkpointer:
             part.mkdir(parents=True)
         meta = {"progress": vars(progress).copy(), "signature": self.signature}
         dist.barrier(group=self.world.checkpoint_group)
-        response: Any = dcp.async_save(
-            state, checkpoint_id=str(part), process_group=self.world.checkpoint_group
-        )
+        response: Any = dcp.async_save(state, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
         self._pending = threading.Thread(target=self._finish, args=(response, part, final, meta), daemon=True)
         self._pending.start()
 
@@ -171,4 +169,3 @@ class Checkpointer:
         if self._pending is not None:
             self._pending.join()
             self._pending = None
-

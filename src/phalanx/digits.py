@@ -1,8 +1,8 @@
 """The shipped tiny base and its task: three-digit numbers on small pictures, in the classes of the real models.
 
-A model folder is made in three steps: `render` pictures, train the VAE (vae.py), and train the transformer by supervised
-flow matching (tasks/train_flow_matching.py). The text encoders stay as they are drawn: random features of so few tokens
-are as good as learnt ones.
+A model folder is made in three steps: `render` pictures, train the VAE (vae.py), and train the transformer by
+supervised flow matching (tasks/train_flow_matching.py). The text encoders stay as they are drawn: random features of
+so few tokens are as good as learnt ones.
 """
 
 import random
@@ -47,7 +47,7 @@ def render(number: str, rng: random.Random) -> Image.Image:
     back = (rng.randint(150, 255), rng.randint(150, 255), rng.randint(150, 255))
     ink = (rng.randint(0, 110), rng.randint(0, 110), rng.randint(0, 110))
     image = Image.new("RGB", (WIDTH, HEIGHT), back)
-    w, h = right - left, bottom - top
+    w, h = int(right - left), int(bottom - top)
     dx, dy = min(5, max(0, (WIDTH - w) // 2 - 1)), min(3, max(0, (HEIGHT - h) // 2 - 2))
     x, y = (WIDTH - w) // 2 + rng.randint(-dx, dx), (HEIGHT - h) // 2 + rng.randint(-dy, dy)
     ImageDraw.Draw(image).text((x - left, y - top), number, font=_font(name, size), fill=ink)

@@ -60,4 +60,3 @@ def validate(
         first = float(reward[number * images_a_prompt])
         records.setdefault(number, ImageRecord(prompt=text, reward=first, image=image, index=number))
     return Validation(row, [records[number] for number in sorted(records)])
-

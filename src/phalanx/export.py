@@ -4,10 +4,9 @@ A LoRA becomes `pytorch_lora_weights.safetensors`, which `load_lora_weights` of 
 holds rank and alpha. A fully trained transformer becomes a whole diffusers folder.
 """
 
-import json
-import logging
 import shutil
 import warnings
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -29,9 +29,6 @@ from phalanx.models.flow import DTYPES, family_of
 from phalanx.models.lora import add_lora
 from phalanx.types import JobError
 
-log = logging.getLogger(__name__)
-
-LORA_FILE = "pytorch_lora_weights.safetensors"
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
 _SAFETENSORS_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -148,15 +145,32 @@ class Export:
         if self.idle:
             return
         self.trained = open_checkpoint(cfg.checkpoint, cfg.weights)
-        run = self.trained.run
-        self.model = run.model if cfg.model_path is None else replace(run.model, path=cfg.model_path)
-        self.pipeline_class = family_of(self.model).pipeline_class
-        folder = self.trained.folder
+        folder, model = self.trained.folder, self.trained.run.model
+        self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path)
+        self.family = family_of(self.model)
         self.output_dir = Path(cfg.output_dir or folder.parent.parent / "export" / folder.name).expanduser()
         if self.output_dir.exists():
             raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
+        self.dtype = None if cfg.dtype is None else EXPORT_DTYPES[cfg.dtype]
+        plain_lora = self.model.lora_rank > 0 and self.model.lora_init != "pissa"  # needs nothing of the base
+        self.transformer: Any = None if plain_lora else self._transformer()
         if cfg.push_to_hub is not None:
             make_repository(cfg.push_to_hub)
+
+    def _transformer(self) -> Any:
+        """The base model's transformer, with the LoRA that the run began with where it trained one."""
+        from diffusers import AutoModel
+
+        base = _base(self.model)
+        lora = self.model.lora_rank > 0
+        dtype = DTYPES[self.model.dtype] if lora else self.dtype or _dtype_on_disk(base / "transformer")
+        transformer = AutoModel.from_pretrained(str(base), subfolder="transformer", torch_dtype=dtype)
+        if lora:
+            exact = replace(self.model, lora_dtype="float32")
+            add_lora(transformer, exact, self.family.lora_targets, self.trained.run.trainer.seed)
+        sizes = {name: p.shape for name, p in _trained_parameters(transformer).items()}
+        self.trained.check_fits(sizes, self.model.path)
+        return transformer
 
     def run(self) -> None:
         """Write the export, upload it where asked, and say where it is. The folder appears at once, complete."""
@@ -165,51 +179,48 @@ class Export:
         part = self.output_dir.with_name(self.output_dir.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        dtype = None if self.cfg.dtype is None else EXPORT_DTYPES[self.cfg.dtype]
         if self.model.lora_rank > 0:
-            write_lora(self.trained, self.model, self.pipeline_class, part, dtype)
+            self._write_lora(part)
         else:
-            write_pipeline(self.trained, self.model, part, dtype)
+            self._write_pipeline(part)
         part.rename(self.output_dir)
         what = "the moving average" if self.trained.weights == "ema" else "the weights"
         print(f"{what} of {self.trained.folder} -> {self.output_dir}", flush=True)
         if self.cfg.push_to_hub is not None:
             print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
 
+    def _write_lora(self, folder: Path) -> None:
+        """Write the file that the stock pipeline's `save_lora_weights` writes, in `dtype` or as it was trained."""
+        import diffusers
 
-def write_lora(
-    trained: Trained, model: ModelConfig, pipeline_class: str, folder: Path, dtype: torch.dtype | None
-) -> None:
-    """Write a LoRA checkpoint as the stock pipeline's `save_lora_weights` does, in `dtype` or as it was trained."""
-    import diffusers
+        tensors, rank = self.trained.read(), self.model.lora_rank
+        alpha = self.model.lora_alpha if self.model.lora_alpha is not None else 2.0 * rank
+        if self.transformer is not None:
+            tensors = _without_start(tensors, _trained_parameters(self.transformer))
+            rank, alpha = 2 * rank, 2 * alpha
+        layers = {name.replace(".default.", "."): t.to(self.dtype or t.dtype) for name, t in tensors.items()}
+        metadata: dict[str, Any] = {
+            "r": rank,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "target_modules": sorted({name.partition(".lora_")[0] for name in layers}),
+        }
+        getattr(diffusers, self.family.pipeline_class).save_lora_weights(
+            folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+        )
 
-    tensors = trained.read()
-    rank = model.lora_rank
-    alpha = model.lora_alpha if model.lora_alpha is not None else 2.0 * rank
-    if model.lora_init == "pissa":
-        tensors = _without_start(tensors, _lora_at_start(trained, model))
-        rank, alpha = 2 * rank, 2 * alpha
-    layers = {name.replace(".default.", "."): t.to(dtype or t.dtype).contiguous() for name, t in tensors.items()}
-    metadata: dict[str, Any] = {
-        "r": rank,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-        "target_modules": sorted({name.partition(".lora_")[0] for name in layers}),
-    }
-    getattr(diffusers, pipeline_class).save_lora_weights(
-        folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
-    )
+    def _write_pipeline(self, folder: Path) -> None:
+        """Write a diffusers folder: the base's, file by file, with the trained transformer."""
+        self.trained.read_into(_trained_parameters(self.transformer))
+        base = _base(self.model)
+        shutil.copyfile(base / "model_index.json", folder / "model_index.json")
+        for name in _components(model_index(self.model.path)):
+            if name != "transformer":
+                shutil.copytree(base / name, folder / name, copy_function=shutil.copyfile)
+        self.transformer.save_pretrained(folder / "transformer")
 
 
-def _lora_at_start(trained: Trained, model: ModelConfig) -> dict[str, Tensor]:
-    """The LoRA [float32] as the run's seed initialised it."""
-    from diffusers import AutoModel
-
-    transformer = AutoModel.from_pretrained(_base(model), subfolder="transformer", torch_dtype=DTYPES[model.dtype])
-    exact = replace(model, lora_dtype="float32")
-    add_lora(transformer, exact, family_of(model).lora_targets, trained.run.trainer.seed)
-    start = {name: p.detach() for name, p in transformer.named_parameters() if p.requires_grad}
-    trained.check_fits({name: p.shape for name, p in start.items()}, model.path)
-    return start
+def _trained_parameters(transformer: Any) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in transformer.named_parameters() if p.requires_grad}
 
 
 def _without_start(tensors: dict[str, Tensor], start: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -224,23 +235,6 @@ def _without_start(tensors: dict[str, Tensor], start: dict[str, Tensor]) -> dict
         else:
             both[name] = torch.cat([t.float(), -start[name]], 1)
     return both
-
-
-def write_pipeline(trained: Trained, model: ModelConfig, folder: Path, dtype: torch.dtype | None) -> None:
-    """Write a diffusers folder: the base's, file by file, with the trained transformer in `dtype` or the base's own."""
-    from diffusers import AutoModel
-
-    base, index = _base(model), model_index(model.path)
-    dtype = dtype or _dtype_on_disk(base / "transformer")
-    transformer = AutoModel.from_pretrained(base, subfolder="transformer", torch_dtype=dtype)
-    parameters = {name: p.detach() for name, p in transformer.named_parameters()}
-    trained.check_fits({name: p.shape for name, p in parameters.items()}, model.path)
-    trained.read_into(parameters)
-    shutil.copyfile(base / "model_index.json", folder / "model_index.json")
-    for component in _components(index):
-        if component != "transformer":
-            shutil.copytree(base / component, folder / component)
-    transformer.save_pretrained(folder / "transformer")
 
 
 def _components(index: dict[str, Any]) -> list[str]:
@@ -260,15 +254,13 @@ def _base(model: ModelConfig) -> Path:
 
 
 def _dtype_on_disk(folder: Path) -> torch.dtype:
-    """The dtype in which a component's weights are stored; float32 where its files are no safetensors."""
-    for file in sorted(folder.glob("*.safetensors")):
-        with file.open("rb") as stream:  # the header: its length as 8 bytes, then JSON
-            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-        names = {entry["dtype"] for name, entry in header.items() if name != "__metadata__"}
-        known = [dtype for name, dtype in _SAFETENSORS_DTYPES.items() if name in names]
-        if known:
-            return known[0]
-    return torch.float32
+    """The dtype that most of a component's tensors are stored in; float32 where its files are no safetensors."""
+    names: Counter[str] = Counter()
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as tensors:
+            names.update(tensors.get_slice(name).get_dtype() for name in tensors.keys())  # noqa: SIM118
+    found = [name for name, _ in names.most_common(1) if name in _SAFETENSORS_DTYPES]
+    return _SAFETENSORS_DTYPES[found[0]] if found else torch.float32
 
 
 # -- the hub ----------------------------------------------------------------------------------------------------------

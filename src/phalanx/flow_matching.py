@@ -107,7 +107,9 @@ class FlowMatching(Run):
         c, device = self.cfg.flow_matching, self.world.device
         x0 = torch.stack([self._latent(i) for i in images]).to(device)
         # all randomness of a sample is named by (seed, step, its number), so that it does not depend on the ranks
-        streams = [torch.Generator().manual_seed(fold_in(self.cfg.trainer.seed, step, first + j)) for j in range(len(images))]
+        streams = [
+            torch.Generator().manual_seed(fold_in(self.cfg.trainer.seed, step, first + j)) for j in range(len(images))
+        ]
         noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in streams]).to(device)
         normal = torch.stack([torch.randn((), generator=g) for g in streams])
         keep = torch.stack([torch.rand((), generator=g) for g in streams]) >= c.prompt_dropout

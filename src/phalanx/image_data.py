@@ -97,6 +97,8 @@ def _dataset_rows(path: Path, file: str, key: str) -> Iterator[tuple[Any, str, s
         raise DataError(f"{key}: {file} holds splits {sorted(data)}; name one of their folders")
     texts = [c for c in TEXT_COLUMNS if c in data.column_names]
     if "image" not in data.column_names or not texts:
-        raise DataError(f"{key}: {file} has columns {data.column_names}; it needs image and one of {', '.join(TEXT_COLUMNS)}")
+        raise DataError(
+            f"{key}: {file} has columns {data.column_names}; it needs image and one of {', '.join(TEXT_COLUMNS)}"
+        )
     for number, row in enumerate(data):
         yield row["image"], row[texts[0]], f"{file} row {number}"

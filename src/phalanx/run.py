@@ -38,7 +38,10 @@ class Run:
         micro_batch_size: int,
         detach_uncond: bool = False,
     ) -> None:
-        """Join the world and build the model; `micro_batch_size` is the rollout's. A ValueError is the user's mistake."""
+        """Join the world and build the model; `micro_batch_size` is the rollout's.
+
+        Raises ValueError, with one line, for what the user can mend.
+        """
         self.base_cfg, self.ema_cfg = cfg, ema
         self.world = mesh.start(cfg.parallel)
         torch.use_deterministic_algorithms(cfg.trainer.deterministic)
@@ -61,9 +64,7 @@ class Run:
         if self.ema_cfg.decay is not None:
             self.ema = Ema(self.ema_cfg, self.policy.parameters, offload=offload)
             self.policy.add_weights("ema", self.ema.values)
-        self.checkpointer = Checkpointer(
-            self.output_dir, self.world, self._signature(), cfg.trainer.max_checkpoints
-        )
+        self.checkpointer = Checkpointer(self.output_dir, self.world, self._signature(), cfg.trainer.max_checkpoints)
         self.progress = self._resume()
         if self.world.rank == 0:
             self.output_dir.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,9 @@ class Trainer(Run):
         super().__init__(
             cfg, cfg.actor.ema, micro_batch_size=self.plan.rollout_micro, detach_uncond=cfg.actor.detach_uncond
         )
-        self.algorithm = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(cfg.algorithm)
+        self.algorithm = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(
+            cfg.algorithm
+        )
         if self.algorithm.needs_reference:
             self.policy.keep_reference()
         steps = cfg.trainer.total_training_steps
@@ -70,9 +72,7 @@ class Trainer(Run):
             for step in range(self.progress.step, self.total_steps):
                 start = time.perf_counter()
                 with self.timers("rollout"), self.rollout.awake():
-                    samples = self.rollout.sample(
-                        self.prompts.batch(step), seed=seed, step=step, each=self.submit
-                    )
+                    samples = self.rollout.sample(self.prompts.batch(step), seed=seed, step=step, each=self.submit)
                 with self.timers("reward"):  # what is left of it: the rest was scored while sampling went on
                     local_reward, local_terms = self.score()
                     reward = all_gather(local_reward)

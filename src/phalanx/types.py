@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 
@@ -32,7 +31,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How images are denoised: sizes in pixels, `guidance` scale (1 is off), `noise_level` eta of the stochastic steps."""
+    """How images are denoised: sizes in pixels, `guidance` scale (1: off), `noise_level` eta of stochastic steps."""
 
     num_inference_steps: int
     height: int
@@ -146,9 +145,7 @@ class Rollout(Protocol):
         self, prompts: list[Prompt], *, seed: int, step: int, each: Callable[[Tensor, list[Prompt]], None]
     ) -> Samples: ...
 
-    def sample_validation(
-        self, prompts: list[Prompt], *, each: Callable[[Tensor, list[Prompt]], None]
-    ) -> None: ...
+    def sample_validation(self, prompts: list[Prompt], *, each: Callable[[Tensor, list[Prompt]], None]) -> None: ...
 
 
 class Algorithm(Protocol):

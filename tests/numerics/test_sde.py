@@ -18,7 +18,9 @@ SHAPES = [(), (5,), (4, 6, 8), (3, 2, 5, 7)]
 SCHEDULE = [3 * t / (1 + 2 * t) for t in (1 - i / 10 for i in range(11))]
 
 
-def transition(x: float, v: float, sigma: float, sigma_next: float, eta: float, kind: str, top: float) -> tuple[float, float]:
+def transition(
+    x: float, v: float, sigma: float, sigma_next: float, eta: float, kind: str, top: float
+) -> tuple[float, float]:
     """Mean and std of one number's transition, in the order in which the papers derive them.
 
     sde: the reverse-time SDE  dx = [v + s^2 / 2 sigma (x + (1 - sigma) v)] dt + s dw  (Flow-GRPO, eq. 9), one Euler step.
@@ -280,18 +282,19 @@ def test_the_sample_that_was_drawn_has_no_gradient(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_half_precision_is_computed_in_float32(kind: str) -> None:
-    x, v, noise = (normal((2, 3, 4), k).bfloat16() for k in range(3))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_all_dtypes_are_computed_in_float32(kind: str, dtype: torch.dtype) -> None:
+    x, v, noise = (normal((2, 3, 4), k).to(dtype) for k in range(3))
     settings: dict[str, Any] = {"noise_level": 0.7, "sde_type": kind, "sigma_max": 0.9}
-    half = sde_step(x, v, 0.6, 0.4, noise=noise, **settings)
+    other = sde_step(x, v, 0.6, 0.4, noise=noise, **settings)
     full = sde_step(x.float(), v.float(), 0.6, 0.4, noise=noise.float(), **settings)
-    for a, b in zip(half, full, strict=True):
+    for a, b in zip(other, full, strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
     euler = sde_step(x, v, 0.6, 0.4, noise_level=0.0, sde_type=kind, sigma_max=0.9)
     assert euler.prev_sample.dtype == euler.std.dtype == torch.float32
     leaf = v.detach().clone().requires_grad_()
-    sde_step(x, leaf, 0.6, 0.4, prev_sample=full.prev_sample, **settings).log_prob.sum().backward()
-    assert leaf.grad.dtype == torch.bfloat16 and leaf.grad.abs().sum() > 0
+    sde_step(x, leaf, 0.6, 0.4, prev_sample=full.prev_sample.to(torch.float64), **settings).log_prob.sum().backward()
+    assert leaf.grad.dtype == dtype and leaf.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("kind", TYPES)

@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 # phalanx gets its place here.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
-    frozenset({"trainer", "flow_matching", "digits", "vae", "cli"}),
-    frozenset({"run", "image_data"}),
+    frozenset({"trainer", "flow_matching", "generate", "digits", "vae", "cli"}),
+    frozenset({"run", "export", "image_data"}),
     frozenset({"report"}),
     frozenset(
         {"algorithms", "models", "rollout", "rewards", "data", "optim", "checkpoint", "metrics", "evaluate", "batches"}
@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 # Heavy libraries, and the only modules (or packages) that import them.
 OWNERS: dict[str, tuple[str, ...]] = {
     "datasets": ("data", "image_data", "digits"),
-    "diffusers": ("models", "vae", "digits"),
+    "diffusers": ("models", "export", "vae", "digits"),
     "matplotlib": ("digits",),
     "onnxruntime": ("rewards.ocr",),
     "peft": ("models",),

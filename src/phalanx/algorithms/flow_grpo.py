@@ -31,7 +31,9 @@ class Config(AlgorithmConfig):
     clip_ratio: float = arg(1e-4, "eps: the ratio is clipped to 1 +- clip_ratio", gt=0)
     adv_clip_max: float = arg(5.0, "advantages are clamped to +- this", gt=0)
     kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
-    kl_convention: str = arg("exact", "exact Gaussian KL, or divided as flow_grpo's code does", choices=("exact", "flow_grpo"))
+    kl_convention: str = arg(
+        "exact", "exact Gaussian KL, or divided as flow_grpo's code does", choices=("exact", "flow_grpo")
+    )
     global_std: bool = arg(False, "divide advantages by the std of all rewards, not of the group's")
     norm_adv_by_std_in_grpo: bool = arg(True, "divide advantages by a std at all; false is Dr.GRPO")
 
@@ -46,9 +48,7 @@ class Rule:
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] advantages of the world's N samples."""
         c = self.config
-        return group_advantage(
-            reward, group_id, global_std=c.global_std, normalize=c.norm_adv_by_std_in_grpo
-        )
+        return group_advantage(reward, group_id, global_std=c.global_std, normalize=c.norm_adv_by_std_in_grpo)
 
     def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [B, W] of each sample and trained step, before its weight, and detached scalars."""

@@ -9,7 +9,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -125,6 +125,13 @@ def save(config: Any, path: Path) -> None:
     path.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
 
 
+def default_of(f: "Field[Any]") -> Any:
+    """The default value of a dataclass field, a new one where it is mutable."""
+    if f.default_factory is not MISSING:
+        return f.default_factory()
+    return f.default
+
+
 @dataclass(frozen=True)
 class Row:
     """One leaf of a schema: its dotted key, type, default and meaning."""
@@ -141,11 +148,11 @@ def rows(schema: type, classes: dict[str, type] | None = None, prefix: str = "")
     for f in fields(schema):
         key, hint = prefix + f.name, (classes or {}).get(f.name, hints[f.name])
         if "registry" in f.metadata and not is_dataclass(hint):
-            hint = type(f.default_factory())  # type: ignore[misc]
+            hint = type(default_of(f))
         if is_dataclass(hint):
             yield from rows(hint, None, key + ".")  # type: ignore[arg-type]
             continue
-        default = f.default if f.default is not MISSING else f.default_factory()  # type: ignore[misc]
+        default = default_of(f)
         text = "required" if default == "???" else "null" if default is None else str(default)
         help = f.metadata["help"]
         bounds: Bounds = f.metadata["bounds"]
@@ -207,7 +214,7 @@ def _section_classes(schema: type, user: DictConfig) -> dict[str, type]:
         if "registry" not in f.metadata:
             continue
         section = user[f.name] if f.name in user else {}
-        default = f.default_factory().name  # type: ignore[misc]
+        default = default_of(f).name
         try:
             name = section["name"] if isinstance(section, DictConfig) and "name" in section else default
         except OmegaConfBaseException as error:
@@ -224,7 +231,7 @@ def _unknown_keys(schema: type, classes: dict[str, type], user: DictConfig, pref
     hints = get_type_hints(schema)
     known = {f.name: classes.get(f.name, hints[f.name]) for f in fields(schema)}
     for name in user:
-        key = f"{prefix}{name}"
+        key = prefix + str(name)
         if name not in known:
             yield key
             continue
@@ -235,7 +242,9 @@ def _unknown_keys(schema: type, classes: dict[str, type], user: DictConfig, pref
             if isinstance(value, DictConfig):
                 yield from _unknown_keys(hint, {}, value, key + ".")  # type: ignore[arg-type]
             elif value is not None:
-                raise ConfigError(f"{key}: {value!r} should be a section with keys: {', '.join(f.name for f in fields(hint))}")
+                raise ConfigError(
+                    f"{key}: {value!r} should be a section with keys: {', '.join(f.name for f in fields(hint))}"
+                )
         elif get_origin(hint) is list and is_dataclass(get_args(hint)[0]) and isinstance(value, ListConfig):
             for i, element in enumerate(value):
                 if isinstance(element, DictConfig):

@@ -11,6 +11,7 @@ from phalanx.config.load import arg
 
 DTYPES = ("float32", "bfloat16")
 SDE_TYPES = ("sde", "cps", "dance_sde")
+SEEDS: dict[str, Any] = {"ge": 0, "lt": 2**63}  # what torch's generators and phalanx.distributed.seed take
 
 
 @dataclass
@@ -27,7 +28,9 @@ class ModelConfig:
     )
     target_modules: Optional[list[str]] = arg(None, "module name suffixes that get a LoRA; null: the family's default")
     lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimised", choices=DTYPES)
-    attn_backend: Optional[str] = arg(None, "attention backend of diffusers' dispatch, e.g. native, flash; null: torch's")
+    attn_backend: Optional[str] = arg(
+        None, "attention backend of diffusers' dispatch, e.g. native, flash; null: torch's"
+    )
     gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
     compile: bool = arg(False, "torch.compile each transformer block")
 
@@ -39,7 +42,9 @@ class ParallelConfig:
     fsdp_size: Optional[int] = arg(None, "ranks that share one copy of the weights; null: the ranks of a node", ge=1)
     reshard_after_forward: bool = arg(True, "free a block's gathered weights after its forward pass in training")
     rollout_unsharded: bool = arg(True, "gather all weights once for the whole rollout (needs memory for a full copy)")
-    lora_sharding: str = arg("shard", "LoRA weights under FSDP: sharded with their block, or replicated", choices=("shard", "replicate"))
+    lora_sharding: str = arg(
+        "shard", "LoRA weights under FSDP: sharded with their block, or replicated", choices=("shard", "replicate")
+    )
     param_offload: bool = arg(False, "keep sharded weights on the CPU between uses (needs fsdp_size > 1)")
     optimizer_offload: bool = arg(False, "keep the optimizer's state and the EMA on the CPU")
     timeout_s: float = arg(600.0, "seconds after which a collective that some rank does not join ends the job", gt=0)
@@ -53,8 +58,10 @@ class DataConfig:
     val_files: list[str] = arg([], "held-out prompts, a validation set per file")
     train_batch_size: int = arg(32, "prompts a training step, over the world", ge=1)
     max_prompt_length: int = arg(256, "tokens of a prompt that the T5 or Qwen text encoder sees", ge=1)
-    seed: int = arg(0, "seed of the order of prompts")
-    embeds_cache_dir: Optional[str] = arg(None, "folder where prompt embeddings are kept between runs; null: memory only")
+    seed: int = arg(0, "seed of the order of prompts", **SEEDS)
+    embeds_cache_dir: Optional[str] = arg(
+        None, "folder where prompt embeddings are kept between runs; null: memory only"
+    )
 
 
 @dataclass
@@ -68,7 +75,7 @@ class ValRolloutConfig:
     guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3 family)")
     true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image)")
     noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
-    seed: int = arg(1234, "seed of the noise: a different one for each prompt, the same at each validation")
+    seed: int = arg(1234, "seed of the noise: a different one for each prompt, the same at each validation", **SEEDS)
 
 
 @dataclass
@@ -84,9 +91,15 @@ class RolloutConfig:
     true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image; 1 is off")
     noise_level: float = arg(0.7, "eta of the stochastic steps", gt=0)
     sde_type: str = arg("sde", "the stochastic step", choices=SDE_TYPES)
-    sde_window_size: Optional[int] = arg(2, "consecutive steps that are stochastic and trained; null: all but the last", ge=1)
-    sde_window_range: Optional[list[int]] = arg(None, "[a, b]: the window lies in steps a .. b-1; null: all but the last step")
-    window_schedule: str = arg("random", "the window's start: random per step, or progressive (MixGRPO)", choices=("random", "progressive"))
+    sde_window_size: Optional[int] = arg(
+        2, "consecutive steps that are stochastic and trained; null: all but the last", ge=1
+    )
+    sde_window_range: Optional[list[int]] = arg(
+        None, "[a, b]: the window lies in steps a .. b-1; null: all but the last step"
+    )
+    window_schedule: str = arg(
+        "random", "the window's start: random per step, or progressive (MixGRPO)", choices=("random", "progressive")
+    )
     window_iters: int = arg(25, "training steps that a progressive window stays in place", ge=1)
     micro_batch_size_per_gpu: Optional[int] = arg(
         None, "images sampled together; null: ppo_micro_batch_size_per_gpu x window, which makes log-probs exact", ge=1
@@ -99,7 +112,7 @@ class RolloutConfig:
 class AlgorithmConfig:
     """Which algorithm; its own keys stand beside `name` (see its file in phalanx.algorithms)."""
 
-    name: str = arg("flow_grpo", "module of phalanx.algorithms, a dotted module, or path/to/file.py:Class")
+    name: str = arg("flow_grpo", "module of phalanx.algorithms, a dotted module, or path/to/file.py")
 
 
 @dataclass
@@ -115,9 +128,13 @@ class ActorConfig:
     """How the policy is updated."""
 
     ppo_mini_batch_size: int = arg(16, "prompts an optimizer step (x rollout.n images)", ge=1)
-    ppo_micro_batch_size_per_gpu: int = arg(8, "images a forward and backward pass, each with all its window's steps", ge=1)
+    ppo_micro_batch_size_per_gpu: int = arg(
+        8, "images a forward and backward pass, each with all its window's steps", ge=1
+    )
     ppo_epochs: int = arg(1, "passes over a step's samples", ge=1)
-    detach_uncond: bool = arg(False, "no gradient through the unconditional branch of guidance: cheaper, another gradient")
+    detach_uncond: bool = arg(
+        False, "no gradient through the unconditional branch of guidance: cheaper, another gradient"
+    )
     ema: EmaConfig = field(default_factory=EmaConfig)
 
 
@@ -125,7 +142,9 @@ class ActorConfig:
 class OptimConfig:
     """The optimizer and its learning rate."""
 
-    name: str = arg("adamw", "adamw, or muon for the blocks' matrices and AdamW for the rest", choices=("adamw", "muon"))
+    name: str = arg(
+        "adamw", "adamw, or muon for the blocks' matrices and AdamW for the rest", choices=("adamw", "muon")
+    )
     lr: float = arg(1e-4, "peak learning rate", gt=0)
     betas: list[float] = arg([0.9, 0.999], "AdamW's betas")
     eps: float = arg(1e-8, "AdamW's epsilon", gt=0)
@@ -161,7 +180,9 @@ class TrainerConfig:
     """The run."""
 
     total_training_steps: Optional[int] = arg(None, "training steps; null: from total_epochs", ge=0)
-    total_epochs: Optional[float] = arg(None, "passes over the training prompts, where total_training_steps is null", gt=0)
+    total_epochs: Optional[float] = arg(
+        None, "passes over the training prompts, where total_training_steps is null", gt=0
+    )
     save_freq: int = arg(50, "steps between checkpoints, and one at the end; -1: never")
     test_freq: int = arg(-1, "steps between validations, and one at the end; -1: never")
     val_before_train: bool = arg(True, "validate before the first step")
@@ -170,7 +191,7 @@ class TrainerConfig:
     project_name: str = arg("phalanx", "project in the loggers")
     experiment_name: str = arg("run", "name of the run")
     output_dir: str = arg("outputs/${trainer.project_name}/${trainer.experiment_name}", "where all files of the run go")
-    seed: int = arg(0, "seed of noise, windows and LoRA initialisation")
+    seed: int = arg(0, "seed of noise, windows and LoRA initialisation", **SEEDS)
     resume: str = arg("auto", "auto: from the newest complete checkpoint, if any; never; or a checkpoint's path")
     max_checkpoints: int = arg(2, "newest checkpoints that are kept", ge=1)
     deterministic: bool = arg(False, "torch.use_deterministic_algorithms: slower on GPUs, repeats bit for bit")
@@ -202,7 +223,9 @@ class FlowMatchingConfig:
     """The supervised loss (rectified flow; SD3, arXiv 2403.03206, section 3.1)."""
 
     micro_batch_size_per_gpu: int = arg(8, "images a forward and backward pass", ge=1)
-    logit_mean: float = arg(0.0, "noise levels are sigmoid(N(logit_mean, logit_std)), then shifted as the scheduler does")
+    logit_mean: float = arg(
+        0.0, "noise levels are sigmoid(N(logit_mean, logit_std)), then shifted as the scheduler does"
+    )
     logit_std: float = arg(1.0, "see logit_mean", gt=0)
     prompt_dropout: float = arg(0.1, "share of images whose prompt is the empty one, for guidance", ge=0, lt=1)
     cache_latents: bool = arg(True, "encode all images once at the start and keep their latents in memory")

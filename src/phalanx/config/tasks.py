@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from phalanx.config.load import ConfigError, arg
-from phalanx.config.schema import DTYPES, SDE_TYPES, ParallelConfig, RunConfig
+from phalanx.config.schema import DTYPES, SDE_TYPES, SEEDS, ParallelConfig, RunConfig
 
 WEIGHTS = ("auto", "model", "ema")
 EXPORT_DTYPES = (*DTYPES, "float16")
@@ -52,16 +52,22 @@ class SampleConfig:
     weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
     prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
     prompt_file: Optional[str] = arg(None, "prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder")
-    max_prompt_length: Optional[int] = arg(None, "tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", ge=1)
+    max_prompt_length: Optional[int] = arg(
+        None, "tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", ge=1
+    )
     n: int = arg(1, "images a prompt", ge=1)
     num_inference_steps: Optional[int] = arg(None, "denoising steps; null: the run's, or 10", ge=1)
     height: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
     width: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
     guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3 family); null: the run's, or 1, off")
-    true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image); null: the run's, or 1, off")
+    true_cfg_scale: Optional[float] = arg(
+        None, "true classifier-free guidance (Qwen-Image); null: the run's, or 1, off"
+    )
     noise_level: Optional[float] = arg(None, "eta of the sampler, 0 is the ODE; null: the run's, or 0", ge=0)
-    sde_type: Optional[str] = arg(None, "the stochastic step, where noise_level > 0; null: the run's, or sde", choices=SDE_TYPES)
-    seed: Optional[int] = arg(None, "seed of the noise; null: that of the run's validation, or 1234")
+    sde_type: Optional[str] = arg(
+        None, "the stochastic step, where noise_level > 0; null: the run's, or sde", choices=SDE_TYPES
+    )
+    seed: Optional[int] = arg(None, "seed of the noise; null: that of the run's validation, or 1234", **SEEDS)
     micro_batch_size_per_gpu: int = arg(1, "images sampled together", ge=1)
     output_dir: str = arg("outputs/samples", "folder for the images, which are replaced, and grid.png")
     columns: Optional[int] = arg(None, "images in a row of the grid; null: n, or a square where n is 1", ge=1)

@@ -45,9 +45,7 @@ class Sharded:
         for name, p in trained.items():
             self.parameters[name] = self._own(name, p, dtype) if name in replicated else p
         blocks_of = {id(p) for block in blocks for p in block.parameters()}
-        self.hidden_matrices = {
-            name for name, p in trained.items() if id(p) in blocks_of and p.dim() >= 2
-        }
+        self.hidden_matrices = {name for name, p in trained.items() if id(p) in blocks_of and p.dim() >= 2}
         self.publish()
 
     def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:

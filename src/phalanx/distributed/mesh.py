@@ -55,10 +55,14 @@ def shard_size(config: ParallelConfig, launch: Launch) -> int:
     width = config.fsdp_size or launch.local_world_size
     if launch.world_size % width:
         fitting = [n for n in range(1, launch.world_size + 1) if launch.world_size % n == 0]
-        below, above = max(n for n in fitting if n <= max(width, 1)), min((n for n in fitting if n >= width), default=fitting[-1])
+        below, above = (
+            max(n for n in fitting if n <= max(width, 1)),
+            min((n for n in fitting if n >= width), default=fitting[-1]),
+        )
         near = " or ".join(str(n) for n in sorted({below, above}))
         raise ConfigError(
-            f"parallel.fsdp_size: {width} does not divide the world's {launch.world_size} ranks; nearest that does: {near}"
+            f"parallel.fsdp_size: {width} does not divide the world's {launch.world_size} ranks; "
+            f"nearest that does: {near}"
         )
     return width
 

@@ -102,7 +102,7 @@ def sde_step(
 
 
 def gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
-    """KL divergence [B] of two transitions of equal `std` [B], averaged over the latent's dims: (m - m')^2 / 2 std^2."""
+    """KL divergence [B] of two transitions of one `std` [B], averaged over the latent's dims: (m - m')^2 / 2 std^2."""
     squared = _mean_of_dims((mean.float() - other_mean.float()) ** 2)
     return squared / (2 * std.float() ** 2)
 

@@ -22,6 +22,11 @@ def sde_window(
     Raises:
         ValueError: where the range is empty, leaves the schedule, or is shorter than the window.
     """
+    if window_range is None and num_inference_steps < 2:
+        raise ValueError(
+            f"rollout.num_inference_steps: {num_inference_steps} leaves no step to train, since the last one is not "
+            "trained; should be at least 2"
+        )
     first, end = window_range if window_range is not None else (0, num_inference_steps - 1)
     if not 0 <= first < end <= num_inference_steps:
         raise ValueError(
@@ -31,7 +36,8 @@ def sde_window(
     length = end - first if size is None else size
     if length > end - first:
         raise ValueError(
-            f"rollout.sde_window_size: {length} does not fit into the {end - first} steps of the range [{first}, {end}]"
+            f"rollout.sde_window_size: {length} does not fit into the range [{first}, {end}]; should be at most "
+            f"{end - first}"
         )
     last_start = end - length
     if schedule == "progressive":

@@ -1,8 +1,9 @@
 """What a family of flow-matching models must provide; a new family is one file with a class `Model`."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +17,11 @@ Embeds = dict[str, Tensor]
 class FlowModel:
     """A text-to-image model in diffusers' own classes. N rows are samples, noise levels and guidance branches alike."""
 
-    pipeline_class: ClassVar[str]
-    guidance_key: ClassVar[str]
-    lora_targets: ClassVar[list[str]]
-    default_negative: ClassVar[str]
-    masks_text: ClassVar[bool] = False  # whether attention takes a mask where prompts differ in length
+    pipeline_class: str
+    guidance_key: str
+    lora_targets: Sequence[str]
+    default_negative: str
+    masks_text: bool = False  # whether attention takes a mask where prompts differ in length
 
     pipeline: Any
     transformer: Any

@@ -1,6 +1,6 @@
 """LoRA through peft: adding it, and switching it off without touching requires_grad."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from phalanx.config.schema import ModelConfig
 
 
-def add_lora(transformer: Any, config: ModelConfig, default_targets: list[str], seed: int) -> None:
+def add_lora(transformer: Any, config: ModelConfig, default_targets: Sequence[str], seed: int) -> None:
     """Add a LoRA to a diffusers transformer and freeze all else. Its weights are a function of `seed`.
 
     Raises ValueError where no module matches `model.target_modules`.
@@ -39,7 +39,7 @@ def add_lora(transformer: Any, config: ModelConfig, default_targets: list[str], 
             LoraConfig(
                 r=config.lora_rank,
                 lora_alpha=alpha,
-                target_modules=targets,
+                target_modules=list(targets),
                 init_lora_weights=inits[config.lora_init],
             )
         )

@@ -1,6 +1,6 @@
 """Qwen-Image (arXiv 2508.02324): packed latents, dynamic shift, true classifier-free guidance."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ class Model(FlowModel):
     default_negative = " "
     masks_text = True
     # the layers of VeRL-Omni's recipes: all but the modulation
-    lora_targets: ClassVar[list[str]] = [
+    lora_targets = (
         "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
         "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
-    ]  # fmt: skip
+    )  # fmt: skip
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         absent = absent_components(model_index(config.path))

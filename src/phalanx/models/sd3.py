@@ -1,6 +1,6 @@
 """Stable Diffusion 3 and 3.5, with or without the T5 text encoder (arXiv 2403.03206)."""
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
@@ -17,10 +17,10 @@ class Model(FlowModel):
     pipeline_class = "StableDiffusion3Pipeline"
     guidance_key = "guidance_scale"
     default_negative = ""
-    lora_targets: ClassVar[list[str]] = [
+    lora_targets = (
         "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
         "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
-    ]  # fmt: skip
+    )  # fmt: skip
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         absent = absent_components(model_index(config.path))

@@ -156,7 +156,7 @@ class PolicyRollout:
         return Schedule(sigmas.to(device), timesteps.to(device), sigmas.tolist())
 
     def collate(self, prompts: list[Prompt]) -> dict[str, Tensor]:
-        """Embeddings [2 P, ...] on the device, padded to the longest prompt of all ranks: shapes show in the last bits."""
+        """Embeddings [2 P, ...] on the device, padded to the longest of all ranks: shapes show in the last bits."""
         embeds = self.policy.embed(prompts)
         lengths = [e["prompt_embeds"].shape[0] for e in embeds]
         longest, shortest = reduce_int(max(lengths), "max"), -reduce_int(-min(lengths), "max")
@@ -169,7 +169,9 @@ def train_sampler(c: RolloutConfig, guidance_key: str) -> Sampler:
     guidance = {"guidance_scale": c.guidance_scale, "true_cfg_scale": c.true_cfg_scale}
     for key, value in guidance.items():
         if key != guidance_key and value > 1:
-            raise ValueError(f"rollout.{key}: {value:g} has no effect on this model; its guidance is rollout.{guidance_key}")
+            raise ValueError(
+                f"rollout.{key}: {value:g} has no effect on this model; its guidance is rollout.{guidance_key}"
+            )
     return Sampler(c.num_inference_steps, c.height, c.width, guidance[guidance_key], c.noise_level, c.sde_type)
 
 

@@ -1,0 +1,225 @@
+"""A model family of random weights: real architectures, built from their configurations, nothing downloaded or loaded.
+
+In a configuration, `model.family: benchmarks/shapes.py` and `model.path: <shape>`, where a shape is one of SHAPES.
+Weights are made on the device, in the dtype that they are kept in. No layer is left at zero, and prompt embeddings are
+random too, so that no encoder is needed: `text_length` tokens each, 77 + data.max_prompt_length for SD3.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLQwenImage,
+    FlowMatchEulerDiscreteScheduler,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
+from torch import Tensor, nn
+
+from phalanx.config.schema import ModelConfig
+from phalanx.models import qwen_image, sd3
+from phalanx.models.attention import DispatchedJointAttention
+from phalanx.models.family import Embeds, FlowModel
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Constructor arguments of a transformer and its VAE; `text_length` tokens a prompt, None: by the family's rule."""
+
+    transformer: dict[str, Any]
+    vae: dict[str, Any]
+    text_length: int | None = None
+    scheduler: dict[str, Any] = field(default_factory=dict)
+
+
+# huggingface.co/stabilityai/stable-diffusion-3.5-medium: the config.json of transformer and vae
+_SD3_VAE = {
+    "latent_channels": 16,
+    "scaling_factor": 1.5305,
+    "shift_factor": 0.0609,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+_FOUR_BLOCKS = {"down_block_types": ("DownEncoderBlock2D",) * 4, "up_block_types": ("UpDecoderBlock2D",) * 4}
+# huggingface.co/Qwen/Qwen-Image: scheduler_config.json
+_QWEN_SCHEDULER = {
+    "base_image_seq_len": 256,
+    "base_shift": 0.5,
+    "max_image_seq_len": 8192,
+    "max_shift": 0.9,
+    "shift_terminal": 0.02,
+    "time_shift_type": "exponential",
+    "use_dynamic_shifting": True,
+}
+
+SHAPES: dict[str, Shape] = {
+    # 2.2 billion parameters and its VAE
+    "sd35_medium": Shape(
+        transformer={
+            "sample_size": 128,
+            "in_channels": 16,
+            "out_channels": 16,
+            "num_layers": 24,
+            "num_attention_heads": 24,
+            "attention_head_dim": 64,
+            "joint_attention_dim": 4096,
+            "caption_projection_dim": 1536,
+            "pooled_projection_dim": 2048,
+            "pos_embed_max_size": 384,
+            "dual_attention_layers": tuple(range(13)),
+            "qk_norm": "rms_norm",
+        },
+        vae={**_FOUR_BLOCKS, **_SD3_VAE, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2},
+        scheduler={"shift": 3.0},
+    ),
+    # 2.6 million parameters: the unit of work of cpu_reference.yaml
+    "sd3_cpu": Shape(
+        transformer={
+            "sample_size": 32,
+            "in_channels": 16,
+            "out_channels": 16,
+            "num_layers": 4,
+            "num_attention_heads": 4,
+            "attention_head_dim": 32,
+            "joint_attention_dim": 256,
+            "caption_projection_dim": 128,
+            "pooled_projection_dim": 128,
+            "pos_embed_max_size": 64,
+            "dual_attention_layers": (0, 1),
+            "qk_norm": "rms_norm",
+        },
+        vae={**_FOUR_BLOCKS, **_SD3_VAE, "block_out_channels": (32,) * 4, "layers_per_block": 1, "norm_num_groups": 8},
+        scheduler={"shift": 3.0},
+    ),
+    "tiny_sd3": Shape(
+        transformer={
+            "sample_size": 8,
+            "in_channels": 4,
+            "out_channels": 4,
+            "num_layers": 2,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "joint_attention_dim": 32,
+            "caption_projection_dim": 32,
+            "pooled_projection_dim": 32,
+            "pos_embed_max_size": 16,
+            "dual_attention_layers": (0,),
+            "qk_norm": "rms_norm",
+        },
+        vae={
+            **_FOUR_BLOCKS,
+            **_SD3_VAE,
+            "latent_channels": 4,
+            "block_out_channels": (8,) * 4,
+            "layers_per_block": 1,
+            "norm_num_groups": 4,
+        },
+        scheduler={"shift": 3.0},
+    ),
+    # 20.4 billion parameters: the defaults of diffusers' classes are those of Qwen/Qwen-Image
+    "qwen_image": Shape(transformer={}, vae={}, text_length=64, scheduler=_QWEN_SCHEDULER),
+    "tiny_qwen_image": Shape(
+        transformer={
+            "in_channels": 16,
+            "out_channels": 4,
+            "num_layers": 2,
+            "num_attention_heads": 2,
+            "attention_head_dim": 16,
+            "joint_attention_dim": 32,
+            "axes_dims_rope": (4, 6, 6),
+        },
+        vae={
+            "base_dim": 8,
+            "z_dim": 4,
+            "num_res_blocks": 1,
+            "latents_mean": [-0.2, 0.1, 0.3, -0.1],
+            "latents_std": [1.5, 0.8, 1.2, 2.0],
+        },
+        text_length=16,
+        scheduler=_QWEN_SCHEDULER,
+    ),
+}
+
+
+class _SD3(sd3.Model):
+    def __init__(self, shape: Shape, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.transformer = random_weights(SD3Transformer2DModel, shape.transformer, weights_dtype)
+        self.vae = random_weights(AutoencoderKL, shape.vae, dtype)
+        self.text_encoders = []
+        self.pipeline = StableDiffusion3Pipeline(
+            transformer=self.transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(**shape.scheduler),
+            vae=self.vae,
+            **{f"{part}{i}": None for part in ("text_encoder", "tokenizer") for i in ("", "_2", "_3")},
+        )
+        if config.attn_backend is not None:
+            self.transformer.set_attn_processor(DispatchedJointAttention())
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        c = self.transformer.config
+        length = 77 + max_length if self.shape.text_length is None else self.shape.text_length
+        sizes = {"prompt_embeds": (length, c.joint_attention_dim), "pooled": (c.pooled_projection_dim,)}
+        return [random_embeds(text, sizes, self.dtype) for text in texts]
+
+
+class _QwenImage(qwen_image.Model):
+    def __init__(self, shape: Shape, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+        self.transformer = random_weights(QwenImageTransformer2DModel, shape.transformer, weights_dtype)
+        self.vae = random_weights(AutoencoderKLQwenImage, shape.vae, dtype)
+        self.text_encoders = []
+        self.pipeline = QwenImagePipeline(
+            transformer=self.transformer,
+            scheduler=FlowMatchEulerDiscreteScheduler(**shape.scheduler),
+            vae=self.vae,
+            text_encoder=None,
+            tokenizer=None,
+        )
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        assert self.shape.text_length is not None
+        sizes = {"prompt_embeds": (min(self.shape.text_length, max_length), self.transformer.config.joint_attention_dim)}
+        return [random_embeds(text, sizes, self.dtype) for text in texts]
+
+
+def Model(config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> FlowModel:
+    """The shape that `config.path` names; raises ValueError for an unknown one. What `model.family` looks for."""
+    if config.path not in SHAPES:
+        raise ValueError(f"model.path: {config.path!r} is no shape of benchmarks/shapes.py; known: {', '.join(SHAPES)}")
+    family = _QwenImage if "qwen" in config.path else _SD3
+    return family(SHAPES[config.path], config, dtype, weights_dtype)
+
+
+def random_weights(kind: type[nn.Module], arguments: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A module of `dtype` on this rank's device, the same on every rank: matrices N(0, 0.02), vectors as made + N(0, 0.02).
+
+    Parameters are made on the meta device first: never in another dtype, never on another device.
+    """
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    with init_empty_weights(include_buffers=False):
+        module = kind(**arguments)
+    generator = torch.Generator(device).manual_seed(0)
+    for part in module.modules():
+        for name, p in part.named_parameters(recurse=False):
+            value = torch.empty(p.shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+            if p.dim() == 1 and name == "weight":  # a norm's gain
+                value += 1
+            setattr(part, name, nn.Parameter(value, requires_grad=False))
+    return module.to(device, dtype).eval()
+
+
+def random_embeds(text: str, sizes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Embeds:
+    """Standard normal embeddings of `sizes`, a function of the text."""
+    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+    generator = torch.Generator().manual_seed(seed)
+    found: dict[str, Tensor] = {}
+    for name, size in sizes.items():
+        found[name] = torch.randn(size, generator=generator).to(dtype)
+    return found

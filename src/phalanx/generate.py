@@ -1,0 +1,180 @@
+"""Sampling from a model folder or a checkpoint, on any number of ranks: the sampler of validation, and nothing else.
+
+An image is a function of its prompt and number, the seed, the settings and the micro-batch size; the ranks only share
+the work. Image j of prompt i has the noise that validation gives it, so a run's validation images can be made again.
+"""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from phalanx.config import ConfigError
+from phalanx.config.schema import DataConfig, ModelConfig, RolloutConfig, TrainerConfig
+from phalanx.config.tasks import SampleConfig
+from phalanx.data import load_prompts
+from phalanx.distributed import mesh
+from phalanx.distributed.collectives import broadcast_object, gather_object
+from phalanx.export import Trained, open_checkpoint
+from phalanx.images import CAPTION_SIZE, TILE_MIN, caption, fit, read_index
+from phalanx.models.flow import DTYPES, FlowPolicy, family_of
+from phalanx.rollout.policy import PolicyRollout
+from phalanx.types import Prompt
+
+MARGIN = 8
+
+
+class Generator:
+    """`Generator(cfg)` builds the model (a ValueError is the user's mistake), `run()` samples and writes."""
+
+    def __init__(self, cfg: SampleConfig) -> None:
+        self.cfg = cfg
+        self.prompts = read_prompts(cfg)
+        self.output_dir = Path(cfg.output_dir).expanduser()
+        if self.output_dir.exists() and not self.output_dir.is_dir():
+            raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
+        self.trained = self._open()
+        mesh.shard_size(cfg.parallel, mesh.Launch.from_env())
+        self.world = mesh.start(cfg.parallel)
+        if self.trained is not None:  # a run that goes on may have written another one meanwhile
+            folder = broadcast_object(str(self.trained.folder))
+            if folder != str(self.trained.folder):
+                self.trained = open_checkpoint(folder, cfg.weights)
+        self.policy = self._policy()
+        settings = rollout_settings(cfg, self.trained.run.rollout if self.trained is not None else RolloutConfig())
+        key = self.policy.model.guidance_key
+        for name in ("guidance_scale", "true_cfg_scale"):
+            value = vars(cfg)[name]
+            if name != key and value is not None and value > 1:
+                raise ConfigError(f"{name}: {value:g} has no effect on this model; its guidance is {key}")
+        try:
+            self.rollout = PolicyRollout(self.policy, settings, self.world, cfg.micro_batch_size_per_gpu)
+        except ValueError as error:  # said of the section that these keys have in a run's configuration
+            raise ConfigError(str(error).removeprefix("rollout.")) from None
+
+    def _open(self) -> Trained | None:
+        if self.cfg.checkpoint is not None:
+            return open_checkpoint(self.cfg.checkpoint, self.cfg.weights)
+        if self.cfg.model.path is None:
+            raise ConfigError("neither model.path nor checkpoint is set; give one of them")
+        if self.cfg.weights == "ema":
+            raise ConfigError("weights: ema needs a checkpoint; a model folder has its own weights only")
+        return None
+
+    def _policy(self) -> FlowPolicy:
+        """The model over the mesh, with its weights in the dtype that it computes in: nothing is trained here."""
+        run = self.trained.run if self.trained is not None else None
+        given = {name: value for name, value in vars(self.cfg.model).items() if value is not None}
+        config = replace(run.model if run is not None else ModelConfig(), gradient_checkpointing=False, **given)
+        data = run.data if run is not None else DataConfig()
+        if self.cfg.max_prompt_length is not None:
+            data = replace(data, max_prompt_length=self.cfg.max_prompt_length)
+        dtype = DTYPES[config.dtype]
+        model = family_of(config)(config, dtype, dtype)
+        model.vae.to(self.world.device)
+        seed = run.trainer.seed if run is not None else TrainerConfig().seed
+        policy = FlowPolicy(model, self.world, config, self.cfg.parallel, data, seed=seed)
+        if self.trained is not None:
+            self.trained.check_fits({name: p.shape for name, p in policy.parameters.items()}, config.path)
+        return policy
+
+    def run(self) -> None:
+        """Sample all images and write them on rank 0, each as soon as it is there, then the grid."""
+        if self.trained is not None:
+            tensors = {name: p.detach() for name, p in self.policy.parameters.items()}
+            self.trained.read_into(tensors, self.world.checkpoint_group)
+            self.policy.sharded.publish()
+        writer = Writer(self.output_dir, self.cfg.n) if self.world.rank == 0 else None
+        share = -(-len(self.prompts) // self.world.size)
+        first = self.world.rank * share
+        # ranks must do equal work, so the end is filled up with the last prompt; those images are dropped
+        mine = [self.prompts[min(first + j, len(self.prompts) - 1)] for j in range(share)]
+        done = 0
+
+        def each(images: Tensor, prompts: list[Prompt]) -> None:
+            nonlocal done
+            start, done = first * self.cfg.n + done, done + len(images)
+            pixels = (images * 255).round().byte().permute(0, 2, 3, 1).numpy()
+            rows = [(start + j, prompts[j].text, pixels[j]) for j in range(len(prompts))]
+            for index, text, image in (row for part in gather_object(rows) for row in part):
+                if writer is not None and index < len(self.prompts) * self.cfg.n:
+                    writer.add(index, text, Image.fromarray(image))
+
+        with self.rollout.awake():
+            self.rollout.sample_validation(mine, each=each)
+        if writer is not None:
+            writer.finish(self.cfg.columns)
+        mesh.stop()
+
+
+def read_prompts(cfg: SampleConfig) -> list[Prompt]:
+    """The prompts of the task, numbered from 0; raises ValueError where there are none, or two sources."""
+    if cfg.prompts and cfg.prompt_file is not None:
+        raise ConfigError("prompts and prompt_file are both set; give one of them")
+    if cfg.prompt_file is not None:
+        rows = load_prompts([cfg.prompt_file], "prompt_file")
+        return [Prompt(row.text, i, row.meta, row.negative) for i, row in enumerate(rows)]
+    if not cfg.prompts:
+        raise ConfigError("neither prompts nor prompt_file is set; give one of them, e.g. prompts='[a red apple]'")
+    return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]
+
+
+def rollout_settings(cfg: SampleConfig, base: RolloutConfig) -> RolloutConfig:
+    """The settings of a run's rollout with what the task changes, where validation reads them."""
+    shared = ("num_inference_steps", "height", "width", "guidance_scale", "true_cfg_scale")
+    given = {name: vars(cfg)[name] for name in (*shared, "n", "noise_level", "seed") if vars(cfg)[name] is not None}
+    val = replace(base.val, **given)
+    # training's own sizes are never sampled here, but they are checked
+    sizes = {name: vars(val)[name] for name in ("height", "width") if vars(val)[name] is not None}
+    return replace(base, sde_type=cfg.sde_type or base.sde_type, val=val, **sizes)
+
+
+class Writer:
+    """The images on disk: `00003.png` is image 3 % n of prompt 3 // n; `index.jsonl` says which prompt; `grid.png`."""
+
+    def __init__(self, folder: Path, n: int) -> None:
+        self.folder, self.n = folder, n
+        self._tiles: dict[int, tuple[str, Image.Image]] = {}
+        for row in read_index(folder):  # images of a call before, which may have been more
+            (folder / row["file"]).unlink(missing_ok=True)
+        (folder / "index.jsonl").unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, index: int, prompt: str, image: Image.Image) -> None:
+        """Write an image; its small version stays for the grid."""
+        image.save(self.folder / f"{index:05d}.png")
+        self._tiles[index] = (prompt, fit(image))
+
+    def finish(self, columns: int | None) -> None:
+        """Write the index and the grid, and say where all is."""
+        order = sorted(self._tiles)
+        rows = [{"index": i, "prompt": self._tiles[i][0], "reward": None, "file": f"{i:05d}.png"} for i in order]
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+        (self.folder / "index.jsonl").write_text(text, encoding="utf-8")
+        if columns is None:
+            columns = self.n if self.n > 1 else math.ceil(math.sqrt(len(order)))
+        sheet([self._tiles[i] for i in order], columns).save(self.folder / "grid.png")
+        print(f"{len(order)} images in {self.folder}, all of them in {self.folder / 'grid.png'}", flush=True)
+
+
+def sheet(tiles: list[tuple[str, Image.Image]], columns: int) -> Image.Image:
+    """Pictures in rows of `columns`, each with its prompt below it."""
+    font = ImageFont.load_default(CAPTION_SIZE)
+    width = max(TILE_MIN, *(tile.width for _, tile in tiles))
+    captions = [caption(prompt, 0.0, font, width)[1:] for prompt, _ in tiles]  # without its first line, the reward
+    line = CAPTION_SIZE + 4
+    height = max(tile.height for _, tile in tiles) + max(map(len, captions)) * line + MARGIN
+    rows = -(-len(tiles) // columns)
+    size = (min(columns, len(tiles)) * (width + MARGIN) + MARGIN, rows * (height + MARGIN) + MARGIN)
+    picture = Image.new("RGB", size, (255, 255, 255))
+    draw = ImageDraw.Draw(picture)
+    for i, ((_, tile), lines) in enumerate(zip(tiles, captions, strict=True)):
+        x = MARGIN + i % columns * (width + MARGIN)
+        y = MARGIN + i // columns * (height + MARGIN)
+        picture.paste(tile, (x + (width - tile.width) // 2, y))
+        for k, words in enumerate(lines):
+            draw.text((x, y + tile.height + 3 + k * line), words, font=font, fill=(20, 20, 20))
+    return picture

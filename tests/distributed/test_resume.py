@@ -1,0 +1,111 @@
+"""A run that was stopped and resumed is the run that was not, and a damaged checkpoint is never picked."""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from phalanx.checkpoint import find
+from tests.jobs import fit, tiny_config
+from tests.ranks import RankError, run_ranks
+
+LORA = ("model.lora_rank=4", "actor.ema.decay=0.9")
+STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "optim.lr_scheduler=cosine")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what time and memory say."""
+    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time/"))} for line in lines]
+
+
+def stop_after(folder: Path, step: int) -> None:
+    """Make the run look as if it had been killed after `step`: later checkpoints are gone, later rows are not."""
+    for checkpoint in (folder / "out" / "checkpoints").glob("step_*"):
+        if checkpoint.name > f"step_{step:06d}":
+            shutil.rmtree(checkpoint)
+
+
+@pytest.mark.parametrize("kind", [LORA, ("actor.ema.decay=0.9",)], ids=["lora", "full"])
+@pytest.mark.parametrize(("world", "fsdp"), [(1, 1), (2, 2)])
+def test_resume_repeats_bit_for_bit(
+    world: int, fsdp: int, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path
+) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, *kind, *STEPS, f"parallel.fsdp_size={fsdp}")
+    unkilled = run_ranks(fit, world, cfg)[0]
+    wanted = rows(tmp_path)
+    assert [row["step"] for row in wanted] == [1, 2, 3, 4]
+    stop_after(tmp_path, 2)
+    resumed = run_ranks(fit, world, cfg)[0]
+    assert rows(tmp_path) == wanted
+    assert unkilled.keys() == resumed.keys()
+    for name, value in unkilled.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+@pytest.mark.parametrize(("before", "after", "fsdp"), [(1, 2, 2), (4, 2, 1), (2, 4, 2)])
+def test_resume_on_other_ranks(before: int, after: int, fsdp: int, sd3_folder: Path, tmp_path: Path) -> None:
+    fixed = ("rollout.micro_batch_size_per_gpu=4", "actor.ppo_micro_batch_size_per_gpu=2")
+    cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, *fixed, f"parallel.fsdp_size={min(before, 2)}")
+    run_ranks(fit, before, cfg)
+    wanted = rows(tmp_path)
+    stop_after(tmp_path, 2)
+    cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, *fixed, f"parallel.fsdp_size={fsdp}")
+    run_ranks(fit, after, cfg)
+    for row, expected in zip(rows(tmp_path), wanted, strict=True):
+        assert row.keys() == expected.keys()
+        for key in ("reward/mean", "actor/grad_norm", "actor/lr"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-5), key
+
+
+def test_only_what_is_trained_is_saved(sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, "trainer.max_checkpoints=1")
+    weights = run_ranks(fit, 2, cfg)[0]
+    assert all("lora_" in name for name in weights)
+    (checkpoint,) = (tmp_path / "out" / "checkpoints").iterdir()  # the newest one is kept, and no .tmp
+    assert checkpoint.name == "step_000004"
+    saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    expected = {f"{part}.{name}" for name in weights for part in ("model", "ema")}
+    expected |= {f"optim.{name}.{key}" for name in weights for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert set(saved) == expected
+
+
+def test_damaged_checkpoints_are_passed_over(
+    sd3_folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, "trainer.save_freq=1", "trainer.max_checkpoints=4")
+    run_ranks(fit, 1, cfg)
+    root = tmp_path / "out" / "checkpoints"
+    assert find(root) == root / "step_000004"
+    data = next((root / "step_000004").glob("*.distcp"))
+    data.write_bytes(data.read_bytes()[:-100])
+    (root / "step_000003" / "meta.json").write_text("{")
+    (root / "step_000002").rename(root / "step_000002.tmp")
+    with caplog.at_level(logging.WARNING):
+        assert find(root) == root / "step_000001"
+    size = len(data.read_bytes())
+    assert f"step_000004 is passed over: {data.name} has {size} bytes of {size + 100}" in caplog.text
+    assert "step_000003 is passed over: meta.json is damaged" in caplog.text
+    assert "step_000002.tmp is passed over: it was never finished" in caplog.text
+    wanted = rows(tmp_path)
+    run_ranks(fit, 1, cfg)  # goes on from step 1
+    assert rows(tmp_path) == wanted
+
+
+def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS)
+    run_ranks(fit, 1, cfg)
+    folder = tmp_path / "out" / "checkpoints" / "step_000004"
+    other = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, "model.lora_rank=2")
+    with pytest.raises(RankError) as error:
+        run_ranks(fit, 2, other)
+    assert f"trainer.resume: {folder} holds trained parameters" in str(error.value)
+    assert "give another trainer.output_dir, or trainer.resume=never" in str(error.value)
+    missing = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, f"trainer.resume={tmp_path}/nowhere")
+    with pytest.raises(RankError, match="nowhere' cannot be used: no such folder"):
+        run_ranks(fit, 1, missing)

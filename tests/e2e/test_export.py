@@ -1,0 +1,365 @@
+"""tasks/export_checkpoint.py: what it writes loads in stock diffusers, and makes the images of the trained policy."""
+
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from phalanx.config import load
+from phalanx.config.tasks import ExportConfig
+from phalanx.distributed.seed import fold_in, normal
+from phalanx.export import Export
+from phalanx.types import JobError, Prompt
+from tests.jobs import tiny_config
+from tests.ranks import run_ranks, torchrun
+from tests.tiny import load_pipeline
+
+TEXTS = ['a "7" on a wall', "a longer prompt, about two cats"]
+FULL = ("optim.lr=1e-2",)
+# alpha is not the rank, and the modulation layers are adapted as well
+LORA = ("optim.lr=3e-2", "model.lora_rank=4", "model.lora_alpha=6")
+RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sd3-lora": ("sd3", (*LORA, "model.target_modules=[attn.to_q, attn.to_out.0, norm1.linear, ff.net.2]")),
+    "sd3-pissa": ("sd3", (*LORA, "model.target_modules=[attn.to_v, norm1.linear]", "model.lora_init=pissa")),
+    "sd3-full": ("sd3", FULL),
+    "qwen-lora": ("qwen", (*LORA, "model.target_modules=[attn.to_k, attn.add_v_proj, img_mod.1, txt_mlp.net.2]")),
+    "qwen-full": ("qwen", FULL),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run: its folder, and the live policy's images [P, 3, H, W] with each of its weights."""
+
+    folder: Path
+    base: Path
+    images: dict[str, Tensor]
+
+
+def train(overrides: tuple[str, ...], base: Path, folder: Path) -> dict[str, Tensor]:
+    """Two steps of real training, then images with the weights, the moving average, and the weights of the start."""
+    from phalanx.trainer import Trainer
+
+    trainer = Trainer(
+        tiny_config(
+            base,
+            folder,
+            "data.train_batch_size=2",
+            "actor.ppo_mini_batch_size=1",
+            "actor.ppo_micro_batch_size_per_gpu=4",
+            "actor.ema={decay: 0.7, warmup: false}",
+            "reward.functions=[{name: jpeg_compressibility}]",
+            "trainer.save_freq=2",
+            *overrides,
+        )
+    )
+    images = {"start": sample(trainer)}
+    trainer.fit()
+    images["model"] = sample(trainer)
+    return images | ({"ema": sample(trainer, "ema")} if trainer.ema is not None else {})
+
+
+def sample(trainer: Any, weights: str | None = None) -> Tensor:
+    parts: list[Tensor] = []
+    with nullcontext() if weights is None else trainer.policy.using(weights), trainer.rollout.awake():
+        prompts = [Prompt(text, i, {}) for i, text in enumerate(TEXTS)]
+        trainer.rollout.sample_validation(prompts, each=lambda images, _: parts.append(images))
+    return torch.cat(parts)
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Runs by name, each trained once."""
+    done: dict[str, Run] = {}
+
+    def get(name: str) -> Run:
+        if name not in done:
+            family, overrides = RUNS[name]
+            base = request.getfixturevalue(f"{family}_folder")
+            folder = tmp_path_factory.mktemp(name)
+            (images,) = run_ranks(train, 1, overrides, base, folder)
+            done[name] = Run(folder / "out", base, images)
+        return done[name]
+
+    return get
+
+
+def export(folder: Path, checkpoint: Path, *overrides: str) -> Path:
+    Export(load(ExportConfig, None, [f"checkpoint={checkpoint}", f"output_dir={folder}", *overrides])).run()
+    return folder
+
+
+def stock_images(pipeline: Any) -> Tensor:
+    """The stock pipeline's images [P, 3, H, W] from the noise that validation starts from."""
+    qwen = type(pipeline).__name__ == "QwenImagePipeline"
+    shape = (16, 16) if qwen else (4, 8, 8)
+    noise = [normal(shape, fold_in(1234, 0, i, 0, "init"), torch.device("cpu")) for i in range(len(TEXTS))]
+    extra = {"true_cfg_scale": 3.0, "negative_prompt": [" "] * 2} if qwen else {"guidance_scale": 3.0}
+    return pipeline(
+        TEXTS,
+        height=32,
+        width=32,
+        num_inference_steps=4,
+        max_sequence_length=32,
+        latents=torch.stack(noise),
+        output_type="pt",
+        **extra,
+    ).images
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("weights", ["ema", "model"])
+@pytest.mark.parametrize("name", ["sd3-lora", "qwen-lora", "sd3-pissa"])
+def test_lora(name: str, weights: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
+    run = trained(name)
+    assert distance(run.images["model"], run.images["start"]) > 0.05
+    assert distance(run.images["model"], run.images["ema"]) > 0.01
+    # auto takes the moving average, which this run has
+    folder = export(tmp_path / "export", run.folder, *([] if weights == "ema" else ["weights=model"]))
+    assert [file.name for file in folder.iterdir()] == ["pytorch_lora_weights.safetensors"]
+    pipeline = load_pipeline(run.base)
+    assert distance(stock_images(pipeline), run.images["start"]) < 1e-4
+    pipeline.load_lora_weights(folder)
+    assert distance(stock_images(pipeline), run.images[weights]) < 1e-4
+    pipeline.unload_lora_weights()
+    assert distance(stock_images(pipeline), run.images["start"]) < 1e-4
+
+
+def test_lora_file(trained: Callable[[str], Run], tmp_path: Path) -> None:
+    run = trained("sd3-lora")
+    file = export(tmp_path / "a", run.folder) / "pytorch_lora_weights.safetensors"
+    with safe_open(file, framework="pt") as opened:
+        metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
+    assert metadata["transformer.r"] == 4 and metadata["transformer.lora_alpha"] == 6
+    blocks = [f"transformer_blocks.{i}" for i in range(2)]
+    leaves = ["attn.to_out.0", "attn.to_q", "ff.net.2", "norm1.linear"]
+    assert metadata["transformer.target_modules"] == [f"{block}.{leaf}" for block in blocks for leaf in leaves]
+    tensors = load_file(file)
+    assert sorted(tensors) == sorted(
+        f"transformer.{block}.{leaf}.lora_{x}.weight" for block in blocks for leaf in leaves for x in "AB"
+    )
+    assert {t.dtype for t in tensors.values()} == {torch.float32}
+    half = load_file(export(tmp_path / "b", run.folder, "dtype=float16") / file.name)
+    assert all(torch.equal(t, tensors[name].half()) for name, t in half.items()) and half.keys() == tensors.keys()
+
+
+@pytest.mark.parametrize("name", ["sd3-full", "qwen-full"])
+def test_whole_folder(name: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
+    run = trained(name)
+    assert distance(run.images["model"], run.images["start"]) > 0.05
+    assert distance(run.images["model"], run.images["ema"]) > 0.01
+    folder = export(tmp_path / "export", run.folder / "checkpoints" / "step_000002")
+    assert distance(stock_images(load_pipeline(folder)), run.images["ema"]) < 1e-4
+    changed = {file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and not same(file, folder, run.base)}
+    assert {path.parts[0] for path in changed} == {"transformer"}
+    # the trained weights go through the command line, in another dtype
+    half = torchrun(
+        ["tasks/export_checkpoint.py", f"checkpoint={run.folder}", "weights=model", "dtype=bfloat16"], nproc=1
+    )
+    assert half.returncode == 0, half.stderr
+    written = run.folder / "export" / "step_000002"
+    checkpoint = run.folder / "checkpoints" / "step_000002"
+    assert half.stdout == f"the weights of {checkpoint} -> {written}\n"
+    exact = load_file(export(tmp_path / "model", run.folder, "weights=model") / "transformer" / WEIGHTS)
+    rounded = load_file(written / "transformer" / WEIGHTS)
+    parameters = dict(load_pipeline(folder).transformer.named_parameters())
+    assert all(torch.equal(rounded[n], exact[n].bfloat16()) for n in parameters)
+
+
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+def same(file: Path, folder: Path, other: Path) -> bool:
+    twin = other / file.relative_to(folder)
+    return twin.is_file() and twin.read_bytes() == file.read_bytes()
+
+
+def test_the_dtype_of_the_base_is_kept(trained: Callable[[str], Run], tmp_path: Path) -> None:
+    run = trained("sd3-full")
+    base = shutil.copytree(run.base, tmp_path / "base")
+    pipeline = load_pipeline(base)
+    pipeline.transformer.half().save_pretrained(base / "transformer")
+    folder = export(tmp_path / "export", run.folder, f"model_path={base}")
+    assert {t.dtype for t in load_file(folder / "transformer" / WEIGHTS).values()} == {torch.float16}
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(trained: Callable[[str], Run], tmp_path: Path) -> Path:
+    """A run of its own, to be damaged: its output_dir."""
+    return Path(shutil.copytree(trained("sd3-full").folder, tmp_path / "run"))
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ValueError) as error:
+        Export(load(ExportConfig, None, list(overrides)))
+    return str(error.value)
+
+
+def test_checkpoints_that_cannot_be_used(copy: Path, tmp_path: Path) -> None:
+    step = copy / "checkpoints" / "step_000002"
+    nowhere = tmp_path / "nowhere"
+    assert refused(f"checkpoint={nowhere}") == f"checkpoint: '{nowhere}': no such folder"
+    assert refused(f"checkpoint={copy / 'checkpoints'}") == (
+        f"checkpoint: '{copy / 'checkpoints'}' is neither a run's output_dir, with a folder checkpoints in it, nor a "
+        "checkpoint, a folder step_NNNNNN"
+    )
+    data = step / "__0_0.distcp"
+    size = data.stat().st_size
+    with data.open("r+b") as file:
+        file.truncate(1000)
+    problem = f"__0_0.distcp has 1000 bytes of {size}"
+    assert refused(f"checkpoint={step}") == f"checkpoint: '{step}' cannot be used: {problem}"
+    assert refused(f"checkpoint={copy}") == f"checkpoint: '{copy}' has no complete checkpoint in its folder checkpoints"
+    step.rename(step.with_suffix(".tmp"))
+    assert refused(f"checkpoint={step}.tmp") == f"checkpoint: '{step}.tmp' cannot be used: it was never finished"
+
+
+def test_a_complete_checkpoint_is_found_behind_a_damaged_one(copy: Path, tmp_path: Path) -> None:
+    newer = shutil.copytree(copy / "checkpoints" / "step_000002", copy / "checkpoints" / "step_000004")
+    (Path(newer) / "meta.json").unlink()
+    export(tmp_path / "export", copy)
+    assert (tmp_path / "export" / "model_index.json").is_file()
+
+
+def test_damage_within_a_file_is_told(copy: Path, tmp_path: Path) -> None:
+    data = copy / "checkpoints" / "step_000002" / "__0_0.distcp"
+    data.write_bytes(bytes(data.stat().st_size))
+    with pytest.raises(JobError, match=rf"^checkpoint: {copy}/checkpoints/step_000002 cannot be read: \S.*$"):
+        export(tmp_path / "export", copy)
+    assert not (tmp_path / "export").exists()
+
+
+def test_the_configuration_of_the_run_is_needed(copy: Path) -> None:
+    file = copy / "config.yaml"
+    text = file.read_text()
+    file.write_text(text.replace("  lora_rank: 0", "  lora_rank: 8"))
+    assert refused(f"checkpoint={copy}") == (
+        f"checkpoint: {copy}/checkpoints/step_000002 was trained with lora_rank 0, but the config.yaml of its run says "
+        "8; put the checkpoint back into its own run"
+    )
+    file.write_text(text.replace("  lora_rank: 0", "  lora_rank: many"))
+    assert refused(f"checkpoint={copy}") == (
+        f"{file}: model.lora_rank: Value 'many' of type 'str' could not be converted to Integer"
+    )
+    file.write_text("model: {}\n")
+    assert refused(f"checkpoint={copy}") == f"{file} is not the configuration of a training run"
+    file.unlink()
+    assert refused(f"checkpoint={copy}") == f"{file} is missing; it says which model the checkpoints belong to"
+
+
+def test_another_model_is_refused(trained: Callable[[str], Run], tmp_path: Path) -> None:
+    run = trained("sd3-full")
+    wrong = trained("qwen-full").base
+    with pytest.raises(ValueError) as error:
+        export(tmp_path / "export", run.folder, f"model_path={wrong}")
+    assert str(error.value) == (
+        f"checkpoint: {run.folder}/checkpoints/step_000002 does not fit the model '{wrong}': for context_embedder.bias "
+        "it holds [64], the model has nothing; give the base model that the run was trained from"
+    )
+    gone = tmp_path / "gone"
+    assert refused(f"checkpoint={run.folder}", f"model_path={gone}") == f"model.path: '{gone}': no such folder"
+
+
+def test_other_mistakes(copy: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    assert refused(f"checkpoint={copy}", f"output_dir={tmp_path / 'full'}") == (
+        f"output_dir: '{tmp_path / 'full'}' exists; give a new folder"
+    )
+    assert refused() == (
+        "checkpoint is not set; give checkpoint=... (a run's output_dir, for its newest complete checkpoint, or a "
+        "folder step_NNNNNN)"
+    )
+    assert refused(f"checkpoint={copy}", "dtype=int8") == (
+        "dtype: 'int8' should be one of float32, bfloat16, float16"
+    )
+
+
+def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
+    (images,) = run_ranks(train, 1, (*LORA, "actor.ema.decay=null"), sd3_folder, tmp_path)
+    run = tmp_path / "out"
+    assert refused(f"checkpoint={run}", "weights=ema") == (
+        f"weights: ema: {run}/checkpoints/step_000002 holds no moving average; right is weights=model"
+    )
+    pipeline = load_pipeline(sd3_folder)
+    pipeline.load_lora_weights(export(tmp_path / "export", run))
+    assert distance(stock_images(pipeline), images["model"]) < 1e-4
+
+
+# -- the hub ----------------------------------------------------------------------------------------------------------
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub as an upload needs: makes repositories, and takes commits with their files inside."""
+
+    calls: list[tuple[str, Any]]
+    refuse: str | None
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        lines = [json.loads(line) for line in body.splitlines()]
+        self.calls.append((self.path, lines))
+        answer: dict[str, Any] = {"url": "http://hub/me/lora"}
+        if self.path.endswith("/preupload/main"):
+            files = [file["path"] for file in lines[0]["files"]]
+            answer = {"files": [{"path": f, "uploadMode": "regular", "shouldIgnore": False} for f in files]}
+        if "/commit/" in self.path:
+            answer = {"success": True, "commitOid": "0" * 40, "commitUrl": "http://hub/me/lora/commit/0"}
+        text = json.dumps(answer).encode()
+        self.send_response(403 if self.refuse is not None and self.refuse in self.path else 200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self) -> None:
+        self.do_POST()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def hub(monkeypatch: pytest.MonkeyPatch, refuse: str | None = None) -> Iterator[list[tuple[str, Any]]]:
+    """A hub on loopback; yields what it was asked."""
+    calls: list[tuple[str, Any]] = []
+    handler = type("Handler", (Hub,), {"calls": calls, "refuse": refuse})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
+    try:
+        yield calls
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def test_push_to_hub(
+    trained: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = trained("sd3-lora")
+    with hub(monkeypatch) as calls:
+        folder = export(tmp_path / "export", run.folder, "push_to_hub=me/lora")
+    for call in calls: print(call[0], str(call[1])[:200])
+    assert 0

@@ -1,0 +1,179 @@
+"""Rollout and replay give the same log-probability to the last bit, so the first update has a ratio of exactly 1."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.algorithms.flow_grpo import Config, Rule
+from phalanx.config.schema import DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from phalanx.distributed import mesh
+from phalanx.distributed.mesh import World
+from phalanx.models.flow import FlowPolicy, build_policy
+from phalanx.rollout.policy import PolicyRollout
+from phalanx.types import Batch, Samples, select
+from tests.policies import PROMPTS, disturb, make_policy, make_rollout, one_rank, sample
+from tests.ranks import run_ranks
+
+MICRO = 3  # samples of a replay
+N = 4  # images of each of the 3 prompts: two rollout micro-batches of MICRO x window
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with one_rank() as world:
+        yield world
+
+
+@pytest.fixture(params=["sd3", "qwen"])
+def folder(request: pytest.FixtureRequest) -> Path:
+    return request.getfixturevalue(f"{request.param}_folder")
+
+
+def micro_batches(samples: Samples) -> list[Tensor]:
+    """In another order than they were sampled in, as an update takes them."""
+    order = torch.randperm(len(samples.index), generator=torch.Generator().manual_seed(3))
+    return list(order.split(MICRO))
+
+
+def make_batch(samples: Samples, part: Tensor, ref_mean: Tensor | None = None) -> Batch:
+    assert samples.log_prob is not None
+    return Batch(
+        trace=select(samples.trace, part),
+        log_prob=samples.log_prob[part],
+        advantage=torch.tensor([1.5, -0.5, 0.25]),
+        weight=torch.ones(MICRO, samples.log_prob.shape[1]),
+        ref_mean=ref_mean,
+    )
+
+
+def assert_exact(policy: FlowPolicy, samples: Samples, window: int = 2) -> None:
+    rule = Rule(Config())
+    assert samples.log_prob is not None and samples.log_prob.shape == (len(PROMPTS) * N, window)
+    assert samples.log_prob.isfinite().all() and samples.log_prob.std() > 0
+    for part in micro_batches(samples):
+        replay = policy.replay(select(samples.trace, part))
+        assert torch.equal(replay.log_prob, samples.log_prob[part])
+        loss, stats = rule.loss(policy, make_batch(samples, part))
+        assert stats["ratio_mean"] == 1 and stats["ratio_std"] == 0 and stats["ratio_error"] == 0
+        assert stats["clipfrac"] == 0 and stats["approx_kl"] == 0
+        assert torch.equal(loss, torch.tensor([-1.5, 0.5, -0.25])[:, None].expand(-1, window))
+        assert loss.requires_grad
+
+
+def make_samples(policy: FlowPolicy, *, window: int | None = 2, guidance: float = 3.0, **rollout: Any) -> Samples:
+    size = 3 if window is None else window
+    return sample(make_rollout(policy, MICRO * size, guidance=guidance, n=N, sde_window_size=window, **rollout))
+
+
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_log_probs_are_exact(world: World, folder: Path, lora_rank: int, sde_type: str, guidance: float) -> None:
+    policy = make_policy(world, folder, lora_rank=lora_rank)
+    disturb(policy)
+    assert_exact(policy, make_samples(policy, guidance=guidance, sde_type=sde_type))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"gradient_checkpointing": True},
+        {"detach_uncond": True},
+        {"dtype": "bfloat16"},
+        {"dtype": "bfloat16", "lora_dtype": "bfloat16"},
+        {"dtype": "bfloat16", "gradient_checkpointing": True, "detach_uncond": True},
+        {"attn_backend": "native"},
+    ],
+    ids=lambda model: ",".join(model),
+)
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_log_probs_are_exact_under(world: World, folder: Path, lora_rank: int, model: dict[str, Any]) -> None:
+    policy = make_policy(world, folder, lora_rank=lora_rank, **model)
+    disturb(policy)
+    assert_exact(policy, make_samples(policy))
+
+
+def test_log_probs_are_exact_where_all_steps_are_trained(world: World, folder: Path) -> None:
+    policy = make_policy(world, folder, lora_rank=4)
+    disturb(policy)
+    # 12 images in micro-batches of 9 and 3: only the 9 are replayed at their own shape
+    samples = make_samples(policy, window=None, num_inference_steps=4)
+    assert samples.log_prob is not None
+    for part in torch.arange(9).split(MICRO):
+        assert torch.equal(policy.replay(select(samples.trace, part)).log_prob, samples.log_prob[part])
+
+
+def test_the_ratio_leaves_1_when_the_weights_change(world: World, folder: Path) -> None:
+    policy = make_policy(world, folder, lora_rank=4)
+    samples = make_samples(policy)
+    disturb(policy)
+    _, stats = Rule(Config()).loss(policy, make_batch(samples, micro_batches(samples)[0]))
+    assert stats["ratio_error"] > 1e-4 and stats["clipfrac"] > 0
+
+
+@torch.no_grad()
+def reference_means(policy: FlowPolicy, samples: Samples) -> Tensor:
+    with policy.using("reference"), policy.unsharded():
+        parts = torch.arange(len(samples.index)).split(MICRO)
+        return torch.cat([policy.replay(select(samples.trace, part)).mean for part in parts])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora_rank", [0, 4])
+def test_the_kl_is_exactly_0_before_any_update(world: World, folder: Path, lora_rank: int, dtype: str) -> None:
+    policy, rule = make_policy(world, folder, lora_rank=lora_rank, dtype=dtype), Rule(Config(kl_loss_coef=10.0))
+    policy.keep_reference()
+    samples = make_samples(policy)
+    means = reference_means(policy, samples)
+    parts = micro_batches(samples)
+    for part in parts:
+        loss, stats = rule.loss(policy, make_batch(samples, part, means[part]))
+        assert stats["kl_ref"] == 0 and stats["ratio_error"] == 0
+        assert torch.equal(loss, torch.tensor([-1.5, 0.5, -0.25])[:, None].expand(-1, 2))
+    disturb(policy)
+    assert torch.equal(reference_means(policy, samples), means)
+    _, stats = rule.loss(policy, make_batch(samples, parts[0], means[parts[0]]))
+    assert stats["kl_ref"] > 0
+
+
+def sharded(folder: Path, lora_rank: int, keys: dict[str, Any]) -> tuple[Tensor, Tensor, float]:
+    """Log-probs of rollout and replay of this rank, and the norm of the gradient, with the weights cut in two."""
+    parallel = ParallelConfig(**keys)
+    world = mesh.start(parallel)
+    model = ModelConfig(path=str(folder), dtype="float32", lora_rank=lora_rank, gradient_checkpointing=True)
+    policy = build_policy(model, parallel, DataConfig(max_prompt_length=32), world, seed=0, detach_uncond=False)
+    config = RolloutConfig(n=4, num_inference_steps=4, height=32, width=48, **{policy.model.guidance_key: 3.0})
+    samples = sample(PolicyRollout(policy, config, world, 4))
+    assert samples.log_prob is not None
+    replays = []
+    for i, part in enumerate(torch.arange(6).split(2)):
+        policy.sharded.set_last_micro_batch(i == 2)
+        replays.append(policy.replay(select(samples.trace, part)).log_prob)
+        (replays[-1] * torch.tensor([1.0, -2.0])[:, None]).sum().backward()
+    policy.sharded.reduce_gradients()
+    return samples.log_prob, torch.cat(replays).detach(), float(policy.sharded.clip_gradients(0.0))
+
+
+@pytest.mark.parametrize(
+    ("lora_rank", "keys"),
+    [
+        (0, {}),
+        (4, {}),
+        (4, {"lora_sharding": "replicate"}),
+        (4, {"rollout_unsharded": False, "reshard_after_forward": False}),
+    ],
+)
+def test_log_probs_are_exact_on_sharded_weights(folder: Path, lora_rank: int, keys: dict[str, Any]) -> None:
+    """Also where some trained layers, the last block's own of the text, have no gradient."""
+    two: list[tuple[Tensor, Tensor, float]] = run_ranks(sharded, 2, folder, lora_rank, keys)
+    for rollout, replay, norm in two:
+        assert rollout.shape == (6, 2)  # [12, 9] of 32 x 48 pixels over 2 ranks
+        assert torch.equal(rollout[:4], replay[:4])
+        assert norm > 0 and norm == two[0][2]
+    plain: Callable[..., Any] = sharded
+    [(_, _, alone)] = run_ranks(plain, 1, folder, lora_rank, keys)
+    assert alone > 0

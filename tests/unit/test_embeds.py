@@ -1,0 +1,125 @@
+"""The cache of prompt embeddings: each prompt is encoded once, and comes back from disk bit by bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from phalanx.models import embeds
+from phalanx.models.embeds import EmbedsCache
+from phalanx.models.family import Embeds
+from tests.policies import PROMPTS, make_policy, one_rank
+
+
+class Encoder:
+    """Random embeddings; `calls` lists what was asked for."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype, self.calls = dtype, list[list[str]]()
+
+    def __call__(self, texts: list[str]) -> list[Embeds]:
+        self.calls.append(texts)
+        return [
+            {"prompt_embeds": torch.randn(len(text), 8, dtype=self.dtype), "pooled": torch.randn(4, dtype=self.dtype)}
+            for text in texts
+        ]
+
+
+def same(a: Embeds, b: Embeds) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+def test_a_prompt_is_encoded_once() -> None:
+    encoder = Encoder()
+    cache = EmbedsCache(encoder, "model", None)
+    first = cache(["a", "bb", "a", "ccc"])
+    assert encoder.calls == [["a", "bb", "ccc"]]
+    assert [len(e["prompt_embeds"]) for e in first] == [1, 2, 1, 3]
+    assert first[0] is first[2]
+    again = cache(["ccc", "dddd", "a"])
+    assert encoder.calls == [["a", "bb", "ccc"], ["dddd"]]
+    assert again[0] is first[3] and again[2] is first[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_disk_gives_back_the_same_bits(tmp_path: Path, dtype: torch.dtype) -> None:
+    written = EmbedsCache(Encoder(dtype), "model", str(tmp_path))(["a cat", "日本語 \N{CAT}", ""])
+    encoder = Encoder(dtype)
+    read = EmbedsCache(encoder, "model", str(tmp_path))(["", "a cat", "日本語 \N{CAT}", "new"])
+    assert encoder.calls == [["new"]]
+    assert same(read[0], written[2]) and same(read[1], written[0]) and same(read[2], written[1])
+    files = [p for p in tmp_path.rglob("*") if p.is_file()]
+    assert len(files) == 4 and {p.suffix for p in files} == {".safetensors"}  # no half-written ones are left
+
+
+def test_another_model_has_other_embeddings(tmp_path: Path) -> None:
+    EmbedsCache(Encoder(), "model float32 64", str(tmp_path))(["a"])
+    encoder = Encoder()
+    EmbedsCache(encoder, "model float32 128", str(tmp_path))(["a"])
+    assert encoder.calls == [["a"]]
+
+
+def test_memory_forgets_the_prompts_that_were_used_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = 4 * (8 + 4)  # bytes of a prompt of one letter
+    monkeypatch.setattr(embeds, "MEMORY_LIMIT", 2 * prompt)
+    encoder = Encoder()
+    cache = EmbedsCache(encoder, "model", None)
+    cache(["a"])
+    cache(["b"])
+    cache(["a"])
+    cache(["c"])  # b goes
+    cache(["a"])
+    assert encoder.calls == [["a"], ["b"], ["c"]]
+    cache(["b"])  # c goes
+    cache(["a"])
+    cache(["c"])
+    assert encoder.calls == [["a"], ["b"], ["c"], ["b"], ["c"]]
+
+
+def test_more_prompts_at_once_than_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embeds, "MEMORY_LIMIT", 1)
+    encoder = Encoder()
+    out = EmbedsCache(encoder, "model", None)(["a", "bb", "ccc"])
+    assert [len(e["prompt_embeds"]) for e in out] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("family", ["sd3_t5", "qwen"])
+def test_a_policy_encodes_each_prompt_alone_and_once(
+    family: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = request.getfixturevalue(f"{family}_folder")
+    with one_rank() as world:
+        policy = make_policy(world, folder, embeds_cache_dir=tmp_path)
+        first = policy.embed(PROMPTS)
+        assert len(first) == 2 * len(PROMPTS)  # the prompts, then their negatives
+        assert len(list(tmp_path.rglob("*.safetensors"))) == 5  # two share the default negative
+        assert same(first[3], first[5]) and not same(first[3], first[4])
+        assert {p.device.type for e in policy.model.text_encoders for p in e.parameters()} == {"cpu"}
+        alone = policy.model.encode(["a cat"], torch.device("cpu"), 32)
+        assert same(first[0], alone[0])
+
+        later = make_policy(world, folder, embeds_cache_dir=tmp_path)
+        monkeypatch.setattr(later, "_encode", None)  # calling it would fail
+        monkeypatch.setattr(later.model, "text_encoders", [])
+        for a, b in zip(later.embed(PROMPTS), first, strict=True):
+            assert same(a, b)
+    for file in tmp_path.rglob("*.safetensors"):
+        assert "prompt_embeds" in load_file(file)
+
+
+def test_embeddings_of_qwen_image_have_no_padding(qwen_folder: Path) -> None:
+    with one_rank() as world:
+        model = make_policy(world, qwen_folder).model
+    short, long = model.encode(["x", "two small dogs"], torch.device("cpu"), 32)
+    assert len(short["prompt_embeds"]) < len(long["prompt_embeds"])
+    [alone] = model.encode(["x"], torch.device("cpu"), 32)
+    torch.testing.assert_close(short["prompt_embeds"], alone["prompt_embeds"])
+    [cut] = model.encode(["two small dogs"], torch.device("cpu"), 4)
+    assert torch.equal(
+        cut["prompt_embeds"], model.encode(["two small dogs"], torch.device("cpu"), 32)[0]["prompt_embeds"][:4]
+    )
+    batch = model.collate([short, long], 20, padded=True)
+    lengths = [len(short["prompt_embeds"]), len(long["prompt_embeds"])]
+    assert batch["prompt_embeds"].shape == (2, 20, 64) and batch["prompt_embeds_mask"].sum(1).tolist() == lengths
+    assert batch["prompt_embeds"][~batch["prompt_embeds_mask"]].abs().max() == 0
