@@ -7,7 +7,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 ARGS ?=
 TESTS ?= tests
-BENCH_CONFIG ?= configs/bench/cpu.yaml
+BENCH_CONFIG ?= benchmarks/cpu_reference.yaml
 
 BIN := $(abspath $(VENV))/bin
 IN_VENV = PATH="$(BIN):$$PATH"
@@ -47,7 +47,11 @@ bench: $(VENV)/.installed
 
 base: $(VENV)/.installed-base
 	@$(TWO_RANKS) sh train.sh tasks/make_base.py
-	@$(TWO_RANKS) sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml $(ARGS)
+	@$(TWO_RANKS) sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml trainer.resume=never $(ARGS)
+	@rm -rf outputs/base/export
+	@$(ON_CPU) python tasks/export_checkpoint.py checkpoint=outputs/phalanx/digits_base output_dir=outputs/base/export dtype=float16
+	@rm -rf assets/digits/base && cp -R outputs/base/export assets/digits/base
+	@cp outputs/base/train.txt outputs/base/held_out.txt assets/digits/
 
 docs: $(VENV)/.installed-docs
 	@$(IN_VENV) mkdocs build --strict

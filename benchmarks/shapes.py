@@ -185,8 +185,8 @@ class _QwenImage(qwen_image.Model):
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         assert self.shape.text_length is not None
-        sizes = {"prompt_embeds": (min(self.shape.text_length, max_length), self.transformer.config.joint_attention_dim)}
-        return [random_embeds(text, sizes, self.dtype) for text in texts]
+        size = (min(self.shape.text_length, max_length), self.transformer.config.joint_attention_dim)
+        return [random_embeds(text, {"prompt_embeds": size}, self.dtype) for text in texts]
 
 
 def Model(config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> FlowModel:
@@ -198,7 +198,7 @@ def Model(config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -
 
 
 def random_weights(kind: type[nn.Module], arguments: dict[str, Any], dtype: torch.dtype) -> Any:
-    """A module of `dtype` on this rank's device, the same on every rank: matrices N(0, 0.02), vectors as made + N(0, 0.02).
+    """A module of `dtype` on this rank's device, the same on every rank: all N(0, 0.02), the gains of norms about 1.
 
     Parameters are made on the meta device first: never in another dtype, never on another device.
     """

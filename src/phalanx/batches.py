@@ -169,7 +169,7 @@ class _Numbers:
         """The values of a number next to its own, below and above, that work: "4 or 6"; empty where there are none."""
         own = self.rollout_micro if key == "rollout" else vars(self)[key]
         last = {
-            "prompts": self.prompts + self.mini,
+            "prompts": self.prompts + self.mini * self.rollout_micro,
             "n": self.n + self.world * math.lcm(self.micro, self.rollout_micro),  # a multiple of it always works
             "mini": self.prompts,
             "micro": self.mini * self.n,

@@ -72,8 +72,8 @@ class Trained:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 dcp.load(state, checkpoint_id=str(self.folder), process_group=group, no_dist=group is None)
         except CheckpointException as error:
-            reason = next(iter(error.failures.values()))[0]
-            raise JobError(f"checkpoint: {self.folder} cannot be read: {reason}") from error
+            reason = type(next(iter(error.failures.values()))[0]).__name__  # torch's text speaks to programmers
+            raise JobError(f"checkpoint: {self.folder} is damaged ({reason}); use another one of the run") from error
 
     def read(self) -> dict[str, Tensor]:
         """All tensors, on the CPU."""
@@ -274,7 +274,10 @@ def make_repository(repo: str) -> None:
     try:
         HfApi().create_repo(repo, exist_ok=True)
     except (HFValidationError, HTTPError, OSError) as error:
-        raise ValueError(f"push_to_hub: {repo!r}: {_first_line(error)}") from error
+        raise ValueError(
+            f"push_to_hub: the repository {repo!r} cannot be made: {_first_line(error)}; it needs the hub within reach "
+            "and a token in HF_TOKEN, or leave push_to_hub out"
+        ) from error
 
 
 def upload(folder: Path, repo: str, name: str) -> str:
@@ -285,8 +288,10 @@ def upload(folder: Path, repo: str, name: str) -> str:
     try:
         return str(HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{name} of a Phalanx run"))
     except (HTTPError, OSError) as error:
-        raise JobError(f"push_to_hub: {repo!r}: {_first_line(error)}; the export itself is in {folder}") from error
+        raise JobError(
+            f"push_to_hub: the upload to {repo!r} failed: {_first_line(error)}; the export itself is in {folder}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return str(error).strip().split("\n")[0].rstrip(".")

@@ -31,7 +31,7 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
     if cfg.trainer.total_training_steps is None and cfg.trainer.total_epochs is None:
         raise ConfigError("trainer.total_training_steps: null needs trainer.total_epochs; set one of them")
     launch = mesh.Launch.from_env()
-    mesh.shard_size(cfg.parallel, launch)
+    mesh.check_optimizer(cfg.optim.name, cfg.parallel, launch)
     size, micro = cfg.data.train_batch_size, cfg.flow_matching.micro_batch_size_per_gpu
     unit = launch.world_size * micro
     if size % unit:

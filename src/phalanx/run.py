@@ -1,6 +1,7 @@
 """What every training job is made of: the world, the model over it, optimizer, checkpoints, validation, logs."""
 
 import logging
+import os
 import resource
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from phalanx.optim import Ema, Optimizer
 from phalanx.report import write_report
 from phalanx.rewards import RewardError, RewardSet
 from phalanx.rollout.policy import PolicyRollout
-from phalanx.types import Prompt
+from phalanx.types import JobError, Prompt
 
 log = logging.getLogger(__name__)
 
@@ -43,8 +44,10 @@ class Run:
         Raises ValueError, with one line, for what the user can mend.
         """
         self.base_cfg, self.ema_cfg = cfg, ema
+        if cfg.trainer.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+            torch.use_deterministic_algorithms(True)
         self.world = mesh.start(cfg.parallel)
-        torch.use_deterministic_algorithms(cfg.trainer.deterministic)
         self.output_dir = Path(cfg.trainer.output_dir)
         self.timers = Timers()
         self.val_sets = validation_sets(cfg.data.val_files)
@@ -80,7 +83,11 @@ class Run:
 
     def run(self) -> None:
         """Train, write the report, and say what came of it."""
-        self.fit()
+        try:
+            self.fit()
+        except JobError:  # every rank has it, so the checkpoint in flight can still be finished
+            self.checkpointer.wait()
+            raise
         if self.world.rank == 0:
             report = write_report(self.output_dir)
             print(*validation_summary(self.output_dir), f"report: {report}", sep="\n", flush=True)

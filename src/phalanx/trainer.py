@@ -28,7 +28,7 @@ def check(cfg: TrainConfig) -> batches.BatchPlan:
     batches.check(cfg)
     check_loggers(cfg.trainer.logger)
     launch = mesh.Launch.from_env()
-    mesh.shard_size(cfg.parallel, launch)
+    mesh.check_optimizer(cfg.optim.name, cfg.parallel, launch)
     return batches.plan(cfg, launch.world_size)
 
 

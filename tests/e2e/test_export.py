@@ -1,6 +1,8 @@
 """tasks/export_checkpoint.py: what it writes loads in stock diffusers, and makes the images of the trained policy."""
 
+import base64
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -23,9 +25,10 @@ from phalanx.distributed.seed import fold_in, normal
 from phalanx.export import Export
 from phalanx.types import JobError, Prompt
 from tests.jobs import tiny_config
-from tests.ranks import run_ranks, torchrun
+from tests.ranks import free_port, run_ranks, torchrun
 from tests.tiny import load_pipeline
 
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 TEXTS = ['a "7" on a wall', "a longer prompt, about two cats"]
 FULL = ("optim.lr=1e-2",)
 # alpha is not the rank, and the modulation layers are adapted as well
@@ -165,28 +168,35 @@ def test_whole_folder(name: str, trained: Callable[[str], Run], tmp_path: Path) 
     assert distance(run.images["model"], run.images["ema"]) > 0.01
     folder = export(tmp_path / "export", run.folder / "checkpoints" / "step_000002")
     assert distance(stock_images(load_pipeline(folder)), run.images["ema"]) < 1e-4
-    changed = {file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and not same(file, folder, run.base)}
+    changed = {
+        file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and not same(file, folder, run.base)
+    }
     assert {path.parts[0] for path in changed} == {"transformer"}
-    # the trained weights go through the command line, in another dtype
-    half = torchrun(
-        ["tasks/export_checkpoint.py", f"checkpoint={run.folder}", "weights=model", "dtype=bfloat16"], nproc=1
-    )
-    assert half.returncode == 0, half.stderr
-    written = run.folder / "export" / "step_000002"
-    checkpoint = run.folder / "checkpoints" / "step_000002"
-    assert half.stdout == f"the weights of {checkpoint} -> {written}\n"
-    exact = load_file(export(tmp_path / "model", run.folder, "weights=model") / "transformer" / WEIGHTS)
-    rounded = load_file(written / "transformer" / WEIGHTS)
-    parameters = dict(load_pipeline(folder).transformer.named_parameters())
-    assert all(torch.equal(rounded[n], exact[n].bfloat16()) for n in parameters)
-
-
-WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 def same(file: Path, folder: Path, other: Path) -> bool:
     twin = other / file.relative_to(folder)
     return twin.is_file() and twin.read_bytes() == file.read_bytes()
+
+
+def test_command_line_and_dtype(trained: Callable[[str], Run], tmp_path: Path) -> None:
+    run = trained("sd3-full")
+    job = torchrun(["tasks/export_checkpoint.py", f"checkpoint={run.folder}", "weights=model", "dtype=bfloat16"])
+    assert job.returncode == 0, job.stderr
+    written = run.folder / "export" / "step_000002"
+    assert job.stdout == f"the weights of {run.folder / 'checkpoints' / 'step_000002'} -> {written}\n"
+    exact = load_file(export(tmp_path / "model", run.folder, "weights=model") / "transformer" / WEIGHTS)
+    rounded = load_file(written / "transformer" / WEIGHTS)
+    assert rounded.keys() == exact.keys()
+    assert all(torch.equal(rounded[name], tensor.bfloat16()) for name, tensor in exact.items())
+
+
+def test_one_rank_of_many_works(
+    trained: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    assert not export(tmp_path / "export", trained("sd3-full").folder).exists()
+    assert capsys.readouterr().out == ""
 
 
 def test_the_dtype_of_the_base_is_kept(trained: Callable[[str], Run], tmp_path: Path) -> None:
@@ -242,8 +252,11 @@ def test_a_complete_checkpoint_is_found_behind_a_damaged_one(copy: Path, tmp_pat
 def test_damage_within_a_file_is_told(copy: Path, tmp_path: Path) -> None:
     data = copy / "checkpoints" / "step_000002" / "__0_0.distcp"
     data.write_bytes(bytes(data.stat().st_size))
-    with pytest.raises(JobError, match=rf"^checkpoint: {copy}/checkpoints/step_000002 cannot be read: \S.*$"):
+    with pytest.raises(JobError) as error:
         export(tmp_path / "export", copy)
+    assert str(error.value) == (
+        f"checkpoint: {copy}/checkpoints/step_000002 is damaged (UnpicklingError); use another one of the run"
+    )
     assert not (tmp_path / "export").exists()
 
 
@@ -287,9 +300,7 @@ def test_other_mistakes(copy: Path, tmp_path: Path) -> None:
         "checkpoint is not set; give checkpoint=... (a run's output_dir, for its newest complete checkpoint, or a "
         "folder step_NNNNNN)"
     )
-    assert refused(f"checkpoint={copy}", "dtype=int8") == (
-        "dtype: 'int8' should be one of float32, bfloat16, float16"
-    )
+    assert refused(f"checkpoint={copy}", "dtype=int8") == ("dtype: 'int8' should be one of float32, bfloat16, float16")
 
 
 def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
@@ -313,24 +324,28 @@ class Hub(BaseHTTPRequestHandler):
     refuse: str | None
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        lines = [json.loads(line) for line in body.splitlines()]
+        lines = [json.loads(line) for line in self.rfile.read(int(self.headers["Content-Length"])).splitlines()]
         self.calls.append((self.path, lines))
-        answer: dict[str, Any] = {"url": "http://hub/me/lora"}
+        repository = f"http://{self.headers['Host']}/me/lora"
+        answer: dict[str, Any] = {"url": repository}
         if self.path.endswith("/preupload/main"):
             files = [file["path"] for file in lines[0]["files"]]
             answer = {"files": [{"path": f, "uploadMode": "regular", "shouldIgnore": False} for f in files]}
         if "/commit/" in self.path:
-            answer = {"success": True, "commitOid": "0" * 40, "commitUrl": "http://hub/me/lora/commit/0"}
+            answer = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{repository}/commit/{'0' * 40}"}
+        self.answer(answer)
+
+    def do_GET(self) -> None:
+        self.calls.append((self.path, None))
+        self.answer({"id": "me/lora", "sha": "0" * 40})
+
+    def answer(self, answer: dict[str, Any]) -> None:
         text = json.dumps(answer).encode()
         self.send_response(403 if self.refuse is not None and self.refuse in self.path else 200)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
-
-    def do_GET(self) -> None:
-        self.do_POST()
 
     def log_message(self, *_: Any) -> None:
         pass
@@ -361,5 +376,27 @@ def test_push_to_hub(
     run = trained("sd3-lora")
     with hub(monkeypatch) as calls:
         folder = export(tmp_path / "export", run.folder, "push_to_hub=me/lora")
-    for call in calls: print(call[0], str(call[1])[:200])
-    assert 0
+    asked = dict(calls)
+    assert asked["/api/repos/create"] == [{"name": "lora", "organization": "me"}]
+    commit = asked["/api/models/me/lora/commit/main"]
+    assert commit[0]["value"]["summary"] == "step_000002 of a Phalanx run"
+    files = {line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in commit[1:]}
+    assert files == {file.name: file.read_bytes() for file in folder.iterdir()}
+    assert re.search(r"^uploaded: http://127.0.0.1:\d+/me/lora/", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_hub_out_of_reach_is_told_before_any_work(
+    trained: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = (f"checkpoint={trained('sd3-lora').folder}", f"output_dir={tmp_path / 'a'}", "push_to_hub=me/lora")
+    mend = "; it needs the hub within reach and a token in HF_TOKEN, or leave push_to_hub out"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    assert refused(*arguments) == (
+        f"push_to_hub: the repository 'me/lora' cannot be made: [Errno 111] Connection refused{mend}"
+    )
+    with hub(monkeypatch, refuse="/commit/"), pytest.raises(JobError) as error:
+        export(tmp_path / "export", trained("sd3-lora").folder, "push_to_hub=me/lora")
+    assert str(error.value).startswith("push_to_hub: the upload to 'me/lora' failed: ")
+    assert str(error.value).endswith(f"; the export itself is in {tmp_path / 'export'}")
+    assert (tmp_path / "export" / "pytorch_lora_weights.safetensors").is_file()

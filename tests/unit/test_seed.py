@@ -38,7 +38,9 @@ def test_golden_values(names: tuple[int | str, ...], seed: int) -> None:
 def test_another_process_agrees() -> None:
     """Python's own hash() of a text differs from process to process."""
     code = "from phalanx.distributed.seed import fold_in; print(fold_in(0, 1, 2, 3, 'step', 4))"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=launch_environment(), timeout=60)
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=launch_environment(), timeout=60
+    )
     assert int(said.stdout) == 6456701563446389500
 
 

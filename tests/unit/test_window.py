@@ -17,11 +17,11 @@ def window(step: int = 0, **changes: Any) -> range:
 @pytest.mark.parametrize("schedule", ["random", "progressive"])
 def test_without_a_size_it_is_the_whole_range(schedule: str) -> None:
     for step in range(5):
-        assert window(step, size=None, schedule=schedule) == range(0, 9)  # all but the last
+        assert window(step, size=None, schedule=schedule) == range(9)  # all but the last
         assert window(step, size=None, window_range=[2, 5], schedule=schedule) == range(2, 5)
-        assert window(step, size=None, window_range=[0, 10], schedule=schedule) == range(0, 10)
-        assert window(step, size=9, schedule=schedule) == range(0, 9)
-        assert window(step, size=1, num_inference_steps=2, schedule=schedule) == range(0, 1)
+        assert window(step, size=None, window_range=[0, 10], schedule=schedule) == range(10)
+        assert window(step, size=9, schedule=schedule) == range(9)
+        assert window(step, size=1, num_inference_steps=2, schedule=schedule) == range(1)
 
 
 def test_random_reaches_every_start_alike() -> None:

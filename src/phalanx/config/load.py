@@ -7,6 +7,7 @@ names the key, its value, and what would be right.
 import difflib
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
@@ -15,9 +16,10 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 T = TypeVar("T")
+LIST_EXAMPLE = "reward.functions[0].weight=2"
 
 
 class ConfigError(ValueError):
@@ -35,6 +37,8 @@ class Bounds:
 
     def complaint(self, value: Any) -> str | None:
         """What `value` should be instead, or None where it is right."""
+        if isinstance(value, float) and math.isnan(value):
+            return "a number"
         if self.choices is not None and value not in self.choices:
             near = difflib.get_close_matches(str(value), self.choices, 1)
             return f"one of {', '.join(self.choices)}" + (f" (did you mean {near[0]}?)" if near else "")
@@ -71,8 +75,9 @@ def resolve_registry(package: str, name: str, key: str) -> Any:
         else:
             module = importlib.import_module(target if "." in target else f"{package}.{target}")
     except ModuleNotFoundError as error:
-        if error.name is None or not (target == error.name or f"{package}.{target}" == error.name):
-            raise
+        sought = target if "." in target else f"{package}.{target}"
+        if error.name is None or not f"{sought}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it imports is not: its traceback says where
         known = known_modules(package)
         near = difflib.get_close_matches(target, known, 1)
         hint = f"did you mean {near[0]}? " if near else ""
@@ -98,23 +103,21 @@ def load(schema: type[T], path: str | None, overrides: list[str]) -> T:
     Raises ConfigError, with one line, for a file that cannot be read, an unknown key, a wrong type, a missing value, a
     value out of bounds or an interpolation that cannot be resolved.
     """
-    user = OmegaConf.merge(_read(path), _dotlist(overrides))
-    assert isinstance(user, DictConfig)
-    classes = _section_classes(schema, user)
-    for key in _unknown_keys(schema, classes, user):
-        raise ConfigError(_unknown_message(key, schema, classes))
-    base = OmegaConf.structured(schema)
-    for name, section in classes.items():
-        base[name] = OmegaConf.structured(section)
     try:
+        user = _user(schema, path, overrides)
+        classes = _section_classes(schema, user)
+        _check_keys(schema, schema, classes, user, "")
+        base = OmegaConf.structured(schema)
+        for name, section in classes.items():
+            base[name] = OmegaConf.structured(section)
         merged = OmegaConf.merge(base, user)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
             help = {row.key: row.help for row in rows(schema, classes)}.get(missing[0], "")
-            raise ConfigError(f"{missing[0]} is not set; give {missing[0]}=... ({help})")
+            raise ConfigError(f"{missing[0]} is not set; give {missing[0]}=...: {help}")
         value = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error, user)) from None
+        raise ConfigError(_one_line(error)) from None
     assert isinstance(value, schema)
     _check_bounds(value, "")
     return value
@@ -154,8 +157,8 @@ def rows(schema: type, classes: dict[str, type] | None = None, prefix: str = "")
             continue
         default = default_of(f)
         text = "required" if default == "???" else "null" if default is None else str(default)
-        help = f.metadata["help"]
-        bounds: Bounds = f.metadata["bounds"]
+        help = f.metadata["help"] if "help" in f.metadata else ""  # a user's own field may be a plain one
+        bounds: Bounds = f.metadata["bounds"] if "bounds" in f.metadata else Bounds()
         if bounds.choices:
             help += f" [{' | '.join(bounds.choices)}]"
         yield Row(key, _type_name(hint), text, help)
@@ -166,8 +169,7 @@ def rows(schema: type, classes: dict[str, type] | None = None, prefix: str = "")
 
 def help_text(schema: type, description: str, path: str | None, overrides: list[str]) -> str:
     """The text of --help: every key with its type, default and meaning."""
-    user = OmegaConf.merge(_read(path), _dotlist(overrides))
-    assert isinstance(user, DictConfig)
+    user = _user(schema, path, overrides)
     lines = [description.strip(), "", "usage: sh train.sh tasks/<task>.py [config.yaml] [key=value ...]", ""]
     section = ""
     for row in rows(schema, _section_classes(schema, user)):
@@ -179,32 +181,69 @@ def help_text(schema: type, description: str, path: str | None, overrides: list[
     return "\n".join(lines)
 
 
-def _read(path: str | None) -> DictConfig:
-    if path is None:
-        return OmegaConf.create({})
+def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
+    """The differences that the user wants: the file's, then the overrides in their order."""
+    user = _read(path) if path is not None else OmegaConf.create({})
+    _drop_empty_sections(schema, user)
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        if not key or not equals:
+            if item.endswith((".yaml", ".yml")):
+                raise ConfigError(f"{item!r}: the configuration file comes first, and there is but one")
+            raise ConfigError(f"{item!r}: an override is written key=value, e.g. trainer.seed=1")
+        try:
+            yaml.safe_load(value)
+            user.merge_with_dotlist([item])
+        except yaml.MarkedYAMLError as error:
+            hint = "; within [ ] or { } an interpolation needs quotes" if "${" in value else ""
+            raise ConfigError(f"{item!r}: the value is not valid YAML: {error.problem}{hint}") from None
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{item!r}: {_reason(error)}") from None
+        except (TypeError, ValueError):  # of OmegaConf, for a word where a list wants a number
+            raise ConfigError(f"{item!r}: an element of a list is named by its number, e.g. {LIST_EXAMPLE}") from None
+    _drop_empty_sections(schema, user)
+    return user
+
+
+def _read(path: str) -> DictConfig:
+    file = Path(path)
     try:
-        content = OmegaConf.load(path)
+        text = file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"{path}: no such configuration file") from None
+        siblings = [p.name for p in file.parent.iterdir()] if file.parent.is_dir() else []
+        near = difflib.get_close_matches(file.name, siblings, 1)
+        hint = f"; did you mean {file.parent / near[0]}?" if near else ""
+        raise ConfigError(f"{path}: no such configuration file{hint}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise ConfigError(f"{path}: not valid YAML: {where}") from None
-    if isinstance(content, ListConfig):
-        raise ConfigError(f"{path}: the top level must be sections (key: value), not a list")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    try:
+        plain = yaml.safe_load(text)
+        if plain is not None and not isinstance(plain, dict):
+            kind = "a list" if isinstance(plain, list) else repr(plain)
+            raise ConfigError(f"{path}: the top level must be sections (key: value), not {kind}")
+        content = OmegaConf.create(text)  # reads numbers such as 1e-4, and refuses a key that is there twice
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {_one_line(error)}") from None
     assert isinstance(content, DictConfig)
     return content
 
 
-def _dotlist(overrides: list[str]) -> DictConfig:
-    for item in overrides:
-        if "=" not in item:
-            raise ConfigError(f"{item!r}: an override is written key=value, e.g. trainer.seed=1")
-    try:
-        return OmegaConf.from_dotlist(overrides)
-    except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"overrides {overrides}: {' '.join(str(error).split())}") from None
+def _drop_empty_sections(schema: type, user: DictConfig) -> None:
+    """`trainer:` with nothing below it, as where all its lines are comments, changes nothing."""
+    hints = get_type_hints(schema)
+    for f in fields(schema):
+        if f.name not in user or OmegaConf.is_interpolation(user, f.name) or OmegaConf.is_missing(user, f.name):
+            continue
+        if user[f.name] is None and (is_dataclass(hints[f.name]) or "registry" in f.metadata):
+            del user[f.name]
+        elif is_dataclass(hints[f.name]) and isinstance(user[f.name], DictConfig):
+            _drop_empty_sections(hints[f.name], user[f.name])
 
 
 def _section_classes(schema: type, user: DictConfig) -> dict[str, type]:
@@ -215,61 +254,105 @@ def _section_classes(schema: type, user: DictConfig) -> dict[str, type]:
             continue
         section = user[f.name] if f.name in user else {}
         default = default_of(f).name
-        try:
-            name = section["name"] if isinstance(section, DictConfig) and "name" in section else default
-        except OmegaConfBaseException as error:
-            raise ConfigError(_one_line(error, user)) from None
+        name = section["name"] if isinstance(section, DictConfig) and "name" in section else default
         found = resolve_registry(f.metadata["registry"], str(name), f"{f.name}.name")
         names = vars(found)
-        if "Config" not in names:
-            raise ConfigError(f"{f.name}.name: {name!r} has no Config (a dataclass of its keys)")
-        classes[f.name] = names["Config"]
+        base = type(default_of(f))
+        config = names["Config"] if "Config" in names else None
+        if not isinstance(config, type) or not issubclass(config, base) or not is_dataclass(config):
+            raise ConfigError(
+                f"{f.name}.name: {name!r} has no Config, a dataclass of its keys derived from {base.__name__}"
+            )
+        if "Rule" not in names:
+            raise ConfigError(f"{f.name}.name: {name!r} has no class Rule, which is made of its Config")
+        classes[f.name] = config
     return classes
 
 
-def _unknown_keys(schema: type, classes: dict[str, type], user: DictConfig, prefix: str = "") -> Iterator[str]:
-    hints = get_type_hints(schema)
-    known = {f.name: classes.get(f.name, hints[f.name]) for f in fields(schema)}
+def _check_keys(schema: type, part: type, classes: dict[str, type], user: DictConfig, prefix: str) -> None:
+    """Raise for the first key of `user` that `part` of `schema` does not know, or whose value is of another type.
+
+    OmegaConf converts and judges each value alone, since its own messages about a whole configuration name no keys
+    within lists. What an interpolation stands for is judged when all is merged.
+    """
+    hints, blank = get_type_hints(part), OmegaConf.structured(part)
     for name in user:
-        key = prefix + str(name)
-        if name not in known:
-            yield key
-            continue
+        key = f"{prefix}{name!s}"
+        if name not in hints:
+            raise ConfigError(_unknown(key, str(name), list(hints), schema, classes))
         if OmegaConf.is_interpolation(user, name) or OmegaConf.is_missing(user, name):
             continue
-        hint, value = known[str(name)], user[name]
+        hint, value = classes.get(key, hints[str(name)]), user[name]
         if is_dataclass(hint):
-            if isinstance(value, DictConfig):
-                yield from _unknown_keys(hint, {}, value, key + ".")  # type: ignore[arg-type]
-            elif value is not None:
-                raise ConfigError(
-                    f"{key}: {value!r} should be a section with keys: {', '.join(f.name for f in fields(hint))}"
-                )
-        elif get_origin(hint) is list and is_dataclass(get_args(hint)[0]) and isinstance(value, ListConfig):
-            for i, element in enumerate(value):
-                if isinstance(element, DictConfig):
-                    yield from _unknown_keys(get_args(hint)[0], {}, element, f"{key}[{i}].")
+            _check_section(schema, hint, classes, value, key)  # type: ignore[arg-type]
+            continue
+        plain = OmegaConf.to_container(value) if isinstance(value, DictConfig | ListConfig) else value
+        elements: list[Any] = [a for a in get_args(hint) if is_dataclass(a)]
+        if elements and isinstance(value, ListConfig):
+            for i in range(len(value)):
+                if not OmegaConf.is_interpolation(value, i):
+                    _check_section(schema, elements[0], classes, value[i], f"{key}[{i}]")
+            continue
+        try:
+            OmegaConf.update(blank, str(name), plain, merge=False)
+        except OmegaConfBaseException:
+            raise ConfigError(f"{key}: {_shown(plain)} should be {_words(hint, plain)}") from None
 
 
-def _unknown_message(key: str, schema: type, classes: dict[str, type]) -> str:
-    known = [row.key for row in rows(schema, classes)]
-    section, _, leaf = key.rpartition(".")
-    plain_section = section.split("[")[0]
-    siblings = [k for k in known if k.rpartition(".")[0].replace("[]", "") == plain_section]
-    near = difflib.get_close_matches(leaf, [k.rpartition(".")[2] for k in siblings], 1, 0.6)
+def _check_section(schema: type, part: type, classes: dict[str, type], value: Any, key: str) -> None:
+    if not isinstance(value, DictConfig):
+        plain = OmegaConf.to_container(value) if isinstance(value, ListConfig) else value
+        keys = ", ".join(f.name for f in fields(part))
+        raise ConfigError(f"{key}: {_shown(plain)} should be a section with keys: {keys}")
+    _check_keys(schema, part, classes, value, key + ".")
+
+
+def _unknown(key: str, leaf: str, siblings: list[str], schema: type, classes: dict[str, type]) -> str:
+    """What to say of an unknown key: the nearest one beside it, or keys of its name elsewhere, or all beside it."""
+    elsewhere = [row.key for row in rows(schema, classes) if row.key.rpartition(".")[2] == leaf]
+    near = difflib.get_close_matches(leaf, siblings, 1, 0.7 if elsewhere else 0.5)
     if near:
-        return f"unknown key {key}; did you mean {section + '.' if section else ''}{near[0]}?"
-    elsewhere = [k for k in known if k.rpartition(".")[2] == leaf] or difflib.get_close_matches(key, known, 1, 0.5)
+        return f"unknown key {key}; did you mean {key.removesuffix(leaf)}{near[0]}?"
     if elsewhere:
-        return f"unknown key {key}; did you mean {elsewhere[0]}?"
-    names = sorted({k.removeprefix(section + ".").split(".")[0] for k in known if k.startswith(section)})
-    return f"unknown key {key}; known here: {', '.join(names)}"
+        choice = elsewhere[0] if len(elsewhere) == 1 else f"one of {', '.join(elsewhere)}"
+        return f"unknown key {key}; did you mean {choice}?"
+    return f"unknown key {key}; known here: {', '.join(siblings)}"
 
 
-def _one_line(error: OmegaConfBaseException, user: DictConfig) -> str:
-    key = error.full_key or ""
+def _shown(value: Any) -> str:
+    """A value as YAML has it, for messages."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+_WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"), str: ("a text", "texts")}
+_WORDS[bool] = ("true or false", "truth values")
+
+
+def _words(hint: Any, value: Any) -> str:
+    """A type in words, for messages; for a list an example that holds `value`."""
+    arguments = [a for a in get_args(hint) if a is not type(None)]
+    if get_origin(hint) is list:
+        plural = _WORDS[arguments[0]][1] if arguments[0] in _WORDS else "sections"
+        scalar = arguments[0] in _WORDS and isinstance(value, str | int | float)
+        return f"a list of {plural}" + (f", e.g. [{value}]" if scalar else "")
+    if get_origin(hint) is dict:
+        return "a section of keys and values"
+    if arguments:
+        return f"{_words(arguments[0], value)}, or null"
+    return _WORDS[hint][0] if hint in _WORDS else _type_name(hint)
+
+
+def _one_line(error: OmegaConfBaseException) -> str:
+    return f"{error.full_key}: {_reason(error)}" if error.full_key else _reason(error)
+
+
+def _reason(error: OmegaConfBaseException) -> str:
     text = (error.msg or str(error)).split("\n")[0]
-    return f"{key}: {text}" if key else text
+    if isinstance(error, GrammarParseError):
+        return f"not a valid interpolation: {text}"
+    return text.removeprefix("KeyError raised while resolving interpolation: ").strip('"')  # as of oc.env
 
 
 def _check_bounds(section: Any, prefix: str) -> None:
@@ -280,8 +363,9 @@ def _check_bounds(section: Any, prefix: str) -> None:
         elif isinstance(value, list) and value and is_dataclass(value[0]):
             for i, element in enumerate(value):
                 _check_bounds(element, f"{key}[{i}].")
-        elif value is not None and "bounds" in f.metadata:
-            complaint = f.metadata["bounds"].complaint(value)
+        elif value is not None:
+            bounds: Bounds = f.metadata["bounds"] if "bounds" in f.metadata else Bounds()
+            complaint = bounds.complaint(value)
             if complaint:
                 raise ConfigError(f"{key}: {value!r} should be {complaint}")
 

@@ -67,6 +67,16 @@ def shard_size(config: ParallelConfig, launch: Launch) -> int:
     return width
 
 
+def check_optimizer(name: str, config: ParallelConfig, launch: Launch) -> None:
+    """Refuse an optimizer that this world's sharding does not allow (ConfigError)."""
+    width = shard_size(config, launch)
+    if name == "muon" and width > 1:
+        raise ConfigError(
+            f"optim.name: 'muon' orthogonalises whole matrices, which {width} ranks share here; "
+            "set parallel.fsdp_size=1 or optim.name=adamw"
+        )
+
+
 def start(config: ParallelConfig) -> World:
     """Join the world and cut its mesh. Every group gets the configured time limit."""
     launch = Launch.from_env()

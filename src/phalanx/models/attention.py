@@ -34,6 +34,7 @@ def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
         ) from None
 
 
+@torch.enable_grad()
 def _try(model: FlowModel, backend: str, device: torch.device, *, masked: bool) -> None:
     """A tiny attention, forward and backward, with the model's heads."""
     c, length = model.transformer.config, 8
@@ -61,8 +62,14 @@ class DispatchedJointAttention:
     _attention_backend: Any = None
     _parallel_config: Any = None
 
-    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor | None = None) -> Any:
-        """hidden_states [N, L, D], encoder_hidden_states [N, T, D] or None -> the same shapes."""
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Any:
+        """hidden_states [N, L, D], encoder_hidden_states [N, T, D] or None -> the same shapes. SD3 gives no mask."""
         q, k, v = (self._heads(attn, p(hidden_states)) for p in (attn.to_q, attn.to_k, attn.to_v))
         q, k = self._norm(attn.norm_q, q), self._norm(attn.norm_k, k)
         if encoder_hidden_states is not None:
@@ -70,7 +77,14 @@ class DispatchedJointAttention:
             tq, tk, tv = (self._heads(attn, p(encoder_hidden_states)) for p in added)
             tq, tk = self._norm(attn.norm_added_q, tq), self._norm(attn.norm_added_k, tk)
             q, k, v = torch.cat([q, tq], 1), torch.cat([k, tk], 1), torch.cat([v, tv], 1)
-        out = dispatch_attention_fn(q, k, v, backend=self._attention_backend, parallel_config=self._parallel_config)
+        out = dispatch_attention_fn(
+            q,
+            k,
+            v,
+            attn_mask=attention_mask,
+            backend=self._attention_backend,
+            parallel_config=self._parallel_config,
+        )
         out = out.flatten(2, 3).to(q.dtype)
         image = attn.to_out[1](attn.to_out[0](out[:, : hidden_states.shape[1]]))
         if encoder_hidden_states is None:

@@ -1,0 +1,187 @@
+"""What the benchmarks share: the command line, a Trainer that is timed as it trains, and where a figure was made."""
+
+import argparse
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.cli import fail, rank
+from phalanx.config import ConfigError, load
+from phalanx.config.schema import RewardFunctionConfig, TrainConfig
+from phalanx.distributed.collectives import reduce_float
+from phalanx.metrics import Timers
+from phalanx.run import peak_memory_gb
+from phalanx.trainer import Trainer
+
+HERE = Path(__file__).resolve().parent
+PROMPTS_EACH = 8  # steps' worth of made-up prompts
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """A parser of `CONFIG.yaml [key=value ...]` and the options that all benchmarks have."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("config", help="configuration of tasks/train_flowgrpo.py")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--shapes", help="random weights, made-up prompts and a JPEG reward: a shape of shapes.py")
+    parser.add_argument("--steps", type=int, default=3, help="measured steps (3)")
+    parser.add_argument("--warmup", type=int, default=1, help="steps before them (1)")
+    return parser
+
+
+def configure(args: argparse.Namespace) -> TrainConfig:
+    """The configuration, without validation, checkpoints and loggers; a mistake ends the process with one line.
+
+    Where `--shapes` is given, or data.train_files is empty, prompts are made up.
+    """
+    synthetic = [f"model.family={HERE / 'shapes.py'}", f"model.path={args.shapes}"] if args.shapes else []
+    folder = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
+    keys = ["total_training_steps=1", "logger=[]", "save_freq=-1", "test_freq=-1", "val_before_train=false"]
+    keys += ["resume=never", f"output_dir={folder}"]
+    try:
+        cfg = load(TrainConfig, args.config, [*synthetic, *args.overrides, *(f"trainer.{key}" for key in keys)])
+    except ConfigError as error:
+        fail(str(error), status=2)
+    cfg.data.val_files = []
+    if args.shapes and not any(o.startswith("reward.functions=") for o in args.overrides):
+        # images of random weights hold no text and mean nothing: equal rewards would leave nothing to train on
+        cfg.reward.functions = [RewardFunctionConfig(name="jpeg_incompressibility")]
+    if args.shapes or not cfg.data.train_files:
+        file = folder / "prompts.txt"
+        numbers = range(cfg.data.train_batch_size * PROMPTS_EACH)
+        file.write_text("".join(f'a sign that says "number {i}"\n' for i in numbers))
+        cfg.data.train_files = [str(file)]
+    return cfg
+
+
+class Meter(Timers):
+    """Timers that wait for the device at both ends of a phase, and note the largest memory within it, in GB (CUDA)."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(sync=True)
+        self._device = device
+        self._open: list[float] = []
+        self.memory_gb: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Time a phase; phases nest."""
+        if self._device.type != "cuda":
+            with super().__call__(name):
+                yield
+            return
+        self._note()
+        self._open.append(0.0)
+        try:
+            with super().__call__(name):
+                yield
+        finally:
+            self._note()
+            peak = self._open.pop()
+            self.memory_gb[name] = max(peak, self.memory_gb.get(name, 0.0))
+            if self._open:
+                self._open[-1] = max(self._open[-1], peak)
+
+    def _note(self) -> None:
+        if self._open:
+            self._open[-1] = max(self._open[-1], torch.cuda.max_memory_allocated(self._device) / 1e9)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+class Bench(Trainer):
+    """The Trainer, whose rows of metrics are kept instead of written. `after(step)` runs, untimed, after each step.
+
+    Phases within phases: `decode` and `embed` within `rollout`, `optimizer` within `update`.
+    """
+
+    def __init__(self, cfg: TrainConfig, *, warmup: int, steps: int, trace: Path | None = None) -> None:
+        """`trace`: a file for a torch.profiler trace of one more step."""
+        cfg.trainer.total_training_steps = warmup + steps + (trace is not None)
+        super().__init__(cfg)
+        self.warmup, self.measured, self.trace = warmup, steps, trace
+        self.rows: list[dict[str, float]] = []
+        self.after: Callable[[int], None] = lambda step: None
+        self.timers = self.meter = Meter(self.world.device)
+        self.profile: AbstractContextManager[Any] = nullcontext()
+        # methods of instances are replaced by timed ones: the code that users run stays as it is
+        self.policy.decode = self._timed("decode", self.policy.decode)  # type: ignore[method-assign]
+        self.policy.embed = self._timed("embed", self.policy.embed)  # type: ignore[method-assign]
+        self.optimizer.step = self._timed("optimizer", self.optimizer.step)  # type: ignore[method-assign]
+
+    def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            with self.timers(name):
+                return function(*args, **kwargs)
+
+        return timed
+
+    def end_step(self, step: int, row: dict[str, float]) -> None:
+        """Keep the row; start and end the profile around the last step, where one is asked for."""
+        self.progress.step = step
+        assert self.rewards is not None
+        row |= {"reward/waited_s": self.rewards.waited_s, "reward/busy_s": self.rewards.busy_s}
+        self.rows.append(row | self.timers.pop())
+        if row["actor/updates_skipped"]:
+            fail("all rewards of some update are equal, so that it trains on nothing; give another reward", status=1)
+        if self.trace is not None and step == self.total_steps - 1:
+            from torch.profiler import ProfilerActivity, profile
+
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.world.device.type == "cuda" else [])]
+            self.profile = profile(activities=kinds, record_shapes=True)
+            self.profile.__enter__()
+        if self.trace is not None and step == self.total_steps:
+            self.profile.__exit__(None, None, None)
+        self.after(step)
+
+    def medians(self) -> dict[str, float]:
+        """The median of each metric over the measured steps."""
+        rows = self.rows[self.warmup : self.warmup + self.measured]
+        return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+
+    def spread(self) -> tuple[float, float]:
+        """Seconds of the fastest and the slowest measured step."""
+        seconds = [row["perf/step_s"] for row in self.rows[self.warmup : self.warmup + self.measured]]
+        return min(seconds), max(seconds)
+
+    def peak_memory_gb(self) -> float:
+        """The largest memory of any rank: of the device, or resident on a CPU. In GB (10^9 bytes)."""
+        mine = max(self.meter.memory_gb.values(), default=peak_memory_gb(self.world.device))
+        return reduce_float(mine, "max")
+
+
+def origin(device: torch.device) -> dict[str, Any]:
+    """Where a figure was made: machine, versions, commit."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=HERE, capture_output=True, text=True, check=False
+    )
+    return {
+        "device": name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": git.stdout.strip() or None,
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name, and its widest vector instructions as torch sees them."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+
+
+def table(title: str, rows: list[tuple[str, str]]) -> None:
+    """Print two columns on rank 0."""
+    if rank() != 0:
+        return
+    width = max(len(name) for name, _ in rows)
+    print(f"\n{title}", *(f"  {name:<{width}}  {value}" for name, value in rows), sep="\n", file=sys.stdout, flush=True)

@@ -1,0 +1,95 @@
+"""Write the reference part of docs/configuration.md, below its marker, from the schema.
+
+    python docs/generate_configuration.py
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from phalanx.config.load import Row, known_modules, resolve_registry, rows
+from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
+from phalanx.config.tasks import ExportConfig, SampleConfig
+
+PAGE = Path(__file__).parent / "configuration.md"
+MARKER = "<!-- Below this line: written by docs/generate_configuration.py -->\n"
+
+
+def main() -> None:
+    PAGE.write_text(page(PAGE.read_text()))
+
+
+def page(text: str) -> str:
+    """The whole page: what stands above the marker in `text`, and the reference as it is now."""
+    head, marker, _ = text.partition(MARKER)
+    assert marker, f"{PAGE} has lost the line {MARKER!r}"
+    return head + marker + "\n" + "\n".join(reference())
+
+
+def reference() -> Iterator[str]:
+    """The lines below the marker."""
+    yield "## Training jobs\n"
+    yield "These sections belong to `tasks/train_flowgrpo.py` and to `tasks/train_flow_matching.py`.\n"
+    yield from sections(RunConfig)
+    yield "## Reinforcement learning\n"
+    yield "Further sections of `tasks/train_flowgrpo.py`.\n"
+    yield from sections(TrainConfig, without=RunConfig)
+    for name in known_modules("phalanx.algorithms"):
+        config = resolve_registry("phalanx.algorithms", name, "algorithm.name").Config
+        yield f"### algorithm, where its name is {name}\n"
+        own = [row for row in rows(config, None, "algorithm.") if row.key != "algorithm.name"]
+        yield from table(own)
+    yield "## Supervised flow matching\n"
+    yield f"{sentence(FlowMatchingTaskConfig)}\n"
+    yield from sections(FlowMatchingTaskConfig, without=RunConfig)
+    yield "## Sampling\n"
+    yield f"{sentence(SampleConfig)}\n"
+    yield from task(SampleConfig)
+    yield "## Export\n"
+    yield f"{sentence(ExportConfig)}\n"
+    yield from task(ExportConfig)
+
+
+def sections(schema: type, without: type | None = None) -> Iterator[str]:
+    """A heading, a sentence and a table for each section of a schema."""
+    hints = get_type_hints(schema)
+    known = {f.name for f in fields(without)} if without is not None else set()
+    for f in fields(schema):
+        if f.name in known:
+            continue
+        section: Any = hints[f.name]
+        if "registry" in f.metadata:
+            section = type(f.default_factory())
+        yield f"### {f.name}\n"
+        yield f"{sentence(section)}\n"
+        yield from table(rows(section, None, f"{f.name}."))
+
+
+def task(schema: type) -> Iterator[str]:
+    """One table of a task's own keys; sections that training jobs have too are left to their place."""
+    hints = get_type_hints(schema)
+    shared = {hint for hint in get_type_hints(RunConfig).values() if is_dataclass(hint)}
+    skipped = [name for name, hint in hints.items() if hint in shared]
+    yield from table(row for row in rows(schema) if row.key.split(".")[0] not in skipped)
+    for name in skipped:
+        yield f"`{name}` is as in [training jobs](#{name}).\n"
+
+
+def table(all_rows: Iterable[Row]) -> Iterator[str]:
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for row in all_rows:
+        default = {"True": "true", "False": "false", "": "''"}.get(row.default, row.default)
+        meaning = row.help.replace("|", "\\|").replace("<", "&lt;")
+        yield f"| `{row.key}` | {row.type} | `{default}` | {meaning} |"
+    yield ""
+
+
+def sentence(schema: type) -> str:
+    """A class's docstring as one paragraph."""
+    return " ".join((schema.__doc__ or "").split())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""tasks/sample.py: the images of the stock pipeline and of the trained policy, on any number of ranks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from phalanx.config import load
+from phalanx.config.tasks import SampleConfig
+from phalanx.generate import Generator
+from phalanx.images import read_index
+from tests.e2e.test_export import LORA, TEXTS, Run, stock_images, train
+from tests.ranks import RankError, run_ranks, torchrun
+from tests.tiny import load_pipeline
+
+# the settings of stock_images; the tiny runs of test_export have the same in their config.yaml
+PLAIN = ("model.dtype=float32", "height=32", "width=32", "num_inference_steps=4", "max_prompt_length=32")
+RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sd3-full": ("sd3", ("optim.lr=1e-2",)),
+    "sd3-pissa": ("sd3", (*LORA, "model.target_modules=[attn.to_v, norm1.linear]", "model.lora_init=pissa")),
+    "qwen-lora": ("qwen", LORA),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Runs by name, each trained once."""
+    done: dict[str, Run] = {}
+
+    def get(name: str) -> Run:
+        if name not in done:
+            family, overrides = RUNS[name]
+            base, folder = request.getfixturevalue(f"{family}_folder"), tmp_path_factory.mktemp(name)
+            (images,) = run_ranks(train, 1, overrides, base, folder)
+            done[name] = Run(folder / "out", base, images)
+        return done[name]
+
+    return get
+
+
+def run(overrides: tuple[str, ...]) -> None:
+    Generator(load(SampleConfig, None, list(overrides))).run()
+
+
+def sampled(folder: Path, *overrides: str, ranks: int = 1) -> Tensor:
+    """The pictures [N, 3, H, W] in 0..255 of a call on so many ranks."""
+    run_ranks(run, ranks, (f"output_dir={folder}", *overrides))
+    return torch.stack([pixels(folder / row["file"]) for row in read_index(folder)])
+
+
+def pixels(file: Path) -> Tensor:
+    return torch.from_numpy(np.array(Image.open(file))).permute(2, 0, 1)
+
+
+def levels(images: Tensor) -> Tensor:
+    return (images * 255).round().byte()
+
+
+def difference(a: Tensor, b: Tensor) -> int:
+    return int((a.int() - b.int()).abs().max())
+
+
+def prompts(texts: list[str]) -> str:
+    return f"prompts={json.dumps(texts)}"
+
+
+@pytest.mark.parametrize("family", ["sd3", "qwen"])
+def test_a_model_folder(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    base = request.getfixturevalue(f"{family}_folder")
+    guidance = "true_cfg_scale" if family == "qwen" else "guidance_scale"
+    ours = sampled(tmp_path, *PLAIN, f"model.path={base}", f"{guidance}=3", prompts(TEXTS))
+    stock = levels(stock_images(load_pipeline(base)))
+    assert ours.shape == (2, 3, 32, 32) and difference(ours[0], ours[1]) > 20
+    assert difference(ours, stock) <= 1  # a value that lies between two levels may be rounded up or down
+
+
+@pytest.mark.parametrize("name", ["sd3-full", "sd3-pissa", "qwen-lora"])
+def test_a_checkpoint(name: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
+    """Model, sizes, guidance and seed come from the run: these are its validation's images, to the last bit."""
+    live = trained(name)
+    common = (f"checkpoint={live.folder}", prompts(TEXTS), "micro_batch_size_per_gpu=8")
+    assert torch.equal(sampled(tmp_path / "ema", *common), levels(live.images["ema"]))
+    assert torch.equal(sampled(tmp_path / "model", *common, "weights=model"), levels(live.images["model"]))
+    assert difference(levels(live.images["ema"]), levels(live.images["model"])) > 2
+    other = sampled(tmp_path / "other", *common, "height=16", "seed=1", "num_inference_steps=2")
+    assert other.shape == (2, 3, 16, 32)
+
+
+def test_ranks_share_the_work_and_change_nothing(trained: Callable[[str], Run], tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo words\nthree or more words\n")
+    common = (f"checkpoint={trained('sd3-full').folder}", f"prompt_file={file}", "n=3", "micro_batch_size_per_gpu=2")
+    alone = sampled(tmp_path / "1", *common)
+    assert alone.shape == (9, 3, 32, 32)
+    assert len({image.numpy().tobytes() for image in alone}) == 9
+    rows = read_index(tmp_path / "1")
+    assert [row["index"] for row in rows] == list(range(9))
+    assert [row["prompt"] for row in rows] == [line for line in file.read_text().splitlines() for _ in range(3)]
+    for ranks, *layout in ((2,), (4, "parallel.fsdp_size=2")):
+        folder = tmp_path / str(ranks)
+        assert torch.equal(sampled(folder, *common, *layout, ranks=ranks), alone)
+        assert (folder / "index.jsonl").read_bytes() == (tmp_path / "1" / "index.jsonl").read_bytes()
+        assert (folder / "grid.png").read_bytes() == (tmp_path / "1" / "grid.png").read_bytes()
+
+
+def test_command_line_grid_and_older_images(sd3_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "images"
+    common = (*PLAIN, f"model.path={sd3_folder}", f"output_dir={folder}")
+    sampled(folder, *common, prompts(["a", "b", "c", "d", "e"]), "columns=5")
+    five = Image.open(folder / "grid.png").size
+    (folder / "mine.png").write_bytes(b"kept")
+    job = torchrun(["tasks/sample.py", *common, prompts(["a", "b"]), "n=2"], nproc=2)
+    assert job.returncode == 0, job.stderr
+    assert job.stdout == f"4 images in {folder}, all of them in {folder / 'grid.png'}\n"
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "00000.png", "00001.png", "00002.png", "00003.png", "grid.png", "index.jsonl", "mine.png",
+    ]  # fmt: skip
+    grid = pixels(folder / "grid.png")
+    assert (five[0] - 8) / 5 == (grid.shape[2] - 8) / 2 == 168  # tiles of 160 and a margin: 5 in a row, 2 in a row
+    tile = pixels(folder / "00003.png").repeat_interleave(5, 1).repeat_interleave(5, 2)
+    row = (grid.shape[1] - 8) // 2
+    assert torch.equal(grid[:, 8 + row : 168 + row, 176:336], tile)
+    assert int(grid[:, 168:row].min()) < 100  # the prompt is written below its picture
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def refused(*overrides: str) -> str:
+    """The message of the ValueError that a rank ends with."""
+    with pytest.raises(RankError) as error:
+        run_ranks(run, 1, overrides)
+    (line,) = [line for line in str(error.value).splitlines() if line.startswith(("ValueError: ", "phalanx."))]
+    return line.partition(": ")[2]
+
+
+def test_what_is_sampled(sd3_folder: Path, tmp_path: Path) -> None:
+    model, words = f"model.path={sd3_folder}", prompts(["a"])
+    assert refused(model) == "neither prompts nor prompt_file is set; give one of them, e.g. prompts='[a red apple]'"
+    assert refused(model, words, "prompt_file=x.txt") == "prompts and prompt_file are both set; give one of them"
+    assert refused(words) == "neither model.path nor checkpoint is set; give one of them"
+    assert refused(model, words, "weights=ema") == (
+        "weights: ema needs a checkpoint; a model folder has its own weights only"
+    )
+    file = tmp_path / "file"
+    file.touch()
+    assert refused(model, words, f"output_dir={file}") == f"output_dir: '{file}' is a file; give a folder"
+
+
+def test_settings_that_the_model_does_not_have(sd3_folder: Path) -> None:
+    common = (f"model.path={sd3_folder}", prompts(["a"]))
+    assert refused(*common) == "height: 512 is more than the model's 64 pixels"
+    assert refused(*common, "height=30", "width=32") == "height: 30 should be a multiple of 8, e.g. 24 or 32"
+    assert refused(*common, "height=32", "width=32", "true_cfg_scale=4") == (
+        "true_cfg_scale: 4 has no effect on this model; its guidance is guidance_scale"
+    )
+
+
+def test_a_checkpoint_of_another_model(trained: Callable[[str], Run], qwen_folder: Path, tmp_path: Path) -> None:
+    live = trained("sd3-full")
+    common = (f"checkpoint={live.folder}", prompts(["a"]))
+    assert refused(*common, f"model.path={qwen_folder}") == (
+        f"checkpoint: {live.folder}/checkpoints/step_000002 does not fit the model '{qwen_folder}': for "
+        "context_embedder.bias it holds [64], the model has nothing; give the base model that the run was trained from"
+    )
+    nowhere = tmp_path / "nowhere"
+    assert refused(f"checkpoint={nowhere}", prompts(["a"])) == f"checkpoint: '{nowhere}': no such folder"

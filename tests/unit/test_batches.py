@@ -1,0 +1,241 @@
+"""The arithmetic of batches: what divides is planned, what does not is refused with values that do."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+from phalanx import batches
+from phalanx.batches import BatchPlan
+from phalanx.config import ConfigError
+from phalanx.config.schema import TrainConfig
+
+KEYS = {
+    "data.train_batch_size": "prompts",
+    "rollout.n": "n",
+    "actor.ppo_mini_batch_size": "mini",
+    "actor.ppo_micro_batch_size_per_gpu": "micro",
+    "rollout.micro_batch_size_per_gpu": "rollout",
+}
+
+
+def config(
+    prompts: int = 12, n: int = 16, mini: int = 6, micro: int = 48, window: int = 2, rollout: int | None = None
+) -> TrainConfig:
+    """The quickstart's numbers, unless told otherwise."""
+    cfg = TrainConfig()
+    cfg.data.train_batch_size, cfg.rollout.n = prompts, n
+    cfg.data.train_files, cfg.trainer.total_training_steps = ["prompts.txt"], 1
+    cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_micro_batch_size_per_gpu = mini, micro
+    cfg.rollout.sde_window_size, cfg.rollout.micro_batch_size_per_gpu = window, rollout
+    return cfg
+
+
+def refusal(world: int, **numbers: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        batches.plan(config(**numbers), world)
+    return str(error.value)
+
+
+def test_the_quickstart_on_two_ranks() -> None:
+    # 12 prompts x 16 = 192 images, 96 a rank, 2 updates of 6 prompts; 48 x 2 steps sampled and replayed together
+    plan = batches.plan(config(), 2)
+    assert plan == BatchPlan(samples=192, per_rank=96, updates=2, micro=48, window=2, rollout_micro=96)
+    assert plan.exact
+
+
+def test_a_rollout_batch_of_its_own_is_not_exact() -> None:
+    plan = batches.plan(config(rollout=32), 2)
+    assert plan == BatchPlan(samples=192, per_rank=96, updates=2, micro=48, window=2, rollout_micro=32)
+    assert not plan.exact
+    assert batches.plan(config(rollout=96), 2).exact
+
+
+def test_a_window_of_all_steps() -> None:
+    cfg = config(micro=16)
+    cfg.rollout.sde_window_size = None
+    cfg.rollout.sde_window_range = [1, 4]
+    assert batches.plan(cfg, 1).window == 3
+    assert batches.plan(cfg, 1).rollout_micro == 48
+
+
+@pytest.mark.parametrize(
+    ("world", "numbers", "message"),
+    [
+        (
+            1,
+            {"mini": 5},
+            "actor.ppo_mini_batch_size: 5 prompts do not divide data.train_batch_size 12; "
+            "nearest that work: actor.ppo_mini_batch_size=3 or 6",
+        ),
+        (
+            1,
+            {"mini": 24, "micro": 8},
+            "actor.ppo_mini_batch_size: 24 prompts do not divide data.train_batch_size 12; "
+            "nearest that work: actor.ppo_mini_batch_size=12",
+        ),
+        (
+            4,
+            {"n": 3, "micro": 1, "window": 1},
+            "actor.ppo_mini_batch_size: 6 prompts x rollout.n 3 = 18 images of an update do not divide over 4 ranks; "
+            "nearest that work: actor.ppo_mini_batch_size=4 or 12",
+        ),
+        (
+            5,  # no mini-batch of 12 prompts x 16 images divides by 5
+            {"micro": 6},
+            "actor.ppo_mini_batch_size: 6 prompts x rollout.n 16 = 96 images of an update do not divide over 5 ranks; "
+            "nearest that work: rollout.n=15 or 20",
+        ),
+        (
+            2,
+            {"micro": 5},
+            "actor.ppo_micro_batch_size_per_gpu: 5 does not divide the 48 images of an update on a rank "
+            "(6 prompts x rollout.n 16 = 96 images of an update / 2 ranks); "
+            "nearest that work: actor.ppo_micro_batch_size_per_gpu=4 or 6",
+        ),
+        (
+            2,
+            {"micro": 48, "window": 3},
+            "actor.ppo_micro_batch_size_per_gpu: 48 x 3 trained steps = 144, the rollout's micro-batch, does not divide the "
+            "96 images of a rank; nearest that work: actor.ppo_micro_batch_size_per_gpu=16",
+        ),
+        (
+            1,  # 4 images, windows of 3: no micro-batch times 3 divides them
+            {"prompts": 2, "n": 2, "mini": 2, "micro": 1, "window": 3},
+            "actor.ppo_micro_batch_size_per_gpu: 1 x 3 trained steps = 3, the rollout's micro-batch, does not divide the "
+            "4 images of a rank; nearest that work: rollout.micro_batch_size_per_gpu=2 or 4",
+        ),
+        (
+            2,
+            {"rollout": 36},
+            "rollout.micro_batch_size_per_gpu: 36 does not divide the 96 images of a rank; "
+            "nearest that work: rollout.micro_batch_size_per_gpu=32 or 48",
+        ),
+        (
+            8,  # a prime number of prompts, of which no part divides over 8 ranks
+            {"prompts": 7, "n": 4, "mini": 3, "micro": 2, "window": 1},
+            "actor.ppo_mini_batch_size: 3 prompts do not divide data.train_batch_size 7; "
+            "nearest that work: actor.ppo_mini_batch_size=1 with rollout.n=16",
+        ),
+    ],
+)
+def test_what_does_not_divide(world: int, numbers: dict[str, Any], message: str) -> None:
+    assert refusal(world, **numbers) == message
+
+
+def splits(world: int, prompts: int, n: int, mini: int, micro: int, window: int, rollout: int | None) -> bool:
+    """Whether all the loop's slices are full, found by slicing: images of the step in order, neighbours on a rank."""
+    images = list(range(prompts * n))
+    if prompts % mini or len(images) % world:
+        return False
+    share, updates = len(images) // world, prompts // mini
+    sampled = {
+        len(images[i : min(i + (rollout or micro * window), share)]) for i in range(0, share, rollout or micro * window)
+    }
+    if sampled != {rollout or micro * window}:
+        return False
+    for k in range(updates):
+        mine = images[:share][k::updates]
+        if len(mine) * updates != share or {len(mine[i : i + micro]) for i in range(0, len(mine), micro)} != {micro}:
+            return False
+    return True
+
+
+def test_every_suggestion_works_and_is_the_nearest() -> None:
+    """Random numbers: those that divide are planned; all that a refusal suggests, applied, is planned."""
+    refused = 0
+    for trial in range(1500):
+        draw = random.Random(trial)
+        world = draw.choice([1, 2, 3, 4, 6, 8])
+        numbers: dict[str, Any] = {
+            "prompts": draw.choice([1, 4, 6, 7, 12, 16, 30]),
+            "n": draw.randint(2, 18),
+            "mini": draw.choice([1, 2, 3, 4, 5, 6, 12, 40]),
+            "micro": draw.choice([1, 2, 3, 4, 6, 8, 12]),
+            "window": draw.randint(1, 4),
+            "rollout": draw.choice([None, None, 1, 4, 9]),
+        }
+        if splits(world, **numbers):
+            batches.plan(config(**numbers), world)
+            continue
+        refused += 1
+        what, _, advice = refusal(world, **numbers).partition("; nearest that work: ")
+        assert what.partition(":")[0] in KEYS
+        choices = re.fullmatch(r"(?:([\w.]+)=(\d+) with )?([\w.]+)=(\d+)(?: or (\d+))?", advice)
+        assert choices is not None, advice
+        also, also_value, key, *values = choices.groups()
+        changed = dict(numbers)
+        if also is not None:
+            changed[KEYS[also]] = int(also_value)
+        named, suggested = KEYS[key], [int(v) for v in values if v is not None]
+        for value in suggested:
+            plan = batches.plan(config(**{**changed, named: value}), world)
+            assert splits(world, **{**changed, named: value}), advice
+            assert plan.per_rank * world == plan.samples
+        own = numbers[named] or numbers["micro"] * numbers["window"]
+        works = [
+            v for v in range(2 if named == "n" else 1, max(own, *suggested)) if splits(world, **{**changed, named: v})
+        ]
+        assert [v for v in works if v < own][-1:] == [v for v in suggested if v < own], (numbers, advice)
+        assert [v for v in works if own < v < suggested[-1]] == [], (numbers, advice)
+    assert 500 < refused < 1450
+
+
+# --- combinations that work in no world
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"data.train_files": []},
+            "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .parquet or dataset folder",
+        ),
+        (
+            {"trainer.total_training_steps": None},
+            "trainer.total_training_steps: null needs trainer.total_epochs; set one of them",
+        ),
+        ({"optim.betas": [0.9]}, "optim.betas: [0.9] should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),
+        ({"optim.betas": [0.9, 1.0]}, "optim.betas: [0.9, 1.0] should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),
+        (
+            {"parallel.param_offload": True, "parallel.fsdp_size": 1},
+            "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device",
+        ),
+        ({"rollout.engine": "vllm"}, "rollout.engine: 'vllm' is unknown; known: policy"),
+        ({"trainer.test_freq": 5}, "trainer.test_freq: 5 needs data.val_files; give some, or -1"),
+        ({"trainer.save_freq": 0}, "trainer.save_freq: 0 should be -1 (never) or a number of steps"),
+        ({"trainer.test_freq": -2}, "trainer.test_freq: -2 should be -1 (never) or a number of steps"),
+        ({"rollout.sde_window_range": [1, 2, 3]}, "rollout.sde_window_range: [1, 2, 3] should be two numbers [a, b]"),
+        (
+            {"rollout.sde_window_range": [4, 11]},
+            "rollout.sde_window_range: [4, 11] should satisfy 0 <= a < b <= 10 (rollout.num_inference_steps)",
+        ),
+        (
+            {"rollout.sde_window_size": 10},
+            "rollout.sde_window_size: 10 does not fit into the range [0, 9]; should be at most 9",
+        ),
+        (
+            {"rollout.sde_type": "cps", "rollout.sde_window_range": [6, 10]},
+            "rollout.sde_window_range: [6, 10] holds the last step, which has no log-probability under cps; "
+            "its end should be at most 9",
+        ),
+    ],
+)
+def test_impossible_combinations(changes: dict[str, Any], message: str) -> None:
+    cfg = config()
+    batches.check(cfg)
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        assert name in vars(vars(cfg)[section])
+        setattr(vars(cfg)[section], name, value)
+    with pytest.raises(ConfigError) as error:
+        batches.check(cfg)
+    assert str(error.value) == message
+
+
+def test_the_last_step_is_fine_under_the_other_types() -> None:
+    for kind in ("sde", "dance_sde"):
+        cfg = config()
+        cfg.rollout.sde_type, cfg.rollout.sde_window_range = kind, [8, 10]
+        batches.check(cfg)

@@ -1,0 +1,152 @@
+"""Every recipe of configs/flowgrpo: it loads, its batches divide, and it trains, at tiny size, with its own settings."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from phalanx import batches
+from phalanx.config import ConfigError, load
+from phalanx.config.schema import RewardConfig, TrainConfig
+from phalanx.rewards import RewardSet
+from phalanx.types import Prompt
+from tests.jobs import PROMPTS, one_step
+from tests.ranks import ROOT, run_ranks
+
+RECIPES = sorted((ROOT / "configs" / "flowgrpo").glob("*.yaml"))
+FOR_GPUS = [path for path in RECIPES if not path.stem.startswith("quickstart")]
+recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
+gpu_recipes = pytest.mark.parametrize("path", FOR_GPUS, ids=lambda p: p.stem)
+
+# What a recipe says of itself: the ranks that its batches are made for.
+RANKS = re.compile(r"^# ranks: (\d+)$", re.MULTILINE)
+
+
+def ranks_of(path: Path) -> int:
+    found = RANKS.search(path.read_text())
+    assert found, f"{path} does not say its ranks; add a line such as `# ranks: 8`"
+    return int(found[1])
+
+
+def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def leaf(config: dict[str, Any], key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = value[name]
+    return value
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder with the data files that the recipes name, in the schema of VeRL-Omni's scripts."""
+    for folder in ("ocr/qwen_image", "ocr/sd3", "pickscore_sfw/sd3"):
+        target = tmp_path / "data" / folder
+        target.mkdir(parents=True)
+        for split in ("train", "test"):
+            pq.write_table(pa.Table.from_pylist(list(verl_rows(folder, split))), target / f"{split}.parquet")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    return tmp_path
+
+
+def verl_rows(folder: str, split: str) -> Iterator[dict[str, Any]]:
+    system = [{"role": "system", "content": "Describe the image:"}] if "qwen" in folder else []
+    for index, text in enumerate(PROMPTS):
+        yield {
+            "data_source": f"flow_grpo/{folder}",
+            "prompt": [*system, {"role": "user", "content": text}],
+            "negative_prompt": [*system, {"role": "user", "content": " "}],
+            "ability": "ocr",
+            "reward_model": {"style": "model", "ground_truth": text.split('"')[1]},
+            "extra_info": {"split": split, "index": index},
+        }
+
+
+@recipes
+def test_batches_divide(path: Path) -> None:
+    cfg = load(TrainConfig, str(path), [])
+    batches.check(cfg)
+    plan = batches.plan(cfg, ranks_of(path))
+    assert plan.exact  # log-probs of rollout and replay are equal to the last bit
+    assert cfg.trainer.experiment_name == path.stem
+
+
+@gpu_recipes
+def test_holds_differences_only(path: Path) -> None:
+    """The quickstart also spells out defaults, for a newcomer to read."""
+    plain = asdict(load(TrainConfig, None, ["model.path=x"]))
+    cfg = asdict(load(TrainConfig, str(path), []))
+    for key, _ in leaves(yaml.safe_load(path.read_text())):
+        assert key == "model.path" or leaf(cfg, key) != leaf(plain, key), f"{path.name}: {key} is the default"
+
+
+@recipes
+def test_one_tiny_step(path: Path, home: Path, sd3_t5_folder: Path, qwen_folder: Path) -> None:
+    """One step on one rank, with all of the recipe's settings but the model, its size, the batch and the reward."""
+    cfg = load(TrainConfig, str(path), [])
+    window = batches.plan(cfg, ranks_of(path)).window
+    tiny = []
+    if path in FOR_GPUS:
+        folder = qwen_folder if "qwen" in path.stem else sd3_t5_folder
+        tiny = [f"model.path={folder}", "rollout.height=32", "rollout.width=32"]
+    cfg = load(
+        TrainConfig,
+        str(path),
+        [
+            *tiny,
+            "data.train_batch_size=2",
+            "actor.ppo_mini_batch_size=1",
+            "actor.ppo_micro_batch_size_per_gpu=1",
+            f"rollout.n={window}",
+            "reward.functions=[{name: jpeg_incompressibility}]",  # no two random images have one size
+            "trainer.logger=[]",
+            f"trainer.output_dir={home / 'out'}",
+        ],
+    )
+    (result,) = run_ranks(one_step, 1, cfg)
+    row, weights = result["row"], result["weights"]
+    assert row["actor/first_ratio_error"] == 0
+    assert row["actor/grad_norm"] > 0 and row["actor/updates_skipped"] == 0
+    assert ("actor/kl_ref" in row) == (cfg.algorithm.kl_loss_coef > 0)
+    ranks = {value.shape[0] for name, value in weights.items() if "lora_A" in name}
+    assert ranks == ({cfg.model.lora_rank} if cfg.model.lora_rank else set())
+    assert all(torch.isfinite(value).all() for value in weights.values())
+
+
+@recipes
+def test_rewards_are_there(path: Path) -> None:
+    cfg = load(TrainConfig, str(path), [])
+    (entry,) = cfg.reward.functions
+    if entry.name == "pickscore":  # known, and it looks for its model where it is told to
+        with pytest.raises(ConfigError, match=r"reward.functions\[0\] \(pickscore\): model='./nowhere' is no folder"):
+            entry.kwargs = {**entry.kwargs, "model": "./nowhere"}
+            RewardSet(RewardConfig(functions=[entry]), "cpu")
+        return
+    reward = RewardSet(cfg.reward, "cpu")
+    reward.submit(torch.ones(1, 3, 32, 64), [Prompt('a sign that says "alpha"', 0, {"ground_truth": "alpha"})])
+    assert reward.collect()["ocr"].tolist() == [0.0]
+
+
+@gpu_recipes
+def test_data_paths(path: Path, home: Path) -> None:
+    from phalanx.data import load_prompts
+
+    cfg = load(TrainConfig, str(path), [])
+    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
+        rows = load_prompts(files, key)
+        assert [row.text for row in rows] == PROMPTS
+        assert rows[0].negative == " " and rows[0].meta["ground_truth"] == "alpha"
