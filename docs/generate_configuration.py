@@ -80,9 +80,10 @@ def table(all_rows: Iterable[Row]) -> Iterator[str]:
     yield "| key | type | default | meaning |"
     yield "|---|---|---|---|"
     for row in all_rows:
-        default = {"True": "true", "False": "false", "": "''"}.get(row.default, row.default)
+        default = {"True": "true", "False": "false"}.get(row.default, row.default).replace("'", "")
+        default = default if default == "required" else f"`{default}`"
         meaning = row.help.replace("|", "\\|").replace("<", "&lt;")
-        yield f"| `{row.key}` | {row.type} | `{default}` | {meaning} |"
+        yield f"| `{row.key}` | {row.type} | {default} | {meaning} |"
     yield ""
 
 

@@ -26,8 +26,11 @@ def parse(schema: type[T], description: str, argv: list[str] | None = None) -> T
     """
     argv = sys.argv[1:] if argv is None else argv
     words = [a for a in argv if a not in ("-h", "--help")]
+    options = [word for word in words if word.startswith("-")]
     path = words.pop(0) if words and "=" not in words[0] else None
     try:
+        if options:
+            raise ConfigError(f"unknown option {options[0]}; right is [config.yaml] [key=value ...], or --help")
         if len(words) < len(argv) - (path is not None):
             if rank() == 0:
                 print(help_text(schema, description, path, words))

@@ -9,6 +9,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
@@ -73,7 +74,11 @@ class Generator:
         if self.cfg.max_prompt_length is not None:
             data = replace(data, max_prompt_length=self.cfg.max_prompt_length)
         dtype = DTYPES[config.dtype]
-        model = family_of(config)(config, dtype, dtype)
+        full = run is not None and config.lora_rank == 0
+        # full fine-tuning reads the folder in float32, and buffers stay so; parameters compute in `dtype` there too
+        model = family_of(config)(config, dtype, torch.float32 if full else dtype)
+        for p in model.transformer.parameters():
+            p.data = p.data.to(dtype)
         model.vae.to(self.world.device)
         seed = run.trainer.seed if run is not None else TrainerConfig().seed
         policy = FlowPolicy(model, self.world, config, self.cfg.parallel, data, seed=seed)

@@ -96,7 +96,7 @@ class Trainer(Run):
         plan, world = self.plan, self.world
         mine_of_all = slice(world.rank * plan.per_rank, (world.rank + 1) * plan.per_rank)
         reference = self.reference_means(samples) if self.algorithm.needs_reference and bool(counts.any()) else None
-        rows: list[dict[str, Any]] = []
+        rows: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
         steps: list[dict[str, Any]] = []
         for _ in range(self.cfg.actor.ppo_epochs):
             for k in range(plan.updates):
@@ -109,12 +109,13 @@ class Trainer(Run):
                 order = mine[torch.sort(~keep, stable=True).indices]  # those that count first: the rest may be skipped
                 weight = counts.float() / (int(chosen.sum()) * plan.window)
                 micros = order.split(plan.micro)[: math.ceil(busiest / plan.micro)]
+                rows.append([])
                 for i, part in enumerate(micros):
                     batch = self.batch(samples, part, advantage[mine_of_all], weight[mine_of_all], reference)
                     self.policy.sharded.set_last_micro_batch(i == len(micros) - 1)
                     per_action, stats = self.algorithm.loss(self.policy, batch)
                     (per_action * batch.weight).sum().backward()
-                    rows.append(stats)
+                    rows[-1].append(stats)
                 steps.append(self.optimizer.step())
                 self.progress.updates = self.optimizer.updates
                 if self.ema is not None:
@@ -145,12 +146,12 @@ class Trainer(Run):
 
     # -- metrics --------------------------------------------------------------------------------------------------
 
-    def _actor_metrics(self, rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> dict[str, float]:
+    def _actor_metrics(self, rows: list[list[dict[str, Any]]], steps: list[dict[str, Any]]) -> dict[str, float]:
         skipped = self.plan.updates * self.cfg.actor.ppo_epochs - len(steps)
         if not rows:
             return {"actor/updates_skipped": float(skipped)}
-        plain = [{k: float(v) for k, v in row.items()} for row in rows]
-        error = max(row["ratio_error"] for row in plain[: len(plain) // len(steps)])
+        plain = [{k: float(v) for k, v in row.items()} for update in rows for row in update]
+        error = max(row["ratio_error"] for row in plain[: len(rows[0])])
         out = {f"actor/{k}": v for k, v in mean_rows(plain).items() if k != "ratio_error"}
         # of the first optimizer step: 0 to the last bit where rollout and replay run at equal shapes
         out["actor/first_ratio_error"] = reduce_float(error, "max")

@@ -125,7 +125,8 @@ def load(schema: type[T], path: str | None, overrides: list[str]) -> T:
 
 def save(config: Any, path: Path) -> None:
     """Write the resolved configuration as YAML."""
-    path.write_text(yaml.safe_dump(asdict(config), sort_keys=False))
+    # OmegaConf quotes a text such as "1e3", which it would read as a number
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), encoding="utf-8")
 
 
 def default_of(f: "Field[Any]") -> Any:
@@ -156,7 +157,7 @@ def rows(schema: type, classes: dict[str, type] | None = None, prefix: str = "")
             yield from rows(hint, None, key + ".")  # type: ignore[arg-type]
             continue
         default = default_of(f)
-        text = "required" if default == "???" else "null" if default is None else str(default)
+        text = "required" if default == "???" else default if isinstance(default, str) else _shown(default)
         help = f.metadata["help"] if "help" in f.metadata else ""  # a user's own field may be a plain one
         bounds: Bounds = f.metadata["bounds"] if "bounds" in f.metadata else Bounds()
         if bounds.choices:

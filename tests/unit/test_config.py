@@ -1,0 +1,419 @@
+"""Loading a configuration: what is right is read, and each kind of mistake is told in one exact line."""
+
+import subprocess
+import sys
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import pytest
+
+from phalanx.config import ConfigError, load, save
+from phalanx.config.load import arg, resolve_registry, rows
+from phalanx.config.schema import FlowMatchingTaskConfig, TrainConfig
+from tests.ranks import ROOT, launch_environment
+
+ALGORITHM = """
+from __future__ import annotations
+from dataclasses import dataclass
+from phalanx.config.load import arg
+from phalanx.config.schema import AlgorithmConfig
+
+@dataclass
+class Config(AlgorithmConfig):
+    temperature: float = arg(0.5, "how hot", gt=0)
+    plain: int = 3
+
+class Rule:
+    pass
+"""
+SECTIONS = "model, parallel, data, rollout, optim, reward, trainer, algorithm, actor"
+ALGORITHM_KEYS = "name, clip_ratio, adv_clip_max, kl_loss_coef, kl_convention, global_std, norm_adv_by_std_in_grpo"
+
+
+def train(*overrides: str, path: Path | str | None = None) -> TrainConfig:
+    return load(TrainConfig, None if path is None else str(path), ["model.path=x", *overrides])
+
+
+def refusal(*overrides: str, path: Path | str | None = None) -> str:
+    with pytest.raises(ConfigError) as error:
+        train(*overrides, path=path)
+    message = str(error.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Path:
+    return tmp_path / "cfg.yaml"
+
+
+# --- what is right
+
+
+def test_defaults_and_differences(yaml_file: Path) -> None:
+    yaml_file.write_text(
+        "model: {path: folder, lora_rank: 8}\n"
+        "optim:\n  lr: 2e-4\n  betas: [0.8, 1]\n"
+        "rollout: {val: {n: 3}}\n"
+        "algorithm: {clip_ratio: 1e-5}\n"
+        "reward:\n  functions:\n    - {name: ocr, kwargs: {scale: 1e-3, words: [a, b]}}\n    - {path: 'm:f', weight: -1}\n"
+    )
+    cfg = load(TrainConfig, str(yaml_file), [])
+    assert (cfg.model.path, cfg.model.lora_rank, cfg.model.dtype) == ("folder", 8, "bfloat16")
+    assert (cfg.optim.lr, cfg.optim.betas) == (2e-4, [0.8, 1.0])
+    assert (cfg.rollout.val.n, cfg.rollout.val.seed) == (3, 1234)
+    assert (cfg.algorithm.name, cfg.algorithm.clip_ratio, cfg.algorithm.adv_clip_max) == ("flow_grpo", 1e-5, 5.0)
+    first, second = cfg.reward.functions
+    assert (first.name, first.weight, first.kwargs) == ("ocr", 1.0, {"scale": 1e-3, "words": ["a", "b"]})
+    assert (second.name, second.path, second.weight) == (None, "m:f", -1.0)
+    assert type(cfg.algorithm) is resolve_registry("phalanx.algorithms", "flow_grpo", "").Config
+
+
+def test_overrides_win_in_their_order(yaml_file: Path) -> None:
+    yaml_file.write_text(
+        "trainer: {seed: 1, logger: [console, wandb]}\nreward:\n  functions: [{name: ocr}, {name: aesthetic}]\n"
+    )
+    cfg = train(
+        *["trainer.seed=2", "trainer.seed=3", "trainer.logger=[tensorboard]", "data.train_files=[a.txt,b=c.txt]"],
+        *["reward.functions[1].weight=2.5", "reward.functions[0].kwargs.detect=false", "model.path=a=b"],
+        path=yaml_file,
+    )
+    assert (cfg.trainer.seed, cfg.trainer.logger, cfg.model.path) == (3, ["tensorboard"], "a=b")
+    assert cfg.data.train_files == ["a.txt", "b=c.txt"]
+    assert [(f.name, f.weight, f.kwargs) for f in cfg.reward.functions] == [
+        ("ocr", 1.0, {"detect": False}),
+        ("aesthetic", 2.5, {}),
+    ]
+
+
+def test_texts_stand_for_numbers_but_not_the_other_way_round() -> None:
+    cfg = train(
+        "optim.lr='3e-4'", "actor.ema.decay=.5", "trainer.seed='7'", "parallel.timeout_s=60", "model.compile=yes"
+    )
+    assert (cfg.optim.lr, cfg.actor.ema.decay, cfg.trainer.seed, cfg.parallel.timeout_s) == (3e-4, 0.5, 7, 60.0)
+    assert cfg.model.compile is True
+    assert type(cfg.parallel.timeout_s) is float
+
+
+def test_a_file_need_not_hold_anything(yaml_file: Path) -> None:
+    for text in ("", "# nothing\n", "trainer:\n  # seed: 1\nactor:\n  ema:\n", "algorithm:\n"):
+        yaml_file.write_text(text)
+        assert train(path=yaml_file) == train()
+        assert (
+            train("trainer.seed=5", "actor.ema.decay=0.5", "algorithm.clip_ratio=1", path=yaml_file).trainer.seed == 5
+        )
+
+
+def test_interpolation(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_TEST_FOLDER", "/data")
+    monkeypatch.setenv("PHALANX_TEST_SEED", "11")
+    monkeypatch.delenv("PHALANX_TEST_UNSET", raising=False)
+    yaml_file.write_text(
+        "trainer:\n  experiment_name: first\n  seed: ${oc.env:PHALANX_TEST_SEED}\n"
+        "data:\n  seed: ${trainer.seed}\n  train_files: ['${oc.env:PHALANX_TEST_FOLDER}/a.txt', b.txt]\n"
+        "  val_files: ['${data.train_files[1]}']\n"
+        "model:\n  path: ${oc.env:PHALANX_TEST_UNSET,${oc.env:PHALANX_TEST_FOLDER}}/model\n"
+        "reward:\n  functions: [{name: ocr, weight: '${optim.lr}', kwargs: {size: '${rollout.height}'}}]\n"
+        "rollout: {val: {height: '${rollout.height}'}}\n"
+    )
+    cfg = load(TrainConfig, str(yaml_file), ["trainer.project_name=p", "rollout.height=64"])
+    assert cfg.trainer.output_dir == "outputs/p/first"
+    assert (cfg.trainer.seed, cfg.data.seed) == (11, 11)
+    assert (cfg.data.train_files, cfg.data.val_files) == (["/data/a.txt", "b.txt"], ["b.txt"])
+    assert cfg.model.path == "/data/model"
+    assert (cfg.reward.functions[0].weight, cfg.reward.functions[0].kwargs) == (1e-4, {"size": 64})
+    assert cfg.rollout.val.height == 64
+    assert train("trainer.seed=${oc.env:PHALANX_TEST_SEED}").trainer.seed == 11
+
+
+def test_the_resolved_configuration_is_saved_and_reads_as_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHALANX_TEST_FOLDER", "d\u00e4ta: #1 'x'")
+    cfg = train(
+        *[
+            "model.path=${oc.env:PHALANX_TEST_FOLDER}",
+            "optim.lr=1e-5",
+            "optim.eps=1e-30",
+            "algorithm.kl_loss_coef=0.04",
+        ],
+        *["reward.functions=[{name: ocr, kwargs: {a: 1e-7, b: [1, x], c: null, d: '1e3', e: 'yes'}}]"],
+        *["rollout.sde_window_range=[0,5]", "trainer.experiment_name='007'", "trainer.resume='null'"],
+    )
+    save(cfg, tmp_path / "saved.yaml")
+    again = load(TrainConfig, str(tmp_path / "saved.yaml"), [])
+    assert again == cfg
+    assert again.model.path == "d\u00e4ta: #1 'x'" and again.trainer.resume == "null"
+    assert again.reward.functions[0].kwargs == {"a": 1e-7, "b": [1, "x"], "c": None, "d": "1e3", "e": "yes"}
+    assert "${" not in (tmp_path / "saved.yaml").read_text()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/flowgrpo/*.yaml")), ids=lambda p: p.stem)
+def test_shipped_configurations_load(path: Path, tmp_path: Path) -> None:
+    cfg = load(TrainConfig, str(path), [])
+    save(cfg, tmp_path / "saved.yaml")
+    assert load(TrainConfig, str(tmp_path / "saved.yaml"), []) == cfg
+
+
+def test_an_algorithm_out_of_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "my_rule.py"
+    file.write_text(ALGORITHM)
+    cfg = train(f"algorithm.name={file}", "algorithm.temperature=2")
+    assert (cfg.algorithm.temperature, cfg.algorithm.plain) == (2.0, 3)
+    assert "Rule" in vars(resolve_registry("phalanx.algorithms", str(file), "algorithm.name"))
+    assert refusal(f"algorithm.name={file}", "algorithm.temp=2") == (
+        "unknown key algorithm.temp; did you mean algorithm.temperature?"
+    )
+    assert refusal(f"algorithm.name={file}", "algorithm.clip_ratio=2") == (
+        "unknown key algorithm.clip_ratio; known here: name, temperature, plain"
+    )
+    assert refusal(f"algorithm.name={file}", "algorithm.temperature=0") == (
+        "algorithm.temperature: 0.0 should be greater than 0"
+    )
+    assert (
+        refusal(f"algorithm.name={file}", "algorithm.plain=many") == "algorithm.plain: 'many' should be a whole number"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "rule.py").write_text(ALGORITHM)
+    assert train("algorithm.name=pack.rule", "algorithm.plain=4").algorithm.plain == 4
+
+
+def test_an_algorithm_that_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "empty.py"
+    derived = "a dataclass of its keys derived from AlgorithmConfig"
+    for text in (
+        "",
+        "Config = 3\n",
+        "class Config: pass\n",
+        "from phalanx.config.schema import TrainerConfig as Config\n",
+    ):
+        file.write_text(text)
+        assert refusal(f"algorithm.name={file}") == f"algorithm.name: '{file}' has no Config, {derived}"
+    file.write_text(ALGORITHM.partition("class Rule")[0])
+    assert refusal(f"algorithm.name={file}") == (
+        f"algorithm.name: '{file}' has no class Rule, which is made of its Config"
+    )
+    known = "known: flow_grpo, a dotted module, or path/to/file.py"
+    assert refusal("algorithm.name=flow_gpro") == (
+        f"algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? {known}"
+    )
+    assert refusal("algorithm.name=zzz") == f"algorithm.name: 'zzz' is unknown; {known}"
+    assert refusal("algorithm.name=no_such.module") == f"algorithm.name: 'no_such.module' is unknown; {known}"
+    assert refusal(f"algorithm.name={tmp_path}/no.py") == f"algorithm.name: '{tmp_path}/no.py': no such file"
+    file.write_text("import a_module_that_is_not_there\n")
+    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):  # its author wants the traceback
+        train(f"algorithm.name={file}")
+
+
+# --- what is wrong
+
+MISTAKES = [
+    # unknown keys, each with the nearest one
+    (["trainer.sead=1"], "unknown key trainer.sead; did you mean trainer.seed?"),
+    (["tariner.seed=1"], "unknown key tariner; did you mean trainer?"),
+    (["rollout.val.step=1"], "unknown key rollout.val.step; did you mean rollout.val.seed?"),
+    (["actor.emma.decay=0.5"], "unknown key actor.emma; did you mean actor.ema?"),
+    (["seed=1"], "unknown key seed; did you mean one of data.seed, rollout.val.seed, trainer.seed?"),
+    (["trainer.lr=1"], "unknown key trainer.lr; did you mean optim.lr?"),
+    (["foo.bar=1"], f"unknown key foo; known here: {SECTIONS}"),
+    (["model.zzz=1"], "unknown key model.zzz; known here: path, family, dtype, lora_rank, lora_alpha, lora_init, "
+     "target_modules, lora_dtype, attn_backend, gradient_checkpointing, compile"),
+    (["algorithm.clip=1"], "unknown key algorithm.clip; did you mean algorithm.clip_ratio?"),
+    (["reward.functions=[{name: ocr}, {nam: ocr}]"], "unknown key reward.functions[1].nam; did you mean reward.functions[1].name?"),
+    (["trainer={sed: 3}"], "unknown key trainer.sed; did you mean trainer.seed?"),
+    (["+trainer.seed=3"], "unknown key +trainer; did you mean trainer?"),
+    # types
+    (["trainer.seed=abc"], "trainer.seed: 'abc' should be a whole number"),
+    (["trainer.seed=1.5"], "trainer.seed: 1.5 should be a whole number"),
+    (["trainer.seed=true"], "trainer.seed: true should be a whole number"),
+    (["trainer.seed=null"], "trainer.seed: null should be a whole number"),
+    (["trainer.seed="], "trainer.seed: null should be a whole number"),
+    (["trainer.seed={a: 1}"], "trainer.seed: {'a': 1} should be a whole number"),
+    (["optim.lr=fast"], "optim.lr: 'fast' should be a number"),
+    (["optim.lr=nan"], "optim.lr: nan should be a number"),
+    (["optim.betas=[a, b]"], "optim.betas: ['a', 'b'] should be a list of numbers"),
+    (["actor.ema.decay=x"], "actor.ema.decay: 'x' should be a number, or null"),
+    (["model.compile=maybe"], "model.compile: 'maybe' should be true or false"),
+    (["model.path=[a]"], "model.path: ['a'] should be a text"),
+    (["trainer.logger=wandb"], "trainer.logger: 'wandb' should be a list of texts, e.g. [wandb]"),
+    (["data.train_files=null"], "data.train_files: null should be a list of texts"),
+    (["rollout.sde_window_range=3"], "rollout.sde_window_range: 3 should be a list of whole numbers, e.g. [3], or null"),
+    (["rollout.sde_window_range=[0, x]"], "rollout.sde_window_range: [0, 'x'] should be a list of whole numbers, or null"),
+    (["rollout.val=5"], "rollout.val: 5 should be a section with keys: n, num_inference_steps, height, width, guidance_scale, "
+     "true_cfg_scale, noise_level, seed"),
+    (["algorithm=flow_grpo"], f"algorithm: 'flow_grpo' should be a section with keys: {ALGORITHM_KEYS}"),
+    (["reward.functions=ocr"], "reward.functions: 'ocr' should be a list of sections"),
+    (["reward.functions=[ocr]"], "reward.functions[0]: 'ocr' should be a section with keys: name, path, weight, kwargs"),
+    (["reward.functions=[{weight: heavy}]"], "reward.functions[0].weight: 'heavy' should be a number"),
+    (["reward.functions=[{weight: nan}]"], "reward.functions[0].weight: nan should be a number"),
+    (["reward.functions=[{kwargs: 3}]"], "reward.functions[0].kwargs: 3 should be a section of keys and values"),
+    # choices and bounds
+    (["model.dtype=float16"], "model.dtype: 'float16' should be one of float32, bfloat16 (did you mean bfloat16?)"),
+    (["rollout.sde_type=x"], "rollout.sde_type: 'x' should be one of sde, cps, dance_sde"),
+    (["algorithm.kl_convention=exakt"], "algorithm.kl_convention: 'exakt' should be one of exact, flow_grpo (did you mean exact?)"),
+    (["rollout.n=1"], "rollout.n: 1 should be at least 2"),
+    (["optim.lr=0"], "optim.lr: 0.0 should be greater than 0"),
+    (["actor.ema.decay=1"], "actor.ema.decay: 1.0 should be less than 1"),
+    (["rollout.val.n=0"], "rollout.val.n: 0 should be at least 1"),
+    (["algorithm.clip_ratio=-1"], "algorithm.clip_ratio: -1.0 should be greater than 0"),
+    (["trainer.seed=-1"], "trainer.seed: -1 should be at least 0"),
+    (["trainer.seed=9223372036854775808"], "trainer.seed: 9223372036854775808 should be less than 9.22337e+18"),
+    # missing
+    (["model.path=???"], "model.path is not set; give model.path=...: diffusers model folder (or hub id, where a hub is reachable)"),
+    # interpolation
+    (["trainer.output_dir=${trainer.nope}"], "trainer.output_dir: Interpolation key 'trainer.nope' not found"),
+    (["trainer.output_dir=${oc.env:PHALANX_TEST_UNSET}"], "trainer.output_dir: Environment variable 'PHALANX_TEST_UNSET' not found"),
+    (["data.train_files=['${oc.env:PHALANX_TEST_UNSET}']"], "data.train_files[0]: Environment variable 'PHALANX_TEST_UNSET' not found"),
+    (["algorithm.name=${oc.env:PHALANX_TEST_UNSET}"], "algorithm.name: Environment variable 'PHALANX_TEST_UNSET' not found"),
+    (["trainer.seed=${trainer.project_name}"], "trainer.seed: While dereferencing interpolation '${trainer.project_name}': "
+     "Value 'phalanx' of type 'str' could not be converted to Integer"),
+    (["trainer.seed=${data.seed}", "data.seed=${trainer.seed}"], "data.seed: Recursive interpolation detected"),
+    (["trainer.seed=${nope:1}"], "trainer.seed: Unsupported interpolation type nope"),
+    (["rollout.n=${data.seed}"], "rollout.n: 0 should be at least 2"),
+    (["trainer.output_dir=${nope"], "'trainer.output_dir=${nope': not a valid interpolation: no viable alternative at input '${nope'"),
+    # overrides
+    (["trainer.seed"], "'trainer.seed': an override is written key=value, e.g. trainer.seed=1"),
+    (["=5"], "'=5': an override is written key=value, e.g. trainer.seed=1"),
+    (["other.yaml"], "'other.yaml': the configuration file comes first, and there is but one"),
+    (["trainer.logger=[a"], "'trainer.logger=[a': the value is not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    (["data.train_files=[${oc.env:HOME}/a.txt]"], "'data.train_files=[${oc.env:HOME}/a.txt]': the value is not valid YAML: "
+     "expected ',' or ']', but got '{'; within [ ] or { } an interpolation needs quotes"),
+    (["reward.functions=[{name: ocr}]", "reward.functions[3].weight=1"], "'reward.functions[3].weight=1': list index out of range"),
+    (["reward.functions=[{name: ocr}]", "reward.functions.ocr.weight=1"], "'reward.functions.ocr.weight=1': an element of a list is "
+     "named by its number, e.g. reward.functions[0].weight=2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), MISTAKES, ids=lambda v: " ".join(v) if isinstance(v, list) else "")
+def test_mistakes(overrides: list[str], message: str) -> None:
+    assert refusal(*overrides) == message
+
+
+FILES = [
+    ("- a\n- b\n", "{file}: the top level must be sections (key: value), not a list"),
+    ("just text\n", "{file}: the top level must be sections (key: value), not 'just text'"),
+    ("3\n", "{file}: the top level must be sections (key: value), not 3"),
+    ("model:\n  path: [1\n", "{file}:3:1: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    ("trainer:\n\tseed: 1\n", "{file}:2:1: not valid YAML: found character '\\t' that cannot start any token"),
+    ("trainer: {seed: 1}\ndata: {}\ntrainer: {seed: 2}\n", "{file}:3:1: not valid YAML: found duplicate key trainer"),
+    ("model: {path: !!python/name:os.system }\n", "{file}:1:15: not valid YAML: could not determine a constructor for the "
+     "tag 'tag:yaml.org,2002:python/name:os.system'"),
+    ('model: {path: "${"}\n', "{file}: model.path: not a valid interpolation: no viable alternative at input '${'"),
+    ("1: 2\n", f"unknown key 1; known here: {SECTIONS}"),
+    ("trainer:\n  seed: 1\n  sede: 2\n", "unknown key trainer.sede; did you mean trainer.seed?"),
+    ("reward:\n  functions:\n    - nam: ocr\n", "unknown key reward.functions[0].nam; did you mean reward.functions[0].name?"),
+    ("trainer: [1]\n", "trainer: [1] should be a section with keys: total_training_steps, total_epochs, save_freq, test_freq, "
+     "val_before_train, log_val_generations, logger, project_name, experiment_name, output_dir, seed, resume, max_checkpoints, "
+     "deterministic"),
+    ("trainer: {seed: two}\n", "trainer.seed: 'two' should be a whole number"),
+    ("data: {train_files: a.txt}\n", "data.train_files: 'a.txt' should be a list of texts, e.g. [a.txt]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "message"), FILES)
+def test_mistakes_in_a_file(text: str, message: str, yaml_file: Path) -> None:
+    yaml_file.write_text(text)
+    assert refusal(path=yaml_file) == message.replace("{file}", str(yaml_file))
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    assert refusal(path=tmp_path / "no.yaml") == f"{tmp_path}/no.yaml: no such configuration file"
+    (tmp_path / "quickstart.yaml").write_text("")
+    assert refusal(path=tmp_path / "quikstart.yaml") == (
+        f"{tmp_path}/quikstart.yaml: no such configuration file; did you mean {tmp_path}/quickstart.yaml?"
+    )
+    assert refusal(path=tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
+    (tmp_path / "image.yaml").write_bytes(b"\x89PNG\xff\x00")
+    assert refusal(path=tmp_path / "image.yaml") == f"{tmp_path}/image.yaml: not a text file in UTF-8"
+
+
+def test_a_missing_value_needs_no_other_mistake() -> None:
+    with pytest.raises(ConfigError) as error:
+        load(TrainConfig, None, [])
+    assert str(error.value) == (
+        "model.path is not set; give model.path=...: diffusers model folder (or hub id, where a hub is reachable)"
+    )
+
+
+# --- --help and the reference
+
+
+def leaves(schema: type, prefix: str = "") -> list[str]:
+    """All dotted keys of nested dataclasses; of a list's elements as `key[].name`."""
+    found = []
+    for f in fields(schema):
+        hint = get_type_hints(schema)[f.name]
+        inner = next((a for a in get_args(hint) if is_dataclass(a)), None)
+        if is_dataclass(hint):
+            found += leaves(hint, f"{prefix}{f.name}.")  # type: ignore[arg-type]
+            continue
+        found.append(prefix + f.name)
+        if inner is not None:
+            found += leaves(inner, f"{prefix}{f.name}[].")  # type: ignore[arg-type]
+    return found
+
+
+def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> None:
+    file = tmp_path / "my_rule.py"
+    file.write_text(ALGORITHM)
+    command = [
+        sys.executable,
+        "tasks/train_flowgrpo.py",
+        "configs/flowgrpo/quickstart.yaml",
+        f"algorithm.name={file}",
+        "--help",
+    ]
+    done = subprocess.run(
+        command, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == ""
+    shown = done.stdout
+    wanted = [key for key in leaves(TrainConfig) if key != "algorithm"]
+    wanted += ["algorithm.name", "algorithm.temperature", "algorithm.plain"]
+    assert len(wanted) > 80
+    lines = shown.splitlines()
+    for key in wanted:
+        at = next(i for i, line in enumerate(lines) if line.startswith(f"  {key}: "))
+        assert " = " in lines[at]
+        assert key == "algorithm.plain" or len(lines[at + 1].strip()) > 3, key
+    for line in (
+        "  model.path: str = required\n      diffusers model folder (or hub id, where a hub is reachable)\n",
+        "  model.compile: bool = false\n",
+        "  rollout.sde_type: str = sde\n      the stochastic step [sde | cps | dance_sde]\n",
+        "  rollout.sde_window_range: list[int] or null = null\n",
+        "  reward.functions[].weight: float = 1.0\n      factor in the sum\n",
+        "  algorithm.temperature: float = 0.5\n      how hot\n",
+        "  optim.betas: list[float] = [0.9, 0.999]\n",
+    ):
+        assert line in shown
+
+
+@pytest.mark.parametrize("schema", [TrainConfig, FlowMatchingTaskConfig])
+def test_every_key_is_explained(schema: type) -> None:
+    table = {row.key: row for row in rows(schema)}
+    assert {key for key in leaves(schema) if key != "algorithm"} <= set(table)
+    for row in table.values():
+        assert len(row.help) > 3 and "\n" not in row.help, row
+        assert row.type != "any" or row.key.endswith("kwargs"), row
+
+
+def test_schemas_of_ones_own() -> None:
+    """The loader knows nothing of training: any dataclass will do."""
+
+    @dataclass
+    class Part:
+        size: int = arg(1, "size", ge=1)
+
+    @dataclass
+    class Whole:
+        part: Part = field(default_factory=Part)
+        parts: list[Part] = arg([], "parts")
+        anything: Any = arg(None, "anything")
+
+    assert load(Whole, None, ["part.size=2", "parts=[{size: 3}, {}]", "anything=[1]"]) == Whole(
+        Part(2), [Part(3), Part(1)], [1]
+    )
+    with pytest.raises(ConfigError, match=r"^parts\[1\]\.size: 0 should be at least 1$"):
+        load(Whole, None, ["parts=[{size: 3}, {size: 0}]"])
