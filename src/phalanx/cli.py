@@ -1,5 +1,6 @@
 """What every task's command line shares: --help, the configuration, and errors told once."""
 
+import logging
 import os
 import sys
 import time
@@ -24,6 +25,8 @@ def parse(schema: type[T], description: str, argv: list[str] | None = None) -> T
 
     A mistake ends the process with status 2 and one line, printed by rank 0 alone.
     """
+    # rank 0 speaks for all; what only another rank sees is an error, and errors are told by `fail`
+    logging.basicConfig(level=logging.WARNING if rank() == 0 else logging.ERROR, format="%(levelname)s: %(message)s")
     argv = sys.argv[1:] if argv is None else argv
     words = [a for a in argv if a not in ("-h", "--help")]
     options = [word for word in words if word.startswith("-")]

@@ -72,10 +72,22 @@ class Run:
         if self.world.rank == 0:
             self.output_dir.mkdir(parents=True, exist_ok=True)
             save(cfg, self.output_dir / "config.yaml")
+            print(self.describe(), flush=True)
         self.logger = RunLogger(
             cfg.trainer, asdict(cfg), self.progress.wandb_id, self.progress.step, total_steps, self.world.rank == 0
         )
         self.progress.wandb_id = self.logger.wandb_id
+
+    def describe(self) -> str:
+        """The world and what is trained, in one line."""
+        w, model = self.world, self.policy.model
+        trained = sum(p.numel() for p in self.policy.parameters.values())
+        total = sum(p.numel() for p in model.transformer.parameters())
+        return (
+            f"{w.size} ranks on {w.device.type}: {w.size // w.shard_size} replicas of {w.shard_size} shards; "
+            f"{type(model.transformer).__name__}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained; "
+            f"steps {self.progress.step} to {self.total_steps}; files in {self.output_dir}"
+        )
 
     def fit(self) -> None:
         """Train to the last step."""

@@ -300,8 +300,8 @@ def test_other_mistakes(copy: Path, tmp_path: Path) -> None:
         f"output_dir: '{tmp_path / 'full'}' exists; give a new folder"
     )
     assert refused() == (
-        "checkpoint is not set; give checkpoint=... (a run's output_dir, for its newest complete checkpoint, or a "
-        "folder step_NNNNNN)"
+        "checkpoint is not set; give checkpoint=...: a run's output_dir, for its newest complete checkpoint, or a "
+        "folder step_NNNNNN"
     )
     assert refused(f"checkpoint={copy}", "dtype=int8") == ("dtype: 'int8' should be one of float32, bfloat16, float16")
 

@@ -171,12 +171,22 @@ def build_policy(
     config: ModelConfig, parallel: ParallelConfig, data: DataConfig, world: World, *, seed: int, detach_uncond: bool
 ) -> FlowPolicy:
     """Load the model folder and lay it out over the mesh; the VAE goes to the device, text encoders stay on the CPU."""
+    _hide_progress_bars()
     dtype = DTYPES[config.dtype]
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     weights_dtype = dtype if config.lora_rank > 0 else torch.float32
     model = family_of(config)(config, dtype, weights_dtype)
     model.vae.to(world.device)
     return FlowPolicy(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond)
+
+
+def _hide_progress_bars() -> None:
+    """Every rank would draw its own while it loads."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
 
 
 def _freeze_and_adapt(model: FlowModel, config: ModelConfig, seed: int, device: torch.device) -> None:

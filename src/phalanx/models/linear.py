@@ -1,0 +1,66 @@
+"""Float32 linear layers on CPUs whose vector units MKL leaves half idle.
+
+torch hands float32 matrix products to MKL, which on processors that are not Intel's keeps to AVX2 even where they have
+AVX-512. oneDNN, which torch brings as well and uses for convolutions and bfloat16, does not: on one core of an AMD EPYC
+with AVX-512 it does 240 GFLOP/s instead of 105 (docs/performance.md). Rounding differs in the last bits, so that the
+choice depends on the processor and the shape alone.
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+MIN_ROWS = 64  # fewer are MKL's: oneDNN takes about 10 us to find its kernel
+
+
+@cache
+def prefers_onednn() -> bool:
+    """Whether oneDNN's float32 products are the faster ones on this CPU."""
+    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    info = Path("/proc/cpuinfo")
+    return info.is_file() and "GenuineIntel" not in info.read_text()
+
+
+def use_onednn(module: nn.Module) -> None:
+    """Let all float32 linear layers in `module` compute by oneDNN. They stay nn.Linear, with the same parameters."""
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            part.__class__ = OneDnnLinear
+
+
+class OneDnnLinear(nn.Linear):
+    """nn.Linear that computes by oneDNN where input and weight are float32 on the CPU, in both passes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        float32 = input.dtype == self.weight.dtype == torch.float32
+        if not float32 or input.device.type != "cpu" or input.numel() < MIN_ROWS * self.in_features:
+            return F.linear(input, self.weight, self.bias)
+        if not torch.is_grad_enabled():
+            return _product(input, self.weight, self.bias)
+        return _Linear.apply(input, self.weight, self.bias)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(input if weight.requires_grad else None, weight)
+        return _product(input, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        input, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        needs_input, needs_weight, needs_bias = ctx.needs_input_grad
+        of_input = _product(grad, weight.t(), None) if needs_input else None
+        of_weight = _product(rows.t(), input.reshape(-1, input.shape[-1]).t(), None) if needs_weight else None
+        return of_input, of_weight, rows.sum(0) if needs_bias else None
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
