@@ -128,7 +128,6 @@ class Run:
         message = first_error(str(self._failure) if self._failure is not None else None)
         if message is not None:
             raise RewardError(message) from self._failure
-        self.timers.add("reward_busy", self.rewards.busy_s)
         return self.rewards.weighted(terms), terms
 
     def validate(self, step: int) -> dict[str, float]:

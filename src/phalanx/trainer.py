@@ -163,9 +163,11 @@ class Trainer(Run):
     def performance(self, samples: Samples, seconds: float) -> dict[str, float]:
         """Throughput, utilisation and memory of the step."""
         c, plan = self.cfg, self.plan
+        assert self.rewards is not None
         row = {
             "perf/step_s": seconds,
             "perf/images_per_gpu_per_s": plan.per_rank / seconds,
+            "perf/reward_busy_s": self.rewards.busy_s,  # on worker threads; time/reward is what was left to wait for
             "perf/peak_memory_gb": reduce_float(peak_memory_gb(self.world.device), "max"),
         }
         if self._forward_flops is None:

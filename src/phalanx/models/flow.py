@@ -15,6 +15,7 @@ from phalanx.functional.sde import sde_step
 from phalanx.models.attention import set_backend
 from phalanx.models.embeds import EmbedsCache
 from phalanx.models.family import Embeds, FlowModel, model_index
+from phalanx.models.linear import prefers_onednn, use_onednn
 from phalanx.models.lora import add_lora, lora_off
 from phalanx.types import FlowTrace, Prompt, Replay, Sampler
 
@@ -204,6 +205,8 @@ def _freeze_and_adapt(model: FlowModel, config: ModelConfig, seed: int, device: 
     if config.compile:
         for block in model.blocks():
             block.compile(fullgraph=True)
+    elif device.type == "cpu" and prefers_onednn():
+        use_onednn(transformer)
 
 
 def _take(embeds: Embeds, rows: Tensor) -> Embeds:

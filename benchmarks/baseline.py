@@ -1,0 +1,154 @@
+"""The same training step as peers' trainers take it, timed in turns with Phalanx's own, on the same machine at the same moment.
+
+    sh train.sh benchmarks/baseline.py benchmarks/cpu_reference.yaml
+    NPROC_PER_NODE=2 sh train.sh benchmarks/baseline.py benchmarks/cpu_reference.yaml model.dtype=bfloat16
+
+The baseline is the plain reading of Flow-GRPO (arXiv 2505.05470), in float32: guidance as one doubled batch, a denoising
+step at a time in sampling and again in the update (a forward and backward pass for each), the whole batch decoded at
+once, diffusers' modules as they come, rewards on a thread beside the sampling. Same model, LoRA, prompt embeddings,
+images, steps and updates; every configuration of Phalanx is compared with it, not with itself in another setting.
+With `--only phalanx` or `--only baseline` one of them runs alone, for its memory.
+"""
+
+import json
+import math
+import statistics
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import Bench, arguments, configure, origin, table
+from torch import Tensor
+
+from phalanx.cli import rank, run
+from phalanx.config.load import resolve_registry
+from phalanx.config.schema import TrainConfig
+from phalanx.data import load_prompts
+from phalanx.models.lora import add_lora
+from phalanx.rewards.jpeg_compressibility import jpeg_compressibility
+from phalanx.run import peak_memory_gb
+from phalanx.trainer import check
+
+
+class Baseline:
+    """Two methods, `sample` and `train`, over a LoRA on the family's transformer, replicated on each rank."""
+
+    def __init__(self, cfg: TrainConfig) -> None:
+        self.cfg, self.size, self.rank = cfg, dist.get_world_size(), dist.get_rank()
+        family = resolve_registry("phalanx.models", cfg.model.family or "", "model.family")
+        self.model = family.Model(cfg.model, torch.float32, torch.float32)
+        add_lora(self.model.transformer, cfg.model, self.model.lora_targets, seed=0)
+        self.weights = [p for p in self.model.transformer.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.weights, lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
+        self.generator = torch.Generator().manual_seed(self.rank)
+        self.executor = ThreadPoolExecutor(1)
+        r = cfg.rollout
+        self.shape = self.model.latent_shape(r.height, r.width)
+        self.sigmas, self.timesteps = self.model.schedule(r.num_inference_steps, r.height, r.width)
+        self.texts = [row.text for row in load_prompts(cfg.data.train_files, "data.train_files")]
+
+    def embed(self, texts: list[str]) -> dict[str, Tensor]:
+        """Embeddings [2 B, ...] of B empty prompts, then of `texts`."""
+        found = self.model.encode([""] * len(texts) + texts, torch.device("cpu"), self.cfg.data.max_prompt_length)
+        return {name: torch.stack([one[name] for one in found]) for name in found[0]}
+
+    def velocity(self, x: Tensor, i: int, embeds: dict[str, Tensor]) -> Tensor:
+        """Guided velocity [B, ...] at denoising step i."""
+        r = self.cfg.rollout
+        out = self.model.velocity(
+            torch.cat([x, x]), self.timesteps[i].expand(2 * len(x)), embeds, r.height, r.width
+        ).float()
+        negative, positive = out.chunk(2)
+        return negative + r.guidance_scale * (positive - negative)
+
+    def step(self, x: Tensor, velocity: Tensor, i: int, after: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The next sample [B, ...] (drawn, where `after` is None) and its log-probability [B]."""
+        s, s_next = self.sigmas[i], self.sigmas[i + 1]
+        dt = s_next - s
+        noise_std = self.cfg.rollout.noise_level * torch.sqrt(s / (1 - torch.where(s == 1, self.sigmas[1], s)))
+        drift = noise_std**2 / (2 * s)
+        mean = x * (1 + drift * dt) + velocity * (1 + drift * (1 - s)) * dt
+        std = noise_std * torch.sqrt(-dt)
+        if after is None:
+            after = mean + std * torch.randn(x.shape, generator=self.generator)
+        log_prob = -((after.detach() - mean) ** 2) / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
+        return after, log_prob.flatten(1).mean(1)
+
+    @torch.no_grad()
+    def sample(self, number: int) -> list[dict[str, Any]]:
+        """This rank's images of training step `number`, as batches with latents, log-probabilities and advantages."""
+        c = self.cfg
+        prompts = [self.texts[(number * c.data.train_batch_size + i) % len(self.texts)] for i in range(c.data.train_batch_size)]
+        share = c.data.train_batch_size * c.rollout.n // self.size
+        mine = [text for text in prompts for _ in range(c.rollout.n)][self.rank * share : (self.rank + 1) * share]
+        size = c.rollout.micro_batch_size_per_gpu or share
+        batches, scores = [], []
+        for texts in [mine[i : i + size] for i in range(0, share, size)]:
+            embeds = self.embed(texts)
+            x = torch.randn(len(texts), *self.shape, generator=self.generator)
+            latents, log_probs = [x], []
+            for i in range(c.rollout.num_inference_steps):
+                x, log_prob = self.step(x, self.velocity(x, i, embeds), i, None)
+                latents.append(x)
+                log_probs.append(log_prob)
+            images = self.model.decode(x, c.rollout.height, c.rollout.width)
+            scores.append(self.executor.submit(jpeg_compressibility, images, texts, [{}] * len(texts)))
+            batches.append({"latents": torch.stack(latents, 1), "log_probs": torch.stack(log_probs, 1), "embeds": embeds})
+        rewards = torch.cat([torch.tensor(score.result()) for score in scores])
+        world = [torch.empty_like(rewards) for _ in range(self.size)]
+        dist.all_gather(world, rewards)
+        groups = torch.cat(world).view(-1, c.rollout.n)
+        advantage = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)
+        own = advantage.flatten()[self.rank * share : (self.rank + 1) * share]
+        return [batch | {"advantage": part} for batch, part in zip(batches, own.split(size), strict=True)]
+
+    def train(self, batches: list[dict[str, Any]]) -> None:
+        """The step's updates: every denoising step but the last of every batch, one after the other."""
+        c = self.cfg
+        updates, window = c.data.train_batch_size // c.actor.ppo_mini_batch_size, c.rollout.num_inference_steps - 1
+        each = len(batches) // updates
+        for k in range(updates):
+            for batch in batches[k * each : (k + 1) * each]:
+                for i in range(window):
+                    velocity = self.velocity(batch["latents"][:, i], i, batch["embeds"])
+                    _, log_prob = self.step(batch["latents"][:, i], velocity, i, batch["latents"][:, i + 1])
+                    ratio = torch.exp(log_prob - batch["log_probs"][:, i])
+                    advantage = batch["advantage"].clamp(-c.algorithm.adv_clip_max, c.algorithm.adv_clip_max)
+                    clipped = ratio.clamp(1 - c.algorithm.clip_ratio, 1 + c.algorithm.clip_ratio)
+                    loss = torch.maximum(-advantage * ratio, -advantage * clipped).mean()
+                    (loss / (each * window)).backward()
+            flat = torch.cat([p.grad.flatten() for p in self.weights if p.grad is not None])
+            dist.all_reduce(flat)
+            for p, part in zip(self.weights, flat.split([p.numel() for p in self.weights]), strict=True):
+                p.grad = part.view_as(p) / self.size
+            torch.nn.utils.clip_grad_norm_(self.weights, c.optim.grad_clip)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+
+class Clock:
+    """Seconds by phase: on the wall, and of this process's CPU, which other work on the machine disturbs less."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, list[float]] = {}
+        self.cpu: dict[str, list[float]] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.process_time()
+        yield
+        self.add(name, time.perf_counter() - wall, time.process_time() - cpu)
+
+    def add(self, name: str, wall: float, cpu: float) -> None:
+        self.wall.setdefault(name, []).append(wall)
+        self.cpu.setdefault(name, []).append(cpu)
+
+    def medians(self, kind: str, warmup: int) -> dict[str, float]:
+        """The medians of "wall" or "cpu", without the first `warmup` measurements."""
+        return {name: statistics.median(values[warmup:]) for name, values in vars(self)[kind].items()}
