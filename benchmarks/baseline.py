@@ -1,12 +1,12 @@
-"""The same training step as peers' trainers take it, timed in turns with Phalanx's own, on the same machine at the same moment.
+"""The same training step as other trainers take it, timed in turns with Phalanx's own: one machine, one moment.
 
     sh train.sh benchmarks/baseline.py benchmarks/cpu_reference.yaml
     NPROC_PER_NODE=2 sh train.sh benchmarks/baseline.py benchmarks/cpu_reference.yaml model.dtype=bfloat16
 
-The baseline is the plain reading of Flow-GRPO (arXiv 2505.05470), in float32: guidance as one doubled batch, a denoising
-step at a time in sampling and again in the update (a forward and backward pass for each), the whole batch decoded at
-once, diffusers' modules as they come, rewards on a thread beside the sampling. Same model, LoRA, prompt embeddings,
-images, steps and updates; every configuration of Phalanx is compared with it, not with itself in another setting.
+The baseline is the plain reading of Flow-GRPO (arXiv 2505.05470), in float32: guidance as one doubled batch, a
+denoising step at a time in sampling and again in the update (a forward and backward pass for each), the whole batch
+decoded at once, diffusers' modules as they come, rewards on a thread beside the sampling. Same model, LoRA, prompt
+embeddings, images, steps and updates; whatever the settings of Phalanx, the baseline's are those.
 With `--only phalanx` or `--only baseline` one of them runs alone, for its memory.
 """
 
@@ -18,7 +18,6 @@ from argparse import Namespace
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +29,7 @@ from phalanx.cli import rank, run
 from phalanx.config.load import resolve_registry
 from phalanx.config.schema import TrainConfig
 from phalanx.data import load_prompts
+from phalanx.distributed import mesh
 from phalanx.models.lora import add_lora
 from phalanx.rewards.jpeg_compressibility import jpeg_compressibility
 from phalanx.run import peak_memory_gb
@@ -84,8 +84,9 @@ class Baseline:
     def sample(self, number: int) -> list[dict[str, Any]]:
         """This rank's images of training step `number`, as batches with latents, log-probabilities and advantages."""
         c = self.cfg
-        prompts = [self.texts[(number * c.data.train_batch_size + i) % len(self.texts)] for i in range(c.data.train_batch_size)]
-        share = c.data.train_batch_size * c.rollout.n // self.size
+        count = c.data.train_batch_size
+        prompts = [self.texts[(number * count + i) % len(self.texts)] for i in range(count)]
+        share = count * c.rollout.n // self.size
         mine = [text for text in prompts for _ in range(c.rollout.n)][self.rank * share : (self.rank + 1) * share]
         size = c.rollout.micro_batch_size_per_gpu or share
         batches, scores = [], []
@@ -99,7 +100,8 @@ class Baseline:
                 log_probs.append(log_prob)
             images = self.model.decode(x, c.rollout.height, c.rollout.width)
             scores.append(self.executor.submit(jpeg_compressibility, images, texts, [{}] * len(texts)))
-            batches.append({"latents": torch.stack(latents, 1), "log_probs": torch.stack(log_probs, 1), "embeds": embeds})
+            done = {"latents": torch.stack(latents, 1), "log_probs": torch.stack(log_probs, 1), "embeds": embeds}
+            batches.append(done)
         rewards = torch.cat([torch.tensor(score.result()) for score in scores])
         world = [torch.empty_like(rewards) for _ in range(self.size)]
         dist.all_gather(world, rewards)
@@ -152,3 +154,78 @@ class Clock:
     def medians(self, kind: str, warmup: int) -> dict[str, float]:
         """The medians of "wall" or "cpu", without the first `warmup` measurements."""
         return {name: statistics.median(values[warmup:]) for name, values in vars(self)[kind].items()}
+
+
+def compare(bench: Bench | None, cfg: TrainConfig, args: Namespace) -> None:
+    """Run both in turns, or one of them, and print what came of it."""
+    baseline, clock = (Baseline(cfg) if args.only != "phalanx" else None), Clock()
+
+    def turn(step: int) -> None:
+        if baseline is not None:
+            with clock("rollout"):
+                batches = baseline.sample(step - 1)
+            with clock("update"):
+                baseline.train(batches)
+
+    if bench is not None:
+        bench.after = turn
+        bench.fit()
+    else:
+        for step in range(args.warmup + args.steps):
+            turn(step + 1)
+    if rank() != 0:
+        return
+    names, seconds = [], {}
+    for kind in ("wall", "cpu"):
+        if bench is not None:
+            m = bench.medians()
+            prefix = "time" if kind == "wall" else "cpu"
+            seconds[kind, "phalanx"] = [m[f"{prefix}/rollout"] + m[f"{prefix}/reward"], m[f"{prefix}/update"]]
+        if baseline is not None:
+            b = clock.medians(kind, args.warmup)
+            seconds[kind, "baseline"] = [b["rollout"], b["update"]]
+    for (kind, who), (rollout, update) in seconds.items():
+        sums = f"rollout {rollout:7.2f} s   update {update:7.2f} s   sum {rollout + update:7.2f} s"
+        names.append((f"{who}, {kind}", sums))
+    result: dict[str, Any] = {"config": args.config, "overrides": args.overrides, "only": args.only}
+    result |= {"steps": args.steps}
+    result |= {"dtype": cfg.model.dtype, "ranks": dist.get_world_size(), **origin(torch.device("cpu"))}
+    result |= {f"{who}_{kind}_s": value for (kind, who), value in seconds.items()}
+    if args.only is None:
+        for kind in ("wall", "cpu"):
+            ours, theirs = seconds[kind, "phalanx"], seconds[kind, "baseline"]
+            ratios = [theirs[0] / ours[0], theirs[1] / ours[1], sum(theirs) / sum(ours)]
+            names.append((f"ratio, {kind}", "rollout {:.2f}   update {:.2f}   throughput {:.2f}".format(*ratios)))
+            result[f"ratio_{kind}"] = ratios
+    else:
+        result["peak_memory_gb"] = peak_memory_gb(torch.device("cpu"))
+        names.append(("peak memory", f"{result['peak_memory_gb']:.2f} GB of rank 0"))
+    title = f"{cfg.model.path}: Phalanx in {cfg.model.dtype}, the baseline in float32, ranks: {dist.get_world_size()}"
+    table(title, names)
+    print(json.dumps(result), flush=True)
+
+
+def main() -> None:
+    parser = arguments(__doc__ or "")
+    parser.add_argument("--only", choices=("phalanx", "baseline"), help="run one of them alone")
+    args = parser.parse_intermixed_args()
+
+    def build(cfg: TrainConfig) -> Any:
+        check(cfg)
+        torch.set_num_threads(1)
+        alone = args.only == "baseline"
+        if alone:
+            mesh.start(cfg.parallel)
+        bench = None if alone else Bench(cfg, warmup=args.warmup, steps=args.steps)
+
+        def job() -> None:
+            compare(bench, cfg, args)
+            mesh.stop()
+
+        return job
+
+    run(build, configure(args))
+
+
+if __name__ == "__main__":
+    main()

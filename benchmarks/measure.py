@@ -6,6 +6,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -62,26 +63,41 @@ def configure(args: argparse.Namespace) -> TrainConfig:
 
 
 class Meter(Timers):
-    """Timers that wait for the device at both ends of a phase, and note the largest memory within it, in GB (CUDA)."""
+    """Timers that wait for the device at both ends of a phase.
+
+    They note the seconds of this process's CPU as well, which other work on the machine disturbs less (`cpu/<phase>`),
+    and the largest memory of each phase in GB (CUDA).
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(sync=True)
         self._device = device
         self._open: list[float] = []
+        self._cpu: dict[str, float] = {}
         self.memory_gb: dict[str, float] = {}
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Time a phase; phases nest."""
+        start = time.process_time()
+        with self._memory(name), super().__call__(name):
+            yield
+        self._cpu[name] = self._cpu.get(name, 0.0) + time.process_time() - start
+
+    def pop(self) -> dict[str, float]:
+        """Those of phalanx.metrics.Timers and `cpu/<phase>`."""
+        seconds, self._cpu = {f"cpu/{name}": value for name, value in self._cpu.items()}, {}
+        return super().pop() | seconds
+
+    @contextmanager
+    def _memory(self, name: str) -> Iterator[None]:
         if self._device.type != "cuda":
-            with super().__call__(name):
-                yield
+            yield
             return
         self._note()
         self._open.append(0.0)
         try:
-            with super().__call__(name):
-                yield
+            yield
         finally:
             self._note()
             peak = self._open.pop()

@@ -1,6 +1,7 @@
 """Ranks for tests: forked ones for most (they import nothing again), real torchruns for the launch itself."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -46,6 +47,7 @@ def run_ranks(
     The fork copies the test process: it must hold no running threads (none that wait for work while holding a lock),
     and torch must be on one thread, which conftest.py sees to.
     """
+    gc.collect()  # what is left of earlier tests' process groups ends its threads here, not in a copy that lacks them
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

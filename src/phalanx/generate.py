@@ -21,6 +21,7 @@ from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object, gather_object
 from phalanx.export import Trained, open_checkpoint
 from phalanx.images import CAPTION_SIZE, TILE_MIN, caption, fit, read_index
+from phalanx.models.family import FlowModel
 from phalanx.models.flow import DTYPES, FlowPolicy, family_of
 from phalanx.rollout.policy import PolicyRollout
 from phalanx.types import Prompt
@@ -38,19 +39,24 @@ class Generator:
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
         self.trained = self._open()
+        run = self.trained.run if self.trained is not None else None
+        given = {name: value for name, value in vars(cfg.model).items() if value is not None}
+        self.model = replace(run.model if run is not None else ModelConfig(), gradient_checkpointing=False, **given)
+        family = family_of(self.model)
+        for name in ("guidance_scale", "true_cfg_scale"):
+            value = vars(cfg)[name]
+            if name != family.guidance_key and value is not None and value > 1:
+                raise ConfigError(
+                    f"{name}: {value:g} has no effect on this model; its guidance is {family.guidance_key}"
+                )
         mesh.shard_size(cfg.parallel, mesh.Launch.from_env())
         self.world = mesh.start(cfg.parallel)
         if self.trained is not None:  # a run that goes on may have written another one meanwhile
             folder = broadcast_object(str(self.trained.folder))
             if folder != str(self.trained.folder):
                 self.trained = open_checkpoint(folder, cfg.weights)
-        self.policy = self._policy()
-        settings = rollout_settings(cfg, self.trained.run.rollout if self.trained is not None else RolloutConfig())
-        key = self.policy.model.guidance_key
-        for name in ("guidance_scale", "true_cfg_scale"):
-            value = vars(cfg)[name]
-            if name != key and value is not None and value > 1:
-                raise ConfigError(f"{name}: {value:g} has no effect on this model; its guidance is {key}")
+        self.policy = self._policy(family)
+        settings = rollout_settings(cfg, run.rollout if run is not None else RolloutConfig())
         try:
             self.rollout = PolicyRollout(self.policy, settings, self.world, cfg.micro_batch_size_per_gpu)
         except ValueError as error:  # said of the section that these keys have in a run's configuration
@@ -65,25 +71,23 @@ class Generator:
             raise ConfigError("weights: ema needs a checkpoint; a model folder has its own weights only")
         return None
 
-    def _policy(self) -> FlowPolicy:
+    def _policy(self, family: type[FlowModel]) -> FlowPolicy:
         """The model over the mesh, with its weights in the dtype that it computes in: nothing is trained here."""
         run = self.trained.run if self.trained is not None else None
-        given = {name: value for name, value in vars(self.cfg.model).items() if value is not None}
-        config = replace(run.model if run is not None else ModelConfig(), gradient_checkpointing=False, **given)
         data = run.data if run is not None else DataConfig()
         if self.cfg.max_prompt_length is not None:
             data = replace(data, max_prompt_length=self.cfg.max_prompt_length)
-        dtype = DTYPES[config.dtype]
-        full = run is not None and config.lora_rank == 0
+        dtype = DTYPES[self.model.dtype]
+        full = run is not None and self.model.lora_rank == 0
         # full fine-tuning reads the folder in float32, and buffers stay so; parameters compute in `dtype` there too
-        model = family_of(config)(config, dtype, torch.float32 if full else dtype)
+        model = family(self.model, dtype, torch.float32 if full else dtype)
         for p in model.transformer.parameters():
             p.data = p.data.to(dtype)
         model.vae.to(self.world.device)
         seed = run.trainer.seed if run is not None else TrainerConfig().seed
-        policy = FlowPolicy(model, self.world, config, self.cfg.parallel, data, seed=seed)
+        policy = FlowPolicy(model, self.world, self.model, self.cfg.parallel, data, seed=seed)
         if self.trained is not None:
-            self.trained.check_fits({name: p.shape for name, p in policy.parameters.items()}, config.path)
+            self.trained.check_fits({name: p.shape for name, p in policy.parameters.items()}, self.model.path)
         return policy
 
     def run(self) -> None:

@@ -6,6 +6,7 @@ with AVX-512 it does 240 GFLOP/s instead of 105 (docs/performance.md). Rounding 
 choice depends on the processor and the shape alone.
 """
 
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
 
 MIN_ROWS = 64  # fewer are MKL's: oneDNN takes about 10 us to find its kernel
 
@@ -60,6 +62,12 @@ class _Linear(torch.autograd.Function):
         of_input = _product(grad, weight.t(), None) if needs_input else None
         of_weight = _product(rows.t(), input.reshape(-1, input.shape[-1]).t(), None) if needs_weight else None
         return of_input, of_weight, rows.sum(0) if needs_bias else None
+
+
+@register_flop_formula(torch.ops.mkldnn._linear_pointwise)
+def _flops(input: torch.Size, weight: torch.Size, *args: Any, **kwargs: Any) -> int:
+    """What torch's counter of operations does not know by itself."""
+    return 2 * math.prod(input) * weight[0]
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,135 @@
+"""Validation: every held-out prompt once across the ranks, with its own noise, the same on any number of ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from phalanx.config.schema import TrainConfig
+from tests.jobs import PROMPTS, tiny_config
+from tests.ranks import run_ranks
+
+# it notes every prompt that it is asked for, and scores the brightness
+REWARD = """
+from pathlib import Path
+
+def noted(images, prompts, metadata, *, file):
+    with Path(file).open("a") as f:
+        for prompt in prompts:
+            f.write(prompt + "\\n")
+    return images.mean(dim=(1, 2, 3))
+"""
+
+
+def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "held_out.txt").write_text("\n".join(PROMPTS[:5]) + "\n")
+    function = f"{{path: '{folder / 'reward.py'}:noted', kwargs: {{file: '{folder / 'asked.txt'}'}}}}"
+    return tiny_config(
+        model,
+        folder,
+        f"reward.functions=[{function}]",
+        f"data.val_files=[{folder / 'held_out.txt'}]",
+        "rollout.micro_batch_size_per_gpu=4",
+        "rollout.val.num_inference_steps=3",
+        *overrides,
+    )
+
+
+def validate(cfg: TrainConfig) -> dict[str, float]:
+    from phalanx.trainer import Trainer
+
+    trainer = Trainer(cfg)
+    with trainer.logger:
+        return trainer.validate(0)
+
+
+def pictures(folder: Path) -> list[Any]:
+    images = folder / "out" / "images" / "held_out" / "step_000000"
+    rows = [json.loads(line) for line in (images / "index.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == PROMPTS[:5]
+    return [np.asarray(Image.open(images / row["file"])) for row in rows]
+
+
+def test_every_prompt_once_on_any_number_of_ranks(sd3_folder: Path, tmp_path: Path) -> None:
+    rows, images = [], []
+    for world in (1, 2, 4):
+        folder = tmp_path / str(world)
+        rows.append(run_ranks(validate, world, configure(sd3_folder, folder, "parallel.fsdp_size=1"))[0])
+        images.append(pictures(folder))
+        asked = (folder / "asked.txt").read_text().splitlines()
+        # the last rank is filled up with the last prompt, which does not count twice
+        assert set(asked) == set(PROMPTS[:5])
+        assert len(asked) == world * -(-5 // world)
+    assert rows[0] == rows[1] == rows[2]
+    for other in images[1:]:
+        assert all(np.array_equal(a, b) for a, b in zip(images[0], other, strict=True))
+
+
+def test_each_prompt_and_image_has_its_own_noise(sd3_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "same"
+    cfg = configure(sd3_folder, folder, "rollout.val.n=2")
+    (folder / "held_out.txt").write_text('"x"\n"x"\n')  # the same prompt twice
+    row = run_ranks(validate, 1, cfg)[0]
+    assert (folder / "asked.txt").read_text().splitlines() == ['"x"'] * 4
+    assert row["val/held_out/reward/std"] > 0
+    again = run_ranks(validate, 1, cfg)[0]
+    assert again == row
+
+
+def moved_and_average(cfg: TrainConfig) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    from phalanx.trainer import Trainer
+
+    trainer = Trainer(cfg)
+    with trainer.logger:
+        before = trainer.validate(0)
+        with torch.no_grad():
+            for p in trainer.policy.parameters.values():
+                p.add_(0.05)
+        average = trainer.validate(1)  # the average has not moved
+        assert trainer.ema is not None
+        trainer.ema.update(10**6)
+        return before, average, trainer.validate(2)
+
+
+@pytest.mark.parametrize("kind", [("model.lora_rank=4",), ()], ids=["lora", "full"])
+def test_validation_uses_the_average(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = configure(sd3_folder, tmp_path, *kind, "actor.ema.decay=0.1")
+    before, average, moved = run_ranks(moved_and_average, 1, cfg)[0]
+    assert average == before
+    assert moved != before
+
+
+def overlap(cfg: TrainConfig) -> tuple[float, float, list[tuple[float, float]]]:
+    import time
+
+    from phalanx.trainer import Trainer
+
+    trainer = Trainer(cfg)
+    submitted: list[float] = []
+
+    def each(images: torch.Tensor, prompts: Any) -> None:
+        submitted.append(time.perf_counter())
+        trainer.submit(images, prompts)
+
+    with trainer.rollout.awake():
+        trainer.rollout.sample(trainer.prompts.batch(0), seed=0, step=0, each=each)
+    trainer.score()
+    assert trainer.rewards is not None
+    return submitted[0], submitted[-1], trainer.rewards.spans
+
+
+def test_rewards_are_scored_while_the_next_micro_batch_is_sampled(sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = configure(sd3_folder, tmp_path)
+    first, last, spans = run_ranks(overlap, 1, cfg)[0]
+    assert len(spans) == 4  # micro-batches
+    # the first one was scored between its own end and that of the last
+    assert first <= spans[0][0] and spans[0][1] < last
+    serial = configure(sd3_folder, tmp_path, "reward.overlap=false")
+    _, last, spans = run_ranks(overlap, 1, serial)[0]
+    assert all(start >= last for start, _ in spans)
