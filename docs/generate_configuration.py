@@ -1,6 +1,6 @@
 """Write the reference part of docs/configuration.md, below its marker, from the schema.
 
-    python docs/generate_configuration.py
+python docs/generate_configuration.py
 """
 
 from collections.abc import Iterable, Iterator

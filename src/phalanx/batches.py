@@ -1,10 +1,13 @@
 """The arithmetic of batches: checked once before anything is built, with the nearest values that would work."""
 
 import math
+import os
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from phalanx.config import ConfigError
 from phalanx.config.schema import TrainConfig
+from phalanx.functional.window import sde_window
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,11 @@ def check(cfg: TrainConfig) -> None:
         raise ConfigError(
             "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .parquet or dataset folder"
         )
+    if not cfg.reward.functions:
+        raise ConfigError(
+            "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]"
+        )
+    _check_output_dir(cfg.trainer.output_dir)
     if cfg.trainer.total_training_steps is None and cfg.trainer.total_epochs is None:
         raise ConfigError("trainer.total_training_steps: null needs trainer.total_epochs; set one of them")
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
@@ -79,10 +87,18 @@ def check(cfg: TrainConfig) -> None:
     _window(cfg)
 
 
+def _check_output_dir(output_dir: str) -> None:
+    """Refuse a folder that cannot be made, before a model is loaded for hours of work that could not be kept."""
+    folder = Path(output_dir)
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise ConfigError(f"trainer.output_dir: {output_dir!r} cannot be a folder: {existing} is a file")
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"trainer.output_dir: {output_dir!r} cannot be written: no permission in {existing}")
+
+
 def _window(cfg: TrainConfig) -> int:
     """The number of trained steps; raises ConfigError for a window that does not fit the schedule."""
-    from phalanx.functional.window import sde_window
-
     r = cfg.rollout
     if r.sde_window_range is not None and len(r.sde_window_range) != 2:
         raise ConfigError(f"rollout.sde_window_range: {r.sde_window_range} should be two numbers [a, b]")

@@ -94,7 +94,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
             base = request.getfixturevalue(f"{family}_folder")
             folder = tmp_path_factory.mktemp(name)
             ranks = 2 if name in SHARDED else 1
-            images = run_ranks(train, ranks, (*overrides, f"parallel.fsdp_size={ranks}"), base, folder)[0]
+            images = run_ranks(train, ranks, (*overrides, f"parallel.fsdp_size={ranks}"), base, folder, timeout=150)[0]
             assert len(list(folder.glob("out/checkpoints/step_000002/*.distcp"))) == ranks
             done[name] = Run(folder / "out", base, images)
         return done[name]
@@ -184,7 +184,9 @@ def same(file: Path, folder: Path, other: Path) -> bool:
 
 def test_command_line_and_dtype(trained: Callable[[str], Run], tmp_path: Path) -> None:
     run = trained("sd3-full")
-    job = torchrun(["tasks/export_checkpoint.py", f"checkpoint={run.folder}", "weights=model", "dtype=bfloat16"])
+    job = torchrun(
+        ["tasks/export_checkpoint.py", f"checkpoint={run.folder}", "weights=model", "dtype=bfloat16"], timeout=240
+    )
     assert job.returncode == 0, job.stderr
     written = run.folder / "export" / "step_000002"
     assert job.stdout == f"the weights of {run.folder / 'checkpoints' / 'step_000002'} -> {written}\n"
@@ -307,7 +309,7 @@ def test_other_mistakes(copy: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
-    (images,) = run_ranks(train, 1, (*LORA, "actor.ema.decay=null"), sd3_folder, tmp_path)
+    (images,) = run_ranks(train, 1, (*LORA, "actor.ema.decay=null"), sd3_folder, tmp_path, timeout=150)
     run = tmp_path / "out"
     assert refused(f"checkpoint={run}", "weights=ema") == (
         f"weights: ema: {run}/checkpoints/step_000002 holds no moving average; right is weights=model"

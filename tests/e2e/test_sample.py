@@ -36,7 +36,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         if name not in done:
             family, overrides = RUNS[name]
             base, folder = request.getfixturevalue(f"{family}_folder"), tmp_path_factory.mktemp(name)
-            (images,) = run_ranks(train, 1, overrides, base, folder)
+            (images,) = run_ranks(train, 1, overrides, base, folder, timeout=150)
             done[name] = Run(folder / "out", base, images)
         return done[name]
 
@@ -49,7 +49,7 @@ def run(overrides: tuple[str, ...]) -> None:
 
 def sampled(folder: Path, *overrides: str, ranks: int = 1) -> Tensor:
     """The pictures [N, 3, H, W] in 0..255 of a call on so many ranks."""
-    run_ranks(run, ranks, (f"output_dir={folder}", *overrides))
+    run_ranks(run, ranks, (f"output_dir={folder}", *overrides), timeout=150)
     return torch.stack([pixels(folder / row["file"]) for row in read_index(folder)])
 
 
@@ -101,9 +101,9 @@ def test_ranks_share_the_work_and_change_nothing(trained: Callable[[str], Run], 
     rows = read_index(tmp_path / "1")
     assert [row["index"] for row in rows] == list(range(9))
     assert [row["prompt"] for row in rows] == [line for line in file.read_text().splitlines() for _ in range(3)]
-    for ranks, *layout in ((2,), (4, "parallel.fsdp_size=2")):
-        folder = tmp_path / str(ranks)
-        assert torch.equal(sampled(folder, *common, *layout, ranks=ranks), alone)
+    for name, layout in (("replicas", "parallel.fsdp_size=1"), ("shards", "parallel.fsdp_size=2")):
+        folder = tmp_path / name
+        assert torch.equal(sampled(folder, *common, layout, ranks=2), alone)
         assert (folder / "index.jsonl").read_bytes() == (tmp_path / "1" / "index.jsonl").read_bytes()
         assert (folder / "grid.png").read_bytes() == (tmp_path / "1" / "grid.png").read_bytes()
 
@@ -114,7 +114,7 @@ def test_command_line_grid_and_older_images(sd3_folder: Path, tmp_path: Path) ->
     sampled(folder, *common, prompts(["a", "b", "c", "d", "e"]), "columns=5")
     five = Image.open(folder / "grid.png").size
     (folder / "mine.png").write_bytes(b"kept")
-    job = torchrun(["tasks/sample.py", *common, prompts(["a", "b"]), "n=2"])
+    job = torchrun(["tasks/sample.py", *common, prompts(["a", "b"]), "n=2"], timeout=240)
     assert job.returncode == 0, job.stderr
     assert job.stdout == f"4 images in {folder}, all of them in {folder / 'grid.png'}\n"
     assert sorted(file.name for file in folder.iterdir()) == [

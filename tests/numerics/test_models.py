@@ -389,7 +389,7 @@ def test_the_moving_average_is_used_and_put_back(world: World, folder: Folder, l
 def compiled(path: Path) -> tuple[Tensor, Tensor, int]:
     from torch._dynamo.utils import counters
 
-    with one_rank() as world:
+    with one_rank() as world, torch._inductor.config.patch(compile_threads=1):
         plain, fast = (velocity(make_policy(world, path, lora_rank=2, compile=c)) for c in (False, True))
         return plain, fast, counters["stats"]["unique_graphs"]
 

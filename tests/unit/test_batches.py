@@ -2,6 +2,7 @@
 
 import random
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from phalanx import batches
 from phalanx.batches import BatchPlan
 from phalanx.config import ConfigError
-from phalanx.config.schema import TrainConfig
+from phalanx.config.schema import RewardFunctionConfig, TrainConfig
 
 KEYS = {
     "data.train_batch_size": "prompts",
@@ -27,6 +28,8 @@ def config(
     cfg = TrainConfig()
     cfg.data.train_batch_size, cfg.rollout.n = prompts, n
     cfg.data.train_files, cfg.trainer.total_training_steps = ["prompts.txt"], 1
+    cfg.reward.functions = [RewardFunctionConfig(name="ocr")]
+    cfg.trainer.output_dir = "outputs/run"
     cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_micro_batch_size_per_gpu = mini, micro
     cfg.rollout.sde_window_size, cfg.rollout.micro_batch_size_per_gpu = window, rollout
     return cfg
@@ -193,6 +196,10 @@ def test_every_suggestion_works_and_is_the_nearest() -> None:
             "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .parquet or dataset folder",
         ),
         (
+            {"reward.functions": []},
+            "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]",
+        ),
+        (
             {"trainer.total_training_steps": None},
             "trainer.total_training_steps: null needs trainer.total_epochs; set one of them",
         ),
@@ -239,3 +246,16 @@ def test_the_last_step_is_fine_under_the_other_types() -> None:
         cfg = config()
         cfg.rollout.sde_type, cfg.rollout.sde_window_range = kind, [8, 10]
         batches.check(cfg)
+
+
+def test_a_folder_for_the_run_that_cannot_be(tmp_path: Path) -> None:
+    cfg = config()
+    for good in (tmp_path, tmp_path / "new" / "deep", Path("outputs") / "x"):
+        cfg.trainer.output_dir = str(good)
+        batches.check(cfg)
+    (tmp_path / "file").write_text("")
+    for bad in (tmp_path / "file", tmp_path / "file" / "deep"):
+        cfg.trainer.output_dir = str(bad)
+        with pytest.raises(ConfigError) as error:
+            batches.check(cfg)
+        assert str(error.value) == f"trainer.output_dir: '{bad}' cannot be a folder: {tmp_path}/file is a file"

@@ -176,6 +176,8 @@ def _fully_shard(
             ignored_params=ignored,
         )
     for m in module.modules():
+        for name, buffer in m.named_buffers(recurse=False):
+            setattr(m, name, buffer.to(world.device))  # offload is of parameters; buffers are used where they are
         if isinstance(m, FSDPModule):
             # sums, by a plain SUM: averaging belongs to the loss's weights, and gloo knows no other
             m.set_gradient_divide_factor(1.0)

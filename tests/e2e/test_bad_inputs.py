@@ -1,0 +1,512 @@
+"""Bad inputs, each through the real task: one line that says what is wrong, an exit status, and an end.
+
+The task runs in forked processes, which have imported everything already; some inputs go through `sh train.sh` on two
+ranks as well, where the line must be printed once.
+"""
+
+import json
+import os
+import runpy
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.jobs import base_overrides
+from tests.ranks import ROOT, torchrun
+
+TASK = "tasks/train_flowgrpo.py"
+LIMIT_S = 60.0  # a bad input takes a second; this is the end of a hang
+FORMATS = "a .txt, .jsonl or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
+BUILT_IN = "aesthetic, clip_score, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore"
+FIRST = 'a sign that says "alpha"'
+
+REWARDS = """
+import os
+import time
+
+def boom(images, prompts, metadata):
+    raise KeyError("no such\\nthing")
+
+def nan(images, prompts, metadata):
+    return [float("nan")] * len(images)
+
+def short(images, prompts, metadata):
+    return [0.5]
+
+def texts(images, prompts, metadata):
+    return ["good"] * len(images)
+
+def leaves(images, prompts, metadata):
+    raise SystemExit(0)
+
+def hangs(images, prompts, metadata):
+    time.sleep(600)
+
+def hangs_on_rank_1(images, prompts, metadata):
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    return [0.5] * len(images)
+
+def boom_on_rank_1(images, prompts, metadata):
+    if os.environ["RANK"] == "1":
+        raise KeyError("no such thing")
+    return [0.5] * len(images)
+
+def two_arguments(images, prompts):
+    return [0.5] * len(images)
+"""
+
+
+class Place:
+    """A folder with all that the inputs refer to, and the overrides of a job that would run."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+        self.good = [*base_overrides(model, folder), "trainer.total_training_steps=1", "parallel.timeout_s=30"]
+        (folder / "prompts.txt").write_text(f'{FIRST}\na "beta"\na "gamma"\nthe "delta"\n')
+        (folder / "rewards.py").write_text(REWARDS)
+
+    def write(self, name: str, content: str | bytes) -> str:
+        path = self.folder / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return str(path)
+
+    def data(self, name: str, content: str | bytes, key: str = "data.train_files") -> str:
+        return f"{key}=[{self.write(name, content)}]"
+
+    def reward(self, function: str) -> str:
+        return f"reward.functions=[{{path: '{self.folder}/rewards.py:{function}'}}]"
+
+    def broken(self, name: str, change: Callable[[Path], None]) -> str:
+        """A copy of the model folder with one change."""
+        copy = self.folder / name
+        shutil.copytree(self.model, copy)
+        change(copy)
+        return f"model.path={copy}"
+
+
+Arguments = Callable[[Place], list[str]]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory, sd3_folder: Path) -> Place:
+    import phalanx.models.qwen_image
+    import phalanx.models.sd3
+    import phalanx.trainer  # noqa: F401 - imported here once, and not in each fork
+
+    return Place(tmp_path_factory.mktemp("bad"), sd3_folder)
+
+
+def task(arguments: list[str], log: Path) -> CompletedProcess[str]:
+    """`python tasks/train_flowgrpo.py ARGUMENTS` in a forked process; fails where it does not end."""
+    out, err = log.with_suffix(".out"), log.with_suffix(".err")
+    pid = os.fork()
+    if pid == 0:
+        _be_the_task(arguments, out, err)
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return CompletedProcess(arguments, os.waitstatus_to_exitcode(status), out.read_text(), err.read_text())
+        time.sleep(0.02)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    pytest.fail(f"{arguments} still ran after {LIMIT_S} s:\n{out.read_text()}{err.read_text()}")
+
+
+def _be_the_task(arguments: list[str], out: Path, err: Path) -> None:
+    """What the interpreter does with a script; never returns."""
+    status = 0
+    try:
+        os.chdir(ROOT)
+        for path, number in ((out, 1), (err, 2)):
+            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.argv = [TASK, *arguments]
+        runpy.run_path(TASK, run_name="__main__")
+    except SystemExit as error:
+        status = error.code if isinstance(error.code, int) else int(error.code is not None)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def edit(name: str, **changes: object) -> Callable[[Path], None]:
+    """Change keys of a JSON file."""
+
+    def change(folder: Path) -> None:
+        path = folder / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    """Keep the first half of a file, as where the disk was full."""
+
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return change
+
+
+def lose(name: str, tensor: str) -> Callable[[Path], None]:
+    """Take one tensor out of a safetensors file."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / name)
+        del tensors[tensor]
+        save_file(tensors, folder / name, {"format": "pt"})
+
+    return change
+
+
+# --- (name, arguments, message): {folder} is the place's folder. Status 2, and nothing but the line on stderr.
+CONFIG: list[tuple[str, Arguments, str]] = [
+    ("unknown key", lambda p: ["trainer.sead=1"], "unknown key trainer.sead; did you mean trainer.seed?"),
+    (
+        "unknown key in a list",
+        lambda p: ["reward.functions=[{name: ocr, wieght: 2}]"],
+        "unknown key reward.functions[0].wieght; did you mean reward.functions[0].weight?",
+    ),
+    ("wrong type", lambda p: ["rollout.n=many"], "rollout.n: 'many' should be a whole number"),
+    ("out of bounds", lambda p: ["optim.lr=-1e-4"], "optim.lr: -0.0001 should be greater than 0"),
+    (
+        "not a choice",
+        lambda p: ["rollout.sde_type=sd"],
+        "rollout.sde_type: 'sd' should be one of sde, cps, dance_sde (did you mean sde?)",
+    ),
+    (
+        "missing value",
+        lambda p: ["model.path=???"],
+        "model.path is not set; give model.path=...: diffusers model folder (or hub id, where a hub is reachable)",
+    ),
+    (
+        "unset environment variable",
+        lambda p: ["trainer.output_dir=${oc.env:PHALANX_TEST_UNSET}"],
+        "trainer.output_dir: Environment variable 'PHALANX_TEST_UNSET' not found",
+    ),
+    (
+        "not an override",
+        lambda p: ["trainer.seed"],
+        "'trainer.seed': an override is written key=value, e.g. trainer.seed=1",
+    ),
+    (
+        "unknown option",
+        lambda p: ["--config", "x.yaml"],
+        "unknown option --config; right is [config.yaml] [key=value ...], or --help",
+    ),
+    (
+        "unknown algorithm",
+        lambda p: ["algorithm.name=flow_gpro"],
+        "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: flow_grpo, a dotted module, or "
+        "path/to/file.py",
+    ),
+    (
+        "a key of another algorithm",
+        lambda p: ["algorithm.temperature=1"],
+        "unknown key algorithm.temperature; known here: name, clip_ratio, adv_clip_max, kl_loss_coef, kl_convention, "
+        "global_std, norm_adv_by_std_in_grpo",
+    ),
+    (
+        "mini-batches that do not divide",
+        lambda p: ["actor.ppo_mini_batch_size=3"],
+        "actor.ppo_mini_batch_size: 3 prompts do not divide data.train_batch_size 4; nearest that work: "
+        "actor.ppo_mini_batch_size=2 or 4",
+    ),
+    (
+        "ranks that do not divide",
+        lambda p: ["parallel.fsdp_size=3"],
+        "parallel.fsdp_size: 3 does not divide the world's 1 ranks; nearest that does: 1",
+    ),
+    (
+        "a window that does not fit",
+        lambda p: ["rollout.sde_window_range=[1, 9]"],
+        "rollout.sde_window_range: [1, 9] should satisfy 0 <= a < b <= 4 (rollout.num_inference_steps)",
+    ),
+    (
+        "the last step of cps",
+        lambda p: ["rollout.sde_type=cps", "rollout.sde_window_range=[1, 4]"],
+        "rollout.sde_window_range: [1, 4] holds the last step, which has no log-probability under cps; "
+        "its end should be at most 3",
+    ),
+    (
+        "unknown logger",
+        lambda p: ["trainer.logger=[wandbb]"],
+        "trainer.logger: 'wandbb' should be one of console, tensorboard, wandb (did you mean wandb?)",
+    ),
+    (
+        "a file where the run's folder should be",
+        lambda p: [f"trainer.output_dir={p.write('taken', '')}/run"],
+        "trainer.output_dir: '{folder}/taken/run' cannot be a folder: {folder}/taken is a file",
+    ),
+    (
+        "no reward",
+        lambda p: ["reward.functions=[]"],
+        "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{{name: ocr}}]",
+    ),
+]
+
+# As the first argument.
+CONFIG_FILES: list[tuple[str, str, str]] = [
+    ("broken.yaml", "trainer:\n  seed: [1\n", "{file}:3:1: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    ("list.yaml", "- trainer\n", "{file}: the top level must be sections (key: value), not a list"),
+    ("nested.yaml", "rollout:\n  val:\n    stepz: 3\n", "unknown key rollout.val.stepz; known here: n, num_inference_steps, "
+     "height, width, guidance_scale, true_cfg_scale, noise_level, seed"),
+    ("typed.yaml", "data:\n  val_files: a.txt\n", "data.val_files: 'a.txt' should be a list of texts, e.g. [a.txt]"),
+]  # fmt: skip
+
+DATA: list[tuple[str, Arguments, str]] = [
+    (
+        "no such data file",
+        lambda p: [f"data.train_files=[{p.folder}/prompt.txt]"],
+        "data.train_files: {folder}/prompt.txt does not exist; did you mean {folder}/prompts.txt?",
+    ),
+    ("no prompts", lambda p: [p.data("blank.txt", "\n \n")], "data.train_files: {folder}/blank.txt has no prompts"),
+    (
+        "not UTF-8",
+        lambda p: [p.data("latin.txt", b"a cat\na caf\xe9\n")],
+        "data.train_files: {folder}/latin.txt:2: not UTF-8 (byte 0xe9); save the file as UTF-8",
+    ),
+    (
+        "broken JSON",
+        lambda p: [p.data("broken.jsonl", '{"prompt": "a cat"}\n{"prompt": \n')],
+        "data.train_files: {folder}/broken.jsonl:2: not JSON (Expecting value at column 11); "
+        'right is an object a line, {{"prompt": "..."}}',
+    ),
+    (
+        "no prompt column",
+        lambda p: [p.data("columns.jsonl", '{"text": "a cat", "id": 3}\n')],
+        "data.train_files: {folder}/columns.jsonl:1: no 'prompt'; it has text, id",
+    ),
+    (
+        "a prompt that is a number",
+        lambda p: [p.data("number.jsonl", '{"prompt": 3}\n')],
+        "data.train_files: {folder}/number.jsonl:1: prompt is of type number; right is a text, or a chat of texts",
+    ),
+    (
+        "unknown ending",
+        lambda p: [p.data("table.csv", "prompt\na cat\n")],
+        f"data.train_files: {{folder}}/table.csv ends in .csv; right is {FORMATS}",
+    ),
+    (
+        "a folder that is no dataset",
+        lambda p: [f"data.train_files=[{p.folder}]"],
+        f"data.train_files: {{folder}} is a folder, but no dataset that save_to_disk wrote; right is {FORMATS}",
+    ),
+    (
+        "two validation sets of one name",
+        lambda p: [f"data.val_files=[{p.folder}/prompts.txt, {p.folder}/prompts.txt]"],
+        "data.val_files: {folder}/prompts.txt and {folder}/prompts.txt would both be the validation set 'prompts'; "
+        "rename one of them",
+    ),
+]
+
+MODELS: list[tuple[str, Arguments, str]] = [
+    ("no model folder", lambda p: [f"model.path={p.folder}/none"], "model.path: '{folder}/none': no such folder"),
+    (
+        "a hub id without a hub",
+        lambda p: ["model.path=user/model"],
+        "model.path: 'user/model': no such folder, and no hub has it within reach",
+    ),
+    (
+        "a folder without model_index.json",
+        lambda p: [p.broken("no_index", lambda f: (f / "model_index.json").unlink())],
+        "model.path: '{folder}/no_index' is no diffusers model folder: it has no model_index.json",
+    ),
+    (
+        "an unsupported pipeline",
+        lambda p: [p.broken("flux", edit("model_index.json", _class_name="FluxPipeline"))],
+        "model.path: '{folder}/flux' is a FluxPipeline; supported: QwenImagePipeline, StableDiffusion3Pipeline",
+    ),
+    (
+        "a missing component",
+        lambda p: [p.broken("no_vae", lambda f: shutil.rmtree(f / "vae"))],
+        "model.path: '{folder}/no_vae' lacks the folder 'vae' that its model_index.json names",
+    ),
+]
+
+# The model is loaded before these are known: libraries may have said something by then.
+SETTINGS: list[tuple[str, Arguments, str]] = [
+    ("image size", lambda p: ["rollout.height=20"], "rollout.height: 20 should be a multiple of 8, e.g. 16 or 24"),
+    ("image too large", lambda p: ["rollout.width=4096"], "rollout.width: 4096 is more than the model's 128 pixels"),
+    (
+        "the guidance of another family",
+        lambda p: ["rollout.true_cfg_scale=4"],
+        "rollout.true_cfg_scale: 4 has no effect on this model; its guidance is rollout.guidance_scale",
+    ),
+    (
+        "a LoRA on no layer",
+        lambda p: ["model.lora_rank=4", "model.target_modules=[attn.to_x]"],
+        "model.target_modules: no linear layer ends in 'attn.to_x'; in a block: attn.add_k_proj, attn.add_q_proj, "
+        "attn.add_v_proj, attn.to_add_out, attn.to_k, attn.to_out.0, attn.to_q, attn.to_v, attn2.to_k, attn2.to_out.0, "
+        "attn2.to_q, attn2.to_v, ff.net.0.proj, ff.net.2, ff_context.net.0.proj, ff_context.net.2, norm1.linear, "
+        "norm1_context.linear",
+    ),
+    (
+        "a checkpoint that is not there",
+        lambda p: [f"trainer.resume={p.folder}/step_000007"],
+        "trainer.resume: '{folder}/step_000007' cannot be used: no such folder",
+    ),
+    (
+        "unknown reward",
+        lambda p: ["reward.functions=[{name: orc}]"],
+        f"reward.functions[0].name='orc' is no built-in reward; did you mean ocr? built in: {BUILT_IN}; or give path: "
+        "module:function or path/to/file.py:function",
+    ),
+    (
+        "no such reward file",
+        lambda p: [f"reward.functions=[{{path: '{p.folder}/none.py:f'}}]"],
+        "reward.functions[0].path: '{folder}/none.py': no such file",
+    ),
+    (
+        "no such function in a reward file",
+        lambda p: [p.reward("bom")],
+        "reward.functions[0].path='{folder}/rewards.py:bom': {folder}/rewards.py has no 'bom'; did you mean boom?",
+    ),
+    (
+        "a reward with other arguments",
+        lambda p: [p.reward("two_arguments")],
+        "reward.functions[0].kwargs: two_arguments(images, prompts, metadata, **kwargs): too many positional arguments; "
+        "its kwargs: none",
+    ),
+    (
+        "a reward without its model",
+        lambda p: ["reward.functions=[{name: pickscore, kwargs: {model: /none}}]"],
+        "reward.functions[0] (pickscore): model='/none' is no folder; give a folder with a CLIP model, or a hub id",
+    ),
+]
+
+# The job runs, and fails: status 1.
+JOBS: list[tuple[str, Arguments, str]] = [
+    (
+        "a reward that raises",
+        lambda p: [p.reward("boom")],
+        f"reward 'boom' raised KeyError: 'no such\\nthing' on the prompt \"{FIRST}\"",
+    ),
+    (
+        "a reward of NaN",
+        lambda p: [p.reward("nan")],
+        f"reward 'nan' returned nan for 4 of 4 images on the prompt \"{FIRST}\"; right are finite numbers",
+    ),
+    (
+        "a reward of too few numbers",
+        lambda p: [p.reward("short")],
+        f"reward 'short' returned 1 scores for 4 images on the prompt \"{FIRST}\"; "
+        "right is 4 numbers: a list, an array or a tensor",
+    ),
+    (
+        "a reward of no numbers",
+        lambda p: [p.reward("texts")],
+        f"reward 'texts' returned no numbers but a list on the prompt \"{FIRST}\"; "
+        "right is 4 numbers: a list, an array or a tensor",
+    ),
+    (
+        "a reward that leaves the process",
+        lambda p: [p.reward("leaves")],
+        f"reward 'leaves' raised SystemExit: 0 on the prompt \"{FIRST}\"",
+    ),
+    (
+        "a reward that hangs",
+        lambda p: [p.reward("hangs"), "reward.timeout_s=0.5"],
+        f"reward 'hangs' ran longer than reward.timeout_s=0.5 seconds on the prompt \"{FIRST}\"",
+    ),
+    (
+        "a prompt without the text that OCR should read",
+        lambda p: ["reward.functions=[{name: ocr, kwargs: {detect: false}}]", p.data("plain.txt", "a cat\n" * 4)],
+        'reward \'ocr\' raised ValueError: no ground_truth for the prompt "a cat" (right is a text in double quotes in the '
+        'prompt, or a column ground_truth in the data) on the prompt "a cat"',
+    ),
+]
+
+
+def named(table: list[tuple[str, Arguments, str]]) -> Iterator[object]:
+    for name, arguments, message in table:
+        yield pytest.param(arguments, message, id=name)
+
+
+def check(done: CompletedProcess[str], message: str, status: int) -> None:
+    """The line is the last one said, and the only one of an error."""
+    assert "Traceback" not in done.stderr, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[-1:] == [f"error: {message}"]
+    assert [line for line in lines if line.startswith("error")] == lines[-1:]
+    assert done.returncode == status
+
+
+def test_the_job_itself_is_good(place: Place, tmp_path: Path) -> None:
+    """Each input below differs from this one."""
+    done = task(place.good, tmp_path / "log")
+    assert done.returncode == 0, done.stderr
+    assert "error" not in done.stderr and "report: " in done.stdout
+
+
+@pytest.mark.parametrize(("arguments", "message"), [*named(CONFIG), *named(DATA), *named(MODELS)])
+def test_refused_at_once(place: Place, tmp_path: Path, arguments: Arguments, message: str) -> None:
+    done = task([*place.good, *arguments(place)], tmp_path / "log")
+    check(done, message.format(folder=place.folder), 2)
+    assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
+
+
+@pytest.mark.parametrize(("name", "content", "message"), CONFIG_FILES)
+def test_refused_files(place: Place, tmp_path: Path, name: str, content: str, message: str) -> None:
+    file = place.write(name, content)
+    check(task([file, *place.good], tmp_path / "log"), message.format(file=file), 2)
+
+
+@pytest.mark.parametrize(("arguments", "message"), named(SETTINGS))
+def test_refused_while_building(place: Place, tmp_path: Path, arguments: Arguments, message: str) -> None:
+    check(task([*place.good, *arguments(place)], tmp_path / "log"), message.format(folder=place.folder), 2)
+
+
+@pytest.mark.parametrize(("arguments", "message"), named(JOBS))
+def test_jobs_that_fail(place: Place, tmp_path: Path, arguments: Arguments, message: str) -> None:
+    check(task([*place.good, *arguments(place)], tmp_path / "log"), message, 1)
+
+
+# --- two ranks, through sh train.sh
+
+TWO_RANKS: list[tuple[str, Arguments, str]] = [
+    ("unknown key", lambda p: ["trainer.sead=1"], "unknown key trainer.sead; did you mean trainer.seed?"),
+    (
+        "images that do not divide over the ranks",
+        lambda p: ["rollout.n=3", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"],
+        "actor.ppo_mini_batch_size: 1 prompts x rollout.n 3 = 3 images of an update do not divide over 2 ranks; "
+        "nearest that work: actor.ppo_mini_batch_size=2",
+    ),
+    ("no model folder", lambda p: [f"model.path={p.folder}/none"], "model.path: '{folder}/none': no such folder"),
+    (
+        "a reward that raises on one rank",
+        lambda p: [p.reward("boom_on_rank_1")],
+        "rank 1: reward 'boom_on_rank_1' raised KeyError: 'no such thing' on the prompt \"{prompt}\"",
+    ),
+    (
+        "a reward that hangs on one rank",
+        lambda p: [p.reward("hangs_on_rank_1"), "reward.timeout_s=1"],
+        "rank 1: reward 'hangs_on_rank_1' ran longer than reward.timeout_s=1 seconds on the prompt \"{prompt}\"",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), named(TWO_RANKS))
+def test_told_once_on_two_ranks(place: Place, arguments: Arguments, message: str) -> None:
+    # 2 of the step's 4 prompts are rank 1's; which ones they are is the order of the data's
+    begin = time.monotonic()
+    done = torchrun([TASK, *place.good, *arguments(place)], nproc=2, timeout=LIMIT_S)
+    assert time.monotonic() - begin < LIMIT_S
+    assert done.returncode != 0
+    said = [line for line in (done.stderr + done.stdout).splitlines() if "error: " in line or "error on rank" in line]
+    prompt = next((line for line in (place.folder / "prompts.txt").read_text().splitlines() if line in said[0]), "")
+    assert said == [f"error: {message.format(folder=place.folder, prompt=prompt)}"]

@@ -1,0 +1,62 @@
+"""The benchmark's command: whole steps of the real Trainer on random weights, on ranks that train.sh starts."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import torchrun
+
+CONFIG = "benchmarks/cpu_reference.yaml"
+TINY = [
+    "rollout.height=32",
+    "rollout.width=32",
+    "rollout.num_inference_steps=3",
+    "data.max_prompt_length=8",
+    "data.train_batch_size=2",
+    "rollout.n=4",
+    "rollout.micro_batch_size_per_gpu=4",
+    "actor.ppo_mini_batch_size=1",
+    "parallel.fsdp_size=2",
+]
+
+
+def test_a_step_is_measured_on_two_ranks(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    done = torchrun(
+        ["benchmarks/step.py", CONFIG, "--shapes", "tiny_sd3", "--steps", "2", "--profile", trace, *TINY], nproc=2
+    )
+    assert done.returncode == 0, done.stderr
+    assert "images/s" in done.stdout
+    r = json.loads(done.stdout.strip().splitlines()[-1])
+    assert (r["images"], r["trained_steps"], r["ranks"], r["steps"]) == (8, 2, 2, 2)
+    assert 0 < r["decode_s"] < r["rollout_s"]
+    assert 0 < r["optimizer_s"] < r["update_s"]
+    assert r["rollout_s"] + r["reward_s"] + r["update_s"] == pytest.approx(r["step_s"], rel=0.2)
+    assert r["images_per_s"] == pytest.approx(8 / r["step_s"])
+    assert 0 < r["mfu"] < 1
+    assert 0.1 < r["peak_memory_gb"] < 4
+    assert math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0
+    names = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event}
+    assert any("scaled_dot_product" in name for name in names)
+
+
+def test_a_shape_that_is_unknown_is_told_in_one_line() -> None:
+    done = torchrun(["benchmarks/step.py", CONFIG, "--shapes", "huge"])
+    assert done.returncode != 0
+    assert (
+        "error: model.path: 'huge' is no shape of benchmarks/shapes.py; "
+        "known: sd35_medium, sd3_cpu, tiny_sd3, qwen_image, tiny_qwen_image\n"
+    ) in done.stderr
+
+
+def test_the_baseline_runs_in_turns_with_the_trainer() -> None:
+    done = torchrun(
+        ["benchmarks/baseline.py", CONFIG, "--shapes", "tiny_sd3", "--steps", "1", "--warmup", "0", *TINY[:-1]]
+    )
+    assert done.returncode == 0, done.stderr
+    r = json.loads(done.stdout.strip().splitlines()[-1])
+    sums = {who: sum(r[f"{who}_wall_s"]) for who in ("phalanx", "baseline")}
+    assert min(*r["phalanx_cpu_s"], *r["baseline_cpu_s"]) > 0
+    assert r["ratio_wall"][2] == pytest.approx(sums["baseline"] / sums["phalanx"])

@@ -1,0 +1,225 @@
+"""The documentation tells the truth: its commands, configurations, examples, messages and links are tried."""
+
+import importlib.util
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx import batches
+from phalanx.config import load
+from phalanx.config.schema import FlowMatchingTaskConfig, RewardConfig, TrainConfig
+from phalanx.config.tasks import ExportConfig, SampleConfig
+from phalanx.data import load_prompts
+from phalanx.models.family import model_index
+from phalanx.rewards import RewardSet
+from phalanx.types import Prompt
+from tests.jobs import PROMPTS, base_overrides, one_step
+from tests.ranks import ROOT, run_ranks
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCHEMAS: dict[str, type] = {
+    "tasks/train_flowgrpo.py": TrainConfig,
+    "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
+    "tasks/sample.py": SampleConfig,
+    "tasks/export_checkpoint.py": ExportConfig,
+}
+FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced code block."""
+
+    page: Path
+    language: str
+    title: str | None
+    text: str
+
+
+def blocks(language: str) -> list[Block]:
+    return [
+        Block(page, lang, title or None, textwrap.dedent(text))
+        for page in PAGES
+        for _, lang, title, text in FENCE.findall(page.read_text())
+        if lang == language
+    ]
+
+
+def example(title: str) -> str:
+    (text,) = [block.text for block in blocks("python") if block.title == title]
+    return text
+
+
+def commands() -> Iterator[tuple[Path, dict[str, str], list[str]]]:
+    """Page, environment and words of every command of a sh block, and of those in backticks that begin so."""
+    for page in PAGES:
+        inline = re.findall(r"`((?:sh|make) [^`…]+)`", page.read_text())
+        for text in [*(b.text for b in blocks("sh") if b.page == page), *inline]:
+            for line in text.replace("\\\n", " ").splitlines():
+                words, env = shlex.split(line, comments=True), {}
+                while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+                    name, _, env[name] = words.pop(0).partition("=")
+                if words:
+                    yield page, env, words
+
+
+def test_commands() -> None:
+    """`sh train.sh TASK …` has a task, a file and keys that are there, and its batches divide; `make` has the target."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    seen = set()
+    for page, env, words in commands():
+        if words[:2] == ["sh", "train.sh"]:
+            task, arguments = words[2], words[3:]
+            assert (ROOT / task).is_file(), (page, words)
+            if task in SCHEMAS and "--help" not in arguments:
+                try_arguments(SCHEMAS[task], arguments, env)
+                seen.add(task)
+        elif words[0] == "make":
+            assert {w for w in words[1:] if "=" not in w} <= targets, (page, words)
+            seen.add("make")
+    assert {"make", "tasks/train_flowgrpo.py", "tasks/sample.py", "tasks/export_checkpoint.py"} <= seen
+
+
+def try_arguments(schema: type, arguments: list[str], env: dict[str, str]) -> None:
+    file = arguments[0] if arguments and "=" not in arguments[0] else None
+    overrides = arguments[1:] if file else arguments
+    if file is not None and file.startswith("outputs/"):  # what a run leaves behind
+        file = "configs/flowgrpo/quickstart.yaml"
+    path = ROOT / file if file else None
+    cfg = load(schema, path and str(path), overrides)
+    if isinstance(cfg, TrainConfig) and path is not None:
+        made_for = re.search(r"^# ranks: (\d+)$", path.read_text(), re.MULTILINE)
+        ranks = env.get("NPROC_PER_NODE", made_for[1] if made_for else "1")
+        assert batches.plan(cfg, int(ranks)).exact, overrides
+
+
+def test_configurations(tmp_path: Path) -> None:
+    found = blocks("yaml")
+    assert found
+    for i, block in enumerate(found):
+        file = tmp_path / f"{i}.yaml"
+        file.write_text(block.text)
+        load(TrainConfig, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
+
+
+def test_links() -> None:
+    for page in PAGES:
+        for target in LINK.findall(page.read_text()):
+            if target.startswith(("http://", "https://")):
+                continue
+            file, _, anchor = target.partition("#")
+            path = page.parent / file if file else page
+            assert path.exists(), f"{page.name} links to {target}"
+            if anchor:
+                assert anchor in anchors(path), f"{page.name} links to {target}"
+
+
+def anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+def test_the_configuration_reference_is_up_to_date() -> None:
+    module = import_file(ROOT / "docs" / "generate_configuration.py")
+    text = module.PAGE.read_text()
+    assert module.page(text) == text, "run: python docs/generate_configuration.py"
+    assert "| `optim.lr` | float | `0.0001` | peak learning rate |" in text
+
+
+def import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "optim.lrr=1",
+        "optim.lr=fast",
+        "rollout.sde_type=spe",
+        "data.train_files=[assets/digits/trian.txt]",
+        "model.path=nowhere",
+        "actor.ppo_mini_batch_size=5",
+    ],
+)
+def test_messages(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The messages that configuration.md shows are those that a user gets."""
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(ValueError) as error:
+        model = ["model.path=assets/digits/base", "data.train_files=[assets/digits/train.txt]"]
+        cfg = load(TrainConfig, None, [*model, override])
+        batches.plan(cfg, 2)
+        load_prompts(cfg.data.train_files, "data.train_files")
+        model_index(cfg.model.path)
+    assert f"error: {error.value}\n" in (ROOT / "docs" / "configuration.md").read_text()
+
+
+def test_the_loop_is_the_loop() -> None:
+    shown = example("src/phalanx/trainer.py")
+    assert textwrap.indent(shown, " " * 12) in (ROOT / "src" / "phalanx" / "trainer.py").read_text()
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with all examples that have a file name, as the working directory."""
+    for block in blocks("python"):
+        if block.title is not None and not block.title.startswith("src/"):
+            file = tmp_path / block.title
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(block.text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def score(functions: str, images: torch.Tensor, metadata: list[dict[str, Any]]) -> dict[str, list[float]]:
+    """The terms of a `reward.functions` on images, one a prompt."""
+    cfg = load(TrainConfig, None, ["model.path=x", f"reward.functions={functions}"])
+    reward = RewardSet(RewardConfig(functions=cfg.reward.functions), "cpu")
+    reward.submit(images, [Prompt(f"prompt {i}", i, meta) for i, meta in enumerate(metadata)])
+    return {name: values.tolist() for name, values in reward.collect().items()}
+
+
+def test_reward_examples(examples: Path) -> None:
+    red, grey = torch.tensor([1.0, 0, 0]), torch.tensor([0.5, 0.5, 0.5])
+    images = torch.stack([red, grey])[:, :, None, None].expand(2, 3, 4, 4)
+    wanted = [{"colour": [1.0, 0.0, 0.0], "data_source": "x"}] * 2
+    terms = score(
+        "[{path: 'rewards/colour.py:redness'}, {path: 'rewards/colour.py:Palette'}, {path: 'rewards/adapted.py:adapted'}]",
+        images,
+        wanted,
+    )
+    assert terms["redness"] == pytest.approx([1.0, 1 / 3], abs=1e-5)
+    assert terms["Palette"] == pytest.approx([1.0, torch.exp(torch.tensor(-(0.75**0.5) / 0.5)).item()])
+    assert terms["adapted"] == pytest.approx([1 / 3, 0.5])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.name=algorithms/reinforce.py", "algorithm.adv_clip_max=2"],
+        ["model.family=families/sd3_rescaled.py", "model.lora_rank=4"],
+    ],
+    ids=["algorithm", "family"],
+)
+def test_examples_train(overrides: list[str], examples: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
+    cfg = load(TrainConfig, None, [*base, *overrides])
+    (result,) = run_ranks(one_step, 1, cfg)
+    assert result["row"]["actor/first_ratio_error"] == 0
+    assert result["row"]["actor/grad_norm"] > 0
+    if "model.family" in overrides[0]:
+        assert any("norm1_context.linear.lora_A" in name for name in result["weights"])
