@@ -426,7 +426,7 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a prompt without the text that OCR should read",
         lambda p: ["reward.functions=[{name: ocr, kwargs: {detect: false}}]", p.data("plain.txt", "a cat\n" * 4)],
-        'reward \'ocr\' raised ValueError: no ground_truth for the prompt "a cat" (right is a text in double quotes in the '
+        "reward 'ocr' raised ValueError: no ground_truth for the prompt \"a cat\" (right is a text in double quotes in the "
         'prompt, or a column ground_truth in the data) on the prompt "a cat"',
     ),
 ]

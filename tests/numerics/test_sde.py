@@ -1,5 +1,6 @@
 """phalanx.functional.sde against formulas written again in float64, one number at a time, and numbers worked by hand."""
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -130,7 +131,7 @@ def test_gaussian_kl_by_hand() -> None:
 @pytest.mark.parametrize("kind", TYPES)
 @pytest.mark.parametrize("eta", [0.1, 0.7, 1.0, 1.2])
 def test_every_step_of_a_schedule(kind: str, eta: float) -> None:
-    for i, (sigma, sigma_next) in enumerate(zip(SCHEDULE, SCHEDULE[1:], strict=False)):
+    for i, (sigma, sigma_next) in enumerate(itertools.pairwise(SCHEDULE)):
         if kind == "cps" and sigma_next == 0:
             continue
         x, v, noise = (normal((2, 3, 4), 10 * i + k) for k in range(3))
@@ -178,7 +179,7 @@ def test_gradient_with_respect_to_the_velocity(kind: str) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_without_noise_it_is_the_euler_step(kind: str, shape: tuple[int, ...]) -> None:
     x, v = normal((4, *shape), 0), normal((4, *shape), 1)
-    for sigma, sigma_next in zip(SCHEDULE, SCHEDULE[1:], strict=False):  # the last one, to 0, included
+    for sigma, sigma_next in itertools.pairwise(SCHEDULE):  # the last one, to 0, included
         step = sde_step(x, v, sigma, sigma_next, noise_level=0.0, sde_type=kind, sigma_max=SCHEDULE[1])
         delta = torch.tensor(sigma_next, dtype=torch.float32) - torch.tensor(sigma, dtype=torch.float32)
         assert torch.equal(step.mean, x + v * delta)
@@ -192,7 +193,7 @@ def test_without_noise_it_is_the_euler_step(kind: str, shape: tuple[int, ...]) -
 def test_sampling_and_replaying_give_the_same_bits(kind: str, shape: tuple[int, ...]) -> None:
     x, v, noise = (normal((4, *shape), k) for k in range(3))
     settings: dict[str, Any] = {"noise_level": 0.7, "sde_type": kind, "sigma_max": SCHEDULE[1]}
-    for sigma, sigma_next in zip(SCHEDULE[:-2], SCHEDULE[1:-1], strict=True):
+    for sigma, sigma_next in itertools.pairwise(SCHEDULE):
         drawn = sde_step(x, v, sigma, sigma_next, noise=noise, **settings)
         assert drawn.prev_sample.shape == drawn.mean.shape == x.shape
         assert drawn.std.shape == drawn.log_prob.shape == (4,)
@@ -217,7 +218,7 @@ FORMS: dict[str, Callable[[float], Any]] = {
 def test_a_sigma_per_sample_equals_one_number(kind: str, form: str) -> None:
     make = FORMS[form]
     x, v, noise = (normal((5, 3, 7), k) for k in range(3))
-    for sigma, sigma_next in zip(SCHEDULE[:-2], SCHEDULE[1:-1], strict=True):
+    for sigma, sigma_next in itertools.pairwise(SCHEDULE):
         settings: dict[str, Any] = {"noise_level": 0.7, "sde_type": kind, "noise": noise}
         one = sde_step(x, v, sigma, sigma_next, sigma_max=SCHEDULE[1], **settings)
         other = sde_step(x, v, make(sigma), make(sigma_next), sigma_max=make(SCHEDULE[1]), **settings)
