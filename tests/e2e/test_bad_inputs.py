@@ -17,7 +17,6 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from tests.jobs import base_overrides
 from tests.ranks import ROOT, torchrun
@@ -148,27 +147,6 @@ def edit(name: str, **changes: object) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         path = folder / name
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
-
-    return change
-
-
-def cut(name: str) -> Callable[[Path], None]:
-    """Keep the first half of a file, as where the disk was full."""
-
-    def change(folder: Path) -> None:
-        content = (folder / name).read_bytes()
-        (folder / name).write_bytes(content[: len(content) // 2])
-
-    return change
-
-
-def lose(name: str, tensor: str) -> Callable[[Path], None]:
-    """Take one tensor out of a safetensors file."""
-
-    def change(folder: Path) -> None:
-        tensors = load_file(folder / name)
-        del tensors[tensor]
-        save_file(tensors, folder / name, {"format": "pt"})
 
     return change
 

@@ -218,7 +218,7 @@ def test_examples_train(overrides: list[str], examples: Path, sd3_folder: Path, 
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
     cfg = load(TrainConfig, None, [*base, *overrides])
-    (result,) = run_ranks(one_step, 1, cfg)
+    (result,) = run_ranks(one_step, 1, cfg, timeout=240)
     assert result["row"]["actor/first_ratio_error"] == 0
     assert result["row"]["actor/grad_norm"] > 0
     if "model.family" in overrides[0]:

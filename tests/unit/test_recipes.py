@@ -102,7 +102,7 @@ def test_one_tiny_step(path: Path, home: Path, sd3_t5_folder: Path, qwen_folder:
     tiny = []
     if path in FOR_GPUS:
         folder = qwen_folder if "qwen" in path.stem else sd3_t5_folder
-        tiny = [f"model.path={folder}", "rollout.height=32", "rollout.width=32"]
+        tiny = [f"model.path={folder}", "data.max_prompt_length=16", "rollout.height=32", "rollout.width=32"]
     cfg = load(
         TrainConfig,
         str(path),
@@ -117,7 +117,7 @@ def test_one_tiny_step(path: Path, home: Path, sd3_t5_folder: Path, qwen_folder:
             f"trainer.output_dir={home / 'out'}",
         ],
     )
-    (result,) = run_ranks(one_step, 1, cfg)
+    (result,) = run_ranks(one_step, 1, cfg, timeout=240)
     row, weights = result["row"], result["weights"]
     assert row["actor/first_ratio_error"] == 0
     assert row["actor/grad_norm"] > 0 and row["actor/updates_skipped"] == 0

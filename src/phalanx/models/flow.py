@@ -142,15 +142,18 @@ class FlowPolicy:
         self._weights[name] = values
 
     def keep_reference(self) -> None:
-        """Remember the weights as they are now as the reference: nothing with LoRA, else a copy on the CPU."""
-        if not self.lora:
+        """Remember the weights as they are now as the reference: nothing with LoRA, else a copy on the CPU.
+
+        PiSSA takes its start out of the base, which is the reference no longer without it.
+        """
+        if not self.lora or self.config.lora_init == "pissa":
             copies = {name: local(p).detach().cpu().clone() for name, p in self.parameters.items()}
             self.add_weights("reference", copies)
 
     @contextmanager
     def using(self, weights: str) -> Iterator[None]:
         """Other weights for a while: "reference" or "ema"; not within `unsharded`."""
-        if weights == "reference" and self.lora:
+        if weights == "reference" and weights not in self._weights:
             with lora_off(self.model.transformer):
                 yield
             return

@@ -30,6 +30,7 @@ def prefers_onednn() -> bool:
 
 def use_onednn(module: nn.Module) -> None:
     """Let all float32 linear layers in `module` compute by oneDNN. They stay nn.Linear, with the same parameters."""
+    _count_operations()
     for part in module.modules():
         if type(part) is nn.Linear:
             part.__class__ = OneDnnLinear
@@ -64,10 +65,14 @@ class _Linear(torch.autograd.Function):
         return of_input, of_weight, rows.sum(0) if needs_bias else None
 
 
-@register_flop_formula(torch.ops.mkldnn._linear_pointwise)
-def _flops(input: torch.Size, weight: torch.Size, *args: Any, **kwargs: Any) -> int:
-    """What torch's counter of operations does not know by itself."""
-    return 2 * math.prod(input) * weight[0]
+@cache
+def _count_operations() -> None:
+    """Tell torch's counter of operations of a product that it does not know by itself."""
+
+    def flops(input: torch.Size, weight: torch.Size, *args: Any, **kwargs: Any) -> int:
+        return 2 * math.prod(input) * weight[0]
+
+    register_flop_formula(torch.ops.mkldnn._linear_pointwise)(flops)
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -1,0 +1,90 @@
+"""Linear layers by oneDNN: right in both passes, and the same bits with and without a gradient."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from phalanx.models.linear import MIN_ROWS, OneDnnLinear, use_onednn
+
+pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+
+
+def layer(bias: bool = True) -> OneDnnLinear:
+    torch.manual_seed(0)
+    linear = nn.Linear(24, 40, bias=bias)
+    use_onednn(linear)
+    assert type(linear) is OneDnnLinear
+    return linear
+
+
+def passes(linear: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """The output, and the gradients of input and parameters."""
+    x = x.clone().requires_grad_()
+    out = linear(x)
+    return [out, *torch.autograd.grad(out, [x, *linear.parameters()], grad)]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(MIN_ROWS,), (3, 50), (2, 3, 20)])
+def test_both_passes_agree_with_float64(shape: tuple[int, ...], bias: bool) -> None:
+    linear = layer(bias)
+    x, grad = torch.randn(*shape, 24), torch.randn(*shape, 40)
+    reference = nn.Linear(24, 40, bias=bias).double()
+    reference.load_state_dict(linear.state_dict())
+    found, expected = passes(linear, x, grad), passes(reference, x.double(), grad.double())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    linear = layer()
+    x = torch.randn(24, 70).t()
+    grad = torch.randn(1, 40).expand(70, 40)
+    found = passes(linear, x, grad)
+    for a, b in zip(found, passes(linear, x.contiguous(), grad.contiguous()), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_with_and_without_gradients_the_bits_are_the_same() -> None:
+    linear, x = layer(), torch.randn(128, 24)
+    with torch.no_grad():
+        sampled = linear(x)
+    assert torch.equal(linear(x), sampled)
+    assert torch.equal(linear.requires_grad_(False)(x.requires_grad_()), sampled)
+
+
+def test_a_frozen_layer_passes_gradients_on() -> None:
+    linear = layer().requires_grad_(False)
+    x = torch.randn(70, 24, requires_grad=True)
+    linear(x).sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, linear.weight.sum(0).expand(70, 24))
+    assert linear.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(MIN_ROWS - 1, torch.float32), (200, torch.bfloat16), (200, torch.float64)]
+)
+def test_the_rest_is_left_to_torch(rows: int, dtype: torch.dtype) -> None:
+    linear, x = layer().to(dtype), torch.randn(rows, 24, dtype=dtype)
+    assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+def test_only_plain_linear_layers_change() -> None:
+    class Own(nn.Linear):
+        pass
+
+    module = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), Own(4, 4))
+    names = list(module.state_dict())
+    use_onednn(module)
+    kinds = [type(m) for m in module.modules() if isinstance(m, nn.Linear)]
+    assert kinds == [OneDnnLinear, OneDnnLinear, Own]
+    assert list(module.state_dict()) == names
+
+
+def test_operations_are_counted() -> None:
+    linear, x = layer(), torch.randn(100, 24, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        linear(x).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * 100 * 24 * 40  # output, gradient of the input, of the weight
