@@ -153,7 +153,7 @@ class FlowPolicy:
     @contextmanager
     def using(self, weights: str) -> Iterator[None]:
         """Other weights for a while: "reference" or "ema"; not within `unsharded`."""
-        if weights == "reference" and weights not in self._weights:
+        if weights == "reference" and self.lora and weights not in self._weights:
             with lora_off(self.model.transformer):
                 yield
             return
