@@ -51,6 +51,11 @@ class Baseline:
         r = cfg.rollout
         self.shape = self.model.latent_shape(r.height, r.width)
         self.sigmas, self.timesteps = self.model.schedule(r.num_inference_steps, r.height, r.width)
+        share = cfg.data.train_batch_size * r.n // self.size
+        batches = share // (r.micro_batch_size_per_gpu or share)
+        updates = cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size
+        if batches % updates:
+            raise ValueError(f"the baseline trains on whole batches: a rank has {batches} for {updates} updates")
         self.texts = [row.text for row in load_prompts(cfg.data.train_files, "data.train_files")]
 
     def embed(self, texts: list[str]) -> dict[str, Tensor]:
@@ -156,9 +161,9 @@ class Clock:
         return {name: statistics.median(values[warmup:]) for name, values in vars(self)[kind].items()}
 
 
-def compare(bench: Bench | None, cfg: TrainConfig, args: Namespace) -> None:
+def compare(bench: Bench | None, baseline: Baseline | None, cfg: TrainConfig, args: Namespace) -> None:
     """Run both in turns, or one of them, and print what came of it."""
-    baseline, clock = (Baseline(cfg) if args.only != "phalanx" else None), Clock()
+    clock = Clock()
 
     def turn(step: int) -> None:
         if baseline is not None:
@@ -217,9 +222,10 @@ def main() -> None:
         if alone:
             mesh.start(cfg.parallel)
         bench = None if alone else Bench(cfg, warmup=args.warmup, steps=args.steps)
+        baseline = None if args.only == "phalanx" else Baseline(cfg)
 
         def job() -> None:
-            compare(bench, cfg, args)
+            compare(bench, baseline, cfg, args)
             mesh.stop()
 
         return job

@@ -42,7 +42,8 @@ def configure(args: argparse.Namespace) -> TrainConfig:
 
     Where `--shapes` is given, or data.train_files is empty, prompts are made up.
     """
-    synthetic = [f"model.family={HERE / 'shapes.py'}", f"model.path={args.shapes}"] if args.shapes else []
+    family = "random_qwen_image" if "qwen" in (args.shapes or "") else "random_sd3"
+    synthetic = [f"model.family={HERE / 'shapes.py'}:{family}", f"model.path={args.shapes}"] if args.shapes else []
     folder = Path(tempfile.mkdtemp(prefix="phalanx-bench-"))
     keys = ["total_training_steps=1", "logger=[]", "save_freq=-1", "test_freq=-1", "val_before_train=false"]
     keys += ["resume=never", f"output_dir={folder}"]

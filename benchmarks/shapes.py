@@ -1,12 +1,14 @@
 """A model family of random weights: real architectures, built from their configurations, nothing downloaded or loaded.
 
-In a configuration, `model.family: benchmarks/shapes.py` and `model.path: <shape>`, where a shape is one of SHAPES.
+In a configuration, `model.family: benchmarks/shapes.py:random_sd3` (or `random_qwen_image`) and `model.path: <shape>`,
+where a shape is one of SHAPES.
 Weights are made on the device, in the dtype that they are kept in. No layer is left at zero, and prompt embeddings are
 random too, so that no encoder is needed: `text_length` tokens each, 77 + data.max_prompt_length for SD3.
 """
 
 import hashlib
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from phalanx.config.schema import ModelConfig
 from phalanx.models import qwen_image, sd3
 from phalanx.models.attention import DispatchedJointAttention
-from phalanx.models.family import Embeds, FlowModel
+from phalanx.models.family import Embeds
 
 
 @dataclass(frozen=True)
@@ -147,9 +149,12 @@ SHAPES: dict[str, Shape] = {
 }
 
 
-class _SD3(sd3.Model):
-    def __init__(self, shape: Shape, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
+class RandomSD3(sd3.Model):
+    """Stable Diffusion 3 with random weights."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape_of(config), dtype
+        shape = self.shape
         self.transformer = random_weights(SD3Transformer2DModel, shape.transformer, weights_dtype)
         self.vae = random_weights(AutoencoderKL, shape.vae, dtype)
         self.text_encoders = []
@@ -169,9 +174,12 @@ class _SD3(sd3.Model):
         return [random_embeds(text, sizes, self.dtype) for text in texts]
 
 
-class _QwenImage(qwen_image.Model):
-    def __init__(self, shape: Shape, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        self.shape, self.dtype = shape, dtype
+class RandomQwenImage(qwen_image.Model):
+    """Qwen-Image with random weights."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape_of(config), dtype
+        shape = self.shape
         self.transformer = random_weights(QwenImageTransformer2DModel, shape.transformer, weights_dtype)
         self.vae = random_weights(AutoencoderKLQwenImage, shape.vae, dtype)
         self.text_encoders = []
@@ -189,12 +197,16 @@ class _QwenImage(qwen_image.Model):
         return [random_embeds(text, {"prompt_embeds": size}, self.dtype) for text in texts]
 
 
-def Model(config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> FlowModel:
-    """The shape that `config.path` names; raises ValueError for an unknown one. What `model.family` looks for."""
+# what model.family names: `benchmarks/shapes.py:random_sd3`
+random_sd3 = SimpleNamespace(Model=RandomSD3)
+random_qwen_image = SimpleNamespace(Model=RandomQwenImage)
+
+
+def shape_of(config: ModelConfig) -> Shape:
+    """The shape that `config.path` names; raises ValueError for an unknown one."""
     if config.path not in SHAPES:
         raise ValueError(f"model.path: {config.path!r} is no shape of benchmarks/shapes.py; known: {', '.join(SHAPES)}")
-    family = _QwenImage if "qwen" in config.path else _SD3
-    return family(SHAPES[config.path], config, dtype, weights_dtype)
+    return SHAPES[config.path]
 
 
 def random_weights(kind: type[nn.Module], arguments: dict[str, Any], dtype: torch.dtype) -> Any:

@@ -10,9 +10,8 @@ from phalanx.config.schema import FlowMatchingTaskConfig
 
 
 def build(cfg: FlowMatchingTaskConfig) -> Callable[[], None]:
-    from phalanx.flow_matching import FlowMatching, check
+    from phalanx.flow_matching import FlowMatching
 
-    check(cfg)
     return FlowMatching(cfg).run
 
 

@@ -10,9 +10,8 @@ from phalanx.config.schema import TrainConfig
 
 
 def build(cfg: TrainConfig) -> Callable[[], None]:
-    from phalanx.trainer import Trainer, check
+    from phalanx.trainer import Trainer
 
-    check(cfg)
     return Trainer(cfg).run
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.config import ConfigError
-from phalanx.config.schema import TrainConfig
+from phalanx.config.schema import RunConfig, TrainConfig
 from phalanx.functional.window import sde_window
 
 
@@ -67,6 +67,14 @@ def check(cfg: TrainConfig) -> None:
         raise ConfigError(
             "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]"
         )
+    check_run(cfg)
+    if cfg.rollout.engine != "policy":
+        raise ConfigError(f"rollout.engine: {cfg.rollout.engine!r} is unknown; known: policy")
+    _window(cfg)
+
+
+def check_run(cfg: RunConfig) -> None:
+    """Refuse what no training job can work with; raises ConfigError."""
     _check_output_dir(cfg.trainer.output_dir)
     if cfg.trainer.total_training_steps is None and cfg.trainer.total_epochs is None:
         raise ConfigError("trainer.total_training_steps: null needs trainer.total_epochs; set one of them")
@@ -76,15 +84,12 @@ def check(cfg: TrainConfig) -> None:
         raise ConfigError(
             "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
         )
-    if cfg.rollout.engine != "policy":
-        raise ConfigError(f"rollout.engine: {cfg.rollout.engine!r} is unknown; known: policy")
     if cfg.trainer.test_freq > 0 and not cfg.data.val_files:
         raise ConfigError(f"trainer.test_freq: {cfg.trainer.test_freq} needs data.val_files; give some, or -1")
     for key in ("save_freq", "test_freq"):
         value = vars(cfg.trainer)[key]
         if value < 1 and value != -1:
             raise ConfigError(f"trainer.{key}: {value} should be -1 (never) or a number of steps")
-    _window(cfg)
 
 
 def _check_output_dir(output_dir: str) -> None:

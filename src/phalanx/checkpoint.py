@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from phalanx.distributed.collectives import broadcast_object
@@ -79,6 +80,15 @@ def find(root: Path) -> Path | None:
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint."""
     return dict(json.loads((folder / "meta.json").read_text()))
+
+
+def _unseen(folder: Path) -> str | None:
+    """What is wrong where files that ranks wrote are not seen here: the disk is not one that all nodes share."""
+    stored = FileSystemReader(folder).read_metadata().storage_data.values()
+    missing = sorted({entry.relative_path for entry in stored} - {f.name for f in folder.iterdir()})
+    if not missing:
+        return None
+    return f"{missing[0]} is not seen by rank 0: trainer.output_dir must be on a file system that all nodes share"
 
 
 class Checkpointer:
@@ -150,19 +160,39 @@ class Checkpointer:
         dist.all_gather_object(problems, problem, group=self.world.checkpoint_group)
         if self.world.rank != 0:
             return
-        failed = [p for p in problems if p is not None]
-        if failed:
-            log.warning("checkpoint %s was not written: %s", final, failed[0])
+        problem = next((p for p in problems if p is not None), None)
+        try:
+            problem = problem or _unseen(part)
+            if problem is None:
+                self._publish(part, final, meta)
+        except OSError as error:
+            problem = str(error)
+        if problem is not None:
+            log.warning("checkpoint %s was not written: %s", final, problem)
             shutil.rmtree(part, ignore_errors=True)
-            return
+
+    def _publish(self, part: Path, final: Path, meta: dict[str, Any]) -> None:
+        """Make a written checkpoint visible, and remove the oldest complete ones."""
         meta["files"] = {f.name: f.stat().st_size for f in part.iterdir()}
         (part / "meta.json").write_text(json.dumps(meta, indent=1))
         if final.exists():
             shutil.rmtree(final)
         part.rename(final)
-        finished = sorted(f for f in self.root.glob("step_*") if f.suffix != ".tmp")
+        finished = sorted(f for f in self.root.glob("step_*") if f.suffix != ".tmp" and complete(f) is None)
         for old in finished[: -self.max_checkpoints]:
-            shutil.rmtree(old)
+            if old != final:
+                shutil.rmtree(old)
+
+    def set_aside(self, step: int) -> None:
+        """On rank 0, at a run's start: rename checkpoints of later steps, which another run or a damaged one left, so
+        that they are neither resumed nor counted. They stay on disk as `old_step_...`.
+        """
+        for folder in sorted(self.root.glob("step_*")):
+            if folder.name > f"step_{step:06d}" and folder.suffix != ".tmp":
+                aside = folder.with_name(f"old_{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+                log.warning("checkpoint %s is of another run, or damaged: it is now %s", folder, aside.name)
 
     def wait(self) -> None:
         """Until the checkpoint in flight is complete."""

@@ -78,7 +78,7 @@ def fail(message: str, status: int) -> NoReturn:
     Rank 0 speaks first. The others wait: where rank 0 fails as well, torchrun ends them before they repeat it.
     """
     if rank() != 0:
-        time.sleep(3)
+        time.sleep(5)
     prefix = "error" if rank() == 0 else f"error on rank {rank()}"
     print(f"{prefix}: {' '.join(message.split())}", file=sys.stderr, flush=True)
     sys.stdout.flush()

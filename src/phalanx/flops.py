@@ -76,7 +76,7 @@ def step_flops(
     steps: int,
     window: int,
     cfg: bool,
-    updates_per_sample: int = 1,
+    updates_per_sample: float = 1,
     lora: bool,
     checkpointing: bool,
     reference: bool,
@@ -102,7 +102,7 @@ def step_flops(
     rollout = steps * branches
     anchor = window * branches if reference else 0
     update = window * (branches + grad_branches * backward)
-    return forward * samples * (rollout + anchor + updates_per_sample * update)
+    return round(forward * samples * (rollout + anchor + updates_per_sample * update))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

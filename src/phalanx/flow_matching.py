@@ -11,8 +11,10 @@ import time
 import torch
 from torch import Tensor
 
+from phalanx import batches
 from phalanx.config import ConfigError
 from phalanx.config.schema import FlowMatchingTaskConfig
+from phalanx.data import DataError
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.seed import fold_in
@@ -20,18 +22,17 @@ from phalanx.image_data import ImageTextData, IndexStream
 from phalanx.metrics import check_loggers
 from phalanx.rollout.policy import train_sampler
 from phalanx.run import Run, peak_memory_gb
-from phalanx.types import Prompt, Sampler
+from phalanx.types import JobError, Prompt, Sampler
 
 
 def check(cfg: FlowMatchingTaskConfig) -> int:
     """Refuse what cannot run here (ConfigError); returns the images of a rank."""
-    check_loggers(cfg.trainer.logger)
     if not cfg.data.train_files:
         raise ConfigError("data.train_files: [] names no images; give a .jsonl file or a Hugging Face dataset folder")
-    if cfg.trainer.total_training_steps is None and cfg.trainer.total_epochs is None:
-        raise ConfigError("trainer.total_training_steps: null needs trainer.total_epochs; set one of them")
+    batches.check_run(cfg)
+    check_loggers(cfg.trainer.logger)
     launch = mesh.Launch.from_env()
-    mesh.check_optimizer(cfg.optim.name, cfg.parallel, launch)
+    mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
     size, micro = cfg.data.train_batch_size, cfg.flow_matching.micro_batch_size_per_gpu
     unit = launch.world_size * micro
     if size % unit:
@@ -141,7 +142,10 @@ class FlowMatching(Run):
 
     @torch.no_grad()
     def _encode(self, images: list[int]) -> Tensor:
-        pixels = torch.stack([self.images.image(i) for i in images]).to(self.world.device)
+        try:
+            pixels = torch.stack([self.images.image(i) for i in images]).to(self.world.device)
+        except DataError as error:
+            raise JobError(str(error)) from error
         return self.policy.model.encode_images(pixels)
 
     def _encode_all(self) -> None:
@@ -163,4 +167,4 @@ class FlowMatching(Run):
         distinct = list(dict.fromkeys(texts))
         prompts = [Prompt(text=text, group_id=i, meta={}) for i, text in enumerate(distinct)]
         rows = torch.tensor([distinct.index(text) for text in texts], device=self.world.device)
-        return self.rollout.collate(prompts), rows
+        return self.rollout.collate(prompts, negatives=False), rows

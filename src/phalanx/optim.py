@@ -101,7 +101,10 @@ class Ema:
     def __init__(self, config: EmaConfig, parameters: dict[str, Tensor], *, offload: bool = False) -> None:
         self.config, self.parameters = config, parameters
         parts = {name: local(p).detach() for name, p in parameters.items()}
-        self.values = {name: part.clone().to("cpu" if offload else part.device) for name, part in parts.items()}
+        # float32 whatever the weights are: a small step of the average would be lost in bfloat16
+        self.values = {
+            name: part.to("cpu" if offload else part.device, torch.float32, copy=True) for name, part in parts.items()
+        }
 
     @torch.no_grad()
     def update(self, updates: int) -> None:
@@ -109,5 +112,5 @@ class Ema:
         assert self.config.decay is not None
         decay = min(self.config.decay, (1 + updates) / (10 + updates)) if self.config.warmup else self.config.decay
         averages = list(self.values.values())
-        current = [local(p).to(a.device) for p, a in zip(self.parameters.values(), averages, strict=True)]
+        current = [local(p).to(a.device, a.dtype) for p, a in zip(self.parameters.values(), averages, strict=True)]
         torch._foreach_lerp_(averages, current, 1 - decay)

@@ -52,7 +52,6 @@ class Run:
         self.timers = Timers()
         self.val_sets = validation_sets(cfg.data.val_files)
         self.rewards = RewardSet(cfg.reward, str(self.world.device)) if cfg.reward.functions else None
-        self._failure: RewardError | None = None
         self.policy = build_policy(
             cfg.model, cfg.parallel, cfg.data, self.world, seed=cfg.trainer.seed, detach_uncond=detach_uncond
         )
@@ -70,6 +69,7 @@ class Run:
         self.checkpointer = Checkpointer(self.output_dir, self.world, self._signature(), cfg.trainer.max_checkpoints)
         self.progress = self._resume()
         if self.world.rank == 0:
+            self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             save(cfg, self.output_dir / "config.yaml")
             print(self.describe(), flush=True)
@@ -108,26 +108,25 @@ class Run:
     # -- scoring and validation -----------------------------------------------------------------------------------
 
     def submit(self, images: Tensor, prompts: list[Prompt]) -> None:
-        """Hand a micro-batch to the rewards. A failure that shows already is kept for `score`, where all ranks meet."""
+        """Hand a micro-batch to the rewards. All ranks call it equally often: a failure that shows on one ends all."""
         assert self.rewards is not None
-        if self._failure is None:
-            try:
-                self.rewards.submit(images, prompts)
-            except RewardError as error:
-                self._failure = error
+        failure: RewardError | None = None
+        try:
+            self.rewards.submit(images, prompts)
+        except RewardError as error:
+            failure = error
+        _raise_together(failure)
 
     def score(self) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's rewards [B] and their terms; a reward that fails on any rank ends the job on all."""
         assert self.rewards is not None
         terms: dict[str, Tensor] = {}
-        if self._failure is None:
-            try:
-                terms = self.rewards.collect()
-            except RewardError as error:
-                self._failure = error
-        message = first_error(str(self._failure) if self._failure is not None else None)
-        if message is not None:
-            raise RewardError(message) from self._failure
+        failure: RewardError | None = None
+        try:
+            terms = self.rewards.collect()
+        except RewardError as error:
+            failure = error
+        _raise_together(failure)
         return self.rewards.weighted(terms), terms
 
     def validate(self, step: int) -> dict[str, float]:
@@ -196,6 +195,13 @@ class Run:
         if self.world.rank == 0:
             log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
         return progress
+
+
+def _raise_together(failure: RewardError | None) -> None:
+    """On all ranks: raise the RewardError of the lowest rank that has one."""
+    message = first_error(str(failure) if failure is not None else None)
+    if message is not None:
+        raise RewardError(message) from failure
 
 
 def validation_summary(folder: Path) -> list[str]:

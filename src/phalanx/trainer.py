@@ -17,10 +17,13 @@ from phalanx.distributed.collectives import all_gather, mean_rows, reduce_float
 from phalanx.flops import peak_flops, step_flops
 from phalanx.functional.advantage import group_std, informative
 from phalanx.metrics import check_loggers
+from phalanx.models.flow import family_of
+from phalanx.rollout.policy import train_sampler, val_sampler
 from phalanx.run import Run, peak_memory_gb
 from phalanx.types import Batch, Samples, select
 
 log = logging.getLogger(__name__)
+ENCODE_AHEAD = 32  # training steps whose prompts are encoded at once
 
 
 def check(cfg: TrainConfig) -> batches.BatchPlan:
@@ -28,8 +31,12 @@ def check(cfg: TrainConfig) -> batches.BatchPlan:
     batches.check(cfg)
     check_loggers(cfg.trainer.logger)
     launch = mesh.Launch.from_env()
-    mesh.check_optimizer(cfg.optim.name, cfg.parallel, launch)
-    return batches.plan(cfg, launch.world_size)
+    mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
+    plan = batches.plan(cfg, launch.world_size)
+    guidance_key = family_of(cfg.model).guidance_key
+    train_sampler(cfg.rollout, guidance_key)
+    val_sampler(cfg.rollout, guidance_key)
+    return plan
 
 
 class Trainer(Run):
@@ -54,8 +61,14 @@ class Trainer(Run):
         self.prepare(steps, steps * self.plan.updates * cfg.actor.ppo_epochs)
         self.group_id = torch.arange(self.plan.samples) // cfg.rollout.n
         self._forward_flops: int | None = None
+        self._trained = 0
         if self.world.rank == 0:
             held_out_overlap(rows, [p for prompts in self.val_sets.values() for p in prompts])
+        if cfg.model.compile and self.world.rank == 0:
+            log.warning(
+                "model.compile: sampling and training are compiled apart, so their log-probs may differ in the last "
+                "bits (see actor/first_ratio_error)"
+            )
         if not self.plan.exact and self.world.rank == 0:
             log.warning(
                 "rollout.micro_batch_size_per_gpu %d is not ppo_micro_batch_size_per_gpu x window = %d: log-probs of "
@@ -69,8 +82,12 @@ class Trainer(Run):
         seed = self.cfg.trainer.seed
         with self.logger:
             self.validate_first()
-            for step in range(self.progress.step, self.total_steps):
+            first = self.progress.step
+            for step in range(first, self.total_steps):
                 start = time.perf_counter()
+                if (step - first) % ENCODE_AHEAD == 0:
+                    with self.timers("encode"):
+                        self.encode_ahead(step)
                 with self.timers("rollout"), self.rollout.awake():
                     samples = self.rollout.sample(self.prompts.batch(step), seed=seed, step=step, each=self.submit)
                 with self.timers("reward"):  # what is left of it: the rest was scored while sampling went on
@@ -96,6 +113,7 @@ class Trainer(Run):
         plan, world = self.plan, self.world
         mine_of_all = slice(world.rank * plan.per_rank, (world.rank + 1) * plan.per_rank)
         reference = self.reference_means(samples) if self.algorithm.needs_reference and bool(counts.any()) else None
+        local_advantage = advantage[mine_of_all].to(world.device)
         rows: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
         steps: list[dict[str, Any]] = []
         for _ in range(self.cfg.actor.ppo_epochs):
@@ -108,10 +126,11 @@ class Trainer(Run):
                 keep = counts[mine_of_all][mine]
                 order = mine[torch.sort(~keep, stable=True).indices]  # those that count first: the rest may be skipped
                 weight = counts.float() / (int(chosen.sum()) * plan.window)
-                micros = order.split(plan.micro)[: math.ceil(busiest / plan.micro)]
+                micros = order.to(world.device).split(plan.micro)[: math.ceil(busiest / plan.micro)]
                 rows.append([])
+                weight = weight[mine_of_all].to(world.device)
                 for i, part in enumerate(micros):
-                    batch = self.batch(samples, part, advantage[mine_of_all], weight[mine_of_all], reference)
+                    batch = self.batch(samples, part, local_advantage, weight, reference)
                     self.policy.sharded.set_last_micro_batch(i == len(micros) - 1)
                     per_action, stats = self.algorithm.loss(self.policy, batch)
                     (per_action * batch.weight).sum().backward()
@@ -120,21 +139,25 @@ class Trainer(Run):
                 self.progress.updates = self.optimizer.updates
                 if self.ema is not None:
                     self.ema.update(self.optimizer.updates)
+        self._trained = sum(len(update) for update in rows) * plan.micro  # samples, those skipped left out
         return self._actor_metrics(rows, steps)
+
+    def encode_ahead(self, step: int) -> None:
+        """Encode the prompts of the next training steps: the text encoders' way to the device and back is long."""
+        ahead = range(step, min(step + ENCODE_AHEAD, self.total_steps))
+        self.rollout.encode([self.prompts.batch(k) for k in ahead])
 
     def batch(
         self, samples: Samples, part: Tensor, advantage: Tensor, weight: Tensor, reference: Tensor | None
     ) -> Batch:
-        """The micro-batch of the rows `part` [b] of this rank's samples."""
+        """The micro-batch of the rows `part` [b] of this rank's samples; all on the device."""
         assert samples.log_prob is not None
-        device = self.world.device
-        rows = part.to(device)
         return Batch(
-            trace=select(samples.trace, rows),
-            log_prob=samples.log_prob[rows],
-            advantage=advantage[part].to(device),
-            weight=weight[part].to(device)[:, None].expand(-1, self.plan.window),
-            ref_mean=None if reference is None else reference[rows],
+            trace=select(samples.trace, part),
+            log_prob=samples.log_prob[part],
+            advantage=advantage[part],
+            weight=weight[part][:, None].expand(-1, self.plan.window),
+            ref_mean=None if reference is None else reference[part],
         )
 
     @torch.no_grad()
@@ -181,10 +204,10 @@ class Trainer(Run):
                 steps=c.rollout.num_inference_steps,
                 window=plan.window,
                 cfg=self.rollout.sampler.guidance > 1,
-                updates_per_sample=c.actor.ppo_epochs,
+                updates_per_sample=self._trained / plan.per_rank,
                 lora=c.model.lora_rank > 0,
                 checkpointing=c.model.gradient_checkpointing,
-                reference=self.algorithm.needs_reference,
+                reference=self.algorithm.needs_reference and self._trained > 0,
                 detach_uncond=c.actor.detach_uncond,
             )
             row["perf/mfu"] = flops / (seconds * self.world.size * peak)

@@ -47,8 +47,8 @@ class FlowTrace:
 
     latents [B, W + 1, ...] float32: the samples before each trained step and after the last; sigmas [W + 1] and
     timesteps [W]: noise levels in 0..1 and the scheduler's timesteps; `sigma_max` the schedule's second entry;
-    `embeds` text embeddings by name, each [2 P, ...]: P positive, then their negatives; `prompt_index` [B] into the
-    positive ones.
+    `embeds` text embeddings by name, each [P, ...] or under guidance [2 P, ...]: the prompts, then their negatives;
+    `prompt_index` [B] into the prompts.
     """
 
     sampler: Sampler
@@ -117,7 +117,7 @@ class Policy(Protocol):
     @property
     def model(self) -> TextToImage: ...
 
-    def embed(self, prompts: list[Prompt]) -> list[dict[str, Tensor]]: ...
+    def embed(self, prompts: list[Prompt], negatives: bool = True) -> list[dict[str, Tensor]]: ...
 
     def velocity(
         self, latents: Tensor, timesteps: Tensor, embeds: dict[str, Tensor], rows: Tensor, sampler: Sampler
@@ -135,9 +135,7 @@ class Policy(Protocol):
 
 
 class Rollout(Protocol):
-    """Samples images; `exact` says whether its log-probs are the policy's own to the last bit."""
-
-    exact: bool
+    """Samples images, with log-probabilities of the trained steps."""
 
     def awake(self) -> AbstractContextManager[None]: ...
 

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from phalanx.checkpoint import find
+from phalanx.config.schema import TrainConfig
 from tests.jobs import fit, tiny_config
 from tests.ranks import RankError, run_ranks
 
@@ -109,3 +110,29 @@ def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
     missing = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, f"trainer.resume={tmp_path}/nowhere")
     with pytest.raises(RankError, match="nowhere' cannot be used: no such folder"):
         run_ranks(fit, 1, missing)
+
+
+def test_a_new_run_sets_old_checkpoints_aside(sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS)
+    run_ranks(fit, 1, cfg)
+    again = (*LORA, "trainer.save_freq=2", "trainer.resume=never", "trainer.max_checkpoints=1", "trainer.seed=1")
+    run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path, *again))
+    root = tmp_path / "out" / "checkpoints"
+    assert sorted(f.name for f in root.iterdir()) == ["old_step_000002", "old_step_000004", "step_000002"]
+    assert find(root) == root / "step_000002"
+
+
+def parts(cfg: TrainConfig) -> None:
+    from phalanx.distributed.fsdp import as_part_of, local
+    from phalanx.trainer import Trainer
+
+    for p in Trainer(cfg).policy.parameters.values():
+        part = local(p).detach().clone()
+        whole = as_part_of(part, p)
+        assert whole.shape == p.shape
+        assert local(whole).data_ptr() == part.data_ptr()  # so that a load fills the part itself
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_a_load_fills_the_parts_themselves(fsdp: int, sd3_folder: Path, tmp_path: Path) -> None:
+    run_ranks(parts, 2, tiny_config(sd3_folder, tmp_path, f"parallel.fsdp_size={fsdp}"))

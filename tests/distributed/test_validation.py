@@ -105,6 +105,46 @@ def test_validation_uses_the_average(kind: tuple[str, ...], sd3_folder: Path, tm
     assert moved != before
 
 
+def around_other_weights(cfg: TrainConfig) -> None:
+    from phalanx.trainer import Trainer
+
+    trainer = Trainer(cfg)
+
+    def sample() -> torch.Tensor:
+        with trainer.rollout.awake():
+            return trainer.rollout.sample(trainer.prompts.batch(0), seed=0, step=0, each=lambda *_: None).trace.latents
+
+    before = sample()
+    assert trainer.ema is not None
+    for average in trainer.ema.values.values():
+        average.add_(0.05)
+    for weights in ("ema", "reference"):
+        with trainer.policy.using(weights):
+            other = sample()
+        assert torch.equal(other, before) == (weights == "reference")  # nothing was trained yet
+        assert torch.equal(sample(), before)
+
+
+@pytest.mark.parametrize("gathered", ["true", "false"])
+@pytest.mark.parametrize("reshard", ["true", "false"])
+@pytest.mark.parametrize("kind", ["model.lora_rank=4", "model.lora_rank=0"])
+def test_other_weights_leave_nothing_behind(
+    kind: str, gathered: str, reshard: str, sd3_folder: Path, tmp_path: Path
+) -> None:
+    """Gathered weights must not outlive the shards that they were gathered from."""
+    cfg = configure(
+        sd3_folder,
+        tmp_path,
+        kind,
+        "actor.ema.decay=0.9",
+        "algorithm.kl_loss_coef=0.1",
+        "parallel.fsdp_size=2",
+        f"parallel.rollout_unsharded={gathered}",
+        f"parallel.reshard_after_forward={reshard}",
+    )
+    run_ranks(around_other_weights, 2, cfg)
+
+
 def overlap(cfg: TrainConfig) -> tuple[float, float, list[tuple[float, float]]]:
     import time
 

@@ -24,16 +24,16 @@ TINY = [
 
 def test_a_step_is_measured_on_two_ranks(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
-    done = torchrun(
-        ["benchmarks/step.py", CONFIG, "--shapes", "tiny_sd3", "--steps", "2", "--profile", trace, *TINY], nproc=2
-    )
+    options = ["--shapes", "tiny_sd3", "--steps", "2", "--profile", trace]
+    done = torchrun(["benchmarks/step.py", CONFIG, *options, *TINY], nproc=2, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "images/s" in done.stdout
     r = json.loads(done.stdout.strip().splitlines()[-1])
     assert (r["images"], r["trained_steps"], r["ranks"], r["steps"]) == (8, 2, 2, 2)
     assert 0 < r["decode_s"] < r["rollout_s"]
     assert 0 < r["optimizer_s"] < r["update_s"]
-    assert r["rollout_s"] + r["reward_s"] + r["update_s"] == pytest.approx(r["step_s"], rel=0.2)
+    phases = r["rollout_s"] + r["reward_s"] + r["update_s"]  # medians of two steps are means, which add up
+    assert 0.5 * r["step_s"] < phases <= r["step_s"]
     assert r["images_per_s"] == pytest.approx(8 / r["step_s"])
     assert 0 < r["mfu"] < 1
     assert 0.1 < r["peak_memory_gb"] < 4

@@ -214,6 +214,15 @@ def test_moving_average_by_hand() -> None:
     assert weight["w"].tolist() == [5.0, 0.0]
 
 
+def test_moving_average_of_bfloat16_weights_keeps_small_steps() -> None:
+    weight = {"w": torch.ones(1, dtype=torch.bfloat16)}
+    ema = Ema(EmaConfig(decay=0.999, warmup=False), weight)
+    weight["w"].fill_(1.5)
+    ema.update(1)
+    assert ema.values["w"].dtype == torch.float32
+    assert ema.values["w"].item() == pytest.approx(1.0005, rel=1e-7)  # bfloat16 knows 1.0 and 1.0078
+
+
 def test_moving_average_with_a_short_memory_at_first() -> None:
     weight = {"w": torch.zeros(1)}
     ema = Ema(EmaConfig(decay=0.5, warmup=True), weight)

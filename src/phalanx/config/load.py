@@ -51,9 +51,9 @@ class Bounds:
         return None
 
 
-def arg(default: Any, help: str, **bounds: Any) -> Any:
-    """A dataclass field with its meaning and, optionally, `choices`, `ge`, `gt`, `lt`."""
-    metadata = {"help": help, "bounds": Bounds(**bounds)}
+def arg(default: Any, help: str, *, path: bool = False, **bounds: Any) -> Any:
+    """A dataclass field with its meaning and, optionally, `choices`, `ge`, `gt`, `lt`; in a `path`, ~ is the home."""
+    metadata = {"help": help, "path": path, "bounds": Bounds(**bounds)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -119,7 +119,7 @@ def load(schema: type[T], path: str | None, overrides: list[str]) -> T:
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from None
     assert isinstance(value, schema)
-    _check_bounds(value, "")
+    _finish(value, "")
     return value
 
 
@@ -356,19 +356,22 @@ def _reason(error: OmegaConfBaseException) -> str:
     return text.removeprefix("KeyError raised while resolving interpolation: ").strip('"')  # as of oc.env
 
 
-def _check_bounds(section: Any, prefix: str) -> None:
+def _finish(section: Any, prefix: str) -> None:
+    """Check the bounds of all leaves (ConfigError), and expand ~ in paths."""
     for f in fields(section):
         key, value = prefix + f.name, vars(section)[f.name]
         if is_dataclass(value):
-            _check_bounds(value, key + ".")
+            _finish(value, key + ".")
         elif isinstance(value, list) and value and is_dataclass(value[0]):
             for i, element in enumerate(value):
-                _check_bounds(element, f"{key}[{i}].")
+                _finish(element, f"{key}[{i}].")
         elif value is not None:
             bounds: Bounds = f.metadata["bounds"] if "bounds" in f.metadata else Bounds()
             complaint = bounds.complaint(value)
             if complaint:
                 raise ConfigError(f"{key}: {value!r} should be {complaint}")
+            if "path" in f.metadata and f.metadata["path"] and value.startswith("~"):
+                setattr(section, f.name, str(Path(value).expanduser()))
 
 
 def _type_name(hint: Any) -> str:

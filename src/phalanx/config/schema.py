@@ -18,7 +18,7 @@ SEEDS: dict[str, Any] = {"ge": 0, "lt": 2**63}  # what torch's generators and ph
 class ModelConfig:
     """What is trained."""
 
-    path: str = arg("???", "diffusers model folder (or hub id, where a hub is reachable)")
+    path: str = arg("???", "diffusers model folder (or hub id, where a hub is reachable)", path=True)
     family: Optional[str] = arg(None, "module of phalanx.models (or a dotted module); null: from model_index.json")
     dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
     lora_rank: int = arg(0, "rank of the LoRA; 0 trains all weights", ge=0)
@@ -60,7 +60,7 @@ class DataConfig:
     max_prompt_length: int = arg(256, "tokens of a prompt that the T5 or Qwen text encoder sees", ge=1)
     seed: int = arg(0, "seed of the order of prompts", **SEEDS)
     embeds_cache_dir: Optional[str] = arg(
-        None, "folder where prompt embeddings are kept between runs; null: memory only"
+        None, "folder where prompt embeddings are kept between runs; null: memory only", path=True
     )
 
 
@@ -190,7 +190,9 @@ class TrainerConfig:
     logger: list[str] = arg(["console"], "console, wandb, tensorboard; metrics.jsonl is always written")
     project_name: str = arg("phalanx", "project in the loggers")
     experiment_name: str = arg("run", "name of the run")
-    output_dir: str = arg("outputs/${trainer.project_name}/${trainer.experiment_name}", "where all files of the run go")
+    output_dir: str = arg(
+        "outputs/${trainer.project_name}/${trainer.experiment_name}", "where all files of the run go", path=True
+    )
     seed: int = arg(0, "seed of noise, windows and LoRA initialisation", **SEEDS)
     resume: str = arg("auto", "auto: from the newest complete checkpoint, if any; never; or a checkpoint's path")
     max_checkpoints: int = arg(2, "newest checkpoints that are kept", ge=1)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from phalanx.config.schema import ParallelConfig
 from phalanx.distributed.mesh import World
@@ -62,8 +63,14 @@ class Sharded:
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Gather all weights once and keep them, for many forward passes without a gradient."""
-        if not self._fsdp or not self.config.rollout_unsharded:
+        if not self._fsdp:
             yield
+            return
+        if not self.config.rollout_unsharded:
+            try:
+                yield
+            finally:
+                self.reshard()
             return
         root = self._fsdp[0]
         root.set_reshard_after_forward(False)
@@ -73,8 +80,12 @@ class Sharded:
             yield
         finally:
             self._restore_resharding()
-            for m in self._fsdp:
-                m.reshard()
+            self.reshard()
+
+    def reshard(self) -> None:
+        """Let go of gathered weights: a change of their shards would not show in them."""
+        for m in self._fsdp:
+            m.reshard()
 
     def _restore_resharding(self) -> None:
         for i, m in enumerate(self._fsdp):
@@ -134,9 +145,9 @@ def as_part_of(part: Tensor, whole: Tensor) -> Tensor:
     """A local `part` as the DTensor that `whole` is (the same tensor where it is none), to save or to load."""
     if not isinstance(whole, DTensor):
         return part
-    return DTensor.from_local(
-        part, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    # DTensor.from_local would copy a part that is kept on the CPU to the mesh's device, and a load would fill the copy
+    meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
+    return DTensor(part, DTensorSpec(whole.device_mesh, whole.placements, meta), requires_grad=False)
 
 
 def _count(module: nn.Module) -> int:

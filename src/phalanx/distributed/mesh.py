@@ -67,10 +67,14 @@ def shard_size(config: ParallelConfig, launch: Launch) -> int:
     return width
 
 
-def check_optimizer(name: str, config: ParallelConfig, launch: Launch) -> None:
-    """Refuse an optimizer that this world's sharding does not allow (ConfigError)."""
+def check_sharding(optimizer: str, config: ParallelConfig, launch: Launch) -> None:
+    """Refuse an optimizer or an offload that this world's sharding does not allow (ConfigError)."""
     width = shard_size(config, launch)
-    if name == "muon" and width > 1:
+    if config.param_offload and width == 1:
+        raise ConfigError(
+            "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
+        )
+    if optimizer == "muon" and width > 1:
         raise ConfigError(
             f"optim.name: 'muon' orthogonalises whole matrices, which {width} ranks share here; "
             "set parallel.fsdp_size=1 or optim.name=adamw"

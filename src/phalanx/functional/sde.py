@@ -109,7 +109,10 @@ def gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
 
 def _per_sample(value: float | Tensor, like: Tensor) -> Tensor:
     """A number, or [B], as float32 that broadcasts over [B, ...]."""
-    tensor = torch.as_tensor(value, dtype=torch.float32, device=like.device)
+    if isinstance(value, Tensor):
+        tensor = value.to(like.device, torch.float32)
+    else:  # filled there: a copy from the host would wait for the device
+        tensor = torch.full((1,), value, dtype=torch.float32, device=like.device)
     return tensor.reshape(-1, *[1] * (like.dim() - 1))
 
 

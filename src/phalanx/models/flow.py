@@ -67,11 +67,13 @@ class FlowPolicy:
 
     # -- text -----------------------------------------------------------------------------------------------------
 
-    def embed(self, prompts: list[Prompt]) -> list[Embeds]:
-        """Embeddings of the prompts, then of their negatives, on the CPU and without padding."""
-        default = self.model.default_negative
-        negatives = [default if p.negative is None else p.negative for p in prompts]
-        return self._embeds([p.text for p in prompts] + negatives)
+    def embed(self, prompts: list[Prompt], negatives: bool = True) -> list[Embeds]:
+        """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU and without padding."""
+        texts = [p.text for p in prompts]
+        if negatives:
+            default = self.model.default_negative
+            texts += [default if p.negative is None else p.negative for p in prompts]
+        return self._embeds(texts)
 
     @torch.no_grad()
     def _encode(self, texts: list[str]) -> list[Embeds]:
@@ -88,7 +90,8 @@ class FlowPolicy:
     # -- sampling and replay --------------------------------------------------------------------------------------
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, rows: Tensor, sampler: Sampler) -> Tensor:
-        """Guided velocity [N, ...] float32 of latents [N, ...] at timesteps [N]; `rows` [N] index into `embeds` [2 P].
+        """Guided velocity [N, ...] float32 of latents [N, ...] at timesteps [N]; `rows` [N] index into `embeds`,
+        which holds P prompts and, under guidance, their P negatives.
 
         Both branches of guidance go through one forward pass, unless the unconditional one is to be detached.
         """
@@ -166,6 +169,7 @@ class FlowPolicy:
 
     @torch.no_grad()
     def _write(self, values: dict[str, Tensor]) -> None:
+        self.sharded.reshard()
         for name, p in self.parameters.items():
             local(p).copy_(local(values[name]))
         self.sharded.publish()

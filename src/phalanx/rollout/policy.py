@@ -30,8 +30,6 @@ class Schedule:
 class PolicyRollout:
     """See phalanx.types.Rollout."""
 
-    exact = True
-
     def __init__(self, policy: Policy, config: RolloutConfig, world: World, micro_batch_size: int) -> None:
         self.policy, self.config, self.world = policy, config, world
         self.micro_batch_size = micro_batch_size
@@ -68,7 +66,7 @@ class PolicyRollout:
         used = sorted(set(groups))
         mine = [prompts[g] for g in used]
         rows = torch.tensor([used.index(g) for g in groups], device=self.world.device)
-        embeds = self.collate(mine)
+        embeds = self.collate(mine, negatives=sampler.guidance > 1)
 
         schedule = self.schedule(sampler)
         latents, log_probs, images = [], [], []
@@ -98,7 +96,7 @@ class PolicyRollout:
         number of prompts. The last micro-batch is filled up with repetitions, so that all have one shape.
         """
         sampler, n = self.val_sampler, self.config.val.n
-        embeds, schedule = self.collate(prompts), self.schedule(sampler)
+        embeds, schedule = self.collate(prompts, negatives=sampler.guidance > 1), self.schedule(sampler)
         total = len(prompts) * n
         for start in range(0, total, self.micro_batch_size):
             part = [min(start + j, total - 1) for j in range(self.micro_batch_size)]
@@ -155,9 +153,20 @@ class PolicyRollout:
         device = self.world.device
         return Schedule(sigmas.to(device), timesteps.to(device), sigmas.tolist())
 
-    def collate(self, prompts: list[Prompt]) -> dict[str, Tensor]:
-        """Embeddings [2 P, ...] on the device, padded to the longest of all ranks: shapes show in the last bits."""
-        embeds = self.policy.embed(prompts)
+    def encode(self, batches: list[list[Prompt]]) -> None:
+        """Encode this rank's share of the prompts of several steps at once; `sample` finds them in the cache."""
+        mine, n, size = [], self.config.n, self.world.size
+        for prompts in batches:
+            share = len(prompts) * n // size
+            mine += prompts[self.world.rank * share // n : ((self.world.rank + 1) * share - 1) // n + 1]
+        self.policy.embed(mine, negatives=self.sampler.guidance > 1)
+
+    def collate(self, prompts: list[Prompt], negatives: bool = True) -> dict[str, Tensor]:
+        """Embeddings [P, ...], or [2 P, ...] with the negatives, on the device.
+
+        They are padded to the longest of all ranks: shapes show in the last bits.
+        """
+        embeds = self.policy.embed(prompts, negatives)
         lengths = [e["prompt_embeds"].shape[0] for e in embeds]
         longest, shortest = reduce_int(max(lengths), "max"), -reduce_int(-min(lengths), "max")
         batch = self.policy.model.collate(embeds, longest, padded=longest != shortest)
@@ -178,6 +187,12 @@ def train_sampler(c: RolloutConfig, guidance_key: str) -> Sampler:
 def val_sampler(c: RolloutConfig, guidance_key: str) -> Sampler:
     """How validation images are sampled: the training's sampler with what rollout.val changes."""
     v, train = c.val, train_sampler(c, guidance_key)
+    for key in ("guidance_scale", "true_cfg_scale"):
+        value = vars(v)[key]
+        if key != guidance_key and value is not None and value > 1:
+            raise ValueError(
+                f"rollout.val.{key}: {value:g} has no effect on this model; its guidance is rollout.val.{guidance_key}"
+            )
     guidance = {"guidance_scale": v.guidance_scale, "true_cfg_scale": v.true_cfg_scale}[guidance_key]
     return Sampler(
         num_inference_steps=v.num_inference_steps or train.num_inference_steps,
