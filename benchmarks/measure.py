@@ -31,7 +31,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", help="configuration of tasks/train_flowgrpo.py")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    parser.add_argument("--shapes", help="random weights, made-up prompts and a JPEG reward: a shape of shapes.py")
+    parser.add_argument("--shapes", help="random weights, made-up prompts and random rewards: a shape of shapes.py")
     parser.add_argument("--steps", type=int, default=3, help="measured steps (3)")
     parser.add_argument("--warmup", type=int, default=1, help="steps before them (1)")
     return parser
@@ -53,8 +53,7 @@ def configure(args: argparse.Namespace) -> TrainConfig:
         fail(str(error), status=2)
     cfg.data.val_files = []
     if args.shapes and not any(o.startswith("reward.functions=") for o in args.overrides):
-        # images of random weights hold no text and mean nothing: equal rewards would leave nothing to train on
-        cfg.reward.functions = [RewardFunctionConfig(name="jpeg_incompressibility")]
+        cfg.reward.functions = [RewardFunctionConfig(path=f"{HERE / 'shapes.py'}:random_reward")]
     if args.shapes or not cfg.data.train_files:
         file = folder / "prompts.txt"
         numbers = range(cfg.data.train_batch_size * PROMPTS_EACH)

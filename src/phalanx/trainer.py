@@ -20,7 +20,7 @@ from phalanx.metrics import check_loggers
 from phalanx.models.flow import family_of
 from phalanx.rollout.policy import train_sampler, val_sampler
 from phalanx.run import Run, peak_memory_gb
-from phalanx.types import Batch, Samples, select
+from phalanx.types import Batch, JobError, Samples, select
 
 log = logging.getLogger(__name__)
 ENCODE_AHEAD = 32  # training steps whose prompts are encoded at once
@@ -178,7 +178,12 @@ class Trainer(Run):
         out = {f"actor/{k}": v for k, v in mean_rows(plain).items() if k != "ratio_error"}
         # of the first optimizer step: 0 to the last bit where rollout and replay run at equal shapes
         out["actor/first_ratio_error"] = reduce_float(error, "max")
-        out["actor/grad_norm"] = sum(float(s["grad_norm"]) for s in steps) / len(steps)
+        norm = out["actor/grad_norm"] = sum(float(s["grad_norm"]) for s in steps) / len(steps)
+        if not math.isfinite(norm):  # the same on all ranks, and before a checkpoint could keep it
+            raise JobError(
+                f"the gradient's norm is {norm} at training step {self.progress.step + 1}: the weights are lost; go on "
+                "from the last checkpoint with a lower optim.lr"
+            )
         out["actor/lr"] = float(steps[-1]["lr"])
         out["actor/updates_skipped"] = float(skipped)
         return out

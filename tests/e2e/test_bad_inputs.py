@@ -18,6 +18,7 @@ from subprocess import CompletedProcess
 
 import pytest
 from _pytest.mark import ParameterSet
+from safetensors.torch import load_file, save_file
 
 from phalanx.data import PromptStream, load_prompts
 from tests.jobs import base_overrides
@@ -27,6 +28,7 @@ TASK = "tasks/train_flowgrpo.py"
 LIMIT_S = 120.0  # a bad input takes a second; this is the end of a hang
 FORMATS = "a .txt, .jsonl or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
 BUILT_IN = "aesthetic, clip_score, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore"
+WEIGHTS = "diffusion_pytorch_model.safetensors"
 FIRST = 'a sign that says "alpha"'
 
 REWARDS = """
@@ -151,6 +153,34 @@ def edit(name: str, **changes: object) -> Callable[[Path], None]:
         path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
     return change
+
+
+def cut(name: str) -> Callable[[Path], None]:
+    """Keep the first half of a file, as where the disk was full."""
+
+    def change(folder: Path) -> None:
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(content[: len(content) // 2])
+
+    return change
+
+
+def lose(name: str, tensor: str) -> Callable[[Path], None]:
+    """Take one tensor out of a safetensors file."""
+
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / name)
+        del tensors[tensor]
+        save_file(tensors, folder / name, {"format": "pt"})
+
+    return change
+
+
+def shards(place: Place, name: str) -> list[str]:
+    """Nothing more to say, but an index in the model folder `name` that names a shard too many."""
+    names = {"a": WEIGHTS, "b": "b.safetensors"}
+    (place.folder / name / "transformer" / "x.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return []
 
 
 # --- (name, arguments, message): {folder} is the place's folder. Status 2, and nothing but the line on stderr.
@@ -316,6 +346,54 @@ MODELS: list[tuple[str, Arguments, str]] = [
         lambda p: [p.broken("no_vae", lambda f: shutil.rmtree(f / "vae"))],
         "model.path: '{folder}/no_vae' lacks the folder 'vae' that its model_index.json names",
     ),
+    (
+        "a broken model_index.json",
+        lambda p: [p.broken("index", lambda f: (f / "model_index.json").write_text('{"a": '))],
+        "model.path: {folder}/index/model_index.json:1:7 is not valid JSON: Expecting value",
+    ),
+    (
+        "a broken config.json",
+        lambda p: [p.broken("config", lambda f: (f / "transformer/config.json").write_text("{"))],
+        "model.path: {folder}/config/transformer/config.json:1:2 is not valid JSON: "
+        "Expecting property name enclosed in double quotes",
+    ),
+    (
+        "a component without its config.json",
+        lambda p: [p.broken("no_config", lambda f: (f / "vae/config.json").unlink())],
+        "model.path: {folder}/no_config/vae has no config.json",
+    ),
+    (
+        "weights that are not there",
+        lambda p: [p.broken("bare", lambda f: (f / f"transformer/{WEIGHTS}").unlink())],
+        "model.path: {folder}/bare/transformer has no weights (*.safetensors)",
+    ),
+    (
+        "a shard that is not there",
+        lambda p: [p.broken("shards", edit("model_index.json")), *shards(p, "shards")],
+        "model.path: {folder}/shards/transformer lacks b.safetensors, which its x.safetensors.index.json names",
+    ),
+    (
+        "weights that were cut short",
+        lambda p: [p.broken("cut", cut(f"transformer/{WEIGHTS}"))],
+        f"model.path: {{folder}}/cut/transformer/{WEIGHTS} is damaged or cut short: "
+        "Error while deserializing header: incomplete metadata, file not fully covered",
+    ),
+    (
+        "a text encoder that was cut short",
+        lambda p: [p.broken("cut_text", cut("text_encoder/model.safetensors"))],
+        "model.path: {folder}/cut_text/text_encoder/model.safetensors is damaged or cut short: "
+        "Error while deserializing header: incomplete metadata, file not fully covered",
+    ),
+    (
+        "an empty tokenizer",
+        lambda p: [p.broken("mute", lambda f: [x.unlink() for x in (f / "tokenizer").iterdir()])],
+        "model.path: {folder}/mute/tokenizer has no tokenizer.json or vocab.json or spiece.model or tokenizer.model",
+    ),
+    (
+        "another scheduler",
+        lambda p: [p.broken("ddim", edit("model_index.json", scheduler=["diffusers", "DDIMScheduler"]))],
+        "model.path: '{folder}/ddim' has the scheduler DDIMScheduler; right is FlowMatchEulerDiscreteScheduler",
+    ),
 ]
 
 # The model is loaded before these are known: libraries may have said something by then.
@@ -339,6 +417,16 @@ SETTINGS: list[tuple[str, Arguments, str]] = [
         "a checkpoint that is not there",
         lambda p: [f"trainer.resume={p.folder}/step_000007"],
         "trainer.resume: '{folder}/step_000007' cannot be used: no such folder",
+    ),
+    (
+        "weights without a tensor",
+        lambda p: [p.broken("lost", lose(f"transformer/{WEIGHTS}", "proj_out.weight"))],
+        "model.path: '{folder}/lost': the weights of transformer lack the tensor proj_out.weight",
+    ),
+    (
+        "a VAE without a tensor",
+        lambda p: [p.broken("lost_vae", lose(f"vae/{WEIGHTS}", "decoder.conv_out.weight"))],
+        "model.path: '{folder}/lost_vae': the weights of vae lack the tensor decoder.conv_out.weight",
     ),
     (
         "unknown reward",

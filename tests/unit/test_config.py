@@ -127,6 +127,15 @@ def test_interpolation(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert train("trainer.seed=${oc.env:PHALANX_TEST_SEED}").trainer.seed == 11
 
 
+def test_a_tilde_is_the_home_in_paths_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    cfg = train(
+        "model.path=~/model", "trainer.output_dir=~/out", "trainer.project_name=~/p", "data.embeds_cache_dir=a/~b"
+    )
+    assert (cfg.model.path, cfg.trainer.output_dir) == ("/home/me/model", "/home/me/out")
+    assert (cfg.trainer.project_name, cfg.data.embeds_cache_dir) == ("~/p", "a/~b")
+
+
 def test_the_resolved_configuration_is_saved_and_reads_as_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

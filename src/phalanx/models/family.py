@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.config.schema import ModelConfig
 from phalanx.flops import forward_flops
+from phalanx.models.folder import check_components, read_json
 
 Embeds = dict[str, Tensor]
 
@@ -103,15 +104,10 @@ def model_index(path: str) -> dict[str, Any]:
     file = folder / "model_index.json"
     if not file.is_file():
         raise ValueError(f"model.path: {path!r} is no diffusers model folder: it has no model_index.json")
-    try:
-        index = json.loads(file.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"model.path: {file} is not valid JSON: {error}") from None
+    index = read_json(file)
     if not isinstance(index, dict) or "_class_name" not in index:
         raise ValueError(f"model.path: {file} names no _class_name")
-    missing = [n for n, v in index.items() if isinstance(v, list) and v[0] is not None and not (folder / n).is_dir()]
-    if missing:
-        raise ValueError(f"model.path: {path!r} lacks the folder {missing[0]!r} that its model_index.json names")
+    check_components(folder, index)
     return index
 
 

@@ -183,7 +183,12 @@ def build_policy(
     dtype = DTYPES[config.dtype]
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     weights_dtype = dtype if config.lora_rank > 0 else torch.float32
-    model = family_of(config)(config, dtype, weights_dtype)
+    family = family_of(config)
+    try:
+        model = family(config, dtype, weights_dtype)
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split()).removeprefix("model.path: ")
+        raise ValueError(f"model.path: {reason}") from error
     model.vae.to(world.device)
     return FlowPolicy(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond)
 

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from phalanx.config.schema import ModelConfig
 from phalanx.models.family import Embeds, FlowModel, absent_components, check_size, model_index
+from phalanx.models.folder import check_tensors
 
 
 class Model(FlowModel):
@@ -36,6 +37,7 @@ class Model(FlowModel):
         self.pipeline = QwenImagePipeline.from_pretrained(
             config.path, transformer=self.transformer, torch_dtype=dtype, **absent
         )
+        check_tensors(config.path, transformer=self.transformer, vae=self.pipeline.vae)
         self.transformer.to(weights_dtype)
         self.vae = self.pipeline.vae
         self.text_encoders = [self.pipeline.text_encoder]

@@ -9,6 +9,7 @@ from torch import Tensor
 from phalanx.config.schema import ModelConfig
 from phalanx.models.attention import DispatchedJointAttention
 from phalanx.models.family import Embeds, FlowModel, absent_components, check_size, model_index
+from phalanx.models.folder import check_tensors
 
 
 class Model(FlowModel):
@@ -31,6 +32,7 @@ class Model(FlowModel):
         self.pipeline = StableDiffusion3Pipeline.from_pretrained(
             config.path, transformer=self.transformer, torch_dtype=dtype, **absent
         )
+        check_tensors(config.path, transformer=self.transformer, vae=self.pipeline.vae)
         self.transformer.to(weights_dtype)
         self.vae = self.pipeline.vae
         encoders = (self.pipeline.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3)
