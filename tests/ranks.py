@@ -90,6 +90,8 @@ def _rank_main(
     args: tuple[Any, ...],
 ) -> None:
     os.environ.update(env)
+    # torch makes its thread pool anew at the first call after a fork, and that is not safe from several threads at once
+    torch.set_num_threads(1)
     with open(folder / f"{rank}.stack", "w") as stack:
         # Written just before the parent's limit: where a hung rank stood.
         faulthandler.dump_traceback_later(max(timeout - 0.5, timeout / 2), file=stack)

@@ -17,6 +17,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
+import torch
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
@@ -129,6 +130,7 @@ def _be_the_task(arguments: list[str], out: Path, err: Path) -> None:
     """What the interpreter does with a script; never returns."""
     status = 0
     try:
+        torch.set_num_threads(1)  # torch's thread pool is made anew after a fork, by one thread
         os.chdir(ROOT)
         for path, number in ((out, 1), (err, 2)):
             os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
