@@ -43,8 +43,8 @@ def parse(schema: type[T], description: str, argv: list[str] | None = None) -> T
         fail(str(error), status=2)
 
 
-def run(build: Callable[[T], Callable[[], None]], config: T) -> None:
-    """Build a job and run it; mistakes of the user's end it with one line.
+def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
+    """Build a job, run it and exit; mistakes of the user's end it with one line.
 
     A ValueError of `build` (data, model folder, rewards, batch arithmetic) is such a mistake, and so is a JobError of
     the job itself. Anything else keeps its traceback; PHALANX_TRACEBACK=1 shows it for all.
@@ -59,6 +59,11 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> None:
         job()
     except JobError as error:
         _tell(error, status=1)
+    # All is written and closed. Worker threads and those of process groups would race with the interpreter's end, which
+    # aborts a finished job once in many runs.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _tell(error: Exception, status: int) -> NoReturn:
