@@ -23,7 +23,7 @@ help:
 	@echo "make test             all tests, under 15 minutes on 2 cores"
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
-	@echo "make base             make the tiny base of the quickstart again, about 10 minutes"
+	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make docs             build the documentation into site/"
 	@echo "make clean            remove the environment, caches and the site; runs in outputs/ stay"
 
