@@ -59,8 +59,8 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
         job()
     except JobError as error:
         _tell(error, status=1)
-    # All is written and closed. Worker threads and those of process groups would race with the interpreter's end, which
-    # aborts a finished job once in many runs.
+    # All is written and closed. Worker threads and those of process groups would outlive the interpreter's teardown; a
+    # rank was seen to abort ("terminate called without an active exception"), which this most likely prevents.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
