@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from phalanx.config.schema import ModelConfig
 from phalanx.flops import forward_flops
-from phalanx.models.folder import check_components, read_json
+from phalanx.models.folder import check_components, check_tensors, read_json
 
 Embeds = dict[str, Tensor]
 
@@ -33,6 +33,18 @@ class FlowModel:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         """Load from `config.path`: the transformer in `weights_dtype`, everything else in `dtype`."""
         raise AssertionError("a family loads itself")
+
+    def load(
+        self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
+    ) -> None:
+        """Set `pipeline`, `transformer`, `vae` and `dtype` from a folder, by diffusers' two classes."""
+        absent = absent_components(model_index(config.path))
+        self.dtype = dtype
+        self.transformer = transformer.from_pretrained(config.path, subfolder="transformer", torch_dtype=weights_dtype)
+        self.pipeline = pipeline.from_pretrained(config.path, transformer=self.transformer, torch_dtype=dtype, **absent)
+        self.vae = self.pipeline.vae
+        check_tensors(config.path, transformer=self.transformer, vae=self.vae)
+        self.transformer.to(weights_dtype)
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks: the units of sharding, compilation and checkpointing."""

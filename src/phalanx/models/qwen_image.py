@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.config.schema import ModelConfig
-from phalanx.models.family import Embeds, FlowModel, absent_components, check_size, model_index
-from phalanx.models.folder import check_tensors
+from phalanx.models.family import Embeds, FlowModel, check_size
 
 
 class Model(FlowModel):
@@ -29,17 +28,7 @@ class Model(FlowModel):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        absent = absent_components(model_index(config.path))
-        self.dtype = dtype
-        self.transformer = QwenImageTransformer2DModel.from_pretrained(
-            config.path, subfolder="transformer", torch_dtype=weights_dtype
-        )
-        self.pipeline = QwenImagePipeline.from_pretrained(
-            config.path, transformer=self.transformer, torch_dtype=dtype, **absent
-        )
-        check_tensors(config.path, transformer=self.transformer, vae=self.pipeline.vae)
-        self.transformer.to(weights_dtype)
-        self.vae = self.pipeline.vae
+        self.load(config, dtype, weights_dtype, QwenImagePipeline, QwenImageTransformer2DModel)
         self.text_encoders = [self.pipeline.text_encoder]
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from phalanx.config.schema import ModelConfig
 from phalanx.models.attention import DispatchedJointAttention
-from phalanx.models.family import Embeds, FlowModel, absent_components, check_size, model_index
-from phalanx.models.folder import check_tensors
+from phalanx.models.family import Embeds, FlowModel, check_size
 
 
 class Model(FlowModel):
@@ -24,17 +23,7 @@ class Model(FlowModel):
     )  # fmt: skip
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        absent = absent_components(model_index(config.path))
-        self.dtype = dtype
-        self.transformer = SD3Transformer2DModel.from_pretrained(
-            config.path, subfolder="transformer", torch_dtype=weights_dtype
-        )
-        self.pipeline = StableDiffusion3Pipeline.from_pretrained(
-            config.path, transformer=self.transformer, torch_dtype=dtype, **absent
-        )
-        check_tensors(config.path, transformer=self.transformer, vae=self.pipeline.vae)
-        self.transformer.to(weights_dtype)
-        self.vae = self.pipeline.vae
+        self.load(config, dtype, weights_dtype, StableDiffusion3Pipeline, SD3Transformer2DModel)
         encoders = (self.pipeline.text_encoder, self.pipeline.text_encoder_2, self.pipeline.text_encoder_3)
         self.text_encoders = [e for e in encoders if e is not None]
         if config.attn_backend is not None:
