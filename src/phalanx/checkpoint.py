@@ -1,14 +1,16 @@
 """Checkpoints: sharded (torch.distributed.checkpoint), written behind the training's back, and atomic.
 
 A checkpoint is the folder `checkpoints/step_000010`. It is written as `step_000010.tmp` and renamed once every rank is
-done; its `meta.json`, written last, lists all files with their sizes. Only what is trained is saved: the weights, the
-optimizer's state, the moving average, and the run's counters. Nothing in it depends on the number of ranks.
+done; its `meta.json`, written last, lists all files with sizes and checksums. Only what is trained is saved: weights,
+the optimizer's state, the moving average, and the run's counters. Nothing in it depends on the number of ranks.
 """
 
 import json
 import logging
 import shutil
 import threading
+import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,21 +21,26 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
-from phalanx.distributed.collectives import broadcast_object
+from phalanx.distributed.collectives import all_gather_object, broadcast_object
 from phalanx.distributed.fsdp import as_part_of
 from phalanx.distributed.mesh import World
+from phalanx.types import JobError
 
 log = logging.getLogger(__name__)
 
 
 @dataclass
 class Progress:
-    """The run's counters: training steps done, images sampled, optimizer steps, and wandb's run id."""
+    """The run's counters: training steps done, images sampled, optimizer steps, and wandb's run id.
+
+    `unfinished` is the row of metrics of the last step where the run was stopped in its validation.
+    """
 
     step: int = 0
     samples_seen: int = 0
     updates: int = 0
     wandb_id: str | None = None
+    unfinished: dict[str, float] | None = None
 
 
 def trained_state(
@@ -51,24 +58,48 @@ def trained_state(
 
 
 def complete(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None where it is complete."""
+    """What is wrong with a checkpoint folder, or None where it is complete. Contents are `damaged`'s business."""
     try:
         meta = json.loads((folder / "meta.json").read_text())
-        for name, size in meta["files"].items():
+        for name, (size, _) in meta["files"].items():
             found = (folder / name).stat().st_size
             if found != size:
                 return f"{name} has {found} bytes of {size}"
+        Progress(**meta["progress"])
+        dict(meta["signature"])
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
-    except (json.JSONDecodeError, KeyError, UnicodeDecodeError):
-        return "meta.json is damaged"
+    except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError, UnicodeDecodeError):
+        return "meta.json is damaged, or of another program"
     return None
 
 
-def find(root: Path) -> Path | None:
-    """The newest complete checkpoint below `root`; half-written and damaged ones are passed over with a message."""
+def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """What is wrong with the contents of a complete checkpoint's files, by their checksums; None where nothing is.
+
+    Every `parts`-th file from number `part` on is read, so that ranks can share the work.
+    """
+    files = sorted(read_meta(folder)["files"].items())
+    for name, (_, checksum) in files[part::parts]:
+        if _checksum(folder / name) != checksum:
+            return f"{name} is not what was written: its checksum differs"
+    return None
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def find(root: Path, without: Collection[Path] = ()) -> Path | None:
+    """The newest complete checkpoint below `root`; half-written and incomplete ones are passed over with a message, and
+    those of `without` silently.
+    """
     for folder in sorted(root.glob("step_*"), reverse=True):
-        if not folder.is_dir():
+        if not folder.is_dir() or folder in without:
             continue
         problem = "it was never finished" if folder.suffix == ".tmp" else complete(folder)
         if problem is None:
@@ -98,22 +129,34 @@ class Checkpointer:
         self.root, self.world, self.signature = output_dir / "checkpoints", world, signature
         self.max_checkpoints = max_checkpoints
         self._pending: threading.Thread | None = None
+        self._failure: str | None = None
 
     def locate(self, resume: str) -> Path | None:
         """The checkpoint that `trainer.resume` means, the same on all ranks; ValueError where it cannot be used."""
-        answer: tuple[str | None, str | None] = (None, None)
-        if self.world.rank == 0:
-            answer = self._locate(resume)
-        found, error = broadcast_object(answer)
-        if error is not None:
-            raise ValueError(error)
-        return Path(found) if found is not None else None
+        passed: list[Path] = []
+        while True:
+            answer: tuple[str | None, str | None] = (None, None)
+            if self.world.rank == 0:
+                answer = self._locate(resume, passed)
+            found, error = broadcast_object(answer)
+            if error is not None:
+                raise ValueError(error)
+            if found is None:
+                return None
+            folder = Path(found)
+            problem = next(filter(None, all_gather_object(damaged(folder, self.world.rank, self.world.size))), None)
+            if problem is None:
+                return folder
+            if resume != "auto":
+                raise ValueError(f"trainer.resume: {resume!r} cannot be used: {problem}")
+            log.warning("checkpoint %s is passed over: %s", folder, problem)
+            passed.append(folder)
 
-    def _locate(self, resume: str) -> tuple[str | None, str | None]:
+    def _locate(self, resume: str, passed: Collection[Path]) -> tuple[str | None, str | None]:
         if resume == "never":
             return None, None
         if resume == "auto":
-            folder = find(self.root)
+            folder = find(self.root, passed)
             if folder is None:
                 return None, None
         else:
@@ -131,8 +174,14 @@ class Checkpointer:
         return str(folder), None
 
     def load(self, folder: Path, state: dict[str, Any]) -> Progress:
-        """Fill `state` in place, whatever the number of ranks that saved it."""
-        dcp.load(state, checkpoint_id=str(folder), process_group=self.world.checkpoint_group)
+        """Fill `state` in place, whatever the number of ranks that saved it. Raises ValueError where that fails: the
+        state is then good for nothing.
+        """
+        try:
+            dcp.load(state, checkpoint_id=str(folder), process_group=self.world.checkpoint_group)
+        except CheckpointException as error:
+            reason = " ".join(str(next(iter(error.failures.values()))[0]).split())[:300]
+            raise ValueError(f"trainer.resume: {folder} cannot be loaded: {reason}") from error
         return Progress(**read_meta(folder)["progress"])
 
     def save(self, state: dict[str, Any], progress: Progress) -> None:
@@ -140,40 +189,54 @@ class Checkpointer:
         self.wait()
         final = self.root / f"step_{progress.step:06d}"
         part = final.with_suffix(".tmp")
+        problem = None
         if self.world.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
-            part.mkdir(parents=True)
+            try:
+                part.mkdir(parents=True)
+            except OSError as error:  # a full disk, say: training goes on
+                problem = str(error)
+                log.warning("checkpoint %s was not written: %s", final, problem)
+        if broadcast_object(problem) is not None:
+            return
         meta = {"progress": vars(progress).copy(), "signature": self.signature}
-        dist.barrier(group=self.world.checkpoint_group)
         response: Any = dcp.async_save(state, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
         self._pending = threading.Thread(target=self._finish, args=(response, part, final, meta), daemon=True)
         self._pending.start()
 
     def _finish(self, response: Any, part: Path, final: Path, meta: dict[str, Any]) -> None:
         """On every rank, in the background: once all ranks have written, rank 0 makes the checkpoint visible."""
-        problem = None
+        problem, checksums = None, {}
         try:
             response.result()
+            checksums = {f.name: _checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
         except (CheckpointException, OSError) as error:
             problem = " ".join(str(error).split())[:500]
-        problems: list[Any] = [None] * self.world.size
-        dist.all_gather_object(problems, problem, group=self.world.checkpoint_group)
+        said: list[Any] = [None] * self.world.size
+        try:
+            dist.all_gather_object(said, (problem, checksums), group=self.world.checkpoint_group)
+        except RuntimeError as error:  # a rank is lost; the main thread hears of it in `wait`
+            self._failure = " ".join(str(error).split())
+            return
         if self.world.rank != 0:
             return
-        problem = next((p for p in problems if p is not None), None)
+        problem = next((p for p, _ in said if p is not None), None)
         try:
             problem = problem or _unseen(part)
             if problem is None:
-                self._publish(part, final, meta)
+                self._publish(part, final, meta, {name: c for _, found in said for name, c in found.items()})
         except OSError as error:
             problem = str(error)
         if problem is not None:
             log.warning("checkpoint %s was not written: %s", final, problem)
             shutil.rmtree(part, ignore_errors=True)
 
-    def _publish(self, part: Path, final: Path, meta: dict[str, Any]) -> None:
+    def _publish(self, part: Path, final: Path, meta: dict[str, Any], checksums: dict[str, int]) -> None:
         """Make a written checkpoint visible, and remove the oldest complete ones."""
-        meta["files"] = {f.name: f.stat().st_size for f in part.iterdir()}
+        meta["files"] = {
+            f.name: (f.stat().st_size, checksums[f.name] if f.name in checksums else _checksum(f))
+            for f in part.iterdir()
+        }
         (part / "meta.json").write_text(json.dumps(meta, indent=1))
         if final.exists():
             shutil.rmtree(final)
@@ -195,7 +258,9 @@ class Checkpointer:
                 log.warning("checkpoint %s is of another run, or damaged: it is now %s", folder, aside.name)
 
     def wait(self) -> None:
-        """Until the checkpoint in flight is complete."""
+        """Until the checkpoint in flight is complete. Raises JobError where the ranks lost one another over it."""
         if self._pending is not None:
             self._pending.join()
             self._pending = None
+        if self._failure is not None:
+            raise JobError(f"a checkpoint was not written: {self._failure}")

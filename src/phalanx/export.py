@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from phalanx.checkpoint import complete, find, read_meta
+from phalanx.checkpoint import complete, damaged, find, read_meta
 from phalanx.config.schema import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.distributed.mesh import Launch
@@ -66,6 +66,10 @@ class Trained:
 
         Raises JobError where the files cannot be read.
         """
+        part = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        problem = damaged(self.folder, *part)
+        if problem is not None:
+            raise JobError(f"checkpoint: {self.folder} is damaged ({problem}); use another one of the run")
         state = {self.weights: tensors}
         try:
             with warnings.catch_warnings():

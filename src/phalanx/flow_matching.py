@@ -33,15 +33,21 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
     check_loggers(cfg.trainer.logger)
     launch = mesh.Launch.from_env()
     mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
+    mesh.check_elastic(cfg.trainer.resume, launch, lambda size: images_of_rank(cfg, size))
+    return images_of_rank(cfg, launch.world_size)
+
+
+def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
+    """A rank's images a step; raises ConfigError where they do not divide."""
     size, micro = cfg.data.train_batch_size, cfg.flow_matching.micro_batch_size_per_gpu
-    unit = launch.world_size * micro
+    unit = world_size * micro
     if size % unit:
         below = max(size // unit, 1) * unit
         raise ConfigError(
-            f"data.train_batch_size: {size} images do not divide over {launch.world_size} ranks x "
+            f"data.train_batch_size: {size} images do not divide over {world_size} ranks x "
             f"flow_matching.micro_batch_size_per_gpu {micro}; nearest that do: {below} or {below + unit}"
         )
-    return size // launch.world_size
+    return size // world_size
 
 
 class FlowMatching(Run):
@@ -66,7 +72,7 @@ class FlowMatching(Run):
         with self.logger:
             if self.cfg.flow_matching.cache_latents:
                 self._encode_all()
-            self.validate_first()
+            self.begin()
             for step in range(self.progress.step, self.total_steps):
                 start = time.perf_counter()
                 with self.timers("update"):
@@ -92,15 +98,13 @@ class FlowMatching(Run):
             loss = self.loss(share[start : start + micro], step, first + start)
             (loss.sum() / self.cfg.data.train_batch_size).backward()
             losses.append(loss.detach().sum())
-        stats = self.optimizer.step()
-        self.progress.updates = self.optimizer.updates
-        if self.ema is not None:
-            self.ema.update(self.optimizer.updates)
-        total = reduce_float(float(torch.stack(losses).sum()), "sum")
+        loss = torch.stack(losses).sum()
+        stats = self.step_optimizer(loss)
         return {
-            "train/loss": total / self.cfg.data.train_batch_size,
+            "train/loss": reduce_float(float(loss), "sum") / self.cfg.data.train_batch_size,
             "actor/grad_norm": float(stats["grad_norm"]),
             "actor/lr": float(stats["lr"]),
+            "actor/updates_non_finite": float(stats["skipped"]),
         }
 
     def loss(self, images: list[int], step: int, first: int) -> Tensor:

@@ -53,10 +53,21 @@ def save_images(folder: Path, step: int, set_name: str, records: Iterable[ImageR
     partial = final.with_name(final.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
+    try:
+        _write_images(partial, rows)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would keep others from writing
+        raise
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    return final
+
+
+def _write_images(folder: Path, rows: list[ImageRecord]) -> None:
     lines = []
     for record in rows:
         file = f"{record.index:05d}.png"
-        Image.fromarray(_rgb(record)).save(partial / file)
+        Image.fromarray(_rgb(record)).save(folder / file)
         lines.append(
             {
                 "index": record.index,
@@ -66,12 +77,9 @@ def save_images(folder: Path, step: int, set_name: str, records: Iterable[ImageR
             }
         )
     text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
-    (partial / "index.jsonl").write_text(text, encoding="utf-8")
+    (folder / "index.jsonl").write_text(text, encoding="utf-8")
     if rows:
-        grid(rows).save(partial / "grid.png")
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
-    return final
+        grid(rows).save(folder / "grid.png")
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:

@@ -12,33 +12,20 @@ import math
 import os
 import sys
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from phalanx.config.load import ConfigError
 from phalanx.config.schema import TrainerConfig
 from phalanx.images import ImageRecord, save_images
+from phalanx.loggers import ELAPSED, Backend, ConsoleBar, ConsoleLines, TensorBoard, Wandb
 
 METRICS_FILE = "metrics.jsonl"
-ELAPSED = "perf/elapsed_s"
 # name -> the package that it needs beyond those that phalanx always has
 LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
-CONSOLE_KEYS = (
-    "reward/mean",
-    "reward/std",
-    "actor/ratio_mean",
-    "actor/clipfrac",
-    "actor/grad_norm",
-    "actor/kl_ref",
-    "perf/step_s",
-)
-_ETA_STEPS = 20  # the ETA follows the last steps, as a window or a checkpoint changes their length
-
 _log = logging.getLogger(__name__)
 
 
@@ -134,21 +121,21 @@ class RunLogger:
         check_loggers(trainer.logger)
         self._wandb_id = wandb_id
         self._file: _MetricsFile | None = None
-        self._backends: list[_Backend] = []
+        self._backends: list[Backend] = []
         if not enabled:
             return
         self._folder = Path(trainer.output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         # What can fail comes first, so that a start that fails leaves an older run's rows and the terminal alone.
         if "wandb" in trainer.logger:
-            wandb = _Wandb(trainer, resolved_config, wandb_id)
+            wandb = Wandb(trainer, resolved_config, wandb_id)
             self._wandb_id = wandb.id
             self._backends.append(wandb)
         if "tensorboard" in trainer.logger:
-            self._backends.append(_TensorBoard(self._folder / "tensorboard", resolved_config, start_step))
+            self._backends.append(TensorBoard(self._folder / "tensorboard", resolved_config, start_step))
         self._file = _MetricsFile(self._folder / METRICS_FILE, start_step)
         if "console" in trainer.logger:
-            self._backends.append((_Progress if sys.stdout.isatty() else _Lines)(start_step, total_steps))
+            self._backends.append((ConsoleBar if sys.stdout.isatty() else ConsoleLines)(start_step, total_steps))
 
     @property
     def wandb_id(self) -> str | None:
@@ -171,7 +158,11 @@ class RunLogger:
         if self._file is None:
             return
         rows = sorted(records, key=lambda record: record.index)
-        folder = save_images(self._folder / "images", step, set_name, rows)
+        try:
+            folder = save_images(self._folder / "images", step, set_name, rows)
+        except OSError as error:  # a full disk costs these images, not the run
+            _log.warning("images of step %d are not written: %s", step, error)
+            return
         if rows:
             for backend in self._backends:
                 backend.images(step, set_name, rows, folder)
@@ -195,7 +186,7 @@ class RunLogger:
 
 
 class _MetricsFile:
-    """metrics.jsonl: one row of strict JSON a step, flushed at once."""
+    """metrics.jsonl: one row of strict JSON a step, on disk at once. What a full disk refuses is written later."""
 
     def __init__(self, path: Path, start_step: int) -> None:
         kept = [row for row in read_metrics(path) if row["step"] <= start_step] if start_step and path.is_file() else []
@@ -205,18 +196,38 @@ class _MetricsFile:
         self._last = kept[-1]["step"] if kept else -1
         before = kept[-1].get(ELAPSED) if kept else None
         self._origin = time.monotonic() - (before or 0.0)
-        self._stream = path.open("a", encoding="utf-8")
+        self._path = path
+        self._stream = path.open("ab", buffering=0)
+        self._waiting = b""
 
     def write(self, step: int, row: dict[str, float]) -> dict[str, float]:
         """Append a row, and return it with the elapsed time."""
         assert step > self._last, f"metrics: row of step {step} after one of step {self._last}"
         self._last = step
         row = {**row, ELAPSED: round(time.monotonic() - self._origin, 3)}
-        self._stream.write(_dump({"step": step, **{key: _plain(value) for key, value in row.items()}}))
-        self._stream.flush()
+        self._waiting += _dump({"step": step, **{key: _plain(value) for key, value in row.items()}}).encode()
+        self._flush()
         return row
 
+    def _flush(self) -> None:
+        """Write what waits, wholly or not at all."""
+        size = self._stream.tell()
+        try:
+            written = self._stream.write(self._waiting)
+        except OSError as error:
+            written, reason = 0, str(error)
+        else:
+            reason = "no space left"
+        if written == len(self._waiting):
+            self._waiting = b""
+            return
+        self._stream.truncate(size)
+        self._stream.seek(size)
+        _log.warning("%s: %s; %d rows wait to be written", self._path, reason, self._waiting.count(b"\n"))
+
     def close(self) -> None:
+        if self._waiting:
+            self._flush()
         self._stream.close()
 
 
@@ -230,162 +241,3 @@ def _plain(value: float) -> float | None:
 
 def _dump(row: dict[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
-
-
-class _Backend(Protocol):
-    """A logger: gets every row and every validation's images."""
-
-    def log(self, step: int, row: dict[str, float]) -> None: ...
-
-    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None: ...
-
-    def close(self, failed: bool) -> None: ...
-
-
-class _Eta:
-    """Time left, from the mean length of the last steps (validation and checkpoints included)."""
-
-    def __init__(self, start_step: int, total_steps: int) -> None:
-        self._total = total_steps
-        self._seen = deque([(start_step, time.monotonic())], maxlen=_ETA_STEPS + 1)
-
-    def after(self, step: int) -> str:
-        """`h:mm:ss` once `step` steps are done; `-` before the first one."""
-        self._seen.append((step, time.monotonic()))
-        (first, start), (last, end) = self._seen[0], self._seen[-1]
-        if last == first:
-            return "-"
-        seconds = (end - start) / (last - first) * (self._total - step)
-        return str(timedelta(seconds=round(seconds)))
-
-
-def _validation_line(step: int, total: int, row: dict[str, float]) -> str | None:
-    """`step 10/20  validation  ocr/reward/mean 0.9000`, or None for a row without validation."""
-    parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
-    return f"step {step}/{total}  validation  " + "  ".join(parts) if parts else None
-
-
-def _is_training(row: dict[str, float]) -> bool:
-    return any(not key.startswith(("val/", "time/", ELAPSED)) for key in row)
-
-
-class _Lines:
-    """Console without a terminal (a log file): a line a step."""
-
-    def __init__(self, start_step: int, total_steps: int) -> None:
-        self._total = total_steps
-        self._eta = _Eta(start_step, total_steps)
-
-    def log(self, step: int, row: dict[str, float]) -> None:
-        eta = self._eta.after(step)
-        if _is_training(row):
-            parts = [f"{key} {row[key]:.4g}" for key in CONSOLE_KEYS if key in row]
-            print("  ".join([f"step {step}/{self._total}", *parts, f"ETA {eta}"]), flush=True)
-        validation = _validation_line(step, self._total, row)
-        if validation is not None:
-            print(validation, flush=True)
-
-    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
-        pass
-
-    def close(self, failed: bool) -> None:
-        pass
-
-
-class _Progress:
-    """Console on a terminal: a bar with step, reward and ETA; validations are printed above it."""
-
-    def __init__(self, start_step: int, total_steps: int) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        self._total = total_steps
-        self._eta = _Eta(start_step, total_steps)
-        self._bar = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
-            TextColumn("reward {task.fields[reward]}"),
-            TimeElapsedColumn(),
-            TextColumn("ETA {task.fields[eta]}"),
-            refresh_per_second=4,
-        )
-        self._task = self._bar.add_task("training", total=total_steps, completed=start_step, reward="-", eta="-")
-        self._bar.start()
-
-    def log(self, step: int, row: dict[str, float]) -> None:
-        fields = {"reward": f"{row['reward/mean']:.4f}"} if "reward/mean" in row else {}
-        self._bar.update(self._task, completed=step, eta=self._eta.after(step), **fields)  # type: ignore[arg-type]
-        validation = _validation_line(step, self._total, row)
-        if validation is not None:
-            self._bar.console.print(validation, highlight=False, markup=False)
-
-    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
-        pass
-
-    def close(self, failed: bool) -> None:
-        self._bar.stop()
-
-
-class _TensorBoard:
-    """Event files in `<output_dir>/tensorboard`; what an earlier start wrote of later steps is purged."""
-
-    def __init__(self, folder: Path, resolved_config: dict[str, Any], start_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = start_step + 1 if start_step else 0
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
-        text = "```json\n" + json.dumps(resolved_config, indent=2, default=str) + "\n```"
-        self._writer.add_text("config", text, start_step)
-
-    def log(self, step: int, row: dict[str, float]) -> None:
-        for key, value in row.items():
-            self._writer.add_scalar(key, value, step)
-        self._writer.flush()
-
-    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
-        import numpy as np
-        from PIL import Image
-
-        picture = np.asarray(Image.open(folder / "grid.png").convert("RGB"))
-        self._writer.add_image(f"images/{set_name}", picture, step, dataformats="HWC")
-
-    def close(self, failed: bool) -> None:
-        self._writer.close()
-
-
-class _Wandb:
-    """Weights & Biases; WANDB_MODE=offline needs no account. A resumed run continues under its id."""
-
-    def __init__(self, trainer: TrainerConfig, resolved_config: dict[str, Any], wandb_id: str | None) -> None:
-        import wandb
-
-        self._wandb = wandb
-        try:
-            self._run = wandb.init(
-                project=trainer.project_name,
-                name=trainer.experiment_name,
-                dir=trainer.output_dir,
-                config=resolved_config,
-                id=wandb_id,
-                resume="allow",
-            )
-        except wandb.Error as error:
-            reason = " ".join(str(error).split()).rstrip(".")
-            raise ConfigError(
-                f"trainer.logger: wandb could not start: {reason}; run `wandb login`, set WANDB_MODE=offline, "
-                "or leave wandb out"
-            ) from None
-        self.id = self._run.id
-
-    def log(self, step: int, row: dict[str, float]) -> None:
-        # With our step wandb leaves out those that it has seen, which a resumed run repeats, and `wandb sync` can join
-        # the parts of an offline run.
-        self._run.log(row, step=step)
-
-    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
-        pictures = [
-            self._wandb.Image(record.image, caption=f"{record.reward:.3f}: {record.prompt}") for record in records
-        ]
-        self._run.log({f"images/{set_name}": pictures}, step=step)
-
-    def close(self, failed: bool) -> None:
-        self._run.finish(exit_code=1 if failed else 0)

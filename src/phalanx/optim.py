@@ -60,11 +60,18 @@ class Optimizer:
         self._move("cpu")
 
     @torch.no_grad()
-    def step(self) -> dict[str, float | Tensor]:
-        """Apply the accumulated gradients; returns grad_norm (before clipping, a tensor) and lr."""
+    def step(self, loss: Tensor) -> dict[str, float | Tensor]:
+        """Apply the accumulated gradients; returns grad_norm (before clipping, a tensor), lr and `skipped`.
+
+        `loss` is this rank's. Where it is NaN or infinite on any rank, or the gradient is, nothing is changed on any.
+        """
         self.sharded.reduce_gradients()
         norm = self.sharded.clip_gradients(self.config.grad_clip)
         lr = learning_rate(self.config, self.updates, self.total_updates)
+        if not self.sharded.finite(loss, norm):
+            for p in self.sharded.parameters.values():
+                p.grad = None
+            return {"grad_norm": norm, "lr": lr, "skipped": True}
         for name, p in self.sharded.parameters.items():
             self._parts[name].grad = None if p.grad is None else local(p.grad).reshape(self._parts[name].shape)
             p.grad = None
@@ -77,7 +84,7 @@ class Optimizer:
         self._move("cpu")
         self.sharded.publish()
         self.updates += 1
-        return {"grad_norm": norm, "lr": lr}
+        return {"grad_norm": norm, "lr": lr, "skipped": False}
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """This rank's part of the state by the name of its parameter."""

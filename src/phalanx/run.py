@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.checkpoint import Checkpointer, Progress, trained_state
+from phalanx.checkpoint import Checkpointer, Progress, find, trained_state
 from phalanx.config import save
 from phalanx.config.schema import EmaConfig, RunConfig
 from phalanx.data import validation_sets
 from phalanx.distributed import mesh
-from phalanx.distributed.collectives import first_error
+from phalanx.distributed.collectives import agree
 from phalanx.evaluate import validate
 from phalanx.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
 from phalanx.models.flow import build_policy
@@ -23,7 +23,7 @@ from phalanx.optim import Ema, Optimizer
 from phalanx.report import write_report
 from phalanx.rewards import RewardError, RewardSet
 from phalanx.rollout.policy import PolicyRollout
-from phalanx.types import JobError, Prompt
+from phalanx.types import JobError, Prompt, Stopped
 
 log = logging.getLogger(__name__)
 
@@ -68,13 +68,17 @@ class Run:
             self.policy.add_weights("ema", self.ema.values)
         self.checkpointer = Checkpointer(self.output_dir, self.world, self._signature(), cfg.trainer.max_checkpoints)
         self.progress = self._resume()
+        self._saved_step = self.progress.step
+        self._good = replace(self.progress)  # as after the last step that was not a bad one
+        self.bad_steps = self._applied = self._non_finite = 0
         if self.world.rank == 0:
             self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             save(cfg, self.output_dir / "config.yaml")
             print(self.describe(), flush=True)
+        logged = self.progress.step - (self.progress.unfinished is not None)
         self.logger = RunLogger(
-            cfg.trainer, asdict(cfg), self.progress.wandb_id, self.progress.step, total_steps, self.world.rank == 0
+            cfg.trainer, asdict(cfg), self.progress.wandb_id, logged, total_steps, self.world.rank == 0
         )
         self.progress.wandb_id = self.logger.wandb_id
 
@@ -94,28 +98,36 @@ class Run:
         raise AssertionError("a job has its own loop")
 
     def run(self) -> None:
-        """Train, write the report, and say what came of it."""
+        """Train, write the report, and say what came of it. Raises JobError, or Stopped once the state is saved."""
+        self.world.watch.listen()
         try:
             self.fit()
         except JobError:  # every rank has it, so the checkpoint in flight can still be finished
             self.checkpointer.wait()
             raise
+        except Stopped as stop:
+            raise self._keep(stop) from None
         if self.world.rank == 0:
-            report = write_report(self.output_dir)
-            print(*validation_summary(self.output_dir), f"report: {report}", sep="\n", flush=True)
+            try:
+                report = f"report: {write_report(self.output_dir)}"
+            except OSError as error:  # such as a full disk: the training is done all the same
+                report = f"the report was not written: {error}"
+            print(*validation_summary(self.output_dir), report, sep="\n", flush=True)
         mesh.stop()
 
     # -- scoring and validation -----------------------------------------------------------------------------------
 
     def submit(self, images: Tensor, prompts: list[Prompt]) -> None:
-        """Hand a micro-batch to the rewards. All ranks call it equally often: a failure that shows on one ends all."""
+        """Hand a micro-batch to the rewards. All ranks call it equally often: a failure that shows on one ends all,
+        and so does a signal to stop, since nothing is trained while images are sampled.
+        """
         assert self.rewards is not None
         failure: RewardError | None = None
         try:
             self.rewards.submit(images, prompts)
         except RewardError as error:
             failure = error
-        _raise_together(failure)
+        self.go_on(failure)
 
     def score(self) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's rewards [B] and their terms; a reward that fails on any rank ends the job on all."""
@@ -126,8 +138,18 @@ class Run:
             terms = self.rewards.collect()
         except RewardError as error:
             failure = error
-        _raise_together(failure)
+        self.go_on(failure)
         return self.rewards.weighted(terms), terms
+
+    def go_on(self, failure: RewardError | None = None) -> None:
+        """On all ranks at once: raise the RewardError of the lowest rank that has one, or Stopped where a rank was
+        told to stop.
+        """
+        message, stop = agree(str(failure) if failure is not None else None, self.world.watch.stop or 0)
+        if message is not None:
+            raise RewardError(message) from failure
+        if stop:
+            raise Stopped(stop)
 
     def validate(self, step: int) -> dict[str, float]:
         """Validate on all sets and hand the images to the loggers; returns the row, empty where there is nothing."""
@@ -152,24 +174,83 @@ class Run:
                 self.logger.images(step, name, result.images)
         return row
 
-    def validate_first(self) -> None:
-        """Before a run's first step, where trainer.val_before_train says so."""
-        if self.progress.step == 0 and self.base_cfg.trainer.val_before_train and self.val_sets:
+    def begin(self) -> None:
+        """What is due before the first step: the validation before training (trainer.val_before_train), or the end of
+        a step in whose validation the run was stopped.
+        """
+        if self.progress.unfinished is not None:
+            self.end_step(self.progress.step, self.progress.unfinished)
+        elif self.progress.step == 0 and self.base_cfg.trainer.val_before_train and self.val_sets:
             self.logger.log(0, self.validate(0) | self.timers.pop())
 
     def end_step(self, step: int, row: dict[str, float]) -> None:
         """After training step number `step` (from 1): validate, log and save, each where it is due."""
         t, last = self.base_cfg.trainer, step == self.total_steps
-        self.progress.step = step
+        self.progress.step, self.progress.unfinished = step, row
         if t.test_freq > 0 and (last or step % t.test_freq == 0):
-            row |= self.validate(step)
+            row = row | self.validate(step)
+        self.progress.unfinished = None
         # before the checkpoint: a run that is killed after it must find this row
         self.logger.log(step, row | self.timers.pop())
-        if t.save_freq > 0 and (last or step % t.save_freq == 0):
-            with self.timers("checkpoint"):
-                self.checkpointer.save(self.state(), replace(self.progress))
+        self._count_bad_step()
+        if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
+            self._save(self.progress)
+        if not last:
+            self.go_on()
+
+    def step_optimizer(self, loss: Tensor) -> dict[str, float | Tensor]:
+        """Apply the gradients that the backward passes left; `loss` is this rank's sum of them.
+
+        An update with NaN or infinity in the gradient, or in any rank's loss, is skipped on all ranks. Returns
+        grad_norm, lr, and whether it was skipped.
+        """
+        stats = self.optimizer.step(loss)
+        self.progress.updates = self.optimizer.updates
+        if stats["skipped"]:
+            self._non_finite += 1
+        else:
+            self._applied += 1
+            if self.ema is not None:
+                self.ema.update(self.optimizer.updates)
+        return stats
+
+    def _count_bad_step(self) -> None:
+        """A bad step is one all of whose updates were skipped: the weights stay those of the last good one. Too many
+        in a row end the job (trainer.max_bad_steps) with a checkpoint from before them.
+        """
+        if self._applied:
+            self.bad_steps = 0
+        elif self._non_finite:
+            self.bad_steps += 1
+        self._applied = self._non_finite = 0
+        if self.bad_steps == 0:
+            self._good = replace(self.progress)
+        if self.bad_steps < self.base_cfg.trainer.max_bad_steps:
+            return
+        if self.base_cfg.trainer.save_freq > 0 and self._good.step > self._saved_step:
+            self._save(self._good)
+        raise JobError(
+            f"no update of the last {self.bad_steps} training steps was finite (NaN or infinity in loss or gradient): "
+            f"the weights are still those of step {self._good.step}; lower optim.lr, or look at the rewards"
+        )
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    def _save(self, progress: Progress) -> None:
+        with self.timers("checkpoint"):
+            self.checkpointer.save(self.state(), replace(progress))
+        self._saved_step = progress.step
+
+    def _keep(self, stop: Stopped) -> Stopped:
+        """Save the state as it was after the last whole step; returns what to raise."""
+        step = self.progress.step
+        if self.base_cfg.trainer.save_freq > 0 and step > self._saved_step:
+            self._save(self.progress)
+        self.checkpointer.wait()
+        self.world.watch.close()
+        newest = find(self.checkpointer.root)
+        kept = "no checkpoint is kept" if newest is None else f"the same command goes on from {newest}"
+        return Stopped(stop.number, f" after step {step} of {self.total_steps}; {kept}")
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, as tensors of the mesh."""
@@ -195,13 +276,6 @@ class Run:
         if self.world.rank == 0:
             log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
         return progress
-
-
-def _raise_together(failure: RewardError | None) -> None:
-    """On all ranks: raise the RewardError of the lowest rank that has one."""
-    message = first_error(str(failure) if failure is not None else None)
-    if message is not None:
-        raise RewardError(message) from failure
 
 
 def validation_summary(folder: Path) -> list[str]:

@@ -48,8 +48,9 @@ def train_vae(model: Path, images: Path, height: int, width: int, *, steps: int,
         posterior = vae.encode(x).latent_dist
         z = posterior.sample(torch.Generator(world.device).manual_seed(fold_in(seed, step, world.rank)))
         error = F.l1_loss(vae.decode(z).sample, x)
-        (error + KL_WEIGHT * posterior.kl().mean() / z[0].numel()).div(world.size).backward()
-        optimizer.step()
+        loss = (error + KL_WEIGHT * posterior.kl().mean() / z[0].numel()).div(world.size)
+        loss.backward()
+        optimizer.step(loss.detach())
         ema.update(step + 1)
         if (step + 1) % 100 == 0:
             l1 = reduce_float(error.item(), "sum") / world.size

@@ -91,11 +91,55 @@ def test_damaged_checkpoints_are_passed_over(
         assert find(root) == root / "step_000001"
     size = len(data.read_bytes())
     assert f"step_000004 is passed over: {data.name} has {size} bytes of {size + 100}" in caplog.text
-    assert "step_000003 is passed over: meta.json is damaged" in caplog.text
+    assert "step_000003 is passed over: meta.json is damaged, or of another program" in caplog.text
     assert "step_000002.tmp is passed over: it was never finished" in caplog.text
     wanted = rows(tmp_path)
     run_ranks(fit, 1, cfg)  # goes on from step 1
     assert rows(tmp_path) == wanted
+
+
+def flip_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def loud_fit(cfg: TrainConfig) -> None:
+    """`fit`, whose warnings are printed as a task's are."""
+    logging.basicConfig(force=True)
+    fit(cfg)
+
+
+def test_a_flipped_bit_is_noticed(sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In a file of rank 1: sizes agree, and the load itself would not complain."""
+    cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, "trainer.save_freq=1", "trainer.max_checkpoints=4")
+    run_ranks(fit, 2, cfg)
+    wanted = rows(tmp_path)
+    root = tmp_path / "out" / "checkpoints"
+    flip_a_byte(root / "step_000004" / "__1_0.distcp")
+    assert find(root) == root / "step_000004"
+    refused = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, f"trainer.resume={root}/step_000004")
+    with pytest.raises(RankError) as error:
+        run_ranks(fit, 2, refused)
+    problem = "__1_0.distcp is not what was written: its checksum differs"
+    assert f"trainer.resume: '{root}/step_000004' cannot be used: {problem}" in str(error.value)
+    capfd.readouterr()
+    run_ranks(loud_fit, 2, cfg)
+    said = capfd.readouterr().err
+    assert f"checkpoint {root}/step_000004 is passed over: {problem}" in said
+    assert f"resuming from {root}/step_000003: step 3 of 4" in said
+    assert rows(tmp_path) == wanted
+
+
+@pytest.mark.parametrize(
+    "meta", ['{"step": 9}', "[]", '{"progress": {"epoch": 1}, "signature": {}, "files": {}}', "\0"]
+)
+def test_a_foreign_checkpoint_is_passed_over(meta: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "step_000009").mkdir()
+    (tmp_path / "step_000009" / "meta.json").write_text(meta)
+    with caplog.at_level(logging.WARNING):
+        assert find(tmp_path) is None
+    assert "step_000009 is passed over: meta.json is damaged, or of another program" in caplog.text
 
 
 def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:

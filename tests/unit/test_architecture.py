@@ -18,15 +18,16 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
     frozenset({"trainer", "flow_matching", "generate", "digits", "vae", "cli"}),
-    frozenset({"run", "export", "image_data"}),
+    frozenset({"run", "export", "image_data", "cluster"}),
     frozenset({"report"}),
     frozenset(
         {"algorithms", "models", "rollout", "rewards", "data", "optim", "checkpoint", "metrics", "evaluate", "batches"}
     ),
+    frozenset({"loggers"}),
     frozenset({"images", "flops", "charts"}),
     frozenset({"distributed"}),
     frozenset({"functional"}),
-    frozenset({"types"}),
+    frozenset({"types", "ending"}),
     frozenset({"config"}),
 )
 
@@ -40,16 +41,16 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "pyarrow": ("data",),
     "rapidfuzz": ("rewards.ocr",),
     "rapidocr": ("rewards.ocr",),
-    "tensorboard": ("metrics",),
-    "torch.utils.tensorboard": ("metrics",),
+    "tensorboard": ("loggers",),
+    "torch.utils.tensorboard": ("loggers",),
     "transformers": ("models", "digits", "rewards._clip"),
     "vllm": ("rollout", "rewards.vlm"),
-    "wandb": ("metrics",),
+    "wandb": ("loggers",),
 }
 
 PURE = ("functional", "algorithms")
 IMPURE_LIBRARIES = ("torch.distributed", "diffusers", "vllm")
-LIGHT = ("config", "cli")  # a mistake in a configuration is told before torch is imported
+LIGHT = ("config", "cli", "ending")  # a mistake in a configuration is told before torch is imported
 LIGHT_LIBRARIES = {"omegaconf", "rich", "yaml"}
 GROUP_MAKERS = {
     "DeviceMesh",
@@ -159,7 +160,8 @@ def light_errors(module: Module) -> list[str]:
     top = ast.Module([n for n in module.tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
     allowed = {*sys.stdlib_module_names, *LIGHT_LIBRARIES}
     heavy = {n for n in imports(top) if n.split(".")[0] not in allowed and not within(n, "phalanx")}
-    heavy |= {n for n in imports(top) if within(n, "phalanx") and n != "phalanx" and not within(n, "phalanx.config")}
+    light = ("phalanx.config", "phalanx.ending")
+    heavy |= {n for n in imports(top) if n.startswith("phalanx.") and not any(within(n, m) for m in light)}
     return [f"{module.name} imports {name} at its top" for name in sorted(heavy)]
 
 
@@ -276,7 +278,7 @@ def test_each_check_can_fail() -> None:
     assert group_errors(Module("checkpoint", "dist.new_group([0])")) == ["checkpoint calls new_group"]
     assert group_errors(Module("distributed.mesh", "init_device_mesh('cpu', (2,))")) == []
     assert owner_errors(Module("trainer", "def f():\n    import wandb")) == [
-        "trainer imports wandb, which belongs to metrics"
+        "trainer imports wandb, which belongs to loggers"
     ]
     assert owner_errors(Module("rewards.ocr", "from rapidocr import RapidOCR")) == []
     assert style_errors(Module("data", "hasattr(a, 'b')\ngetattr(a, 'b', None)\ngetattr(a, 'b')")) == [

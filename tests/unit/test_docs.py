@@ -16,7 +16,7 @@ import torch
 from phalanx import batches
 from phalanx.config import load
 from phalanx.config.schema import FlowMatchingTaskConfig, RewardConfig, TrainConfig
-from phalanx.config.tasks import ExportConfig, SampleConfig
+from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig
 from phalanx.data import load_prompts
 from phalanx.models.family import model_index
 from phalanx.rewards import RewardSet
@@ -30,6 +30,7 @@ SCHEMAS: dict[str, type] = {
     "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
     "tasks/sample.py": SampleConfig,
     "tasks/export_checkpoint.py": ExportConfig,
+    "tasks/check_cluster.py": CheckClusterConfig,
 }
 FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")

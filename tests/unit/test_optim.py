@@ -96,7 +96,7 @@ def train(config: OptimConfig, fsdp_size: int, dtype: torch.dtype, offload: bool
         sharded.set_last_micro_batch(True)
         net(x.to(dtype)).float().square().sum().backward()
         assert optimizer.updates == step
-        said.append({k: float(v) for k, v in optimizer.step().items()})
+        said.append({k: float(v) for k, v in optimizer.step(torch.zeros(())).items()})
         assert all(p.grad is None for p in [*net.parameters(), *sharded.parameters.values()])
     moments = [t for state in optimizer.state().values() for t in state.values()]
     return {
@@ -182,7 +182,7 @@ def muon_step() -> dict[str, Tensor]:
     before = full(sharded.parameters)
     optimizer = Optimizer(settings(name="muon", weight_decay=0.0, grad_clip=0.0, lr_scheduler="constant"), sharded, 1)
     net(torch.cat([data(step) for step in range(16)])).square().sum().backward()
-    optimizer.step()
+    optimizer.step(torch.zeros(()))
     assert {frozenset(state) for name, state in optimizer.state().items() if name in sharded.hidden_matrices} == {
         frozenset({"momentum_buffer"})
     }
@@ -245,7 +245,7 @@ def averages(fsdp_size: int) -> dict[str, Tensor]:
     optimizer = Optimizer(settings(), sharded, STEPS)
     for step in range(STEPS):
         net(data(step).chunk(world.size)[world.rank]).square().sum().backward()
-        optimizer.step()
+        optimizer.step(torch.zeros(()))
         ema.update(optimizer.updates)
     return {name: value.clone() for name, value in ema.values.items()}
 

@@ -195,6 +195,9 @@ class TrainerConfig:
     )
     seed: int = arg(0, "seed of noise, windows and LoRA initialisation", **SEEDS)
     resume: str = arg("auto", "auto: from the newest complete checkpoint, if any; never; or a checkpoint's path")
+    max_bad_steps: int = arg(
+        10, "steps in a row without one finite update (NaN in loss or gradient) that end the run", ge=1
+    )
     max_checkpoints: int = arg(2, "newest checkpoints that are kept", ge=1)
     deterministic: bool = arg(False, "torch.use_deterministic_algorithms: slower on GPUs, repeats bit for bit")
 

@@ -1,4 +1,4 @@
-"""Configuration of the tasks that use what a run left behind: tasks/export_checkpoint.py and tasks/sample.py."""
+"""Configuration of the tasks beside training: tasks/export_checkpoint.py, sample.py and check_cluster.py."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -9,7 +9,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from phalanx.config.load import ConfigError, arg
-from phalanx.config.schema import DTYPES, SDE_TYPES, SEEDS, ParallelConfig, RunConfig
+from phalanx.config.schema import (
+    DTYPES,
+    SDE_TYPES,
+    SEEDS,
+    FlowMatchingTaskConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 WEIGHTS = ("auto", "model", "ema")
 EXPORT_DTYPES = (*DTYPES, "float16")
@@ -71,6 +80,23 @@ class SampleConfig:
     micro_batch_size_per_gpu: int = arg(1, "images sampled together", ge=1)
     output_dir: str = arg("outputs/samples", "folder for the images, which are replaced, and grid.png")
     columns: Optional[int] = arg(None, "images in a row of the grid; null: n, or a square where n is 1", ge=1)
+
+
+@dataclass
+class CheckedModelConfig(ModelConfig):
+    """As in a training job, but not required."""
+
+    path: str = arg("", "diffusers model folder or hub id that every node must read; empty: not looked at", path=True)
+
+
+@dataclass
+class CheckClusterConfig(TrainConfig, FlowMatchingTaskConfig):
+    """Configuration of tasks/check_cluster.py: all keys of the training tasks, and those of its own."""
+
+    model: CheckedModelConfig = field(default_factory=CheckedModelConfig)
+    expect: Optional[int] = arg(None, "ranks that there should be; null: as many as there are", ge=1)
+    timeout_s: float = arg(60.0, "seconds that a step of the check may take", gt=0)
+    min_free_gb: float = arg(50.0, "warn where trainer.output_dir has less free space, in GB (10^9 bytes)", ge=0)
 
 
 def read_run(file: Path) -> RunConfig:

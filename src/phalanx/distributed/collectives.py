@@ -53,13 +53,13 @@ def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     return dict(zip(keys, (local / dist.get_world_size()).tolist(), strict=True))
 
 
-def first_error(error: str | None) -> str | None:
-    """The error of the lowest rank that has one, told to all ranks with its rank; None where all went well."""
-    errors = all_gather_object(error)
-    for rank, message in enumerate(errors):
-        if message is not None:
-            return message if len(errors) == 1 else f"rank {rank}: {message}"
-    return None
+def agree(error: str | None, stop: int) -> tuple[str | None, int]:
+    """On all ranks: the error of the lowest rank that has one, with its rank (None where all went well), and the
+    largest `stop`, the number of a signal that asks the job to stop (0: none).
+    """
+    said = all_gather_object((error, stop))
+    errors = [f"rank {rank}: {text}" if len(said) > 1 else text for rank, (text, _) in enumerate(said) if text]
+    return (errors[0] if errors else None), max(signal for _, signal in said)
 
 
 def gather_object(value: T) -> list[T]:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from phalanx.config.schema import ParallelConfig
+from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
 
 
@@ -134,6 +135,11 @@ class Sharded:
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
         return norm
+
+    def finite(self, loss: Tensor, norm: Tensor) -> bool:
+        """Whether the gradient's norm and every rank's loss are finite; the same on all ranks."""
+        bad = not bool(torch.isfinite(loss) & torch.isfinite(norm))
+        return not (bad if self.world.size == 1 else reduce_int(bad, "max"))
 
 
 def local(tensor: Tensor) -> Tensor:

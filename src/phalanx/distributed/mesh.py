@@ -1,7 +1,10 @@
 """The world: one mesh (replicate, shard), and the groups that are cut from it. All process groups are made here."""
 
+import logging
 import os
-from collections.abc import Mapping
+import socket
+import uuid
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,6 +15,10 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.config import ConfigError
 from phalanx.config.schema import ParallelConfig
+from phalanx.distributed import watch
+from phalanx.distributed.collectives import all_gather_object, broadcast_object
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -22,6 +29,8 @@ class Launch:
     world_size: int
     local_rank: int
     local_world_size: int
+    max_restarts: int = 0  # how often the launcher may start the ranks again
+    nodes: str = ""  # of an elastic job: the range of nodes, such as 2:4
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "Launch":
@@ -31,18 +40,30 @@ class Launch:
             world_size=world,
             local_rank=int(env.get("LOCAL_RANK", "0")),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world))),
+            max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            nodes=env.get("NNODES", "") if ":" in env.get("NNODES", "") else "",
         )
+
+    def worlds(self) -> list[int]:
+        """How many ranks the world may have, in an elastic job, as nodes come and go."""
+        if not self.nodes:
+            return [self.world_size]
+        first, last = (int(n) for n in self.nodes.split(":"))
+        return [n * self.local_world_size for n in range(first, last + 1)]
 
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: `mesh` has axes (replicate, shard); `checkpoint_group` is a CPU group of all ranks."""
+    """This process's place: `mesh` has axes (replicate, shard); `checkpoint_group` is a CPU group of all ranks;
+    `watch` hears signals and knows which ranks live.
+    """
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
     checkpoint_group: dist.ProcessGroup
+    watch: watch.Watch
 
     @property
     def shard_size(self) -> int:
@@ -81,6 +102,24 @@ def check_sharding(optimizer: str, config: ParallelConfig, launch: Launch) -> No
         )
 
 
+def check_elastic(resume: str, launch: Launch, works: Callable[[int], object]) -> None:
+    """Refuse what a job whose ranks are started again cannot do, and warn of worlds that it may come to but not run in.
+
+    `works(world_size)` raises ConfigError for such a world.
+    """
+    if resume != "auto" and (launch.max_restarts > 0 or launch.nodes):
+        raise ConfigError(
+            f"trainer.resume: {resume!r} would begin from there again whenever the ranks are restarted (MAX_RESTARTS, "
+            "or a range of NNODES); right is auto, with a trainer.output_dir of its own"
+        )
+    for size in launch.worlds():
+        if size != launch.world_size:
+            try:
+                works(size)
+            except ConfigError as error:
+                log.warning("NNODES=%s: with %d ranks the job would end: %s", launch.nodes, size, error)
+
+
 def start(config: ParallelConfig) -> World:
     """Join the world and cut its mesh. Every group gets the configured time limit."""
     launch = Launch.from_env()
@@ -100,10 +139,33 @@ def start(config: ParallelConfig) -> World:
     for group in mesh.get_all_groups():  # subgroups do not inherit the limit of the default group
         _set_pg_timeout(timeout, group)
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
-    return World(launch.rank, launch.world_size, device, mesh, checkpoint_group)
+    return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, _watch(launch, config.timeout_s))
+
+
+def _watch(launch: Launch, timeout_s: float) -> watch.Watch:
+    """The watch of this rank, over connections of its own to the store that the world was made with."""
+    node = launch.rank // launch.local_world_size
+    alone = launch.world_size == launch.local_world_size
+    hosts = all_gather_object(socket.gethostname() if alone else f"{socket.gethostname()} (node {node})")
+    name = broadcast_object(uuid.uuid4().hex)  # a store may outlive a restart of the ranks
+    stores: list[dist.Store] = []
+    if launch.world_size > 1 and "MASTER_ADDR" in os.environ:
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        for _ in range(2):
+            client = dist.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=10))
+            stores.append(dist.PrefixStore(f"watch/{name}", client))
+    first = launch.rank - launch.local_rank
+    local = range(first, first + launch.local_world_size)
+    found = watch.current = watch.Watch(launch.rank, hosts, local, timeout_s, *stores)
+    dist.barrier()
+    if stores:
+        found.start()
+    return found
 
 
 def stop() -> None:
     """Leave the world."""
+    if watch.current is not None:
+        watch.current.close()
     if dist.is_initialized():
         dist.destroy_process_group()

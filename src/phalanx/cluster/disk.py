@@ -1,0 +1,52 @@
+"""Whether all nodes write to one and the same folder: each leaves a mark there, and looks for those of the others."""
+
+import shutil
+import time
+from pathlib import Path
+
+PATIENCE_S = 10.0  # a network file system may show what another node wrote some seconds later
+
+
+class SharedFolder:
+    """The marks of one node in `output_dir`; `token` is the same on all nodes and new at each check."""
+
+    def __init__(self, output_dir: Path, token: str, node: int) -> None:
+        self.folder = output_dir / f".check_cluster_{token}"
+        self.node = node
+        self._made: list[Path] = []
+
+    def write(self) -> None:
+        """Leave this node's mark; raises OSError where that fails."""
+        self._made = [p for p in (self.folder, *self.folder.parents) if not p.exists()]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._mark(self.node).write_text(self.folder.name)
+
+    def missing(self, nodes: list[int], patience_s: float) -> list[int]:
+        """Those of `nodes` whose marks are not seen here, after `patience_s` seconds of looking."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            list(self.folder.iterdir())  # makes a network file system ask its server again
+            unseen = [node for node in nodes if not self._seen(node)]
+            if not unseen or time.monotonic() > deadline:
+                return unseen
+            time.sleep(0.2)
+
+    def remove(self) -> None:
+        """Take away the marks, and the folders that this node made for them."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for folder in self._made:
+            try:
+                folder.rmdir()
+            except FileNotFoundError:  # another node was first
+                continue
+            except OSError:  # something else is in it by now
+                return
+
+    def _mark(self, node: int) -> Path:
+        return self.folder / f"node_{node}"
+
+    def _seen(self, node: int) -> bool:
+        try:
+            return self._mark(node).read_text() == self.folder.name
+        except FileNotFoundError:
+            return False

@@ -1,0 +1,42 @@
+"""How a process ends: its last word, on the terminal and in torchrun's report, and its exit status at once."""
+
+import json
+import os
+import socket
+import sys
+import time
+from typing import NoReturn
+
+
+def rank() -> int:
+    """This process's rank in the world, by the launcher's environment."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def place() -> str:
+    """This process, for a message: `rank 3 on node-b`."""
+    return f"rank {rank()} on {socket.gethostname()}"
+
+
+def say(words: str) -> None:
+    """Print to the terminal. Not through sys.stderr, which torch.distributed redirects while an excepthook runs."""
+    os.write(2, f"{words}\n".encode())
+
+
+def end(status: int, report: str, words: str | None) -> NoReturn:
+    """End this process without waiting for its threads, some of which may never end.
+
+    `report` is what torchrun prints last, as the failure of this rank; `words` are printed here and now, where given.
+    """
+    if words is not None:
+        say(words)
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is not None:
+        stamp = {"py_callstack": report, "timestamp": str(int(time.time()))}
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"message": {"message": report.splitlines()[-1], "extraInfo": stamp}}, file)
+        except OSError as error:  # a full disk must not hide the error itself
+            say(f"{place()}: {path}: {error}")
+    sys.stdout.flush()
+    os._exit(status)

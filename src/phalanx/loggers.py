@@ -1,0 +1,183 @@
+"""The loggers of `trainer.logger`: console, tensorboard and wandb. Each gets every row and the validations' images."""
+
+import json
+import time
+from collections import deque
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+from phalanx.config.load import ConfigError
+from phalanx.config.schema import TrainerConfig
+from phalanx.images import ImageRecord
+
+ELAPSED = "perf/elapsed_s"
+CONSOLE_KEYS = (
+    "reward/mean",
+    "reward/std",
+    "actor/ratio_mean",
+    "actor/clipfrac",
+    "actor/grad_norm",
+    "actor/kl_ref",
+    "perf/step_s",
+)
+_ETA_STEPS = 20  # the ETA follows the last steps, as a window or a checkpoint changes their length
+
+
+class Backend(Protocol):
+    """A logger: gets every row and every validation's images."""
+
+    def log(self, step: int, row: dict[str, float]) -> None: ...
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
+
+
+class _Eta:
+    """Time left, from the mean length of the last steps (validation and checkpoints included)."""
+
+    def __init__(self, start_step: int, total_steps: int) -> None:
+        self._total = total_steps
+        self._seen = deque([(start_step, time.monotonic())], maxlen=_ETA_STEPS + 1)
+
+    def after(self, step: int) -> str:
+        """`h:mm:ss` once `step` steps are done; `-` before the first one."""
+        self._seen.append((step, time.monotonic()))
+        (first, start), (last, end) = self._seen[0], self._seen[-1]
+        if last == first:
+            return "-"
+        seconds = (end - start) / (last - first) * (self._total - step)
+        return str(timedelta(seconds=round(seconds)))
+
+
+def _validation_line(step: int, total: int, row: dict[str, float]) -> str | None:
+    """`step 10/20  validation  ocr/reward/mean 0.9000`, or None for a row without validation."""
+    parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
+    return f"step {step}/{total}  validation  " + "  ".join(parts) if parts else None
+
+
+def _is_training(row: dict[str, float]) -> bool:
+    return any(not key.startswith(("val/", "time/", ELAPSED)) for key in row)
+
+
+class ConsoleLines:
+    """Console without a terminal (a log file): a line a step."""
+
+    def __init__(self, start_step: int, total_steps: int) -> None:
+        self._total = total_steps
+        self._eta = _Eta(start_step, total_steps)
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        eta = self._eta.after(step)
+        if _is_training(row):
+            parts = [f"{key} {row[key]:.4g}" for key in CONSOLE_KEYS if key in row]
+            print("  ".join([f"step {step}/{self._total}", *parts, f"ETA {eta}"]), flush=True)
+        validation = _validation_line(step, self._total, row)
+        if validation is not None:
+            print(validation, flush=True)
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
+        pass
+
+    def close(self, failed: bool) -> None:
+        pass
+
+
+class ConsoleBar:
+    """Console on a terminal: a bar with step, reward and ETA; validations are printed above it."""
+
+    def __init__(self, start_step: int, total_steps: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._total = total_steps
+        self._eta = _Eta(start_step, total_steps)
+        self._bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("reward {task.fields[reward]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA {task.fields[eta]}"),
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("training", total=total_steps, completed=start_step, reward="-", eta="-")
+        self._bar.start()
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        fields = {"reward": f"{row['reward/mean']:.4f}"} if "reward/mean" in row else {}
+        self._bar.update(self._task, completed=step, eta=self._eta.after(step), **fields)  # type: ignore[arg-type]
+        validation = _validation_line(step, self._total, row)
+        if validation is not None:
+            self._bar.console.print(validation, highlight=False, markup=False)
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
+        pass
+
+    def close(self, failed: bool) -> None:
+        self._bar.stop()
+
+
+class TensorBoard:
+    """Event files in `<output_dir>/tensorboard`; what an earlier start wrote of later steps is purged."""
+
+    def __init__(self, folder: Path, resolved_config: dict[str, Any], start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = start_step + 1 if start_step else 0
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        text = "```json\n" + json.dumps(resolved_config, indent=2, default=str) + "\n```"
+        self._writer.add_text("config", text, start_step)
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
+        import numpy as np
+        from PIL import Image
+
+        picture = np.asarray(Image.open(folder / "grid.png").convert("RGB"))
+        self._writer.add_image(f"images/{set_name}", picture, step, dataformats="HWC")
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases; WANDB_MODE=offline needs no account. A resumed run continues under its id."""
+
+    def __init__(self, trainer: TrainerConfig, resolved_config: dict[str, Any], wandb_id: str | None) -> None:
+        import wandb
+
+        self._wandb = wandb
+        try:
+            self._run = wandb.init(
+                project=trainer.project_name,
+                name=trainer.experiment_name,
+                dir=trainer.output_dir,
+                config=resolved_config,
+                id=wandb_id,
+                resume="allow",
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(
+                f"trainer.logger: wandb could not start: {reason}; run `wandb login`, set WANDB_MODE=offline, "
+                "or leave wandb out"
+            ) from None
+        self.id = self._run.id
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        # With our step wandb leaves out those that it has seen, which a resumed run repeats, and `wandb sync` can join
+        # the parts of an offline run.
+        self._run.log(row, step=step)
+
+    def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
+        pictures = [
+            self._wandb.Image(record.image, caption=f"{record.reward:.3f}: {record.prompt}") for record in records
+        ]
+        self._run.log({f"images/{set_name}": pictures}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)

@@ -1,0 +1,19 @@
+"""Look, in about a minute, whether the machines are fit to train on; takes all that a training task takes.
+
+sh train.sh tasks/check_cluster.py configs/flowgrpo/quickstart.yaml expect=2
+"""
+
+from collections.abc import Callable
+
+from phalanx.cli import parse, run
+from phalanx.config.tasks import CheckClusterConfig
+
+
+def build(cfg: CheckClusterConfig) -> Callable[[], None]:
+    from phalanx.cluster.check import ClusterCheck
+
+    return ClusterCheck(cfg).run
+
+
+if __name__ == "__main__":
+    run(build, parse(CheckClusterConfig, __doc__ or ""))

@@ -1,0 +1,90 @@
+"""NaN and infinity in loss or gradient: the update is skipped on all ranks and counted; too many end the run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.config.schema import TrainConfig
+from phalanx.types import Batch, JobError, Policy
+from tests.jobs import fit, full_weights, tiny_config
+from tests.ranks import run_ranks
+
+SETTINGS = ("model.lora_rank=4", "actor.ema.decay=0.9", "trainer.total_training_steps=6", "trainer.save_freq=1")
+
+
+def spoil(trainer: Any, value: float, steps: tuple[int, ...], *, loss_only: bool = False) -> None:
+    """Make rank 1's first micro-batch of the given steps' every update bad; rank 0 must follow."""
+    honest = trainer.algorithm.loss
+
+    def loss(policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        per_action, stats = honest(policy, batch)
+        if dist.get_rank() == 1 and trainer.progress.step in steps:
+            per_action = per_action + value if loss_only else per_action * value
+        return per_action, stats
+
+    trainer.algorithm.loss = loss
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def spoiled(cfg: TrainConfig, value: float, steps: tuple[int, ...], loss_only: bool) -> dict[str, Any]:
+    from phalanx.trainer import Trainer
+
+    trainer = Trainer(cfg)
+    spoil(trainer, value, steps, loss_only=loss_only)
+    error = None
+    try:
+        trainer.fit()
+    except JobError as raised:
+        error = str(raised)
+        trainer.checkpointer.wait()
+    return {
+        "error": error,
+        "weights": full_weights(trainer.policy.parameters),
+        "ema": full_weights(trainer.ema.values),
+        "updates": trainer.progress.updates,
+    }
+
+
+@pytest.mark.parametrize("fsdp", [1, 2])
+@pytest.mark.parametrize(
+    ("value", "loss_only"), [(float("nan"), False), (float("inf"), False), (float("inf"), True)], ids=str
+)
+def test_a_bad_update_is_skipped_on_all_ranks(
+    value: float, loss_only: bool, fsdp: int, sd3_folder: Path, tmp_path: Path
+) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, *SETTINGS, f"parallel.fsdp_size={fsdp}")
+    ranks = run_ranks(spoiled, 2, cfg, value, (2, 3), loss_only)
+    assert [r["error"] for r in ranks] == [None, None]
+    counts = [row["actor/updates_non_finite"] for row in rows(tmp_path)]
+    assert counts == [0, 0, 2, 2, 0, 0]
+    assert [r["updates"] for r in ranks] == [8, 8]
+    for r in ranks:
+        assert all(t.isfinite().all() for part in ("weights", "ema") for t in r[part].values())
+    assert all(torch.equal(ranks[0]["weights"][name], value) for name, value in ranks[1]["weights"].items())
+
+
+def test_too_many_in_a_row_end_the_run_with_a_checkpoint_from_before(sd3_folder: Path, tmp_path: Path) -> None:
+    settings = ("trainer.max_bad_steps=2", "trainer.save_freq=4", "parallel.fsdp_size=2")
+    cfg = tiny_config(sd3_folder, tmp_path, *SETTINGS, *settings)
+    ranks = run_ranks(spoiled, 2, cfg, float("nan"), (1, 3, 4, 5), False)  # one alone, then three in a row
+    message = (
+        "no update of the last 2 training steps was finite (NaN or infinity in loss or gradient): the weights are still "
+        "those of step 3; lower optim.lr, or look at the rewards"
+    )
+    assert [r["error"] for r in ranks] == [message, message]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [f.name for f in (tmp_path / "out" / "checkpoints").iterdir()] == ["step_000003"]
+    # it is the state of step 3, and a run that goes on from it is like one that never had a bad step 4
+    mended = run_ranks(fit, 2, cfg)[0]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    whole = tiny_config(sd3_folder, tmp_path / "whole", *SETTINGS, *settings)
+    wanted = run_ranks(spoiled, 2, whole, float("nan"), (1,), False)[0]["weights"]
+    assert all(torch.equal(mended[name], value) for name, value in wanted.items())

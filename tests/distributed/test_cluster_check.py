@@ -1,0 +1,255 @@
+"""The check of a cluster on real ranks: what they measure together, and that it ends, and says why, where one does not."""
+
+import os
+import socket
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.cluster import check, measure
+from phalanx.cluster.board import Board, open_store
+from phalanx.cluster.check import ClusterCheck
+from phalanx.config import load
+from phalanx.config.schema import ParallelConfig
+from phalanx.config.tasks import CheckClusterConfig
+from phalanx.distributed import mesh
+from phalanx.types import JobError
+from tests.ranks import free_port, run_ranks
+
+HOST = socket.gethostname()
+ADVICE_OF_MACHINES = "try ls on the paths of the configuration there"
+
+
+def sums(impostor: int | None) -> str | None:
+    world = mesh.start(ParallelConfig())
+    if world.rank == impostor:
+        world = replace(world, rank=world.rank + 4)  # contributes another rank's numbers
+    return measure.check_sums(world)
+
+
+def test_right_sums() -> None:
+    assert run_ranks(sums, 4, None, local_world=2) == [None] * 4
+
+
+def test_wrong_numbers_of_one_rank_are_seen_by_all() -> None:
+    """Rank 2 contributes 7 times the pattern instead of 3 times: 14 instead of 10 in all."""
+    wrong = "1 of 1 sums are wrong; the first is 14 and should be 10"
+    assert run_ranks(sums, 4, 2, local_world=2) == [wrong] * 4
+
+
+def offset(shift: float) -> float | None:
+    world = mesh.start(ParallelConfig())
+    here = shift if world.rank >= 2 else 0.0
+    return measure.clock_offset(world, clock=lambda: time.time() + here)
+
+
+@pytest.mark.parametrize("shift", [0.0, 7.5, -3.25])
+def test_a_clock_that_is_off_is_measured(shift: float) -> None:
+    zero, none, second, also_none = run_ranks(offset, 4, shift, local_world=2)
+    assert (zero, none, also_none) == (0.0, None, None)
+    assert second == pytest.approx(shift, abs=0.05)
+
+
+def rates() -> dict[str, float]:
+    return measure.bandwidths(mesh.start(ParallelConfig()))
+
+
+@pytest.mark.parametrize(
+    ("world", "local", "kinds"),
+    [(4, 2, {"all", "node", "link"}), (2, 1, {"all", "link"}), (2, 2, {"all", "node"}), (1, 1, set())],
+)
+def test_what_is_measured_follows_the_layout(world: int, local: int, kinds: set[str]) -> None:
+    for found in run_ranks(rates, world, local_world=local):
+        assert set(found) == kinds
+        assert all(0.001 < rate < 1000 for rate in found.values()), found
+
+
+# -- the whole check --------------------------------------------------------------------------------------------------
+
+
+def whole(
+    port: int, overrides: list[list[str]], env: list[dict[str, str]] | None = None
+) -> tuple[list[str], str | None]:
+    """Rank 0's findings, and how the check ended; `overrides` and `env` of each rank."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env[rank] if env else {})}
+    checked = ClusterCheck(load(CheckClusterConfig, None, overrides[rank]))
+    try:
+        checked.run()
+    except JobError as error:
+        return [str(finding) for finding in checked.findings], str(error)
+    return [str(finding) for finding in checked.findings], None
+
+
+def topics(findings: list[str]) -> list[str]:
+    return [finding.split(":")[0] for finding in findings]
+
+
+def test_two_nodes_that_share_a_disk(tmp_path: Path) -> None:
+    here = [f"trainer.output_dir={tmp_path}/a/b", "min_free_gb=0", "expect=2"]
+    (findings, verdict), other = run_ranks(whole, 2, free_port(), [here, here], local_world=1, init=False)
+    assert (verdict, other) == (None, ([], None))
+    assert findings[0] == "ok       ranks: 2 on 2 nodes, 1 on each"
+    assert f"ok       shared disk: {tmp_path}/a/b can be written and is the same on all nodes" in findings
+    named = ["ranks", "versions", "configuration", "GPUs", "memory", "limits", "paths", "disk", "shared disk"]
+    named += ["clocks", "all-reduce", "bandwidth"]
+    assert [topic.split(maxsplit=1)[1] for topic in topics(findings)] == named
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_nodes_that_do_not_share_a_disk(tmp_path: Path) -> None:
+    own = [[f"trainer.output_dir={tmp_path}/{rank}", "timeout_s=2"] for rank in range(2)]
+    (findings, verdict), (_, other) = run_ranks(whole, 2, free_port(), own, local_world=1, init=False)
+    first, second = f"{HOST} (node 0)", f"{HOST} (node 1)"
+    assert (
+        f"FAIL     shared disk: {tmp_path}/0: {first} does not see what {second} wrote and {second} does not see what "
+        f"{first} wrote within 1 s; trainer.output_dir must be on a file system that all nodes share"
+    ) in findings
+    assert (
+        f"FAIL     configuration: trainer.output_dir is {tmp_path}/1 on {second}, but {tmp_path}/0 on {first}; "
+        "give every node the same file and overrides"
+    ) in findings
+    assert verdict == other == "training would fail here; to be mended: configuration and shared disk"
+    assert topics(findings)[-1] == "ok       bandwidth"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_one_node_cannot_write_to(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    own = [[f"trainer.output_dir={tmp_path}/free"], [f"trainer.output_dir={tmp_path}/taken/run"]]
+    (findings, _), _ = run_ranks(whole, 2, free_port(), own, local_world=1, init=False)
+    (line,) = [finding for finding in findings if "shared disk" in finding]
+    assert line.startswith(f"FAIL     shared disk: {tmp_path}/taken/run")
+    assert line.endswith(
+        f"not a directory (rank 1 on {HOST} (node 1)); trainer.output_dir must be a folder that every node can write to"
+    )
+    assert [file.name for file in tmp_path.iterdir()] == ["taken"]
+
+
+def test_unequal_nodes_end_without_groups(tmp_path: Path) -> None:
+    same = [f"trainer.output_dir={tmp_path}", "timeout_s=5"]
+    nodes = [{"GROUP_RANK": str(node), "LOCAL_WORLD_SIZE": str(size)} for node, size in ((0, 2), (0, 2), (1, 1))]
+    results = run_ranks(whole, 3, free_port(), [same] * 3, nodes, init=False)
+    assert results[0][0][0] == (
+        f"FAIL     ranks: 1 on {HOST} (node 1), but 2 on {HOST} (node 0); give every node the same NPROC_PER_NODE"
+    )
+    assert {verdict for _, verdict in results} == {
+        "training would fail here; to be mended: ranks (not checked: groups, clocks, all-reduce, bandwidth)"
+    }
+
+
+def stuck(port: int, pipe: Path, overrides: list[str]) -> tuple[list[str], str | None, float]:
+    """Rank 1's data file is a pipe that nobody writes to, so that opening it hangs as a dead network disk would."""
+    check.GRACE_S = 0.5
+    begin = time.monotonic()
+    try:
+        hung = [*overrides, f"data.train_files=[{pipe}]"]
+        return *whole(port, [overrides, hung]), time.monotonic() - begin
+    finally:
+        if os.environ["RANK"] == "1":
+            os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # lets the thread that hangs go
+
+
+def test_a_rank_that_hangs_is_named_in_time(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    overrides = [f"trainer.output_dir={tmp_path}", "timeout_s=1"]
+    results = run_ranks(stuck, 2, free_port(), tmp_path / "pipe", overrides, local_world=1, init=False)
+    assert results[0][0][-1] == (
+        f"FAIL     machines: not done within 1 s (rank 1 on {HOST} (node 1)); {ADVICE_OF_MACHINES}"
+    )
+    rest = "shared disk, groups, clocks, all-reduce, bandwidth"
+    for _, verdict, seconds in results:
+        assert verdict == f"training would fail here; to be mended: machines (not checked: {rest})"
+        assert seconds < 5
+
+
+def leaves_early(port: int, who: int) -> tuple[list[str], str | None] | None:
+    """One rank says that it is here, and ends."""
+    check.GRACE_S = 0.5
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    launch = mesh.Launch.from_env()
+    if launch.rank != who:
+        return whole(port, [["timeout_s=2"]] * 2)
+    board = Board(launch.rank, 2, open_store(launch, 2))
+    board.gather({"rank": who, "node": who, "host": HOST, "local_world_size": 1}, 2)
+    return None
+
+
+def test_a_rank_that_ends_early_is_named() -> None:
+    result, _ = run_ranks(leaves_early, 2, free_port(), 1, local_world=1, init=False)
+    assert result[0][-1] == f"FAIL     GPUs: no answer (rank 1 on {HOST} (node 1)); look at nvidia-smi there"
+
+
+def test_the_others_end_where_rank_0_does() -> None:
+    _, result = run_ranks(leaves_early, 2, free_port(), 0, local_world=1, init=False)
+    assert result == ([], "rank 0 is gone; its own log says why")
+
+
+def alone(port: int) -> tuple[list[str], str | None]:
+    check.GRACE_S = 0.5
+    os.environ["WORLD_SIZE"] = "3"
+    return whole(port, [["timeout_s=1"]] * 2)
+
+
+def test_ranks_that_never_come_are_named() -> None:
+    """Ranks 0 and 1 of 3, without a torchrun that would wait for the third."""
+    port = free_port()
+    results = run_ranks(alone, 2, port, local_world=1, init=False)
+    assert results[0][0] == [
+        f"FAIL     ranks: 2 of 3 came within 1 s: rank 0 on {HOST} (node 0) and rank 1 on {HOST} (node 1); look at the logs "
+        f"of rank 2, and whether their machines reach MASTER_ADDR=127.0.0.1, MASTER_PORT={port} through the firewalls"
+    ]
+    steps = "machines, shared disk, groups, clocks, all-reduce, bandwidth"
+    verdict = f"training would fail here; to be mended: ranks (not checked: {steps})"
+    assert [result[1] for result in results] == [verdict, verdict]
+
+
+def unreachable(port: int) -> str | None:
+    os.environ |= {"RANK": "1", "WORLD_SIZE": "2"}
+    try:
+        return whole(port, [[], ["timeout_s=0.2"]])[1]
+    except JobError as error:
+        return str(error)
+
+
+def test_a_master_that_is_not_there() -> None:
+    port = free_port()
+    (said,) = run_ranks(unreachable, 1, port, init=False)
+    assert said == (
+        f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port} is not reached from {HOST} within 0.2 s (Connection refused); "
+        "MASTER_ADDR must name the node of rank 0 as all nodes see it, rank 0 must be running there, and firewalls must let "
+        "the port through"
+    )
+
+
+def stranger() -> tuple[int, str | None]:
+    """The master's port belongs to a server that takes connections and says nothing."""
+    check.GRACE_S = 0.5
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        return port, unreachable(port)
+
+
+def test_a_port_that_something_else_listens_at() -> None:
+    ((port, said),) = run_ranks(stranger, 1, init=False)
+    assert said == (
+        f"what listens at MASTER_ADDR=127.0.0.1, MASTER_PORT={port} does not answer; it is no store of torch's"
+    )
+
+
+def no_interface(port: int, folder: Path) -> tuple[list[str], str | None]:
+    os.environ["GLOO_SOCKET_IFNAME"] = "none0"
+    return whole(port, [["timeout_s=10", f"trainer.output_dir={folder}"]] * 2)
+
+
+def test_groups_that_cannot_be_made_say_what_to_look_at(tmp_path: Path) -> None:
+    results = run_ranks(no_interface, 2, free_port(), tmp_path, local_world=1, init=False)
+    assert results[0][0][-1] == (
+        "FAIL     groups: ifa != nullptr. Unable to find address for: none0 "
+        f"(rank 0 on {HOST} (node 0) and rank 1 on {HOST} (node 1)); {check.NETWORK}"
+    )
+    assert "GLOO_SOCKET_IFNAME" in check.NETWORK and "MASTER_ADDR" in check.NETWORK
+    rest = "clocks, all-reduce, bandwidth"
+    assert results[1][1] == f"training would fail here; to be mended: groups (not checked: {rest})"
