@@ -15,12 +15,13 @@ IN_VENV = PATH="$(BIN):$$PATH"
 ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora test check bench base docs clean
+.PHONY: help quickstart quickstart-lora test faults check bench base docs clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
 	@echo "make quickstart-lora  the same with a LoRA"
-	@echo "make test             all tests, under 15 minutes on 2 cores"
+	@echo "make test             all tests, under 20 minutes on 2 cores"
+	@echo "make faults           what can go wrong, with 20 random kills in one run, under 15 minutes"
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
@@ -35,6 +36,9 @@ quickstart-lora: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest $(TESTS) $(ARGS)
+
+faults: $(VENV)/.installed-test
+	@$(IN_VENV) OMP_NUM_THREADS=1 PHALANX_KILLS="$${PHALANX_KILLS:-20}" python -m pytest -s tests/faults $(ARGS)
 
 check: $(VENV)/.installed-test
 	@$(IN_VENV) ruff check .

@@ -168,6 +168,13 @@ def test_messages(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"error: {error.value}\n" in (ROOT / "docs" / "configuration.md").read_text()
 
 
+def test_faults_are_proved_by_tests() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "faults.md").read_text()))
+    sources = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    assert len(named) > 15
+    assert {name for name in named if f"def {name}(" not in sources} == set()
+
+
 def test_the_loop_is_the_loop() -> None:
     shown = example("src/phalanx/trainer.py")
     assert textwrap.indent(shown, " " * 12) in (ROOT / "src" / "phalanx" / "trainer.py").read_text()
