@@ -199,7 +199,7 @@ class TestConsole:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = [0.0]
-        monkeypatch.setattr("phalanx.metrics.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr("phalanx.loggers.time", SimpleNamespace(monotonic=lambda: now[0]))
         with RunLogger(trainer(tmp_path, "console"), {}, None, 10, 100, True) as log:
             for step, now[0] in (11, 100.0), (12, 160.0):
                 log.log(step, {"reward/mean": 0.0})

@@ -1,0 +1,76 @@
+"""What an elastic job refuses and warns of, and what a rank says of others that it lost."""
+
+import logging
+import time
+
+import pytest
+import torch.distributed as dist
+
+from phalanx.config import ConfigError
+from phalanx.distributed.mesh import Launch, check_elastic
+from phalanx.distributed.watch import Watch
+
+ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+
+
+def works(size: int) -> None:
+    if size % 8:
+        raise ConfigError(f"data.train_batch_size: 32 does not divide over {size} ranks")
+
+
+def test_worlds_of_a_range_of_nodes() -> None:
+    assert Launch.from_env(ENV).worlds() == [8]
+    assert Launch.from_env({**ENV, "NNODES": "2"}).worlds() == [8]
+    assert Launch.from_env({**ENV, "NNODES": "1:4"}).worlds() == [4, 8, 12, 16]
+
+
+def test_worlds_that_would_not_do_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_elastic("auto", Launch.from_env({**ENV, "NNODES": "2:4"}), works)
+    assert [record.message for record in caplog.records] == [
+        "NNODES=2:4: with 12 ranks the job would end: data.train_batch_size: 32 does not divide over 12 ranks"
+    ]
+
+
+@pytest.mark.parametrize("elastic", [{"TORCHELASTIC_MAX_RESTARTS": "3"}, {"NNODES": "2:4"}])
+def test_a_restart_must_resume(elastic: dict[str, str]) -> None:
+    launch = Launch.from_env({**ENV, **elastic})
+    with pytest.raises(ConfigError) as error:
+        check_elastic("never", launch, works)
+    assert str(error.value) == (
+        "trainer.resume: 'never' would begin from there again whenever the ranks are restarted (MAX_RESTARTS, or a range "
+        "of NNODES); right is auto, with a trainer.output_dir of its own"
+    )
+    check_elastic("never", Launch.from_env(ENV), works)
+
+
+def watches(count: int) -> list[Watch]:
+    store = dist.HashStore()
+    hosts = ["a"] * 2 + ["b"] * (count - 2)
+    made = [Watch(rank, hosts, range(2), 10.0, store, store) for rank in range(count)]
+    for watch in made:
+        watch._seen = [(b"0", time.monotonic())] * count
+    return made
+
+
+def test_the_first_error_wins() -> None:
+    first, second, third = watches(3)
+    assert second.tell("rank 1: KeyError") == ("rank 1: KeyError", True)
+    assert first.tell("rank 0: connection closed by peer") == ("rank 1: KeyError", False)
+    assert third.explain() == "rank 1: KeyError"
+
+
+def test_who_is_silent_is_lost() -> None:
+    first, second, third, fourth = watches(4)
+    begin = time.monotonic()
+    while time.monotonic() - begin < 4:  # ranks 0 and 1 live, 2 and 3 were never heard of again
+        for watch in (first, second):
+            assert watch._store is not None
+            watch._exchange(watch._store)
+        time.sleep(0.2)
+    assert first._lost(10.0) is None
+    lost = first._lost(3.0)
+    assert lost is not None and lost.startswith("lost ranks 2, 3 on b: no sign of life for ")
+    assert (first.explain() or "").startswith("lost ranks 2, 3 on b: no sign of life for ")
+    assert third._names([0, 1, 3]) == "ranks 0, 1 on a, rank 3 on b"
+    assert fourth._lost(3.0) == "lost rank 0 on a, which keeps the store: no contact for 4 s"
