@@ -314,7 +314,7 @@ FILES = [
     ("trainer:\n  seed: 1\n  sede: 2\n", "unknown key trainer.sede; did you mean trainer.seed?"),
     ("reward:\n  functions:\n    - nam: ocr\n", "unknown key reward.functions[0].nam; did you mean reward.functions[0].name?"),
     ("trainer: [1]\n", "trainer: [1] should be a section with keys: total_training_steps, total_epochs, save_freq, test_freq, "
-     "val_before_train, log_val_generations, logger, project_name, experiment_name, output_dir, seed, resume, max_checkpoints, "
+     "val_before_train, log_val_generations, logger, project_name, experiment_name, output_dir, seed, resume, max_bad_steps, max_checkpoints, "
      "deterministic"),
     ("trainer: {seed: two}\n", "trainer.seed: 'two' should be a whole number"),
     ("data: {train_files: a.txt}\n", "data.train_files: 'a.txt' should be a list of texts, e.g. [a.txt]"),
