@@ -15,5 +15,11 @@ def build(cfg: FlowMatchingTaskConfig) -> Callable[[], None]:
     return FlowMatching(cfg).run
 
 
+def plan(cfg: FlowMatchingTaskConfig, words: dict[str, str]) -> str:
+    from phalanx.plan import plan_job
+
+    return plan_job(cfg, words)
+
+
 if __name__ == "__main__":
-    run(build, parse(FlowMatchingTaskConfig, __doc__ or ""))
+    run(build, parse(FlowMatchingTaskConfig, __doc__ or "", plan=plan))

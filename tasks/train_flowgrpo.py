@@ -15,5 +15,11 @@ def build(cfg: TrainConfig) -> Callable[[], None]:
     return Trainer(cfg).run
 
 
+def plan(cfg: TrainConfig, words: dict[str, str]) -> str:
+    from phalanx.plan import plan_job
+
+    return plan_job(cfg, words)
+
+
 if __name__ == "__main__":
-    run(build, parse(TrainConfig, __doc__ or ""))
+    run(build, parse(TrainConfig, __doc__ or "", plan=plan))

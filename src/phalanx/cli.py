@@ -43,7 +43,9 @@ def parse(
     # rank 0 speaks for all; what only another rank sees is an error, and errors are told by `fail`
     logging.basicConfig(level=logging.WARNING if rank() == 0 else logging.ERROR, format="%(levelname)s: %(message)s")
     argv = sys.argv[1:] if argv is None else argv
-    argv, asked = _plan_words(argv) if plan is not None else (argv, None)
+    asked: dict[str, str] | None = None
+    if plan is not None:
+        argv, asked = _plan_words(argv)
     words = [a for a in argv if a not in ("-h", "--help")]
     options = [word for word in words if word.startswith("-")]
     path = words.pop(0) if words and "=" not in words[0] else None
@@ -69,12 +71,15 @@ def parse(
 
 
 def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
-    """The command line without --plan (or plan=true) and its words, and these; None where there is no such word."""
-    if not {"--plan", "plan=true"} & set(argv):
-        return argv, None
+    """The command line without --plan (or plan=true) and its words, and these; None where no plan is asked for."""
     pairs = [(word, word.partition("=")) for word in argv if word not in ("--plan", "plan=true")]
-    rest = [word for word, (key, equals, _) in pairs if not (equals and key in PLAN_WORDS)]
-    return rest, {key: value for _, (key, equals, value) in pairs if equals and key in PLAN_WORDS}
+    found = {key: value for _, (key, equals, value) in pairs if equals and key in PLAN_WORDS}
+    if len(pairs) < len(argv):
+        return [word for word, (key, _, _) in pairs if key not in found], found
+    if found:
+        word = next(iter(found))
+        fail(f"{word}={found[word]} goes with --plan; a job's own size is its launcher's, such as NNODES=2", status=2)
+    return argv, None
 
 
 def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:

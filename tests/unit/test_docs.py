@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from phalanx import batches
+from phalanx.cli import _plan_words
 from phalanx.config import load
 from phalanx.config.schema import FlowMatchingTaskConfig, RewardConfig, TrainConfig
-from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig
+from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig, ServeRewardConfig
 from phalanx.data import load_prompts
 from phalanx.models.family import model_index
+from phalanx.plan import clusters
 from phalanx.rewards import RewardSet
 from phalanx.types import Prompt
 from tests.jobs import PROMPTS, base_overrides, one_step
@@ -31,6 +33,7 @@ SCHEMAS: dict[str, type] = {
     "tasks/sample.py": SampleConfig,
     "tasks/export_checkpoint.py": ExportConfig,
     "tasks/check_cluster.py": CheckClusterConfig,
+    "tasks/serve_reward.py": ServeRewardConfig,
 }
 FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -79,9 +82,11 @@ def test_commands() -> None:
     seen = set()
     for page, env, words in commands():
         if words[:2] == ["sh", "train.sh"]:
-            task, arguments = words[2], words[3:]
+            task, (arguments, asked) = words[2], _plan_words(words[3:])
             assert (ROOT / task).is_file(), (page, words)
             if task in SCHEMAS and "--help" not in arguments:
+                if asked:  # --plan on a cluster of its own
+                    env = {"NPROC_PER_NODE": str(clusters(asked, env)[0].ranks)}
                 try_arguments(SCHEMAS[task], arguments, env)
                 seen.add(task)
         elif words[0] == "make":

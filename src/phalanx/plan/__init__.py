@@ -1,0 +1,102 @@
+"""What a training job would be on a cluster: its groups, batches, memory and messages. `--plan` prints it.
+
+No GPU, no process group and no weights are needed: the arithmetic is the job's own, and memory is counted on tensors
+that are but shapes (torch's meta device).
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from copy import deepcopy
+
+import torch
+
+from phalanx import flow_matching, trainer
+from phalanx.config import ConfigError
+from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
+from phalanx.plan.blueprint import family_name, fetch
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster
+from phalanx.plan.text import Gpu, describe, sizes
+
+
+def plan_job(cfg: RunConfig, words: Mapping[str, str]) -> str:
+    """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc) and gpu_memory_gb; what is missing comes
+    from train.sh's variables, and from the GPU that is here.
+
+    Of several sizes the largest that works is described. Raises ValueError, with one line, where the job itself would
+    be refused, or the model folder cannot be read.
+    """
+    asked, gpu = clusters(words, os.environ), gpu_of(words)
+    cfg = deepcopy(cfg)
+    cfg.trainer.output_dir = "."  # that of the cluster need not be here
+    cfg.model.path = fetch(cfg.model.path)
+    cfg.model.family = family_name(cfg.model)
+    refused: dict[Cluster, str] = {}
+    for cluster in asked:
+        try:
+            check(cfg, cluster)
+        except ConfigError as error:
+            if len(asked) == 1:
+                raise
+            refused[cluster] = str(error)
+    works = [cluster for cluster in asked if cluster not in refused]
+    if not works:
+        raise ConfigError(f"no number of nodes from {asked[0].nodes} to {asked[-1].nodes} works: {refused[asked[0]]}")
+    largest = describe(planned(cfg, works[-1]), gpu)
+    return largest if len(asked) == 1 else f"{sizes(cfg, asked, refused)}\n\n{largest}"
+
+
+def clusters(words: Mapping[str, str], env: Mapping[str, str]) -> list[Cluster]:
+    """The sizes to plan: one, or each of a range of nodes such as 2:4. Raises ConfigError for what is no number."""
+    name, nodes = _given(words, env, ("nnodes",), "NNODES")
+    first, _, last = nodes.partition(":")
+    if not all(n.isdecimal() and int(n) > 0 for n in (first, last or first)) or int(first) > int(last or first):
+        raise ConfigError(f"{name}={nodes}: expected a whole number such as 4, or a range such as 2:4")
+    name, ranks = _given(words, env, ("nproc_per_node", "nproc"), "NPROC_PER_NODE")
+    if not ranks.isdecimal() or int(ranks) == 0:
+        raise ConfigError(f"{name}={ranks}: expected a whole number, such as 8")
+    return [Cluster(n, int(ranks)) for n in range(int(first), int(last or first) + 1)]
+
+
+def gpu_of(words: Mapping[str, str]) -> Gpu | None:
+    """The GPU to plan for: of the memory that `words` say, or the one that is here; None where there is neither."""
+    if "gpu_memory_gb" in words:
+        text = words["gpu_memory_gb"]
+        if not text.replace(".", "", 1).isdecimal() or float(text) == 0:
+            raise ConfigError(f"gpu_memory_gb={text}: expected GB (10^9 bytes) of a GPU, such as 80")
+        return Gpu(None, int(float(text) * 1e9))
+    if not torch.cuda.is_available():
+        return None
+    found = torch.cuda.get_device_properties(0)
+    return Gpu(found.name, found.total_memory)
+
+
+def check(cfg: RunConfig, cluster: Cluster) -> None:
+    """What the job itself checks before it starts, on this cluster; raises its ConfigError."""
+    with _launched(cluster):
+        if isinstance(cfg, TrainConfig):
+            trainer.check(cfg)
+        else:
+            assert isinstance(cfg, FlowMatchingTaskConfig)
+            flow_matching.check(cfg)
+
+
+@contextmanager
+def _launched(cluster: Cluster) -> Iterator[None]:
+    """The variables that torchrun would set."""
+    before = dict(os.environ)
+    os.environ |= {"WORLD_SIZE": str(cluster.ranks), "LOCAL_WORLD_SIZE": str(cluster.per_node)}
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ |= before
+
+
+def _given(words: Mapping[str, str], env: Mapping[str, str], keys: tuple[str, ...], variable: str) -> tuple[str, str]:
+    """The name and the text of a number of the launch: 1 where nobody gives it."""
+    for key in keys:
+        if key in words:
+            return key, words[key]
+    return variable, env.get(variable, "1")

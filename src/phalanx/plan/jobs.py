@@ -1,0 +1,226 @@
+"""What a rank does in a step of each training job: passes, samples, bytes that stay; on a blueprint of the model."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx import batches
+from phalanx.config.load import resolve_registry
+from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
+from phalanx.distributed import mesh
+from phalanx.flops import step_flops
+from phalanx.models.flow import FlowPolicy
+from phalanx.plan.blueprint import META, planned_policy, text_length
+from phalanx.plan.layout import Cluster, Layout, Passes
+from phalanx.plan.memory import Job, no_embeds, velocity
+from phalanx.rollout.policy import train_sampler, val_sampler
+from phalanx.types import FlowTrace, Sampler
+
+Rows = list[tuple[str, str]]
+ENCODED_TOGETHER = 64  # images, by phalanx.flow_matching where it caches latents
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A job on a cluster: what a rank holds and runs, and its batches in words; `flops` are the world's in a step.
+
+    `plan` is None where the job is not one of reinforcement learning.
+    """
+
+    cluster: Cluster
+    job: Job
+    passes: Passes
+    batch: Rows
+    flops: int
+    plan: batches.BatchPlan | None
+
+    @property
+    def layout(self) -> Layout:
+        """Where the weights are."""
+        return self.job.layout
+
+
+def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
+    """The job on a cluster that it can run on. Raises ValueError for a model folder that cannot be read."""
+    if isinstance(cfg, TrainConfig):
+        return _reinforcement(cfg, cluster)
+    assert isinstance(cfg, FlowMatchingTaskConfig)
+    return _flow_matching(cfg, cluster)
+
+
+def width_of(cfg: RunConfig, cluster: Cluster) -> int:
+    """Ranks that share a copy of the weights."""
+    return mesh.shard_size(cfg.parallel, mesh.Launch(0, cluster.ranks, 0, cluster.per_node))
+
+
+def validates(cfg: RunConfig) -> bool:
+    """Whether there is a validation at all."""
+    due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
+    return due and bool(cfg.data.val_files and cfg.reward.functions)
+
+
+def _reinforcement(cfg: TrainConfig, cluster: Cluster) -> Planned:
+    """As phalanx.trainer.Trainer."""
+    plan, c = batches.plan(cfg, cluster.ranks), cfg.rollout
+    policy = planned_policy(cfg, detach_uncond=cfg.actor.detach_uncond)
+    sampler, length = train_sampler(c, policy.model.guidance_key), text_length(policy.model, cfg)
+    latent = math.prod(policy.model.latent_shape(sampler.height, sampler.width)) * 4
+    rule = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(cfg.algorithm)
+    reference: Callable[[], Tensor] | None = None
+    if rule.needs_reference:
+        rows = plan.micro * plan.window
+
+        def reference() -> Tensor:
+            return velocity(policy, sampler, rows)
+
+    embeds = text_bytes(policy, sampler, length) * _prompts(plan.per_rank, c.n) * (2 if sampler.guidance > 1 else 1)
+    means = plan.window if reference is not None else 0
+    passes = plan.per_rank // (plan.updates * plan.micro)
+    updates = plan.updates * cfg.actor.ppo_epochs
+    split = sampler.guidance > 1 and cfg.actor.detach_uncond  # the branches of guidance are passes of their own
+    job = Job(
+        cfg=cfg,
+        policy=policy,
+        layout=Layout.of(policy, cfg.parallel, cluster.ranks, width_of(cfg, cluster)),
+        ema=cfg.actor.ema.decay is not None,
+        loss=lambda: _replay(policy, sampler, plan),
+        passes=passes,
+        together=plan.rollout_micro,
+        sampler=sampler,
+        val_sampler=val_sampler(c, policy.model.guidance_key) if validates(cfg) else None,
+        reference=reference,
+        samples=plan.per_rank * latent * (plan.window + 1 + means) + embeds,
+        pictures=plan.per_rank * 3 * sampler.height * sampler.width * 4,
+    )
+    counts = Passes(
+        sampling=plan.per_rank // plan.rollout_micro * c.num_inference_steps * (2 if split else 1),
+        reference=(passes * plan.updates * (2 if split else 1)) if reference is not None else 0,
+        updates=updates,
+        passes=passes,
+        forwards=2 if split else 1,
+    )
+    flops = step_flops(
+        policy.model.flops(sampler.height, sampler.width, length),
+        samples=plan.samples,
+        steps=c.num_inference_steps,
+        window=plan.window,
+        cfg=sampler.guidance > 1,
+        updates_per_sample=cfg.actor.ppo_epochs,
+        lora=cfg.model.lora_rank > 0,
+        checkpointing=cfg.model.gradient_checkpointing,
+        reference=reference is not None,
+        detach_uncond=cfg.actor.detach_uncond,
+    )
+    return Planned(cluster, job, counts, _batch(cfg, plan, sampler, counts, length), flops, plan)
+
+
+def _replay(policy: FlowPolicy, sampler: Sampler, plan: batches.BatchPlan) -> Tensor:
+    """The forward pass of a micro-batch's trained steps, to a number that depends on all that a loss can ask of it."""
+    shape = policy.model.latent_shape(sampler.height, sampler.width)
+    trace = FlowTrace(
+        sampler=sampler,
+        latents=torch.empty(plan.micro, plan.window + 1, *shape),
+        sigmas=torch.empty(plan.window + 1),
+        timesteps=torch.empty(plan.window),
+        sigma_max=1.0,
+        embeds=no_embeds(),
+        prompt_index=torch.zeros(plan.micro, dtype=torch.long),
+    )
+    replay = policy.replay(trace)
+    return replay.log_prob.sum() + replay.mean.sum()
+
+
+def _batch(cfg: TrainConfig, plan: batches.BatchPlan, sampler: Sampler, counts: Passes, length: int) -> Rows:
+    """The arithmetic of a step in words."""
+    branches = 2 if sampler.guidance > 1 else 1
+    together = branches // counts.forwards  # branches of guidance that share a forward pass
+    both = f" x {together} branches of guidance" if together > 1 else ""
+    rows, prompts = plan.micro * plan.window * together, _prompts(plan.per_rank, cfg.rollout.n)
+    reference = f"{counts.reference} of the reference, " if counts.reference else ""
+    train = counts.updates * counts.passes * counts.forwards
+    total = cfg.trainer.total_training_steps
+    run = "as many steps as trainer.total_epochs and the prompts make"
+    if total is not None:
+        run = f"{_n(total, 'step')}, {_n(total * counts.updates, 'optimizer step')}"
+    return [
+        ("a step", f"{cfg.data.train_batch_size} prompts x {cfg.rollout.n} images = {plan.samples} images"),
+        ("a rank", f"{_n(plan.per_rank, 'image')} of {_n(prompts, 'prompt')}"),
+        ("rollout", f"{_n(plan.per_rank // plan.rollout_micro, 'micro-batch')} of {plan.rollout_micro} images{both}"),
+        ("updates", f"{counts.updates} a step, each of {_n(counts.passes, 'micro-batch')}"),
+        ("micro-batch", f"{_n(plan.micro, 'image')} x {_n(plan.window, 'trained step')}{both} = {_n(rows, 'row')}"),
+        ("texts", f"{_n(length, 'token')}, the most that there can be"),
+        ("forward passes", f"{counts.sampling} to sample, {reference}{train} to train, a rank and step"),
+        ("run", run),
+    ]
+
+
+def _n(number: int, noun: str) -> str:
+    """A number of things in words."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural}"
+
+
+def _prompts(images: int, n: int) -> int:
+    """The most prompts that `images` neighbouring images of groups of `n` can belong to."""
+    return -(-images // n) if images % n == 0 or n % images == 0 else -(-images // n) + 1
+
+
+def text_bytes(policy: FlowPolicy, sampler: Sampler, length: int) -> int:
+    """Bytes of a prompt's embeddings, `length` tokens long."""
+    model = policy.model
+    with META:
+        inputs = model.forward_inputs(sampler.height, sampler.width, length)
+    texts = [v for k, v in inputs.items() if isinstance(v, Tensor) and k not in ("hidden_states", "timestep")]
+    return sum(t.numel() for t in texts) * model.dtype.itemsize
+
+
+def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster) -> Planned:
+    """As phalanx.flow_matching.FlowMatching."""
+    c, r, size = cfg.flow_matching, cfg.rollout, cfg.data.train_batch_size
+    policy = planned_policy(cfg, detach_uncond=False)
+    guided, length = train_sampler(r, policy.model.guidance_key), text_length(policy.model, cfg)
+    plain = Sampler(guided.num_inference_steps, r.height, r.width, 1.0, guided.noise_level, guided.sde_type)
+    per_rank = size // cluster.ranks
+    counts = Passes(sampling=0, reference=0, updates=1, passes=per_rank // c.micro_batch_size_per_gpu, forwards=1)
+    job = Job(
+        cfg=cfg,
+        policy=policy,
+        layout=Layout.of(policy, cfg.parallel, cluster.ranks, width_of(cfg, cluster)),
+        ema=c.ema.decay is not None,
+        loss=lambda: _regression(policy, plain, c.micro_batch_size_per_gpu),
+        passes=counts.passes,
+        together=r.micro_batch_size_per_gpu or 16,
+        val_sampler=val_sampler(r, policy.model.guidance_key) if validates(cfg) else None,
+        encoded=ENCODED_TOGETHER if c.cache_latents else 1,
+        samples=text_bytes(policy, plain, length) * c.micro_batch_size_per_gpu,
+    )
+    flops = step_flops(
+        policy.model.flops(r.height, r.width, length),
+        samples=size,
+        steps=0,
+        window=1,
+        cfg=False,
+        lora=cfg.model.lora_rank > 0,
+        checkpointing=cfg.model.gradient_checkpointing,
+        reference=False,
+        detach_uncond=False,
+    )
+    total = cfg.trainer.total_training_steps
+    run = "as many steps as trainer.total_epochs and the images make" if total is None else _n(total, "step")
+    batch = [
+        ("a step", f"{size} images, {per_rank} a rank, one optimizer step"),
+        ("update", f"{_n(counts.passes, 'micro-batch')} of {_n(c.micro_batch_size_per_gpu, 'image')}"),
+        ("texts", f"{_n(length, 'token')}, the most that there can be"),
+        ("forward passes", f"{counts.passes} to train, a rank and step"),
+        ("run", run),
+    ]
+    return Planned(cluster, job, counts, batch, flops, None)
+
+
+def _regression(policy: FlowPolicy, sampler: Sampler, images: int) -> Tensor:
+    """The forward pass of a micro-batch's loss."""
+    target = torch.empty(images, *policy.model.latent_shape(sampler.height, sampler.width))
+    return ((velocity(policy, sampler, images) - target) ** 2).flatten(1).mean(1).sum()

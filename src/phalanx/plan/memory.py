@@ -1,0 +1,309 @@
+"""Memory of a rank, phase by phase, before anything runs.
+
+What a phase of training computes is run here on meta tensors, which allocate nothing and compute nothing, while a
+`Ledger` counts those that are alive. What FSDP holds meanwhile is arithmetic over its units (phalanx.plan.layout).
+
+Not counted: the allocator's rounding and gaps, CUDA's context, buffers of NCCL, and models that rewards keep there.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from phalanx.config.schema import OptimConfig, RunConfig
+from phalanx.models.flow import FlowPolicy
+from phalanx.optim import Optimizer
+from phalanx.plan.blueprint import META, fused_attention
+from phalanx.plan.layout import Layout, Weight
+from phalanx.types import Sampler
+
+
+class Ledger(TorchDispatchMode):
+    """Bytes of the meta tensors that are made while it is active: `live` now, and `peak`.
+
+    Gradients that stay are entered by hand; `gradients_at_peak` is what there was of them when `live` was largest.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = self.gradients = self.gradients_at_peak = 0
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if _makes_tensors(func):
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor) and tensor.is_meta:
+                    self._see(tensor.untyped_storage())
+        return out
+
+    def keep_gradient(self, size: int) -> None:
+        """Enter a gradient that stays."""
+        self.gradients += size
+        self._add(size)
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._storages:
+            return
+
+        def forget(_: Any) -> None:
+            del self._storages[key]
+            self.live -= size
+
+        self._storages[key] = weakref.ref(storage, forget)
+        self._add(size)
+
+    def _add(self, size: int) -> None:
+        self.live += size
+        if self.live > self.peak:
+            self.peak, self.gradients_at_peak = self.live, self.gradients
+
+
+@cache
+def _makes_tensors(func: Any) -> bool:
+    """Whether an operator's result is new, rather than a view of an argument or the argument itself."""
+    return any(returned.alias_info is None for returned in func._schema.returns)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank does in a training step, as far as its memory is concerned.
+
+    `loss` runs the forward pass of a micro-batch, `passes` of which make an optimizer step. Images are sampled
+    `together` at once; a sampler is None where there is nothing to sample. `reference` is a pass for the KL.
+    `encoded` images go through the VAE at once, before training. `samples` are the bytes that a step's samples keep on
+    the device, and `pictures` those on the host.
+    """
+
+    cfg: RunConfig
+    policy: FlowPolicy
+    layout: Layout
+    ema: bool
+    loss: Callable[[], Tensor]
+    passes: int
+    together: int
+    sampler: Sampler | None = None
+    val_sampler: Sampler | None = None
+    reference: Callable[[], Any] | None = None
+    encoded: int = 0
+    samples: int = 0
+    pictures: int = 0
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether the reference is a copy of the trained weights. A LoRA's is its base, which PiSSA changes."""
+        model = self.cfg.model
+        return self.reference is not None and (model.lora_rank == 0 or model.lora_init == "pissa")
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of a phase on the device beyond what is held throughout; `other` are samples, and what is there for this
+    phase alone.
+    """
+
+    name: str
+    gathered: int = 0
+    activations: int = 0
+    gradients: int = 0
+    other: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.gathered + self.activations + self.gradients + self.other
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of a rank: `held` on the device throughout, and `host` in the host's memory, by what they are.
+
+    `loading`: in the host's memory at the start, before the weights go to the device.
+    """
+
+    held: dict[str, int]
+    phases: list[Phase]
+    host: dict[str, int]
+    loading: int
+
+    @property
+    def largest(self) -> Phase:
+        """The phase with the peak."""
+        return max(self.phases, key=lambda phase: phase.total)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes on the device."""
+        return sum(self.held.values()) + self.largest.total
+
+
+def count(job: Job) -> Memory:
+    """The memory of a job; seconds, since every phase runs once on meta tensors."""
+    cfg, layout, model = job.cfg.parallel, job.layout, job.policy.model
+    # FSDP's offload takes along what belongs to a weight: gradient, moments, average
+    away = [w for w in layout.weights if w.sharded and cfg.param_offload]
+    here = [w for w in layout.weights if not (w.sharded and cfg.param_offload)]
+    rests = [] if cfg.optimizer_offload else here
+    states = optimizer_state(job.policy, job.cfg.optim)
+
+    def state(weights: list[Weight]) -> int:
+        return sum(states[w.name] * w.part(layout.width) // w.numel for w in weights if w.trained)
+
+    def average(weights: list[Weight]) -> int:
+        return sum(w.part(layout.width) * 4 for w in weights if w.trained) if job.ema else 0
+
+    encoders = sum(nbytes([*e.parameters(), *e.buffers()]) for e in model.text_encoders)
+    vae = nbytes([*model.vae.parameters(), *model.vae.buffers()])
+    held = {
+        "frozen weights": layout.kept(w for w in here if not w.trained),
+        "trained weights": layout.kept(w for w in here if w.trained) + layout.copies(),
+        "model's buffers": nbytes(model.transformer.buffers()),
+        "optimizer's state": state(rests),
+        "moving average": average(rests),
+        "VAE": vae,
+    }
+    host = {
+        "text encoders": encoders,
+        "weights": layout.kept(away),
+        "optimizer's state": state(layout.trained) - state(rests),
+        "moving average": average(layout.trained) - average(rests),
+        "reference": layout.kept(layout.trained) if job.copies_reference else 0,
+        "images": job.pictures,
+    }
+    trained = [w for w in here if w.trained]
+    moved = state(trained) - state(rests)
+    gradients = sum(layout.gradient(w) for w in trained)
+    # on GPUs, AdamW takes the roots of all second moments at once; the message to other copies was sent by then
+    stepping = max(layout.message(), moved + layout.kept(trained))
+    phases = [
+        Phase("encode prompts", other=encoders),
+        *_sampling(job, layout.kept(trained)),
+        _update(job),
+        Phase("optimizer", gradients=gradients, other=job.samples + stepping),
+    ]
+    return Memory(
+        held={name: size for name, size in held.items() if size},
+        phases=phases,
+        host={name: size for name, size in host.items() if size},
+        loading=sum(w.numel * w.kept.itemsize for w in layout.weights) + encoders + vae,
+    )
+
+
+def optimizer_state(policy: FlowPolicy, config: OptimConfig) -> dict[str, int]:
+    """Bytes of the optimizer's state of each whole tensor, by the tensor's name."""
+    with META:
+        states = Optimizer(config, policy.sharded, total_updates=1).state()
+    return {name: nbytes(value for value in state.values() if value.dim() > 0) for name, state in states.items()}
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of tensors."""
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _sampling(job: Job, trained: int) -> list[Phase]:
+    """The phases without gradients. Of the `trained` bytes a copy is made where other weights take their place."""
+    model, c = job.policy.model, job.cfg.rollout
+    throughout, units = job.cfg.parallel.rollout_unsharded, job.layout.units()
+    gathered, at_rest = _gathered(job, throughout=throughout), sum(units) if throughout else units[-1]
+    phases = []
+    known: dict[tuple[int, int, bool], tuple[int, int]] = {}
+    for name, sampler, other in (
+        ("rollout", job.sampler, job.samples),
+        ("validation", job.val_sampler, trained if job.ema else 0),
+    ):
+        if sampler is None:
+            continue
+        shape = model.latent_shape(sampler.height, sampler.width)
+        key = (sampler.height, sampler.width, sampler.guidance > 1)
+        if key not in known:
+            latents = (min(c.vae_batch_size or job.together, job.together), *shape)
+            known[key] = (
+                peak(partial(velocity, job.policy, sampler, job.together)),
+                peak(partial(_decode, job.policy, sampler, latents)),
+            )
+        sampled, decoded = known[key]
+        states = (sampler.num_inference_steps + 1) * job.together * math.prod(shape) * 4
+        phases += [
+            Phase(f"{name}: sample", gathered, sampled + states, other=other),
+            Phase(f"{name}: decode", at_rest, decoded + states, other=other),
+        ]
+    if job.reference is not None:
+        other = job.samples + (trained if job.copies_reference else 0)
+        phases.append(Phase("reference", gathered, peak(job.reference), other=other))
+    if job.encoded:
+        images = (job.encoded, 3, c.height, c.width)
+        phases.append(Phase("encode images", activations=peak(partial(_encode, job.policy, images))))
+    return phases
+
+
+def velocity(policy: FlowPolicy, sampler: Sampler, images: int) -> Tensor:
+    """A forward pass of the policy, with guidance where the sampler has it."""
+    x = torch.empty(images, *policy.model.latent_shape(sampler.height, sampler.width))
+    rows = torch.zeros(images, dtype=torch.long)
+    return policy.velocity(x, torch.empty(images), no_embeds(), rows, sampler)
+
+
+def no_embeds() -> dict[str, Tensor]:
+    """What stands for embeddings of a prompt and its negative: a blueprint's model makes its own."""
+    return {"prompt_embeds": torch.empty(2, 1)}
+
+
+def _decode(policy: FlowPolicy, sampler: Sampler, shape: tuple[int, ...]) -> Tensor:
+    return policy.model.decode(torch.empty(shape), sampler.height, sampler.width)
+
+
+def _encode(policy: FlowPolicy, shape: tuple[int, ...]) -> Tensor:
+    return policy.model.encode_images(torch.empty(shape))
+
+
+def peak(run: Callable[[], Any]) -> int:
+    """The most bytes that are alive at once while `run` makes tensors, without gradients."""
+    with META, torch.no_grad(), fused_attention(), Ledger() as ledger:
+        run()
+    return ledger.peak
+
+
+def _update(job: Job) -> Phase:
+    """The forward and backward pass of a micro-batch, and the gradients that are there meanwhile."""
+    layout, policy = job.layout, job.policy
+    summed = job.passes > 1  # then the sums of earlier passes are there from the start
+    away = job.cfg.parallel.param_offload
+    stays = {w.name: 0 if summed or (w.sharded and away) else layout.gradient(w) for w in layout.trained}
+    with fused_attention(), Ledger() as ledger:
+
+        def keep(name: str, parameter: Tensor) -> None:
+            parameter.grad = policy.parameters[name].grad = None
+            ledger.keep_gradient(stays[name])
+
+        named = policy.model.transformer.named_parameters()
+        hooks = [p.register_post_accumulate_grad_hook(partial(keep, n)) for n, p in named if p.requires_grad]
+        if summed:
+            ledger.keep_gradient(sum(layout.gradient(w, summed=True) for w in layout.trained))
+        with META:
+            loss = job.loss()
+        loss.backward()
+    for hook in hooks:
+        hook.remove()
+    return Phase(
+        "update",
+        gathered=_gathered(job, throughout=not job.cfg.parallel.reshard_after_forward),
+        activations=ledger.peak - ledger.gradients_at_peak,
+        gradients=ledger.gradients_at_peak + layout.reducing(),
+        other=job.samples,
+    )
+
+
+def _gathered(job: Job, *, throughout: bool) -> int:
+    """Gathered weights: all of them `throughout`, or the root's, a block's and the message of the next block."""
+    units = job.layout.units()
+    return sum(units) if throughout else units[-1] + 2 * max(units)

@@ -1,0 +1,241 @@
+"""The plan in words and tables."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from phalanx.config.schema import RunConfig, TrainConfig
+from phalanx.flops import named_peak_flops
+from phalanx.plan.jobs import Planned, Rows, width_of
+from phalanx.plan.layout import Cluster, traffic
+from phalanx.plan.memory import Memory, count
+
+SPARE = 0.1  # of a GPU's memory, for what is not counted
+SHOWN = 4  # groups, or nodes, that are written out
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its name, None where it is not known, and its bytes of memory."""
+
+    name: str | None
+    memory: int
+
+
+def describe(p: Planned, gpu: Gpu | None) -> str:
+    """The plan of one size."""
+    memory = count(p.job)
+    warnings = [*_crossings(p), *_inexact(p), *_fit(p, memory, gpu)]
+    trained, total = sum(w.numel for w in p.layout.trained), sum(w.numel for w in p.layout.weights)
+    sections = [
+        [f"Plan of {words(p.cluster)}; no GPU, process group or weights were used"],
+        ["Topology", *_rows(_topology(p))],
+        ["Batch", *_rows(p.batch)],
+        [f"Memory of a rank ({total / 1e9:.3g} B weights, {trained / 1e9:.3g} B of them trained)", *_held(memory)],
+        [*_phases(memory, gpu)],
+        ["In the host's memory", *_rows(_host(p, memory))],
+        ["Messages of a step: what a rank receives, and sends as much of", *_messages(p)],
+        ["Arithmetic", *_rows(_arithmetic(p, gpu))],
+        [f"warning: {w}" for w in warnings],
+    ]
+    return "\n\n".join("\n".join(lines) for lines in sections if lines)
+
+
+def sizes(cfg: RunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, str]) -> str:
+    """A line for each number of nodes: what a rank gets, or why the job is refused."""
+    images = cfg.data.train_batch_size * (cfg.rollout.n if isinstance(cfg, TrainConfig) else 1)
+    rows = []
+    for c in asked:
+        if c in refused:
+            rows.append((words(c), f"refused: {refused[c]}"))
+        else:
+            rows.append((words(c), f"{images // c.ranks} images a rank, {_copies(c, width_of(cfg, c))}"))
+    return "\n".join(["Sizes", *_rows(rows)])
+
+
+def words(c: Cluster) -> str:
+    """A cluster in words."""
+    return f"{c.nodes} node{'s' * (c.nodes > 1)} x {c.per_node} = {c.ranks} rank{'s' * (c.ranks > 1)}"
+
+
+# -- topology and batches -----------------------------------------------------------------------------------------
+
+
+def _topology(p: Planned) -> Rows:
+    cluster, width = p.cluster, p.layout.width
+    names = [f.name or f.path or "" for f in p.job.cfg.reward.functions]
+    rows = [("nodes", _groups(cluster.shard_groups(cluster.per_node))), ("weights", _copies(cluster, width))]
+    if width > 1:
+        rows.append(("shard groups", _groups(cluster.shard_groups(width))))
+        if width < cluster.ranks:
+            rows.append(("replicate groups", _groups(cluster.replicate_groups(width))))
+    return [*rows, ("rewards", f"{', '.join(names)}: on every rank, for its own images" if names else "none")]
+
+
+def _copies(cluster: Cluster, width: int) -> str:
+    copies = cluster.ranks // width
+    if width == 1:
+        return "a copy of the weights on each rank"
+    return f"{copies} cop{'y' if copies == 1 else 'ies'} of the weights, each over {width} ranks"
+
+
+def _groups(groups: Sequence[range]) -> str:
+    """Groups of ranks, the middle ones left out where there are many."""
+    if len(groups) <= SHOWN:
+        return " | ".join(map(_span, groups))
+    return " | ".join([*map(_span, groups[: SHOWN - 1]), "..", _span(groups[-1])])
+
+
+def _span(ranks: range) -> str:
+    if len(ranks) == 1:
+        return str(ranks[0])
+    if ranks.step == 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) <= SHOWN:
+        return " ".join(map(str, ranks))
+    return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
+
+
+def _crossings(p: Planned) -> Iterator[str]:
+    """A shard group on several nodes sends all weights over the network, many times a step."""
+    for group in p.cluster.shard_groups(p.layout.width):
+        if p.cluster.crosses(group):
+            first, last = group[0] // p.cluster.per_node, group[-1] // p.cluster.per_node
+            inside = [w for w in range(1, p.layout.width) if p.cluster.per_node % w == 0]
+            yield (
+                f"ranks {_span(group)} share one copy of the weights and are on nodes {first} to {last}: every gather "
+                f"of weights goes through the network; parallel.fsdp_size={inside[-1]} keeps it within a node"
+            )
+            return
+
+
+def _inexact(p: Planned) -> Iterator[str]:
+    plan = p.plan
+    if plan is not None and not plan.exact:
+        yield (
+            f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
+            f"{plan.micro * plan.window}: log-probs of rollout and replay may differ in the last bits"
+        )
+
+
+# -- memory -------------------------------------------------------------------------------------------------------
+
+
+def _held(memory: Memory) -> Iterator[str]:
+    scale = _Scale(memory.peak)
+    return _table([("held throughout", scale.unit), *((f"  {name}", scale(n)) for name, n in memory.held.items())])
+
+
+def _phases(memory: Memory, gpu: Gpu | None) -> Iterator[str]:
+    scale, held = _Scale(memory.peak), sum(memory.held.values())
+    rows: list[tuple[str, ...]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
+    for q in memory.phases:
+        name = f"{q.name} (peak)" if q is memory.largest else q.name
+        parts = (held, q.gathered, q.activations, q.gradients, q.other, held + q.total)
+        rows.append((name, *map(scale, parts)))
+    yield from _table(rows)
+    if gpu is not None:
+        name = f" ({gpu.name})" if gpu.name is not None else ""
+        yield f"  peak: {scale(memory.peak)} of {scale(gpu.memory)} {scale.unit}{name}"
+
+
+def _host(p: Planned, memory: Memory) -> Rows:
+    ranks, kept = p.cluster.per_node, sum(memory.host.values())
+    scale = _Scale(max(kept, memory.loading) * ranks)
+    parts = ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
+    loading = scale(memory.loading * ranks)
+    return [
+        ("a rank", f"{scale(kept)} {scale.unit}: {parts}"),
+        ("a node", f"{scale(kept * ranks)} {scale.unit}, and up to {loading} while all ranks load"),
+    ]
+
+
+def _fit(p: Planned, memory: Memory, gpu: Gpu | None) -> Iterator[str]:
+    if gpu is None or memory.peak <= gpu.memory * (1 - SPARE):
+        return
+    scale = _Scale(gpu.memory)
+    need = f"{memory.largest.name} takes {scale(memory.peak)} of {scale(gpu.memory)} {scale.unit}"
+    much = "does not fit" if memory.peak > gpu.memory else "leaves little for the allocator, CUDA and NCCL"
+    yield f"{need} and {much}; what helps: {', '.join(_mends(p, memory))}"
+
+
+def _mends(p: Planned, memory: Memory) -> Iterator[str]:
+    """Keys that lower the peak, the cheapest first."""
+    cfg, largest, sharded = p.job.cfg, memory.largest, p.layout.width > 1
+    micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else "flow_matching.micro_batch_size_per_gpu"
+    if largest.name == "update":
+        if not cfg.model.gradient_checkpointing:
+            yield "model.gradient_checkpointing=true"
+        if largest.gradients > largest.activations and p.job.passes > 1 and sharded:
+            yield f"a larger {micro} (gradients are whole between the passes of an update)"
+        else:
+            yield f"a smaller {micro}"
+        if not cfg.parallel.reshard_after_forward and sharded:
+            yield "parallel.reshard_after_forward=true"
+    elif largest.gathered and cfg.parallel.rollout_unsharded:
+        yield "parallel.rollout_unsharded=false"
+    if "sample" in largest.name:
+        yield "a smaller rollout.micro_batch_size_per_gpu"
+    if "decode" in largest.name:
+        yield "a smaller rollout.vae_batch_size"
+    held = {name: size for name, size in memory.held.items() if size > memory.peak / 20}
+    if "optimizer's state" in held and largest.name != "optimizer":
+        yield "parallel.optimizer_offload=true"
+    if {"frozen weights", "trained weights", "optimizer's state"} & held.keys():
+        if p.layout.width < p.cluster.per_node:
+            yield "a larger parallel.fsdp_size"
+        if sharded and not cfg.parallel.param_offload:
+            yield "parallel.param_offload=true"
+    if cfg.model.lora_rank == 0:
+        yield "a LoRA (model.lora_rank)"
+
+
+# -- messages and arithmetic --------------------------------------------------------------------------------------
+
+
+def _messages(p: Planned) -> Iterator[str]:
+    found = traffic(p.layout, p.cluster, p.passes, p.job.cfg.parallel)
+    if not found:
+        yield "  none"
+        return
+    scale = _Scale(max(t.size for t in found))
+    rows = [(scale.unit, "within a node", "across nodes")]
+    rows += [(t.what, scale(t.size * (not t.nodes)), scale(t.size * t.nodes)) for t in found]
+    within, across = (sum(t.size for t in found if t.nodes is nodes) for nodes in (False, True))
+    yield from _table([*rows, ("together", scale(within), scale(across))])
+
+
+def _arithmetic(p: Planned, gpu: Gpu | None) -> Rows:
+    unit, size = ("PFLOP", 1e15) if p.flops >= 1e15 else ("TFLOP", 1e12)
+    rows = [("a step", f"{p.flops / size:.4g} {unit}, {p.flops / p.cluster.ranks / size:.4g} a rank")]
+    peak = named_peak_flops(gpu.name, p.layout.dtype) if gpu is not None and gpu.name is not None else None
+    if peak is not None:
+        seconds = p.flops / p.cluster.ranks / peak
+        rows.append(("at the GPU's peak", f"{seconds:.3g} s a step, which no step reaches"))
+    return rows
+
+
+# -- layout of the text -------------------------------------------------------------------------------------------
+
+
+class _Scale:
+    """Sizes as numbers of one unit, GB (10^9 bytes) or MB (10^6), the one that fits `largest`."""
+
+    def __init__(self, largest: int) -> None:
+        self.unit, self._bytes = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+
+    def __call__(self, size: int) -> str:
+        return f"{size / self._bytes:.2f}" if size else "-"
+
+
+def _rows(rows: Rows) -> Iterator[str]:
+    """Names and what is to be said of them."""
+    longest = max(len(name) for name, _ in rows)
+    return (f"  {name:<{longest}}  {text}" for name, text in rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Columns: the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+        yield "  ".join([f"  {first:<{widths[0]}}", *cells]).rstrip()

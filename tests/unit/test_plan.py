@@ -1,0 +1,608 @@
+"""What --plan prints: groups, batches, messages and warnings by hand-made numbers. Memory: test_plan_memory.py."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+import torch
+from torch import nn
+
+from phalanx.config import ConfigError, load
+from phalanx.config.schema import FlowMatchingTaskConfig, ParallelConfig, TrainConfig
+from phalanx.models.flow import family_of
+from phalanx.plan import clusters, gpu_of, plan_job
+from phalanx.plan.blueprint import META, family_name, fused_attention, planned_policy
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster, Layout, Passes, Weight, traffic
+from phalanx.plan.memory import Ledger, count, peak
+from phalanx.plan.text import sizes
+from tests.jobs import tiny_config
+from tests.ranks import ROOT, launch_environment
+
+QUICKSTART = str(ROOT / "configs" / "flowgrpo" / "quickstart.yaml")
+GB = 10**9
+
+
+@pytest.fixture
+def config_only(tmp_path: Path) -> "ConfigOnly":
+    return ConfigOnly(tmp_path)
+
+
+class ConfigOnly:
+    """Makes copies of model folders that hold nothing but configurations."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __call__(self, source: Path) -> Path:
+        target = self.folder / source.name
+        for name in ("model_index.json", "config.json", "scheduler_config.json"):
+            for file in source.rglob(name):
+                part = target / file.relative_to(source)
+                part.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(file, part)
+        return target
+
+
+def section(text: str, title: str) -> list[str]:
+    """The lines of a section, below its title."""
+    (found,) = [part.split("\n") for part in text.split("\n\n") if part.startswith(title)]
+    return [line.strip() for line in found[1:]]
+
+
+def quickstart(*overrides: str) -> TrainConfig:
+    return load(TrainConfig, QUICKSTART, [f"model.path={ROOT / 'assets' / 'digits' / 'base'}", *overrides])
+
+
+# -- the cluster --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "expected"),
+    [
+        ({}, {}, [(1, 1)]),
+        ({}, {"NNODES": "2", "NPROC_PER_NODE": "8"}, [(2, 8)]),
+        ({"nnodes": "4", "nproc_per_node": "8"}, {"NNODES": "2", "NPROC_PER_NODE": "1"}, [(4, 8)]),
+        ({"nproc": "8"}, {"NNODES": "2:4"}, [(2, 8), (3, 8), (4, 8)]),
+    ],
+)
+def test_clusters(words: Mapping[str, str], env: Mapping[str, str], expected: list[tuple[int, int]]) -> None:
+    assert clusters(words, env) == [Cluster(*size) for size in expected]
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "message"),
+    [
+        ({"nnodes": "0"}, {}, "nnodes=0: expected a whole number such as 4, or a range such as 2:4"),
+        ({"nnodes": "4:2"}, {}, "nnodes=4:2: expected a whole number such as 4, or a range such as 2:4"),
+        ({}, {"NNODES": "x"}, "NNODES=x: expected a whole number such as 4, or a range such as 2:4"),
+        ({"nproc": "8.0"}, {}, "nproc=8.0: expected a whole number, such as 8"),
+        ({}, {"NPROC_PER_NODE": "gpu"}, "NPROC_PER_NODE=gpu: expected a whole number, such as 8"),
+    ],
+)
+def test_clusters_that_are_none(words: Mapping[str, str], env: Mapping[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        clusters(words, env)
+    assert str(error.value) == message
+
+
+def test_memory_of_a_gpu() -> None:
+    gpu = gpu_of({"gpu_memory_gb": "79.6"})
+    assert gpu is not None and (gpu.name, gpu.memory) == (None, 79_600_000_000)
+    for text in ("80GB", "0", "-1", "1.2.3", ""):
+        with pytest.raises(ConfigError) as error:
+            gpu_of({"gpu_memory_gb": text})
+        assert str(error.value) == f"gpu_memory_gb={text}: expected GB (10^9 bytes) of a GPU, such as 80"
+
+
+def test_groups() -> None:
+    cluster = Cluster(nodes=2, per_node=4)
+    assert [list(g) for g in cluster.shard_groups(4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert [list(g) for g in cluster.replicate_groups(4)] == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert [cluster.crosses(g) for g in cluster.shard_groups(4)] == [False, False]
+    assert [cluster.crosses(g) for g in cluster.replicate_groups(4)] == [True] * 4
+    wide = Cluster(2, 6)
+    assert [wide.crosses(g) for g in wide.shard_groups(4)] == [False, True, False]
+    assert [cluster.crosses(g) for g in cluster.shard_groups(8)] == [True]
+
+
+def test_the_groups_are_those_of_the_mesh() -> None:
+    """phalanx.distributed.mesh cuts its mesh row by row: (replicate, shard)."""
+    cluster = Cluster(nodes=3, per_node=4)
+    mesh = torch.arange(12).view(6, 2)
+    assert [list(g) for g in cluster.shard_groups(2)] == mesh.tolist()
+    assert [list(g) for g in cluster.replicate_groups(2)] == mesh.T.tolist()
+
+
+# -- layout and messages ------------------------------------------------------------------------------------------
+
+
+def weights(*, sharded: bool, trained: bool = True) -> list[Weight]:
+    """Two blocks of a frozen [6, 10] and a trained [3, 10], and [5] beside them."""
+    found = [Weight("bias", (5,), torch.float32, trained, sharded, -1)]
+    for unit in range(2):
+        found.append(Weight(f"{unit}.base", (6, 10), torch.bfloat16, False, sharded, unit))
+        found.append(Weight(f"{unit}.lora", (3, 10), torch.float32, trained, sharded, unit))
+    return found
+
+
+def test_parts_are_filled_up() -> None:
+    layout = Layout(weights(sharded=True), width=4, ranks=8, dtype=torch.bfloat16)
+    # over 4 ranks: 6 rows are 2 on a rank, 3 rows are 1, and 5 numbers are 2
+    assert layout.kept(layout.weights) == 2 * 4 + 2 * (2 * 10 * 2 + 1 * 10 * 4)
+    assert layout.units() == [4 * (20 + 10) * 2, 4 * (20 + 10) * 2, 4 * 2 * 2]
+    assert sum(layout.gradient(w) for w in layout.trained) == 2 * 4 + 2 * 10 * 4
+    assert sum(layout.gradient(w, summed=True) for w in layout.trained) == (5 + 2 * 30) * 4
+    assert layout.reduced() == 4 * (2 + 2 * 10) * 4
+    assert layout.reducing() == 4 * 10 * (2 + 4)
+    assert (layout.copies(), layout.message()) == (0, 0)
+
+
+def test_replicated_weights() -> None:
+    layout = Layout(weights(sharded=False), width=1, ranks=8, dtype=torch.bfloat16)
+    assert layout.kept(layout.weights) == 5 * 4 + 2 * (60 * 2 + 30 * 4)
+    assert layout.copies() == 65 * 2  # in bfloat16, to compute with
+    assert (layout.units(), layout.reduced(), layout.message()) == ([0, 0, 0], 0, 65 * 4)
+
+
+BLOCK, ROOT_UNIT = 240, 16  # bytes of test_parts_are_filled_up's units
+LOADS = Passes(sampling=10, reference=0, updates=2, passes=3, forwards=1)
+
+
+def sent(passes: Passes, cluster: Cluster, width: int, **keys: bool) -> dict[str, tuple[int, bool]]:
+    layout = Layout(weights(sharded=width > 1), width=width, ranks=cluster.ranks, dtype=torch.bfloat16)
+    return {t.what: (t.size, t.nodes) for t in traffic(layout, cluster, passes, ParallelConfig(**keys))}
+
+
+def test_messages_of_sharded_weights() -> None:
+    everything = 2 * BLOCK + ROOT_UNIT
+    assert sent(LOADS, Cluster(2, 4), 4) == {
+        "weights, gathered to sample": (everything * 3 // 4, False),
+        # each of 6 passes: all forward, the blocks again backward
+        "weights, gathered to train": (6 * (everything + 2 * BLOCK) * 3 // 4, False),
+        "gradients, reduced to their parts": (2 * 352 * 3 // 4, False),
+        # 88 bytes a rank, to one other copy and back: 2 x 1/2 x 88, twice
+        "gradients, summed over copies": (2 * 88, True),
+    }
+
+
+def test_messages_follow_the_keys() -> None:
+    everything, blocks = 2 * BLOCK + ROOT_UNIT, 2 * BLOCK
+    kept = sent(LOADS, Cluster(1, 4), 4, reshard_after_forward=False)
+    assert kept["weights, gathered to train"] == (6 * everything * 3 // 4, False)
+    assert "gradients, summed over copies" not in kept
+    lazy = sent(LOADS, Cluster(1, 4), 4, rollout_unsharded=False)
+    assert lazy["weights, gathered to sample"] == ((10 * blocks + ROOT_UNIT) * 3 // 4, False)
+    split = Passes(sampling=20, reference=12, updates=2, passes=3, forwards=2)
+    both = sent(split, Cluster(1, 4), 4)
+    assert both["weights, gathered to sample"] == (2 * everything * 3 // 4, False)
+    assert both["weights, gathered to train"] == (6 * (everything + 2 * blocks) * 3 // 4, False)
+
+
+def test_messages_of_replicated_weights() -> None:
+    assert sent(LOADS, Cluster(1, 1), 1) == {}
+    assert sent(LOADS, Cluster(1, 4), 1) == {"gradients of replicated weights": (2 * 2 * 260 * 3 // 4, False)}
+    assert sent(LOADS, Cluster(2, 2), 1) == {"gradients of replicated weights": (2 * 2 * 260 * 3 // 4, True)}
+
+
+def test_a_shard_group_on_two_nodes_sends_all_of_it_across() -> None:
+    assert all(nodes for _, nodes in sent(LOADS, Cluster(4, 2), 4).values())
+
+
+# -- counting -----------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_counts_what_is_alive() -> None:
+    with META, Ledger() as ledger:
+        a = torch.zeros(10, 10)
+        b = a.view(100).t()[:5]  # views are no memory of their own
+        a.add_(1)
+        assert (ledger.live, ledger.peak) == (400, 400)
+        c = a + 1
+        assert ledger.live == 800
+        del a
+        assert ledger.live == 800  # b keeps it
+        del b, c
+        assert (ledger.live, ledger.peak) == (0, 800)
+        ledger.keep_gradient(1000)
+        d = torch.zeros(5)
+    assert (ledger.live, ledger.peak, ledger.gradients_at_peak, len(d)) == (1020, 1020, 1000, 5)
+
+
+def test_saved_activations_are_counted() -> None:
+    """A product keeps its input for the weight's gradient, and one with a frozen weight does not."""
+    for trained, saved in ((True, 3 * 4 * 64), (False, 2 * 4 * 64)):  # x, the product, and its input
+        layer = nn.Linear(64, 64, bias=False, device=META).requires_grad_(trained)
+        with META, Ledger() as ledger:
+            x = torch.zeros(4, 64, requires_grad=True)
+            y = layer(torch.sin(x))  # whose gradient needs x alone
+            del x
+            assert ledger.live == saved * 4, trained
+            del y
+        assert ledger.live == 0
+
+
+def test_attention_keeps_no_weights() -> None:
+    """Inputs, output and a number a row; torch's plain attention would keep two [4, 1024, 1024]."""
+    q, k, v = (torch.zeros(1, 4, 1024, 16, device=META, requires_grad=True) for _ in range(3))
+    plain = nn.functional.scaled_dot_product_attention
+    with fused_attention(), Ledger() as ledger:
+        out = nn.functional.scaled_dot_product_attention(q, k, v)
+        assert ledger.live == 4 * 1024 * (16 + 1) * 4
+        out.sum().backward()
+    assert nn.functional.scaled_dot_product_attention is plain
+    assert ledger.peak < 10 * 4 * 1024 * 16 * 4
+    assert q.grad is not None and q.grad.shape == q.shape
+
+
+def test_a_pass_without_gradients_keeps_nothing() -> None:
+    layers = nn.Sequential(*(nn.Linear(64, 64, bias=False, device=META) for _ in range(9)))
+    assert peak(lambda: layers(torch.zeros(4, 64))) == 3 * 4 * 64 * 4  # the input, and a layer's two
+
+
+# -- the model without its weights --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["sd3_folder", "sd3_t5_folder", "qwen_folder"])
+@pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
+def test_the_blueprint_is_the_model(
+    family: str, keys: list[str], request: pytest.FixtureRequest, config_only: ConfigOnly, tmp_path: Path
+) -> None:
+    """Names, shapes and dtypes of all tensors are those of the loaded model, and no tensor has memory."""
+    real_folder = request.getfixturevalue(family)
+    cfg = tiny_config(config_only(real_folder), tmp_path / "job", *keys)
+    cfg.model.family = family_name(cfg.model)
+    policy = planned_policy(cfg, detach_uncond=False)
+    drawn = policy.model
+    dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[cfg.model.dtype]
+    cfg.model.path = str(real_folder)
+    real = family_of(cfg.model)(cfg.model, dtype, dtype)
+    for module, other in zip([real.vae, *real.text_encoders], [drawn.vae, *drawn.text_encoders], strict=True):
+        assert tensors(module) == tensors(other)
+    lora = {name: t for name, t in tensors(drawn.transformer).items() if "lora_" in name}
+    base = {name.replace(".base_layer", ""): t for name, t in tensors(drawn.transformer).items() if name not in lora}
+    assert base == tensors(real.transformer)
+    assert bool(lora) == bool(cfg.model.lora_rank)
+    assert all(t.is_meta for m in [drawn.transformer, drawn.vae, *drawn.text_encoders] for t in m.state_dict().values())
+
+
+def tensors(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    found = [*module.named_parameters(), *module.named_buffers()]
+    return {name: (t.shape, t.dtype) for name, t in found}
+
+
+def test_only_configurations_are_read(sd3_t5_folder: Path, config_only: ConfigOnly, tmp_path: Path) -> None:
+    whole = plan_job(tiny_config(sd3_t5_folder, tmp_path / "a"), {})
+    assert plan_job(tiny_config(config_only(sd3_t5_folder), tmp_path / "a"), {}) == whole
+
+
+def broken(folder: Path, how: str) -> None:
+    index = json.loads((folder / "model_index.json").read_text())
+    if how == "index":
+        (folder / "model_index.json").unlink()
+    elif how == "config":
+        (folder / "vae" / "config.json").unlink()
+    elif how == "json":
+        (folder / "transformer" / "config.json").write_text('{"num_layers": 2,,}')
+    elif how == "class":
+        index["text_encoder"] = ["transformers", "CLIPTextModle"]
+    elif how == "library":
+        index["vae"] = ["my_vae", "Vae"]
+    elif how == "family":
+        index["_class_name"] = "FluxPipeline"
+    elif how == "scheduler":
+        shutil.rmtree(folder / "scheduler")
+    elif how == "lacks":
+        del index["vae"]
+    if how != "index":
+        (folder / "model_index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("index", "model.path: '{folder}' is no diffusers model folder: it has no model_index.json"),
+        ("config", "model.path: {folder}/vae has no config.json"),
+        ("json", "model.path: {folder}/transformer/config.json:1:18 is not valid JSON: "),
+        ("class", "model.path: '{folder}' has a CLIPTextModle, which the installed transformers lacks"),
+        ("library", "model.path: '{folder}' has its vae from my_vae; known: diffusers, transformers"),
+        ("family", "model.path: '{folder}' is a FluxPipeline; supported: QwenImagePipeline, StableDiffusion3Pipeline"),
+        ("scheduler", "model.path: {folder}/scheduler has no scheduler_config.json"),
+        (
+            "lacks",
+            "model.path: '{folder}': StableDiffusion3Pipeline.__init__() missing 1 required positional argument: 'vae'",
+        ),
+    ],
+)
+def test_folders_that_cannot_be_read(
+    how: str, message: str, sd3_folder: Path, config_only: ConfigOnly, tmp_path: Path
+) -> None:
+    folder = config_only(sd3_folder)
+    broken(folder, how)
+    with pytest.raises(ValueError) as error:
+        plan_job(tiny_config(folder, tmp_path / "job"), {})
+    said = str(error.value)
+    if how == "json":  # the rest is Python's, and changes with its version
+        said = said[: len(message.format(folder=folder))]
+    assert said == message.format(folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/nowhere/at/all", "model.path: '/nowhere/at/all': no such folder"),
+        ("someone/something", "model.path: 'someone/something': no such folder, and no hub has it within reach"),
+    ],
+)
+def test_folders_that_are_not_there(path: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        plan_job(tiny_config(Path(path), tmp_path), {})
+    assert str(error.value) == message
+
+
+# -- the text -----------------------------------------------------------------------------------------------------
+
+
+def test_the_quickstart_on_two_nodes() -> None:
+    text = plan_job(quickstart(), {"nnodes": "2", "nproc": "1"})
+    assert text.startswith("Plan of 2 nodes x 1 = 2 ranks; no GPU, process group or weights were used\n\n")
+    assert section(text, "Topology") == [
+        "nodes    0 | 1",
+        "weights  a copy of the weights on each rank",
+        "rewards  ocr: on every rank, for its own images",
+    ]
+    assert section(text, "Batch") == [
+        "a step          12 prompts x 16 images = 192 images",
+        "a rank          96 images of 6 prompts",
+        "rollout         2 micro-batches of 48 images",
+        "updates         2 a step, each of 2 micro-batches",
+        "micro-batch     24 images x 2 trained steps = 48 rows",
+        "texts           78 tokens, the most that there can be",
+        "forward passes  20 to sample, 4 to train, a rank and step",
+        "run             100 steps, 200 optimizer steps",
+    ]
+    # 2 297 616 weights in float32, their two moments, and the average
+    held = dict(line.rsplit(maxsplit=1) for line in section(text, "Memory of a rank (0.0023 B weights"))
+    assert {k: held[k] for k in ("trained weights", "optimizer's state", "moving average")} == {
+        "trained weights": "9.19",
+        "optimizer's state": "18.38",
+        "moving average": "9.19",
+    }
+    # two updates of 9.19 MB, which goes round once and comes back
+    assert section(text, "Messages of a step") == [
+        "MB                               within a node  across nodes",
+        "gradients of replicated weights              -         18.38",
+        "together                                     -         18.38",
+    ]
+    assert "warning" not in text and len(text.splitlines()) < 60
+
+
+def test_hundreds_of_ranks_take_a_few_lines(tmp_path: Path, sd3_folder: Path) -> None:
+    batch = ["data.train_batch_size=256", "rollout.n=8", "actor.ppo_mini_batch_size=256"]
+    cfg = tiny_config(sd3_folder, tmp_path, "parallel.fsdp_size=4", *batch)
+    text = plan_job(cfg, {"nnodes": "32", "nproc": "8"})
+    assert section(text, "Topology") == [
+        "nodes             0-7 | 8-15 | 16-23 | .. | 248-255",
+        "weights           64 copies of the weights, each over 4 ranks",
+        "shard groups      0-3 | 4-7 | 8-11 | .. | 252-255",
+        "replicate groups  0 4 .. 252 | 1 5 .. 253 | 2 6 .. 254 | 3 7 .. 255",
+        "rewards           jpeg_incompressibility: on every rank, for its own images",
+    ]
+    assert len(text.splitlines()) < 80
+
+
+def test_guidance_reference_and_passes_are_counted(tmp_path: Path, sd3_folder: Path) -> None:
+    keys = ["algorithm.kl_loss_coef=0.1", "actor.ppo_epochs=2", "rollout.num_inference_steps=5"]
+    text = plan_job(tiny_config(sd3_folder, tmp_path, *keys), {"nproc": "2"})
+    assert section(text, "Batch")[1:] == [
+        "a rank          8 images of 2 prompts",
+        "rollout         2 micro-batches of 4 images x 2 branches of guidance",
+        "updates         4 a step, each of 2 micro-batches",
+        "micro-batch     2 images x 2 trained steps x 2 branches of guidance = 8 rows",
+        "texts           109 tokens, the most that there can be",
+        "forward passes  10 to sample, 4 of the reference, 8 to train, a rank and step",
+        "run             2 steps, 8 optimizer steps",
+    ]
+    split = plan_job(tiny_config(sd3_folder, tmp_path, *keys, "actor.detach_uncond=true"), {"nproc": "2"})
+    assert section(split, "Batch")[4] == "micro-batch     2 images x 2 trained steps = 4 rows"
+    assert section(split, "Batch")[6].startswith("forward passes  20 to sample, 8 of the reference, 16 to train")
+
+
+def test_flow_matching(tmp_path: Path, sd3_folder: Path) -> None:
+    keys = ["data.train_files=[pictures.jsonl]", "data.train_batch_size=64", "rollout.height=32", "rollout.width=32"]
+    cfg = load(FlowMatchingTaskConfig, None, [f"model.path={sd3_folder}", *keys, "trainer.total_epochs=2"])
+    text = plan_job(cfg, {"nproc": "2"})
+    assert section(text, "Batch") == [
+        "a step          64 images, 32 a rank, one optimizer step",
+        "update          4 micro-batches of 8 images",
+        "texts           333 tokens, the most that there can be",
+        "forward passes  4 to train, a rank and step",
+        "run             as many steps as trainer.total_epochs and the images make",
+    ]
+    assert "encode images" in text and "rollout" not in text and "validation" not in text
+    with pytest.raises(ConfigError, match=r"data.train_batch_size: 64 images do not divide over 3 ranks"):
+        plan_job(cfg, {"nproc": "3"})
+
+
+def test_a_range_of_nodes() -> None:
+    text = plan_job(quickstart(), {"nnodes": "1:3", "nproc": "2"})
+    first, *lines = text.split("\n\n")[0].split("\n")
+    assert (first, lines[:2]) == (
+        "Sizes",
+        [
+            "  1 node x 2 = 2 ranks   96 images a rank, a copy of the weights on each rank",
+            "  2 nodes x 2 = 4 ranks  48 images a rank, a copy of the weights on each rank",
+        ],
+    )
+    refusal = (
+        "actor.ppo_micro_batch_size_per_gpu: 24 does not divide the 16 images of an update on a rank (6 prompts x "
+        "rollout.n 16 = 96 images of an update / 6 ranks); nearest that work: actor.ppo_micro_batch_size_per_gpu=16"
+    )
+    assert lines[2:] == [f"  3 nodes x 2 = 6 ranks  refused: {refusal}"]
+    assert "Plan of 2 nodes x 2 = 4 ranks" in text  # the largest that works
+    with pytest.raises(ConfigError) as error:
+        plan_job(quickstart(), {"nnodes": "3", "nproc": "2"})
+    assert str(error.value) == refusal
+    with pytest.raises(ConfigError, match=r"^no number of nodes from 5 to 7 works: actor.ppo_mini_batch_size: 6 "):
+        plan_job(quickstart(), {"nnodes": "5:7"})
+    assert sizes(quickstart(), [Cluster(1, 1)], {}).endswith("192 images a rank, a copy of the weights on each rank")
+
+
+def test_the_environment_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    plan_job(quickstart(), {"nproc": "2"})
+    assert "WORLD_SIZE" not in os.environ
+
+
+def test_twenty_billion_weights(config_only: ConfigOnly, qwen_folder: Path) -> None:
+    """Qwen-Image at its real size on four nodes, which is what docs/plan.md shows; its text encoder is a tiny one."""
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
+
+    folder = config_only(qwen_folder)
+    with META:  # the defaults of diffusers' classes are those of Qwen/Qwen-Image
+        QwenImageTransformer2DModel().save_config(folder / "transformer")
+        AutoencoderKLQwenImage().save_config(folder / "vae")
+    recipe = ROOT / "configs" / "flowgrpo" / "qwen_image_ocr_lora_multinode.yaml"
+    cfg = load(TrainConfig, str(recipe), [f"model.path={folder}"])
+    text = plan_job(cfg, {"nnodes": "4", "nproc": "8", "gpu_memory_gb": "80"})
+    page = (ROOT / "docs" / "plan.md").read_text()
+    shown = page[page.index("```text\n") :].split("```")[1].rstrip()
+    for title in ("Topology", "Batch", "Memory of a rank (20.9 B weights, 0.425 B", "Messages of a step", "Arithmetic"):
+        assert section(text, title) == section(shown, title)
+    found = phases(text)
+    assert found == {name: pytest.approx(row, rel=0.05) for name, row in phases(shown).items()}
+    base, lora = 20_430_401_088 / 1e9, 424_673_280 / 1e9
+    gathered, activations, gradients = (1, 2, 3)  # columns
+    assert found["rollout: decode"][gathered] == pytest.approx((base + lora) * 2, rel=1e-3)
+    # 32 rows of 1024 + 256 tokens go into each of 60 blocks, 3072 wide in bfloat16, and one block is computed again
+    inputs = 60 * 32 * (1024 + 256) * 3072 * 2 / 1e9
+    assert inputs < found["update"][activations] < 1.6 * inputs
+    assert found["update"][gradients] == pytest.approx(lora * 4, rel=0.05)  # whole between the passes
+
+
+def phases(text: str) -> dict[str, list[float]]:
+    """The rows of the table of phases but that of the text encoders."""
+    rows = (line.rsplit(maxsplit=6) for line in section(text, "  phase") if not line.startswith(("encode", "peak")))
+    return {name: [float(cell.replace("-", "0")) for cell in cells] for name, *cells in rows}
+
+
+# -- warnings -----------------------------------------------------------------------------------------------------
+
+
+def warnings(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("warning: ")]
+
+
+def test_a_shard_group_on_two_nodes(tmp_path: Path, sd3_folder: Path) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, "parallel.fsdp_size=4", "rollout.n=24")
+    assert warnings(plan_job(cfg, {"nnodes": "2", "nproc": "6"})) == [
+        "warning: ranks 4-7 share one copy of the weights and are on nodes 0 to 1: every gather of weights goes through "
+        "the network; parallel.fsdp_size=3 keeps it within a node"
+    ]
+    assert warnings(plan_job(cfg, {"nnodes": "3", "nproc": "4"})) == []
+
+
+def test_inexact_micro_batches(tmp_path: Path, sd3_folder: Path) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, "rollout.micro_batch_size_per_gpu=8")
+    assert warnings(plan_job(cfg, {})) == [
+        "warning: rollout.micro_batch_size_per_gpu 8 is not ppo_micro_batch_size_per_gpu x window = 4: log-probs of "
+        "rollout and replay may differ in the last bits"
+    ]
+
+
+def test_memory_that_does_not_fit(tmp_path: Path, sd3_folder: Path) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path)
+    cfg.model.family = family_name(cfg.model)
+    memory = count(planned(cfg, Cluster(1, 1)).job)
+    assert memory.largest.name == "update"
+    need = memory.peak
+
+    def told(gpu: float) -> list[str]:
+        return warnings(plan_job(cfg, {"gpu_memory_gb": f"{gpu / GB:.6f}"}))
+
+    helps = (
+        "what helps: model.gradient_checkpointing=true, a smaller actor.ppo_micro_batch_size_per_gpu, "
+        "parallel.optimizer_offload=true, a LoRA (model.lora_rank)"
+    )
+    small, tight = need * 0.5, need * 1.05
+    assert told(small) == [f"warning: update takes {need / 1e6:.2f} of {small / 1e6:.2f} MB and does not fit; {helps}"]
+    assert told(tight) == [
+        f"warning: update takes {need / 1e6:.2f} of {tight / 1e6:.2f} MB and leaves little for the allocator, CUDA and "
+        f"NCCL; {helps}"
+    ]
+    assert told(need * 1.2) == []
+
+
+def test_keys_that_help_do_help(tmp_path: Path, sd3_folder: Path) -> None:
+    def need(*keys: str) -> int:
+        cfg = tiny_config(sd3_folder, tmp_path, "rollout.n=8", "parallel.fsdp_size=2", *keys)
+        cfg.model.family = family_name(cfg.model)
+        return count(planned(cfg, Cluster(1, 4)).job).peak
+
+    plain = need()
+    for key in (
+        "model.gradient_checkpointing=true",
+        "actor.ppo_micro_batch_size_per_gpu=1",
+        "parallel.optimizer_offload=true",
+        "parallel.fsdp_size=4",
+        "parallel.param_offload=true",
+        "model.lora_rank=4",
+    ):
+        assert need(key) < plain, key
+
+
+# -- the command line ---------------------------------------------------------------------------------------------
+
+
+def run(*words: str, env: Mapping[str, str] | None = None) -> CompletedProcess[str]:
+    return subprocess.run(
+        words, cwd=ROOT, env=launch_environment(env), capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_the_command() -> None:
+    task, config = "tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml"
+    done = run(
+        "sh", "train.sh", task, config, "--plan", "actor.ppo_epochs=2", env={"NNODES": "2", "NPROC_PER_NODE": "2"}
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Plan of 2 nodes x 2 = 4 ranks;")
+    assert "updates         4 a step, each of 1 micro-batch\n" in done.stdout
+    words = ("plan=true", "nnodes=2", "nproc_per_node=2", "actor.ppo_epochs=2")
+    assert run(sys.executable, task, config, *words).stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "--plan", "nproc=5"],
+            "actor.ppo_mini_batch_size: 6 prompts x rollout.n 16 = 96 images of an update do not divide over 5 ranks; "
+            "nearest that work: rollout.n=20",
+        ),
+        (
+            ["tasks/train_flowgrpo.py", "configs/flowgrpo/qwen_image_ocr_lora.yaml", "--plan", "nproc=8"],
+            "model.path: 'Qwen/Qwen-Image': no such folder, and no hub has it within reach",
+        ),
+        (
+            ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "--plan", "trainer.sed=1"],
+            "unknown key trainer.sed; did you mean trainer.seed?",
+        ),
+        (["tasks/sample.py", "--plan"], "unknown option --plan; right is [config.yaml] [key=value ...], or --help"),
+    ],
+)
+def test_mistakes_on_the_command_line(words: list[str], message: str) -> None:
+    done = run(sys.executable, *words)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
+
+
+def test_words_of_the_plan_belong_to_the_plan() -> None:
+    done = run(sys.executable, "tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "nnodes=2")
+    message = "nnodes=2 goes with --plan; a job's own size is its launcher's, such as NNODES=2"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
