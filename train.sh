@@ -1,60 +1,117 @@
 #!/bin/sh
 # One command for every node:   sh train.sh tasks/<task>.py config.yaml [key=value ...]
-# It starts a rank per device with torchrun; its exit status is torchrun's. `sh train.sh tasks/<task>.py --help` shows all keys.
-#   NNODES          nodes of the job (1)
+# It starts a rank per device with torchrun. After a task, --help shows all its keys, and --plan what the job would do.
+# Slurm, SkyPilot, dstack, Kubernetes and mpirun say most of this themselves; what is set here wins, each for itself:
+#   NNODES          nodes of the job (1), or a range such as 2:4, in which nodes may leave and come back
 #   NODE_RANK       this node's number, 0 .. NNODES-1 (0)
 #   MASTER_ADDR     name or address of node 0, the same on every node (needed where NNODES > 1)
 #   MASTER_PORT     a port of node 0 that all nodes reach (29500)
 #   NPROC_PER_NODE  ranks on this node (the visible GPUs; 1 on a CPU)
-#   TORCHRUN_ARGS   further options of torchrun, such as "--log-dir logs --redirects 3"
+#   MAX_RESTARTS    how often failed ranks are started again (0; 3 with a range)
+#   GRACE_S         seconds for a checkpoint when the job is told to stop (30)
+#   LOG_DIR         a folder for each rank's output; the terminal then shows each node's first rank alone
+#   RDZV_CONF       further --rdzv-conf of torchrun, for a range or restarts
+#   TORCHRUN_ARGS   further options of torchrun
+# The exit status is torchrun's; 143 or 130 where the job was told to stop (SIGTERM, Ctrl-C); 2 for a mistake in these.
 # POSIX sh only: it runs under dash, bash and busybox.
 set -eu
 
 die() { echo "train.sh: $1" >&2; exit 2; }
-
-# Entries of a device list: "0,1" has 2; "" and "-1", which hide all devices, have none.
-entries() { case $1 in '' | -1) echo 0 ;; *) echo "$1" | tr ',' '\n' | grep -c . || : ;; esac; }
-
-gpus() {
-  if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then entries "$CUDA_VISIBLE_DEVICES"
-  elif [ -n "${HIP_VISIBLE_DEVICES+set}" ]; then entries "$HIP_VISIBLE_DEVICES"
-  elif n=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU'); then echo "$n"
-  elif n=$(rocm-smi --showid --csv 2>/dev/null | grep -c '^card'); then echo "$n"
-  else echo 0; fi
-}
-
-# THE ONE PLACE FOR LAUNCHERS. The plain variables win; a branch that maps another launcher's variables to them
-# (Slurm, SkyPilot, Kubeflow, ...) belongs before the defaults below, and nowhere else.
-cluster() {
-  NNODES=${NNODES:-1}
-  NODE_RANK=${NODE_RANK:-0}
-  MASTER_PORT=${MASTER_PORT:-29500}
-  devices=$(gpus)
-  if [ "$devices" -gt 0 ]; then NPROC_PER_NODE=${NPROC_PER_NODE:-$devices}; else NPROC_PER_NODE=${NPROC_PER_NODE:-1}; fi
-}
-
 number() { case $2 in '' | *[!0-9]*) die "$1=$2: expected a whole number, such as $1=$3" ;; esac; }
 
+case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
+# shellcheck source=launch/cluster.sh
+. "$here/launch/cluster.sh"
+
 [ $# -ge 1 ] || die "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"
-case $1 in -h | --help) sed -n '2,9s/^# //p' "$0" && exit 0 ;; esac
+case $1 in -h | --help) sed -n '2,15s/^# //p' "$0" && exit 0 ;; esac
 [ -f "$1" ] || die "task file $1 does not exist; expected a file such as tasks/train_flowgrpo.py"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
+plan=''
 for argument in "$@"; do
-  case $argument in -h | --help) exec python3 "$@" ;; esac
+  case $argument in
+    -h | --help) exec python3 "$@" ;;
+    --plan | plan=true) plan=1 ;;
+  esac
 done
+
 cluster
-number NNODES "$NNODES" 2
+min=${NNODES%:*} max=${NNODES#*:}
+case $min:$max in
+  *[!0-9:]* | *:*:* | :* | *:) die "NNODES=$NNODES: expected a number or a range, such as NNODES=2 or NNODES=2:4" ;;
+esac
+[ "$min" -ge 1 ] || die "NNODES=$NNODES: expected at least 1"
+[ "$min" -le "$max" ] || die "NNODES=$NNODES: expected the smaller number first, such as NNODES=$max:$min"
+if [ "$min" -lt "$max" ]; then : "${MAX_RESTARTS:=3}"; else : "${MAX_RESTARTS:=0}"; fi
 number NODE_RANK "$NODE_RANK" 0
 number MASTER_PORT "$MASTER_PORT" 29500
 number NPROC_PER_NODE "$NPROC_PER_NODE" 8
-[ "$NNODES" -ge 1 ] || die "NNODES=$NNODES: expected at least 1"
+number MAX_RESTARTS "$MAX_RESTARTS" 3
+number GRACE_S "${GRACE_S:=30}" 30
 [ "$NPROC_PER_NODE" -ge 1 ] || die "NPROC_PER_NODE=$NPROC_PER_NODE: expected at least 1"
-[ "$NODE_RANK" -lt "$NNODES" ] || die "NODE_RANK=$NODE_RANK is not below NNODES=$NNODES; nodes are numbered from 0"
-[ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the name or address of node 0"
-command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
+[ "$NODE_RANK" -lt "$max" ] || die "NODE_RANK=$NODE_RANK is not below NNODES=$max; nodes are numbered from 0"
+
+if [ -n "$fan_out" ] && [ -z "$plan" ]; then
+  if command -v srun >/dev/null; then
+    export MASTER_ADDR MASTER_PORT
+    case $NNODES in
+      *:*) set -- --kill-on-bad-exit=0 --no-kill sh "$0" "$@" ;;
+      *) set -- --kill-on-bad-exit=1 sh "$0" "$@" ;;
+    esac
+    exec srun --nodes="$fan_out" --ntasks="$fan_out" --ntasks-per-node=1 "$@"
+  fi
+  [ "$fan_out" -eq 1 ] || die "the job has $fan_out Slurm nodes, but srun is not on PATH; start this with srun"
+fi
+export NNODES NPROC_PER_NODE
+# What other launchers left is neither for torchrun, whose defaults are PET_*, nor for the ranks.
+[ -n "$direct" ] || unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
+for name in $(env | sed -n 's/^\(PET_[A-Z_]*\)=.*/\1/p'); do unset "$name"; done
+[ -z "$plan" ] || exec python3 "$@"
+
+[ "$max" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the name or address of node 0"
 [ "$devices" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # a core a rank; several threads each would fight
+trap '' USR1 USR2 # Slurm sends them to every process of a step; the ranks hear USR1 and print their stacks
+if [ -n "$direct" ]; then
+  export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}" MASTER_PORT
+  exec python3 "$@"
+fi
+command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
+
 # shellcheck disable=SC2086 # TORCHRUN_ARGS is several words
-if [ "$NNODES" -eq 1 ]; then set -- --standalone --nnodes 1 --nproc-per-node "$NPROC_PER_NODE" ${TORCHRUN_ARGS:-} "$@"
-else set -- --nnodes "$NNODES" --node-rank "$NODE_RANK" --nproc-per-node "$NPROC_PER_NODE" --master-addr "$MASTER_ADDR" \
-  --master-port "$MASTER_PORT" ${TORCHRUN_ARGS:-} "$@"; fi
-exec torchrun "$@"
+set -- ${TORCHRUN_ARGS:-} "$@"
+if [ -n "${LOG_DIR:-}" ]; then set -- --log-dir "$LOG_DIR/node_$NODE_RANK" --tee 3 --local-ranks-filter 0 "$@"; fi
+set -- --nproc-per-node "$NPROC_PER_NODE" --max-restarts "$MAX_RESTARTS" --signals-to-handle SIGTERM "$@"
+if [ "$min" -lt "$max" ] || [ "$MAX_RESTARTS" -gt 0 ]; then
+  export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted ranks must not find the keys of those before them
+fi
+if [ "$max" -eq 1 ]; then set -- --standalone --nnodes 1 "$@"
+elif [ "$min" -eq "$max" ] && [ "$MAX_RESTARTS" -eq 0 ]; then
+  set -- --nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "$@"
+else # node 0 keeps the store, and a node says by which address the others reach it: no host names are needed
+  if [ "$NODE_RANK" -eq 0 ]; then first=true address=$MASTER_ADDR; else first=false address=$(own_address); fi
+  conf=is_host=$first,keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=15${RDZV_CONF:+,$RDZV_CONF}
+  set -- --nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-conf "$conf" \
+    --rdzv-id "${SLURM_JOB_ID:-phalanx}" ${address:+--local-addr "$address"} "$@"
+fi
+
+# torchrun hears one SIGTERM, from here: at a third signal it would leave its ranks alone with their checkpoint. So the
+# terminal's signals go past it, and a terminal that closes stops the job in good order.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="$GRACE_S"
+child='' stopped=''
+# shellcheck disable=SC2317,SC2329 # the traps call it
+stop() {
+  [ -n "$stopped" ] || kill -TERM "$child" 2>/dev/null || :
+  stopped=${stopped:-$1}
+}
+trap 'stop 129' HUP
+trap 'stop 130' INT
+trap 'stop 131' QUIT
+trap 'stop 143' TERM
+exec 3<&0 # a command in the background would read /dev/null; a breakpoint reads the terminal
+(trap '' HUP INT QUIT && exec torchrun "$@" <&3 3<&-) &
+child=$!
+[ -z "$stopped" ] || kill -TERM "$child"
+status=0
+wait "$child" || status=$?
+while kill -0 "$child" 2>/dev/null; do wait "$child" || :; done # a signal ended the wait, and torchrun is about to
+exit "${stopped:-$status}"

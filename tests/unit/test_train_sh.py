@@ -1,63 +1,26 @@
 """train.sh under each shell at hand, with a torchrun that prints its arguments; then with the real one."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
-import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from subprocess import CompletedProcess
 
 import pytest
 
 from tests.ranks import ROOT, launch_environment, torchrun, two_nodes
+from tests.shells import SCRIPT, command, environment, launch, shellcheck, torchrun_arguments, write_tool
 
-SHELLS = {"dash": ["dash"], "bash": ["bash"], "bash-posix": ["bash", "--posix"], "busybox": ["busybox", "sh"]}
-SCRIPT = str(ROOT / "train.sh")
-
-
-@pytest.fixture(params=list(SHELLS))
-def shell(request: pytest.FixtureRequest) -> list[str]:
-    command = SHELLS[request.param]
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"{command[0]} is not installed")
-    return command
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A working directory with a task, and in bin/ all that train.sh calls: a stub torchrun, no GPU tools."""
-    (tmp_path / "tasks").mkdir()
-    (tmp_path / "tasks" / "train.py").write_text("import sys; print('task', sys.argv[1:])\n")
-    bin_folder = tmp_path / "bin"
-    bin_folder.mkdir()
-    for tool in ("grep", "tr", "sed"):
-        (bin_folder / tool).symlink_to(str(shutil.which(tool)))
-    (bin_folder / "python3").symlink_to(sys.executable)
-    write_tool(bin_folder / "torchrun", 'for a in "$@"; do echo "[$a]"; done; exit "${STUB_STATUS:-0}"')
-    return tmp_path
-
-
-def write_tool(path: Path, body: str) -> None:
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(0o755)
-
-
-def launch(shell: list[str], folder: Path, *args: str, **env: str) -> CompletedProcess[str]:
-    command = [str(shutil.which(shell[0])), *shell[1:], SCRIPT, *args]
-    path = {"PATH": str(folder / "bin")}
-    return subprocess.run(command, cwd=folder, env={**path, **env}, capture_output=True, text=True, timeout=30)
-
-
-def torchrun_arguments(done: CompletedProcess[str]) -> list[str]:
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return [line[1:-1] for line in done.stdout.splitlines()]
+COMMON = ["--max-restarts", "0", "--signals-to-handle", "SIGTERM"]
 
 
 def test_one_node(shell: list[str], folder: Path) -> None:
     done = launch(shell, folder, "tasks/train.py", "cfg.yaml", "a.b=two words", "c=*", NPROC_PER_NODE="2")
     assert torchrun_arguments(done) == [
-        *["--standalone", "--nnodes", "1", "--nproc-per-node", "2"],
+        *["--standalone", "--nnodes", "1", "--nproc-per-node", "2", *COMMON],
         *["tasks/train.py", "cfg.yaml", "a.b=two words", "c=*"],
     ]
 
@@ -65,22 +28,72 @@ def test_one_node(shell: list[str], folder: Path) -> None:
 def test_several_nodes(shell: list[str], folder: Path) -> None:
     env = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "node-0", "MASTER_PORT": "1234", "NPROC_PER_NODE": "8"}
     assert torchrun_arguments(launch(shell, folder, "tasks/train.py", "cfg.yaml", **env)) == [
-        *["--nnodes", "4", "--node-rank", "3", "--nproc-per-node", "8"],
-        *["--master-addr", "node-0", "--master-port", "1234", "tasks/train.py", "cfg.yaml"],
+        *["--nnodes", "4", "--node-rank", "3", "--master-addr", "node-0", "--master-port", "1234"],
+        *["--nproc-per-node", "8", *COMMON, "tasks/train.py", "cfg.yaml"],
     ]
 
 
 def test_defaults_of_several_nodes(shell: list[str], folder: Path) -> None:
     done = launch(shell, folder, "tasks/train.py", NNODES="2", MASTER_ADDR="10.0.0.1")
     assert torchrun_arguments(done) == [
-        *["--nnodes", "2", "--node-rank", "0", "--nproc-per-node", "1"],
-        *["--master-addr", "10.0.0.1", "--master-port", "29500", "tasks/train.py"],
+        *["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "--master-port", "29500"],
+        *["--nproc-per-node", "1", *COMMON, "tasks/train.py"],
     ]
 
 
 def test_further_options_of_torchrun(shell: list[str], folder: Path) -> None:
-    done = launch(shell, folder, "tasks/train.py", TORCHRUN_ARGS="--log-dir logs --redirects 3")
-    assert torchrun_arguments(done)[5:] == ["--log-dir", "logs", "--redirects", "3", "tasks/train.py"]
+    done = launch(shell, folder, "tasks/train.py", TORCHRUN_ARGS="--max-restarts 2 --redirects 3")
+    assert torchrun_arguments(done)[-5:] == ["--max-restarts", "2", "--redirects", "3", "tasks/train.py"]
+
+
+def test_logs(shell: list[str], folder: Path) -> None:
+    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "LOG_DIR": "my logs", "TORCHRUN_ARGS": "--tee 1"}
+    assert torchrun_arguments(launch(shell, folder, "tasks/train.py", **env))[-9:] == [
+        *["--log-dir", "my logs/node_1", "--tee", "3", "--local-ranks-filter", "0"],
+        *["--tee", "1", "tasks/train.py"],
+    ]
+
+
+KEEP_ALIVE = "keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=15"
+
+
+def test_a_range_of_nodes(shell: list[str], folder: Path) -> None:
+    done = launch(shell, folder, "tasks/train.py", NNODES="2:4", MASTER_ADDR="localhost", MASTER_PORT="1234")
+    assert torchrun_arguments(done) == [
+        *["--nnodes", "2:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:1234"],
+        *["--rdzv-conf", f"is_host=true,{KEEP_ALIVE}", "--rdzv-id", "phalanx", "--local-addr", "localhost"],
+        *["--nproc-per-node", "1", "--max-restarts", "3", "--signals-to-handle", "SIGTERM", "tasks/train.py"],
+    ]
+    seen = environment(done)
+    assert seen["NNODES"] == "2:4" and seen["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_another_node_of_a_range(shell: list[str], folder: Path) -> None:
+    """It does not keep the store, and says the address by which it reaches node 0."""
+    env = {"NNODES": "2:4", "NODE_RANK": "3", "MASTER_ADDR": "127.0.0.1", "MAX_RESTARTS": "0", "RDZV_CONF": "a=b"}
+    options = torchrun_arguments(launch(shell, folder, "tasks/train.py", **env))
+    assert options[7] == f"is_host=false,{KEEP_ALIVE},a=b"
+    assert options[10:16] == ["--local-addr", "127.0.0.1", "--nproc-per-node", "1", "--max-restarts", "0"]
+
+
+def test_a_node_whose_name_server_does_not_know_node_0(shell: list[str], folder: Path) -> None:
+    done = launch(shell, folder, "tasks/train.py", NNODES="2:4", NODE_RANK="1", MASTER_ADDR="no-host.invalid")
+    assert "--local-addr" not in torchrun_arguments(done)
+
+
+def test_restarts_of_a_fixed_number_of_nodes(shell: list[str], folder: Path) -> None:
+    done = launch(shell, folder, "tasks/train.py", NNODES="2", MASTER_ADDR="localhost", MAX_RESTARTS="5")
+    options = torchrun_arguments(done)
+    assert options[:4] == ["--nnodes", "2", "--rdzv-backend", "c10d"]
+    assert options[options.index("--max-restarts") + 1] == "5"
+
+
+def test_restarts_on_one_node(shell: list[str], folder: Path) -> None:
+    done = launch(shell, folder, "tasks/train.py", MAX_RESTARTS="5")
+    assert torchrun_arguments(done)[:7] == [
+        *["--standalone", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "5"],
+    ]
+    assert environment(done)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -100,15 +113,13 @@ def test_ranks_follow_the_visible_devices(shell: list[str], folder: Path, env: M
 
 
 def test_ranks_follow_nvidia_smi(shell: list[str], folder: Path) -> None:
-    write_tool(
-        folder / "bin" / "nvidia-smi", 'echo "GPU 0: NVIDIA H200 (UUID: x)"; echo "GPU 1: NVIDIA H200 (UUID: y)"'
-    )
+    write_tool(folder, "nvidia-smi", 'echo "GPU 0: NVIDIA H200 (UUID: x)"; echo "GPU 1: NVIDIA H200 (UUID: y)"')
     assert torchrun_arguments(launch(shell, folder, "tasks/train.py"))[4] == "2"
 
 
 def test_ranks_follow_rocm_smi_where_nvidia_smi_finds_no_driver(shell: list[str], folder: Path) -> None:
-    write_tool(folder / "bin" / "nvidia-smi", 'echo "NVIDIA-SMI has failed"; exit 9')
-    write_tool(folder / "bin" / "rocm-smi", 'echo "device,GUID"; for i in 0 1 2; do echo "card$i,$i"; done')
+    write_tool(folder, "nvidia-smi", 'echo "NVIDIA-SMI has failed"; exit 9')
+    write_tool(folder, "rocm-smi", 'echo "device,GUID"; for i in 0 1 2; do echo "card$i,$i"; done')
     assert torchrun_arguments(launch(shell, folder, "tasks/train.py"))[4] == "3"
 
 
@@ -122,7 +133,30 @@ def test_ranks_follow_rocm_smi_where_nvidia_smi_finds_no_driver(shell: list[str]
             "task file tasks/tarin.py does not exist; expected a file such as tasks/train_flowgrpo.py",
         ),
         (["tasks/train.py"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR, the name or address of node 0"),
-        (["tasks/train.py"], {"NNODES": "two"}, "NNODES=two: expected a whole number, such as NNODES=2"),
+        (
+            ["tasks/train.py"],
+            {"NNODES": "two"},
+            "NNODES=two: expected a number or a range, such as NNODES=2 or NNODES=2:4",
+        ),
+        (
+            ["tasks/train.py"],
+            {"NNODES": "2:"},
+            "NNODES=2:: expected a number or a range, such as NNODES=2 or NNODES=2:4",
+        ),
+        (
+            ["tasks/train.py"],
+            {"NNODES": "1:2:3"},
+            "NNODES=1:2:3: expected a number or a range, such as NNODES=2 or NNODES=2:4",
+        ),
+        (["tasks/train.py"], {"NNODES": "4:2"}, "NNODES=4:2: expected the smaller number first, such as NNODES=2:4"),
+        (["tasks/train.py"], {"NNODES": "0:2"}, "NNODES=0:2: expected at least 1"),
+        (["tasks/train.py"], {"NNODES": "2:4"}, "NNODES=2:4 needs MASTER_ADDR, the name or address of node 0"),
+        (
+            ["tasks/train.py"],
+            {"MAX_RESTARTS": "no"},
+            "MAX_RESTARTS=no: expected a whole number, such as MAX_RESTARTS=3",
+        ),
+        (["tasks/train.py"], {"GRACE_S": "1m"}, "GRACE_S=1m: expected a whole number, such as GRACE_S=30"),
         (["tasks/train.py"], {"NNODES": "0"}, "NNODES=0: expected at least 1"),
         (["tasks/train.py"], {"NODE_RANK": "-1"}, "NODE_RANK=-1: expected a whole number, such as NODE_RANK=0"),
         (
@@ -158,30 +192,161 @@ def test_torchrun_is_missing(shell: list[str], folder: Path) -> None:
 @pytest.mark.parametrize("args", [("--help",), ("cfg.yaml", "a=b", "-h")])
 def test_help_runs_the_task_without_torchrun(shell: list[str], folder: Path, args: tuple[str, ...]) -> None:
     done = launch(shell, folder, "tasks/train.py", *args, NNODES="2")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"task {list(args)}\n", "")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"task {list(args)}\n")
+
+
+@pytest.mark.parametrize("ask", ["--plan", "plan=true"])
+@pytest.mark.parametrize("nodes", ["4", "2:4"])
+def test_a_plan_runs_the_task_without_torchrun(shell: list[str], folder: Path, ask: str, nodes: str) -> None:
+    """It need not know where node 0 is, and sees no variables that are not its own."""
+    done = launch(shell, folder, "tasks/train.py", ask, NNODES=nodes, HIP_VISIBLE_DEVICES="0,1", WORLD_SIZE="9")
+    assert done.stdout.startswith(f"task ['{ask}']\n")
+    seen = environment(done)
+    assert (seen["NNODES"], seen["NPROC_PER_NODE"], seen.get("WORLD_SIZE")) == (nodes, "2", None)
 
 
 def test_usage(shell: list[str], folder: Path) -> None:
     done = launch(shell, folder, "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    names = ["NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "TORCHRUN_ARGS"]
-    assert [name for name in names if f"\n  {name} " not in done.stdout] == []
+    read = set(re.findall(r"^  ([A-Z_]+) ", done.stdout, re.MULTILINE))
+    documented = re.search(r"## Variables\n(.*?)\n## ", (ROOT / "docs" / "launching.md").read_text(), re.DOTALL)
+    assert documented is not None
+    assert read == set(re.findall(r"^\| `([A-Z_]+)` \|", documented[1], re.MULTILINE))
+    assert {"NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NPROC_PER_NODE", "TORCHRUN_ARGS"} < read
+    assert "143" in done.stdout.splitlines()[-1]
 
 
 def test_the_exit_status_is_torchruns(shell: list[str], folder: Path) -> None:
     assert launch(shell, folder, "tasks/train.py", STUB_STATUS="7").returncode == 7
 
 
+def test_a_torchrun_that_is_killed(shell: list[str], folder: Path) -> None:
+    write_tool(folder, "torchrun", "kill -KILL $$")
+    assert launch(shell, folder, "tasks/train.py").returncode == 137
+
+
 def test_environment_of_the_ranks(shell: list[str], folder: Path) -> None:
-    write_tool(folder / "bin" / "torchrun", 'echo "[${OMP_NUM_THREADS:-unset}]"; echo "[$TOKENIZERS_PARALLELISM]"')
-    assert torchrun_arguments(launch(shell, folder, "tasks/train.py")) == ["1", "false"]
-    assert torchrun_arguments(launch(shell, folder, "tasks/train.py", OMP_NUM_THREADS="3")) == ["3", "false"]
-    assert torchrun_arguments(launch(shell, folder, "tasks/train.py", CUDA_VISIBLE_DEVICES="0"))[0] == "unset"
+    seen = environment(launch(shell, folder, "tasks/train.py"))
+    assert (seen["OMP_NUM_THREADS"], seen["TOKENIZERS_PARALLELISM"]) == ("1", "false")
+    assert (seen["NNODES"], seen["NPROC_PER_NODE"]) == ("1", "1")
+    assert (seen["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"], seen.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")) == ("30", None)
+    seen = environment(launch(shell, folder, "tasks/train.py", OMP_NUM_THREADS="3", GRACE_S="5"))
+    assert (seen["OMP_NUM_THREADS"], seen["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == ("3", "5")
+    assert "OMP_NUM_THREADS" not in environment(launch(shell, folder, "tasks/train.py", CUDA_VISIBLE_DEVICES="0"))
+
+
+# -- signals --------------------------------------------------------------------------------------------------------
+
+# Says that it runs, and what it hears; it takes a moment for its checkpoint, as torchrun does.
+SLOW = """trap 'echo heard TERM >>heard; sleep 0.3; echo saved >>heard; exit 1' TERM
+echo ready >ready
+while :; do sleep 0.1; done"""
+
+
+def default_signals() -> None:
+    """In the child: a shell cannot trap what its parent ignored."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
+@pytest.fixture
+def started(shell: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """train.sh as the leader of a group of its own, its torchrun running."""
+    (folder / "bin" / "sleep").symlink_to(str(shutil.which("sleep")))
+    write_tool(folder, "torchrun", SLOW)
+    process = subprocess.Popen(
+        command(shell, "tasks/train.py"),
+        cwd=folder,
+        env={"PATH": str(folder / "bin")},
+        stdin=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=default_signals,
+    )
+    deadline = time.monotonic() + 20
+    while not (folder / "ready").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGQUIT, 131)]
+)
+def test_told_to_stop(started: subprocess.Popen[str], folder: Path, number: signal.Signals, status: int) -> None:
+    started.send_signal(number)
+    started.send_signal(number)
+    assert started.wait(20) == status
+    assert (folder / "heard").read_text() == "heard TERM\nsaved\n"
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_signals_of_the_terminal(
+    started: subprocess.Popen[str], folder: Path, number: signal.Signals, status: int
+) -> None:
+    """It sends them to all of its processes, at each Ctrl-C; torchrun hears one SIGTERM all the same."""
+    for _ in range(3):
+        os.killpg(started.pid, number)
+        time.sleep(0.05)
+    assert started.wait(20) == status
+    assert (folder / "heard").read_text() == "heard TERM\nsaved\n"
+
+
+def test_nohup(shell: list[str], folder: Path) -> None:
+    """A terminal that closes does not end what nohup started, although torchrun would hear SIGHUP."""
+    write_tool(folder, "torchrun", "kill -HUP 0; echo goes on")
+    done = subprocess.run(
+        ["nohup", *command(shell, "tasks/train.py")],
+        cwd=folder,
+        env={"PATH": f"{folder / 'bin'}{os.pathsep}{os.defpath}"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        start_new_session=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "goes on\n")
+
+
+def test_signals_for_the_ranks(started: subprocess.Popen[str], folder: Path) -> None:
+    """Slurm sends them to every process of a step."""
+    os.killpg(started.pid, signal.SIGUSR1)
+    os.killpg(started.pid, signal.SIGUSR2)
+    time.sleep(0.3)
+    assert started.poll() is None and not (folder / "heard").exists()
+
+
+def test_the_ranks_read_the_terminal(shell: list[str], folder: Path) -> None:
+    write_tool(folder, "torchrun", 'read -r line; echo "read $line"')
+    done = subprocess.run(
+        command(shell, "tasks/train.py"),
+        cwd=folder,
+        env={"PATH": str(folder / "bin")},
+        input="continue\n",
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("read continue\n", "", 0)
+
+
+# -- itself ---------------------------------------------------------------------------------------------------------
 
 
 def test_it_is_short() -> None:
-    assert len(Path(SCRIPT).read_text().splitlines()) <= 60
+    assert len(Path(SCRIPT).read_text().splitlines()) <= 120
 
+
+def test_shellcheck() -> None:
+    assert shellcheck(ROOT / "train.sh", ROOT / "launch" / "cluster.sh") == ""
+
+
+# -- the real torchrun ----------------------------------------------------------------------------------------------
 
 TASK = """
 import os, pathlib, sys
@@ -207,6 +372,27 @@ def test_two_nodes_number_their_ranks_in_order(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
     places = [(tmp_path / str(rank)).read_text() for rank in range(4)]
     assert places == ["0 4 2 0 1", "1 4 2 0 1", "0 4 2 1 1", "1 4 2 1 1"]
+
+
+FAILS_ONCE = """
+import os, pathlib, sys, time
+folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+if (folder / "failed").exists():
+    (folder / rank).write_text(os.environ["WORLD_SIZE"])
+elif rank == "3":
+    (folder / "failed").touch()
+    sys.exit(1)
+else:
+    time.sleep(100)
+"""
+
+
+def test_failed_ranks_start_again_on_two_nodes(tmp_path: Path) -> None:
+    task = tmp_path / "task.py"
+    task.write_text(FAILS_ONCE)
+    for done in two_nodes([task, tmp_path], nproc=2, env={"MAX_RESTARTS": "1"}, timeout=60):
+        assert done.returncode == 0, done.stderr
+    assert [(tmp_path / str(rank)).read_text() for rank in range(4)] == ["4"] * 4
 
 
 def test_a_launch_that_hangs_is_ended(tmp_path: Path) -> None:

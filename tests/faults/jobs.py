@@ -1,0 +1,135 @@
+"""Real jobs on real torchruns, and what can happen to them."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.jobs import PROMPTS, base_overrides
+from tests.ranks import ROOT, launch_environment
+
+TASK = "tests/faults/task.py"
+TIMEOUT_S = 15  # parallel.timeout_s of every job here
+
+
+class Job:
+    """One node's `sh train.sh`, begun at once; a context manager that leaves no process behind.
+
+    `folder` holds prompts, the output_dir `out`, and the terminal's text `<name>.log`. `prefix` goes before the
+    command, such as `ip netns exec ...`.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        folder: Path,
+        *overrides: str,
+        env: Mapping[str, str] | None = None,
+        prefix: Sequence[str] = (),
+        name: str = "node",
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+        self.folder, self.log = folder, folder / f"{name}.log"
+        settings = [f"parallel.timeout_s={TIMEOUT_S}", "rollout.micro_batch_size_per_gpu=4", *overrides]
+        variables = {"NPROC_PER_NODE": "2", "NODE_MARK": name, **(env or {})}
+        self._marks = (f"{folder}/", f"NODE_MARK={name}\0")
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [*prefix, "sh", "train.sh", TASK, *base_overrides(model, folder), *settings],
+                cwd=ROOT,
+                env=launch_environment(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill_all()
+
+    @property
+    def said(self) -> str:
+        """All that the terminal shows."""
+        return self.log.read_text()
+
+    def wait(self, timeout: float = 120) -> int:
+        """The exit status."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"still running after {timeout} s:\n{self.said}") from None
+
+    def until(self, happened: Callable[[], Any], timeout: float = 90) -> Any:
+        """Wait until `happened()` is true, and return what it gave; the job must not end before."""
+        deadline = time.monotonic() + timeout
+        while not (found := happened()):
+            assert self.process.poll() is None, f"the job ended too early:\n{self.said}"
+            assert time.monotonic() < deadline, f"nothing after {timeout} s:\n{self.said}"
+            time.sleep(0.01)
+        return found
+
+    def phase(self, rank: int) -> tuple[int, int, str]:
+        """(pid, steps done, phase) of a rank; pid 0 before the first one."""
+        try:
+            pid, step, name = (self.folder / f"phase_{rank}").read_text().split()
+        except (FileNotFoundError, ValueError):  # not yet, or being written
+            return 0, 0, ""
+        return int(pid), int(step), name
+
+    def processes(self) -> dict[int, str]:
+        """pid -> command line of this node's processes that run: train.sh, torchrun, ranks."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                    where = (entry / "environ").read_bytes().decode(errors="replace")
+                except (FileNotFoundError, ProcessLookupError, PermissionError):
+                    continue
+                if self._marks[0] in line and self._marks[1] in where:
+                    found[int(entry.name)] = line
+        return found
+
+    def ranks(self) -> list[int]:
+        """pids of the ranks."""
+        return sorted(pid for pid, line in self.processes().items() if f" -u {TASK}" in line)
+
+    def kill_all(self) -> None:
+        """SIGKILL to all of the node, as a power cut would."""
+        while processes := self.processes():
+            for pid in processes:
+                kill(pid, signal.SIGKILL)
+            time.sleep(0.05)
+        self.process.wait()
+
+
+def kill(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that may be gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl without what time and memory say."""
+    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time/"))} for line in lines]
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of metrics.jsonl; none before it is there."""
+    return [row["step"] for row in rows(folder)] if (folder / "out" / "metrics.jsonl").exists() else []
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """Names of the folders in checkpoints/."""
+    return sorted(entry.name for entry in (folder / "out" / "checkpoints").iterdir())

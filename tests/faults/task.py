@@ -1,0 +1,50 @@
+"""tasks/train_flowgrpo.py, whose ranks also say which phase they are in, so that tests can aim.
+
+FAULT names what goes wrong: `raise:RANK:STEP` and `hang:RANK:STEP` in the update of that step, once.
+"""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from phalanx.cli import parse, run
+from phalanx.config.schema import TrainConfig
+
+PHASES = ("rollout", "reward", "update", "checkpoint", "validation")
+
+
+def build(cfg: TrainConfig) -> Callable[[], None]:
+    from phalanx.metrics import Timers
+    from phalanx.trainer import Trainer
+
+    kind, rank, step = (os.environ.get("FAULT") or "none:-1:-1").split(":")
+
+    class Phases(Timers):
+        """Timers that write `<pid> <step> <phase>` to a file of the rank, and stay a little in each phase."""
+
+        @contextmanager
+        def __call__(self, name: str) -> Iterator[None]:
+            with super().__call__(name):
+                said.write_text(f"{os.getpid()} {trainer.progress.step} {name}")
+                time.sleep(float(os.environ.get("PHASE_S", "0")))
+                yield
+
+    class Faulty(Trainer):
+        def update(self, *args: Any) -> dict[str, float]:
+            if kind != "none" and (self.world.rank, self.progress.step) == (int(rank), int(step)):
+                if kind == "raise":
+                    raise KeyError("no such thing")
+                time.sleep(1000)
+            return super().update(*args)
+
+    trainer = Faulty(cfg)
+    said = Path(cfg.trainer.output_dir).parent / f"phase_{trainer.world.rank}"
+    trainer.timers = Phases()
+    return trainer.run
+
+
+if __name__ == "__main__":
+    run(build, parse(TrainConfig, __doc__ or ""))

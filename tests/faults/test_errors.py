@@ -1,0 +1,64 @@
+"""The first error of the world, with rank, host and traceback, is the last thing on the terminal; nothing hangs."""
+
+import signal
+import socket
+import time
+from pathlib import Path
+
+from tests.faults.jobs import TIMEOUT_S, Job, kill, steps
+
+HOST = socket.gethostname()
+SETTINGS = ("trainer.total_training_steps=500",)
+
+
+def last_report(said: str) -> list[str]:
+    """The lines of torchrun's last failure, which is the first one that it observed."""
+    return said.rstrip().rpartition("Root Cause (first observed failure):")[2].splitlines()
+
+
+def test_a_rank_that_raises(sd3_folder: Path, tmp_path: Path) -> None:
+    with Job(sd3_folder, tmp_path, *SETTINGS, env={"FAULT": "raise:1:2"}) as job:
+        assert job.wait(60) == 1
+        said = job.said
+    report = last_report(said)
+    assert any(line.endswith(f"rank 1 on {HOST}:") for line in report)
+    assert [line.strip() for line in report[-2:]] == ["KeyError: 'no such thing'", "=" * 60]
+    assert any('task.py", line' in line and line.endswith("in update") for line in report)
+    # once by the rank itself, then in torchrun's reports: nobody else's abort
+    assert said.count("Traceback (most recent call last)") <= 4
+    assert "Connection closed" not in said
+
+
+def test_a_rank_that_hangs(sd3_folder: Path, tmp_path: Path) -> None:
+    """The time limit ends the job, and the stack of the rank that hangs is on the terminal."""
+    with Job(sd3_folder, tmp_path, *SETTINGS, env={"FAULT": "hang:1:2"}) as job:
+        job.until(lambda: job.phase(1)[1:] == (2, "update"))
+        begin = time.monotonic()
+        assert job.wait(3 * TIMEOUT_S) == 1
+        assert time.monotonic() - begin < TIMEOUT_S + 12
+        assert f"stacks of rank 1 on {HOST}:" in job.said
+        assert "Timed out waiting" in "".join(last_report(job.said))
+        assert steps(tmp_path) == [1, 2]
+
+
+def test_a_rank_that_is_frozen_is_named(sd3_folder: Path, tmp_path: Path) -> None:
+    """Not even its threads run. The launcher waits 30 s for it to heed SIGTERM before it is killed."""
+    with Job(sd3_folder, tmp_path, *SETTINGS, env={"PHASE_S": "0.1"}) as job:
+        job.until(lambda: job.phase(1)[1] >= 1)
+        kill(job.phase(1)[0], signal.SIGSTOP)
+        begin = time.monotonic()
+        job.until(lambda: f"lost rank 1 on {HOST}: no sign of life for 1" in job.said, timeout=TIMEOUT_S + 5)
+        assert job.wait(45) == 1
+        assert time.monotonic() - begin < TIMEOUT_S + 42
+        assert f"lost rank 1 on {HOST}: no sign of life for 1" in last_report(job.said)[-2]
+
+
+def test_a_rank_that_is_killed_is_named(sd3_folder: Path, tmp_path: Path) -> None:
+    with Job(sd3_folder, tmp_path, *SETTINGS, env={"PHASE_S": "0.1"}) as job:
+        job.until(lambda: job.phase(1)[1] >= 1)
+        kill(job.phase(1)[0], signal.SIGKILL)
+        begin = time.monotonic()
+        assert job.wait(TIMEOUT_S) == 1
+        assert time.monotonic() - begin < 10
+        assert f"rank 1 on {HOST} ended without a word: killed, out of memory, or crashed" in job.said
+        assert "Signal 9 (SIGKILL)" in last_report(job.said)[-2]

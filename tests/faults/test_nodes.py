@@ -1,0 +1,98 @@
+"""Two hosts: one job like on one host, a host that goes and comes back, and a wire that is cut."""
+
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.conftest import Hosts
+from tests.faults.jobs import TIMEOUT_S, Job, kill, rows, steps
+
+FIXED = ("parallel.fsdp_size=2", "model.lora_rank=4")
+
+
+def worlds(said: str) -> list[int]:
+    """How many ranks each start of a job had."""
+    return [int(n) for n in re.findall(r"^(\d+) ranks on cpu: ", said, re.MULTILINE)]
+
+
+def test_two_hosts_are_one_world(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
+    """2 x 2 ranks on two hosts train what 4 ranks of one host do, to the last bit."""
+    settings = (*FIXED, "trainer.total_training_steps=3")
+    with Job(sd3_folder, tmp_path / "one", *settings, env={"NPROC_PER_NODE": "4"}) as one:
+        assert one.wait() == 0, one.said
+    folder = tmp_path / "two"
+    with hosts.job(0, sd3_folder, folder, *settings) as a, hosts.job(1, sd3_folder, folder, *settings) as b:
+        assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
+    assert worlds(a.said) == [4] and worlds(b.said) == []  # rank 0 speaks
+    assert rows(folder) == rows(tmp_path / "one")
+
+
+def test_a_host_goes_and_comes_back(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
+    """The global batch, and so the run, stays what it was: only the split follows the ranks that are there."""
+    settings = (*FIXED, "trainer.save_freq=2", "trainer.total_training_steps=40")
+    elastic = {"NNODES": "1:2", "RDZV_CONF": "last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"}
+    with hosts.job(0, sd3_folder, tmp_path, *settings, **elastic, PHASE_S="0.15") as a:
+        b = hosts.job(1, sd3_folder, tmp_path, *settings, **elastic, PHASE_S="0.15")
+        a.until(lambda: len(steps(tmp_path)) >= 4)
+        b.kill_all()
+        begin = time.monotonic()
+        a.until(lambda: worlds(a.said) == [4, 2], timeout=60)
+        before = len(steps(tmp_path))
+        a.until(lambda: len(steps(tmp_path)) > before, timeout=60)
+        alone_after = time.monotonic() - begin
+        with hosts.job(1, sd3_folder, tmp_path, *settings, **elastic, PHASE_S="0.02") as b:
+            begin = time.monotonic()
+            a.until(lambda: "4 ranks on cpu: " in a.said[-20000:] and worlds(a.said + b.said)[2:] == [4], timeout=60)
+            again_after = time.monotonic() - begin
+            assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
+    print(f"alone after {alone_after:.0f} s, two again after {again_after:.0f} s")
+    assert alone_after < 60 and again_after < 60
+    whole = tmp_path / "whole"
+    with Job(sd3_folder, whole, *settings, env={"NPROC_PER_NODE": "4"}) as one:
+        assert one.wait() == 0, one.said
+    for row, wanted in zip(rows(tmp_path), rows(whole), strict=True):
+        assert row["step"] == wanted["step"]
+        for key in ("reward/mean", "actor/grad_norm"):
+            assert row[key] == pytest.approx(wanted[key], rel=1e-4), (row["step"], key)
+
+
+def test_an_error_on_one_host_is_told_on_the_other(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
+    """Rank 2 raises on host 1; host 0 ends within seconds, and with that error."""
+    settings = (*FIXED, "trainer.total_training_steps=500")
+    with (
+        hosts.job(0, sd3_folder, tmp_path, *settings, PHASE_S="0.1", FAULT="raise:2:2") as a,
+        hosts.job(1, sd3_folder, tmp_path, *settings, PHASE_S="0.1", FAULT="raise:2:2") as b,
+    ):
+        b.until(lambda: "KeyError" in b.said)
+        begin = time.monotonic()
+        while a.ranks():
+            assert time.monotonic() - begin < 10, a.said
+            time.sleep(0.1)
+        assert (a.wait(60), b.wait(60)) == (1, 1)
+    for job in (a, b):
+        report = job.said.rstrip().rpartition("Root Cause (first observed failure):")[2]
+        assert re.search(r"rank 2 on \S+:\n", report) and "KeyError: 'no such thing'\n====" in report, job.said
+
+
+def test_a_cut_wire_ends_all_ranks(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
+    """Each side says which ranks it has lost."""
+    settings = (*FIXED, "trainer.total_training_steps=500")
+    with (
+        hosts.job(0, sd3_folder, tmp_path, *settings, PHASE_S="0.1") as a,
+        hosts.job(1, sd3_folder, tmp_path, *settings, PHASE_S="0.1") as b,
+    ):
+        a.until(lambda: len(steps(tmp_path)) >= 2)
+        hosts.link(up=False)
+        begin = time.monotonic()
+        for job in (a, b):
+            while job.ranks():
+                assert time.monotonic() - begin < TIMEOUT_S + 15, a.said + b.said
+                time.sleep(0.1)
+        for job in (a, b):
+            kill(job.process.pid, signal.SIGTERM)  # the launchers would say goodbye to each other for long
+            job.wait(60)
+        assert re.search(r"lost ranks 2, 3 on \S+ \(node 1\): no sign of life for \d+ s", a.said), a.said
+        assert re.search(r"lost rank 0 on \S+ \(node 0\), which keeps the store: no contact for \d+ s", b.said), b.said

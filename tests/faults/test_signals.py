@@ -1,0 +1,90 @@
+"""A job that is told to stop keeps its last step, says so, and the same command goes on as if nothing had been."""
+
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import Job, checkpoints, kill, rows, steps
+from tests.jobs import fit, tiny_config
+from tests.ranks import run_ranks
+
+SETTINGS = ("trainer.save_freq=50", "model.lora_rank=4", "actor.ema.decay=0.9")
+VALIDATION = ("trainer.test_freq=2", "trainer.val_before_train=false")
+MAY_TAKE_S = 20  # from the signal to the end; torchrun gives 30
+
+
+def unstopped(model: Path, folder: Path, total: int, *overrides: str) -> list[dict[str, float]]:
+    """The rows of the same job where nothing happens to it."""
+    fixed = ("rollout.micro_batch_size_per_gpu=4", f"trainer.total_training_steps={total}")
+    run_ranks(fit, 2, tiny_config(model, folder, *SETTINGS, *overrides, *fixed))
+    return rows(folder)
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "phase"),
+    [(signal.SIGTERM, 143, "rollout"), (signal.SIGINT, 130, "update")],
+    ids=["SIGTERM in a rollout", "SIGINT in an update"],
+)
+def test_a_stopped_job_goes_on(
+    number: signal.Signals, status: int, phase: str, sd3_folder: Path, tmp_path: Path
+) -> None:
+    env = {"PHASE_S": "0.1"}
+    with Job(sd3_folder, tmp_path, *SETTINGS, "trainer.total_training_steps=500", env=env) as job:
+        job.until(lambda: job.phase(0)[1] >= 2 and job.phase(0)[2] == phase)
+        job.process.send_signal(number)
+        assert job.wait(MAY_TAKE_S) == status
+        done = steps(tmp_path)[-1]
+        kept = tmp_path / "out" / "checkpoints" / f"step_{done:06d}"
+        # train.sh hands SIGINT on as SIGTERM: torchrun would not wait for a checkpoint at a second Ctrl-C
+        line = f"stopped by SIGTERM after step {done} of 500; the same command goes on from {kept}"
+        assert job.said.splitlines().count(line) == 1
+    assert checkpoints(tmp_path) == [kept.name]
+    total = done + 2
+    with Job(sd3_folder, tmp_path, *SETTINGS, f"trainer.total_training_steps={total}") as job:
+        assert job.wait() == 0, job.said
+        assert f"resuming from {kept}: step {done} of {total}" in job.said
+    assert rows(tmp_path) == unstopped(sd3_folder, tmp_path / "whole", total)
+
+
+def test_a_job_stopped_in_validation_still_has_the_steps_row(sd3_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "held_out.txt").write_text('the word "eta"\n"theta" in red\n')
+    validation = (*VALIDATION, f"data.val_files=[{tmp_path}/held_out.txt]")
+    with Job(
+        sd3_folder, tmp_path, *SETTINGS, *validation, "trainer.total_training_steps=500", env={"PHASE_S": "0.3"}
+    ) as job:
+        job.until(lambda: job.phase(0)[1:] == (4, "validation"))
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(MAY_TAKE_S) == 143
+    assert (steps(tmp_path), checkpoints(tmp_path)) == ([1, 2, 3], ["step_000004"])
+    with Job(sd3_folder, tmp_path, *SETTINGS, *validation, "trainer.total_training_steps=5") as job:
+        assert job.wait() == 0, job.said
+    wanted = unstopped(sd3_folder, tmp_path / "whole", 5, *validation)
+    assert rows(tmp_path) == wanted
+    assert [row["step"] for row in wanted if "val/held_out/reward/mean" in row] == [2, 4, 5]
+
+
+def test_sigusr1_to_one_rank_prints_the_stacks_of_all(sd3_folder: Path, tmp_path: Path) -> None:
+    env = {"FAULT": "hang:1:2"}
+    with Job(sd3_folder, tmp_path, *SETTINGS, "trainer.total_training_steps=500", env=env) as job:
+        job.until(lambda: job.phase(1)[1:] == (2, "update"))
+        first, hung = job.phase(0)[0], job.phase(1)[0]
+        kill(first, signal.SIGUSR1)
+        job.until(lambda: f"stacks of rank 1 on {socket.gethostname()}:" in job.said, timeout=10)
+        job.until(lambda: job.said.count("Thread 0x") >= 4, timeout=10)
+        assert 'task.py", line' in job.said and "in update" in job.said  # where rank 1 hangs
+        assert {first, hung} <= set(job.ranks())  # neither has ended of it
+
+
+def test_a_signal_to_all_processes_prints_stacks_and_ends_nothing(sd3_folder: Path, tmp_path: Path) -> None:
+    """As `scancel --signal=USR1` sends it: train.sh and torchrun get it too."""
+    settings = (*SETTINGS, "trainer.total_training_steps=500")
+    with Job(sd3_folder, tmp_path, *settings, env={"PHASE_S": "0.1"}) as job:
+        job.until(lambda: steps(tmp_path))
+        before: Callable[[], int] = lambda: steps(tmp_path)[-1]  # noqa: E731
+        done = before()
+        for pid in job.processes():
+            kill(pid, signal.SIGUSR1)
+        job.until(lambda: "Current thread 0x" in job.said and before() > done + 2)

@@ -1,0 +1,134 @@
+"""train.sh under a shell, in a folder where nothing but stubs and a few tools is on PATH, and what launchers tell it."""
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from tests.ranks import ROOT
+
+SCRIPT = str(ROOT / "train.sh")
+SHELLS = {"dash": ["dash"], "bash": ["bash"], "bash-posix": ["bash", "--posix"], "busybox": ["busybox", "sh"]}
+TOOLS = ("env", "grep", "sed", "tr")  # all that train.sh and the stubs call
+TASK = """
+import os, sys
+print("task", sys.argv[1:])
+for name in sorted(os.environ):
+    print(f"{name}={os.environ[name]}")
+"""
+# Its arguments in brackets, a line each, then its environment.
+TORCHRUN = 'for a in "$@"; do echo "[$a]"; done; env; exit "${STUB_STATUS:-0}"'
+
+# What launchers say on node 1 of 2; in a batch script of Slurm, on its first node.
+SKYPILOT = {
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+}
+DSTACK = {
+    "DSTACK_NODES_NUM": "2",
+    "DSTACK_NODE_RANK": "1",
+    "DSTACK_MASTER_NODE_IP": "10.0.0.1",
+    "DSTACK_GPUS_PER_NODE": "8",
+}
+TRAIN_JOB = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "10.0.0.1",
+    "PET_MASTER_PORT": "29400",
+    "PET_NPROC_PER_NODE": "8",
+    "JOB_COMPLETION_INDEX": "1",
+}
+PYTORCH_JOB = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "23456"}
+INDEXED_JOB = {"NNODES": "2", "MASTER_ADDR": "10.0.0.1", "JOB_COMPLETION_INDEX": "1"}
+MPIRUN = {
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "MASTER_ADDR": "10.0.0.1",
+}
+SLURM_BATCH = {
+    "SLURM_JOB_ID": "1234567",
+    "SLURM_JOB_NUM_NODES": "2",
+    "SLURM_JOB_NODELIST": "n[1-2]",
+    "SLURM_NODEID": "0",
+    "SLURM_PROCID": "0",
+}
+SLURM_STEP = {
+    **SLURM_BATCH,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_NODEID": "1",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
+SLURM_PORT = str(20000 + 1234567 % 20000)
+EIGHT_GPUS = {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
+
+SCONTROL = 'test "$*" = "show hostnames n[1-2]" && echo 10.0.0.1 && echo 10.0.0.2'
+# Runs its command on each node in turn, as a task of step 0.
+SRUN = """
+for a in "$@"; do echo "<$a>"; done
+while :; do case $1 in --*) shift ;; *) break ;; esac; done
+export SLURM_STEP_ID=0 SLURM_STEP_NUM_NODES=$SLURM_JOB_NUM_NODES SLURM_STEP_NUM_TASKS=$SLURM_JOB_NUM_NODES
+export SLURM_STEP_NODELIST="$SLURM_JOB_NODELIST" SLURM_LOCALID=0
+i=0
+while [ "$i" -lt "$SLURM_JOB_NUM_NODES" ]; do SLURM_NODEID=$i SLURM_PROCID=$i "$@" || exit; i=$((i + 1)); done
+"""
+
+
+def stub_folder(folder: Path) -> Path:
+    """A working directory with a task, and in bin/ all that train.sh calls: a stub torchrun, and no GPU tools."""
+    (folder / "tasks").mkdir()
+    (folder / "tasks" / "train.py").write_text(TASK)
+    (folder / "bin").mkdir()
+    for tool in TOOLS:
+        (folder / "bin" / tool).symlink_to(str(shutil.which(tool)))
+    (folder / "bin" / "python3").symlink_to(sys.executable)
+    write_tool(folder, "torchrun", TORCHRUN)
+    return folder
+
+
+def write_tool(folder: Path, name: str, body: str) -> None:
+    """A shell script in the folder's bin/."""
+    path = folder / "bin" / name
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
+def command(shell: list[str], *args: str) -> list[str]:
+    """What runs train.sh under a shell of SHELLS."""
+    return [str(shutil.which(shell[0])), *shell[1:], SCRIPT, *args]
+
+
+def launch(shell: list[str], folder: Path, *args: str, **env: str) -> CompletedProcess[str]:
+    """Run train.sh with this environment and no other."""
+    path = {"PATH": str(folder / "bin")}
+    return subprocess.run(
+        command(shell, *args), cwd=folder, env={**path, **env}, capture_output=True, text=True, timeout=30
+    )
+
+
+def torchrun_arguments(done: CompletedProcess[str]) -> list[str]:
+    """What the stub torchrun was given."""
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    assert done.stdout.startswith("["), done.stdout
+    return [line[1:-1] for line in done.stdout.splitlines() if line.startswith("[")]
+
+
+def environment(done: CompletedProcess[str]) -> Mapping[str, str]:
+    """The variables that the stub torchrun or the task saw."""
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return dict(line.split("=", 1) for line in done.stdout.splitlines() if "=" in line and line[0] not in "[ ")
+
+
+def shellcheck(*files: Path) -> str:
+    """What shellcheck, of the extra `test`, says of these files; empty where all is well."""
+    tool = Path(sys.executable).parent / "shellcheck"
+    return subprocess.run([tool, "--external-sources", *files], cwd=ROOT, capture_output=True, text=True).stdout
