@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 # phalanx gets its place here.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
+    frozenset({"plan"}),
     frozenset({"trainer", "flow_matching", "generate", "digits", "vae", "cli"}),
     frozenset({"run", "export", "image_data", "cluster"}),
     frozenset({"report"}),
@@ -35,6 +36,8 @@ LAYERS: tuple[frozenset[str], ...] = (
 OWNERS: dict[str, tuple[str, ...]] = {
     "datasets": ("data", "image_data", "digits"),
     "diffusers": ("models", "export", "vae", "digits"),
+    "fastapi": ("rewards._server",),
+    "httpx2": ("rewards.http",),
     "matplotlib": ("digits",),
     "onnxruntime": ("rewards.ocr",),
     "peft": ("models",),
@@ -44,6 +47,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("loggers",),
     "torch.utils.tensorboard": ("loggers",),
     "transformers": ("models", "digits", "rewards._clip"),
+    "uvicorn": ("rewards._server",),
     "vllm": ("rollout", "rewards.vlm"),
     "wandb": ("loggers",),
 }
