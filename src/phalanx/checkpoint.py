@@ -218,8 +218,16 @@ class Checkpointer:
         except RuntimeError as error:  # a rank is lost; the main thread hears of it in `wait`
             self._failure = " ".join(str(error).split())
             return
-        if self.world.rank != 0:
-            return
+        if self.world.rank == 0:
+            self._publish_or_drop(said, part, final, meta)
+        try:
+            dist.barrier(group=self.world.checkpoint_group)  # a rank that ends must not take the renaming with it
+        except RuntimeError as error:
+            self._failure = " ".join(str(error).split())
+
+    def _publish_or_drop(
+        self, said: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
+    ) -> None:
         problem = next((p for p, _ in said if p is not None), None)
         try:
             problem = problem or _unseen(part)

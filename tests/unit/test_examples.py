@@ -36,9 +36,6 @@ SCRIPTS = [path for path in EXAMPLES if path.suffix in (".sh", ".sbatch")]
 BATCHES = [path for path in SCRIPTS if path.suffix == ".sbatch"]
 COMMAND = re.compile(r"sh,? train\.sh[, ]+(tasks/\w+\.py)[, ]+([\w/]+\.yaml)")
 OVERRIDE = re.compile(r"\btrainer\.output_dir=[^\s\]]+")
-# What stands below these is the user's own: names of variables, of resources, of labels, of folders.
-FREE = ("envs", "limits", "selector", "volumes of skypilot.yaml")
-
 every_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda p: p.name)
 
 
@@ -52,6 +49,14 @@ DOCUMENTS = {
     "trainjob": ("kubeflow_trainjob.yaml", 0),
     "service": ("kubernetes_job.yaml", 0),
     "job": ("kubernetes_job.yaml", 1),
+}
+# Below these stand names of the user's own: of variables, folders, resources, labels.
+FREE = {
+    "skypilot": ("envs", "volumes"),
+    "dstack": (),
+    "trainjob": ("limits",),
+    "service": ("selector",),
+    "job": ("limits",),
 }
 every_schema = pytest.mark.parametrize("name", DOCUMENTS)
 
@@ -104,16 +109,16 @@ def test_its_tool_accepts_it(name: str) -> None:
 @every_schema
 def test_a_misspelt_key_is_refused(name: str) -> None:
     value, schema = example(name)
+    validator = jsonschema.Draft202012Validator(schema)
     tried = 0
     for where in mappings(value):
-        for key in list(at(value, where)):
-            if where and (where[-1] in FREE[:3] or (name == "skypilot" and where[-1] == "volumes")):
-                continue
+        if where and where[-1] in FREE[name]:
+            continue
+        for key in at(value, where):
             wrong = copy.deepcopy(value)
             place = at(wrong, where)
             place[f"{key}x"] = place.pop(key)
-            with pytest.raises(jsonschema.ValidationError):
-                jsonschema.validate(wrong, schema)
+            assert not validator.is_valid(wrong), (where, key)
             tried += 1
     assert tried >= 8
 
