@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from phalanx.distributed.collectives import all_gather_object, broadcast_object
 from phalanx.distributed.fsdp import as_part_of
 from phalanx.distributed.mesh import World
-from phalanx.types import JobError
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +68,8 @@ def complete(folder: Path) -> str | None:
         dict(meta["signature"])
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"it cannot be read: {error}"
     except (json.JSONDecodeError, KeyError, TypeError, ValueError, AttributeError, UnicodeDecodeError):
         return "meta.json is damaged, or of another program"
     return None
@@ -81,7 +82,11 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     """
     files = sorted(read_meta(folder)["files"].items())
     for name, (_, checksum) in files[part::parts]:
-        if _checksum(folder / name) != checksum:
+        try:
+            found = _checksum(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+        if found != checksum:
             return f"{name} is not what was written: its checksum differs"
     return None
 
@@ -129,7 +134,8 @@ class Checkpointer:
         self.root, self.world, self.signature = output_dir / "checkpoints", world, signature
         self.max_checkpoints = max_checkpoints
         self._pending: threading.Thread | None = None
-        self._failure: str | None = None
+        self._failure: RuntimeError | None = None
+        self.saved_step = -1  # of the newest checkpoint of this run that is complete, as of the last `wait`
 
     def locate(self, resume: str) -> Path | None:
         """The checkpoint that `trainer.resume` means, the same on all ranks; ValueError where it cannot be used."""
@@ -210,24 +216,25 @@ class Checkpointer:
         try:
             response.result()
             checksums = {f.name: _checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
-        except (CheckpointException, OSError) as error:
+        except (CheckpointException, OSError, RuntimeError) as error:
             problem = " ".join(str(error).split())[:500]
         said: list[Any] = [None] * self.world.size
+        done = [False]
         try:
             dist.all_gather_object(said, (problem, checksums), group=self.world.checkpoint_group)
+            if self.world.rank == 0:
+                done = [self._publish_or_drop(said, part, final, meta)]
+            # a rank that ends must not take the renaming with it, so all wait for it
+            dist.broadcast_object_list(done, src=0, group=self.world.checkpoint_group)
         except RuntimeError as error:  # a rank is lost; the main thread hears of it in `wait`
-            self._failure = " ".join(str(error).split())
-            return
-        if self.world.rank == 0:
-            self._publish_or_drop(said, part, final, meta)
-        try:
-            dist.barrier(group=self.world.checkpoint_group)  # a rank that ends must not take the renaming with it
-        except RuntimeError as error:
-            self._failure = " ".join(str(error).split())
+            self._failure = error
+        if done[0]:
+            self.saved_step = meta["progress"]["step"]
 
     def _publish_or_drop(
         self, said: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
-    ) -> None:
+    ) -> bool:
+        """On rank 0; returns whether the checkpoint is there."""
         problem = next((p for p, _ in said if p is not None), None)
         try:
             problem = problem or _unseen(part)
@@ -238,6 +245,7 @@ class Checkpointer:
         if problem is not None:
             log.warning("checkpoint %s was not written: %s", final, problem)
             shutil.rmtree(part, ignore_errors=True)
+        return problem is None
 
     def _publish(self, part: Path, final: Path, meta: dict[str, Any], checksums: dict[str, int]) -> None:
         """Make a written checkpoint visible, and remove the oldest complete ones."""
@@ -256,19 +264,21 @@ class Checkpointer:
 
     def set_aside(self, step: int) -> None:
         """On rank 0, at a run's start: rename checkpoints of later steps, which another run or a damaged one left, so
-        that they are neither resumed nor counted. They stay on disk as `old_step_...`.
+        that they are neither resumed nor counted. They stay on disk as `old_step_...`. What was never finished goes.
         """
         for folder in sorted(self.root.glob("step_*")):
-            if folder.name > f"step_{step:06d}" and folder.suffix != ".tmp":
+            if folder.suffix == ".tmp":
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.name > f"step_{step:06d}":
                 aside = folder.with_name(f"old_{folder.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
                 log.warning("checkpoint %s is of another run, or damaged: it is now %s", folder, aside.name)
 
     def wait(self) -> None:
-        """Until the checkpoint in flight is complete. Raises JobError where the ranks lost one another over it."""
+        """Until the checkpoint in flight is complete. Raises RuntimeError where the ranks lost one another over it."""
         if self._pending is not None:
             self._pending.join()
             self._pending = None
         if self._failure is not None:
-            raise JobError(f"a checkpoint was not written: {self._failure}")
+            raise self._failure

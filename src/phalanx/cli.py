@@ -106,9 +106,7 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
         end(128 + stop.number, str(stop), str(stop) if rank() == 0 else None)
     # All is written and closed. Worker threads and those of process groups would outlive the interpreter's teardown; a
     # rank was seen to abort ("terminate called without an active exception"), which this most likely prevents.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    end(0)
 
 
 def fail(message: str, status: int) -> NoReturn:
@@ -152,8 +150,8 @@ def _end_with(report: str, status: int) -> NoReturn:
         report, first = watch.tell(report)
     if first:
         say(report)
-        if watch is not None:
-            watch.linger()
+    if watch is not None:
+        watch.linger()
     end(status, report, None)
 
 

@@ -1,5 +1,6 @@
 """How a process ends: its last word, on the terminal and in torchrun's report, and its exit status at once."""
 
+import contextlib
 import json
 import os
 import socket
@@ -20,10 +21,11 @@ def place() -> str:
 
 def say(words: str) -> None:
     """Print to the terminal. Not through sys.stderr, which torch.distributed redirects while an excepthook runs."""
-    os.write(2, f"{words}\n".encode())
+    with contextlib.suppress(OSError):  # nobody reads it any more: the terminal is closed
+        os.write(2, f"{words}\n".encode())
 
 
-def end(status: int, report: str, words: str | None) -> NoReturn:
+def end(status: int, report: str | None = None, words: str | None = None) -> NoReturn:
     """End this process without waiting for its threads, some of which may never end.
 
     `report` is what torchrun prints last, as the failure of this rank; `words` are printed here and now, where given.
@@ -31,12 +33,13 @@ def end(status: int, report: str, words: str | None) -> NoReturn:
     if words is not None:
         say(words)
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path is not None:
+    if path is not None and report is not None:
         stamp = {"py_callstack": report, "timestamp": str(int(time.time()))}
         try:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump({"message": {"message": report.splitlines()[-1], "extraInfo": stamp}}, file)
         except OSError as error:  # a full disk must not hide the error itself
             say(f"{place()}: {path}: {error}")
-    sys.stdout.flush()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
     os._exit(status)

@@ -33,7 +33,7 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
     check_loggers(cfg.trainer.logger)
     launch = mesh.Launch.from_env()
     mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
-    mesh.check_elastic(cfg.trainer.resume, launch, lambda size: images_of_rank(cfg, size))
+    mesh.check_elastic(cfg, launch, lambda size: images_of_rank(cfg, size))
     return images_of_rank(cfg, launch.world_size)
 
 

@@ -12,7 +12,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +22,7 @@ from phalanx.config.load import ConfigError
 from phalanx.config.schema import TrainerConfig
 from phalanx.images import ImageRecord, save_images
 from phalanx.loggers import ELAPSED, Backend, ConsoleBar, ConsoleLines, TensorBoard, Wandb
+from phalanx.types import Stopped
 
 METRICS_FILE = "metrics.jsonl"
 # name -> the package that it needs beyond those that phalanx always has
@@ -150,8 +151,7 @@ class RunLogger:
         if self._file is None:
             return
         row = self._file.write(step, row)
-        for backend in self._backends:
-            backend.log(step, row)
+        self._each(lambda backend: backend.log(step, row))
 
     def images(self, step: int, set_name: str, records: Iterable[ImageRecord]) -> None:
         """Write a validation's images to `<output_dir>/images/<set>/step_<k>`, wandb and tensorboard."""
@@ -164,17 +164,24 @@ class RunLogger:
             _log.warning("images of step %d are not written: %s", step, error)
             return
         if rows:
-            for backend in self._backends:
-                backend.images(step, set_name, rows, folder)
+            self._each(lambda backend: backend.images(step, set_name, rows, folder))
 
     def close(self, failed: bool = False) -> None:
         """Flush and end all loggers; safe to call twice. `failed` marks the wandb run as crashed."""
-        for backend in self._backends:
-            backend.close(failed)
-        self._backends = []
         if self._file is not None:
             self._file.close()
             self._file = None
+        self._each(lambda backend: backend.close(failed))
+        self._backends = []
+
+    def _each(self, act: Callable[[Backend], None]) -> None:
+        """Let each logger act. One that cannot write any more is left out from then on: the run is worth more."""
+        for backend in list(self._backends):
+            try:
+                act(backend)
+            except OSError as error:
+                self._backends.remove(backend)
+                _log.warning("the logger %s is off from here on: %s", type(backend).__name__, error)
 
     def __enter__(self) -> Self:
         return self
@@ -182,7 +189,8 @@ class RunLogger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close(failed=kind is not None)
+        if kind is not Stopped:  # then the checkpoint comes first, while there is time
+            self.close(failed=kind is not None)
 
 
 class _MetricsFile:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.checkpoint import Checkpointer, Progress, find, trained_state
@@ -68,7 +69,7 @@ class Run:
             self.policy.add_weights("ema", self.ema.values)
         self.checkpointer = Checkpointer(self.output_dir, self.world, self._signature(), cfg.trainer.max_checkpoints)
         self.progress = self._resume()
-        self._saved_step = self.progress.step
+        self.checkpointer.saved_step = self.progress.step
         self._good = replace(self.progress)  # as after the last step that was not a bad one
         self.bad_steps = self._applied = self._non_finite = 0
         if self.world.rank == 0:
@@ -99,6 +100,7 @@ class Run:
 
     def run(self) -> None:
         """Train, write the report, and say what came of it. Raises JobError, or Stopped once the state is saved."""
+        dist.barrier()  # whoever hears a signal waits for its neighbours' answer
         self.world.watch.listen()
         try:
             self.fit()
@@ -107,6 +109,9 @@ class Run:
             raise
         except Stopped as stop:
             raise self._keep(stop) from None
+        self.world.watch.close()
+        if self.base_cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
+            raise JobError("the last checkpoint was not written; make space, and the same command goes on")
         if self.world.rank == 0:
             try:
                 report = f"report: {write_report(self.output_dir)}"
@@ -227,7 +232,8 @@ class Run:
             self._good = replace(self.progress)
         if self.bad_steps < self.base_cfg.trainer.max_bad_steps:
             return
-        if self.base_cfg.trainer.save_freq > 0 and self._good.step > self._saved_step:
+        self.checkpointer.wait()
+        if self.base_cfg.trainer.save_freq > 0 and self._good.step > self.checkpointer.saved_step:
             self._save(self._good)
         raise JobError(
             f"no update of the last {self.bad_steps} training steps was finite (NaN or infinity in loss or gradient): "
@@ -239,14 +245,15 @@ class Run:
     def _save(self, progress: Progress) -> None:
         with self.timers("checkpoint"):
             self.checkpointer.save(self.state(), replace(progress))
-        self._saved_step = progress.step
 
     def _keep(self, stop: Stopped) -> Stopped:
         """Save the state as it was after the last whole step; returns what to raise."""
         step = self.progress.step
-        if self.base_cfg.trainer.save_freq > 0 and step > self._saved_step:
-            self._save(self.progress)
         self.checkpointer.wait()
+        if self.base_cfg.trainer.save_freq > 0 and step > self.checkpointer.saved_step:
+            self._save(self.progress)
+            self.checkpointer.wait()
+        self.logger.close()
         self.world.watch.close()
         newest = find(self.checkpointer.root)
         kept = "no checkpoint is kept" if newest is None else f"the same command goes on from {newest}"

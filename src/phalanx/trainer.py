@@ -33,7 +33,7 @@ def check(cfg: TrainConfig) -> batches.BatchPlan:
     launch = mesh.Launch.from_env()
     mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
     plan = batches.plan(cfg, launch.world_size)
-    mesh.check_elastic(cfg.trainer.resume, launch, lambda size: batches.plan(cfg, size))
+    mesh.check_elastic(cfg, launch, lambda size: batches.plan(cfg, size))
     guidance_key = family_of(cfg.model).guidance_key
     train_sampler(cfg.rollout, guidance_key)
     val_sampler(cfg.rollout, guidance_key)

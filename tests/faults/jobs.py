@@ -82,7 +82,7 @@ class Job:
         """(pid, steps done, phase) of a rank; pid 0 before the first one."""
         try:
             pid, step, name = (self.folder / f"phase_{rank}").read_text().split()
-        except (FileNotFoundError, ValueError):  # not yet, or being written
+        except FileNotFoundError:
             return 0, 0, ""
         return int(pid), int(step), name
 
@@ -115,6 +115,7 @@ class Job:
 
 def kill(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process that may be gone."""
+    assert pid > 0  # 0 would be this process's whole group
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

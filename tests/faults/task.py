@@ -28,7 +28,9 @@ def build(cfg: TrainConfig) -> Callable[[], None]:
         @contextmanager
         def __call__(self, name: str) -> Iterator[None]:
             with super().__call__(name):
-                said.write_text(f"{os.getpid()} {trainer.progress.step} {name}")
+                part = said.with_suffix(".part")
+                part.write_text(f"{os.getpid()} {trainer.progress.step} {name}")
+                part.replace(said)
                 time.sleep(float(os.environ.get("PHASE_S", "0")))
                 yield
 

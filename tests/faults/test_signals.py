@@ -2,6 +2,7 @@
 
 import signal
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,21 @@ def test_a_job_stopped_in_validation_still_has_the_steps_row(sd3_folder: Path, t
     wanted = unstopped(sd3_folder, tmp_path / "whole", 5, *validation)
     assert rows(tmp_path) == wanted
     assert [row["step"] for row in wanted if "val/held_out/reward/mean" in row] == [2, 4, 5]
+
+
+def test_a_job_whose_output_nobody_reads_still_stops_in_order(sd3_folder: Path, tmp_path: Path) -> None:
+    """`sh train.sh ... | head -n 1`, then SIGTERM: whatever it would print fails."""
+    settings = (*SETTINGS, "trainer.total_training_steps=500", "trainer.logger=[console]")
+    pipe = ["sh", "-c", '"$@" 2>&1 | head -n 1', "sh"]
+    with Job(sd3_folder, tmp_path, *settings, env={"PHASE_S": "0.1"}, prefix=pipe) as job:
+        job.until(lambda: steps(tmp_path)[2:])
+        (launcher,) = (pid for pid, line in job.processes().items() if line.startswith("sh train.sh"))
+        kill(launcher, signal.SIGTERM)
+        begin = time.monotonic()
+        while job.processes():
+            assert time.monotonic() - begin < MAY_TAKE_S
+            time.sleep(0.1)
+    assert checkpoints(tmp_path) == [f"step_{steps(tmp_path)[-1]:06d}"]
 
 
 def test_sigusr1_to_one_rank_prints_the_stacks_of_all(sd3_folder: Path, tmp_path: Path) -> None:

@@ -1,16 +1,23 @@
 """What an elastic job refuses and warns of, and what a rank says of others that it lost."""
 
 import logging
+import multiprocessing
 import time
 
 import pytest
 import torch.distributed as dist
 
-from phalanx.config import ConfigError
+from phalanx.config import ConfigError, load
+from phalanx.config.schema import TrainConfig
 from phalanx.distributed.mesh import Launch, check_elastic
 from phalanx.distributed.watch import Watch
+from tests.ranks import run_ranks
 
 ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
+
+
+def job(*overrides: str) -> TrainConfig:
+    return load(TrainConfig, None, ["model.path=any", *overrides])
 
 
 def works(size: int) -> None:
@@ -26,7 +33,7 @@ def test_worlds_of_a_range_of_nodes() -> None:
 
 def test_worlds_that_would_not_do_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        check_elastic("auto", Launch.from_env({**ENV, "NNODES": "2:4"}), works)
+        check_elastic(job(), Launch.from_env({**ENV, "NNODES": "2:4"}), works)
     assert [record.message for record in caplog.records] == [
         "NNODES=2:4: with 12 ranks the job would end: data.train_batch_size: 32 does not divide over 12 ranks"
     ]
@@ -36,12 +43,34 @@ def test_worlds_that_would_not_do_are_named(caplog: pytest.LogCaptureFixture) ->
 def test_a_restart_must_resume(elastic: dict[str, str]) -> None:
     launch = Launch.from_env({**ENV, **elastic})
     with pytest.raises(ConfigError) as error:
-        check_elastic("never", launch, works)
+        check_elastic(job("trainer.resume=never"), launch, works)
     assert str(error.value) == (
         "trainer.resume: 'never' would begin from there again whenever the ranks are restarted (MAX_RESTARTS, or a range "
         "of NNODES); right is auto, with a trainer.output_dir of its own"
     )
-    check_elastic("never", Launch.from_env(ENV), works)
+    check_elastic(job("trainer.resume=never"), Launch.from_env(ENV), works)
+
+
+def test_a_sharding_that_a_world_forbids_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        check_elastic(job("parallel.fsdp_size=8"), Launch.from_env({**ENV, "NNODES": "1:2"}), lambda size: None)
+    assert [record.message for record in caplog.records] == [
+        "NNODES=1:2: with 4 ranks the job would end: parallel.fsdp_size: 8 does not divide the world's 4 ranks; nearest "
+        "that does: 4"
+    ]
+
+
+def pool_beside_a_watch() -> int | None:
+    watch = Watch(0, ["a"], range(1), 10.0)
+    watch.listen()
+    with multiprocessing.get_context("fork").Pool(1) as pool:  # its end sends SIGTERM to the worker
+        pool.map(abs, [-1])
+    time.sleep(0.3)
+    return watch.stop
+
+
+def test_a_signal_to_a_forked_worker_is_not_the_ranks() -> None:
+    assert run_ranks(pool_beside_a_watch, 1, timeout=20) == [None]
 
 
 def watches(count: int) -> list[Watch]:

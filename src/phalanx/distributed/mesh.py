@@ -5,7 +5,7 @@ import os
 import socket
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.config import ConfigError
-from phalanx.config.schema import ParallelConfig
+from phalanx.config.schema import ParallelConfig, RunConfig
 from phalanx.distributed import watch
 from phalanx.distributed.collectives import all_gather_object, broadcast_object
 
@@ -102,11 +102,12 @@ def check_sharding(optimizer: str, config: ParallelConfig, launch: Launch) -> No
         )
 
 
-def check_elastic(resume: str, launch: Launch, works: Callable[[int], object]) -> None:
+def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[int], object]) -> None:
     """Refuse what a job whose ranks are started again cannot do, and warn of worlds that it may come to but not run in.
 
     `works(world_size)` raises ConfigError for such a world.
     """
+    resume = cfg.trainer.resume
     if resume != "auto" and (launch.max_restarts > 0 or launch.nodes):
         raise ConfigError(
             f"trainer.resume: {resume!r} would begin from there again whenever the ranks are restarted (MAX_RESTARTS, "
@@ -115,6 +116,7 @@ def check_elastic(resume: str, launch: Launch, works: Callable[[int], object]) -
     for size in launch.worlds():
         if size != launch.world_size:
             try:
+                check_sharding(cfg.optim.name, cfg.parallel, replace(launch, world_size=size))
                 works(size)
             except ConfigError as error:
                 log.warning("NNODES=%s: with %d ranks the job would end: %s", launch.nodes, size, error)
@@ -124,8 +126,9 @@ def start(config: ParallelConfig) -> World:
     """Join the world and cut its mesh. Every group gets the configured time limit."""
     launch = Launch.from_env()
     width = shard_size(config, launch)
-    timeout = timedelta(seconds=config.timeout_s)
     cuda = torch.cuda.is_available()
+    # NCCL's own end at its limit is an abort without words, so the watch, which names the lost ranks, comes first
+    timeout = timedelta(seconds=config.timeout_s + (30 if cuda else 0))
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

@@ -12,6 +12,7 @@ to the job's store, which rank 0 keeps; all that is said is small, and repeated 
 import contextlib
 import faulthandler
 import logging
+import os
 import select
 import signal
 import socket
@@ -59,8 +60,9 @@ class Watch:
         self._seen: list[tuple[bytes, float]] = []  # each rank's last beat, and when it was new
         self._contact = time.monotonic()
         self._stacks = 0
+        self._has_read = False
         self._closed, self._ending = threading.Event(), threading.RLock()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._started = False
         self._wakeup, self._alarm = socket.socketpair()
         self._alarm.setblocking(False)
         if store is not None:
@@ -70,8 +72,11 @@ class Watch:
 
     def start(self) -> None:
         """Begin to watch; every rank must have been made by then."""
+        self._started = True
         self._seen = [(b"0", time.monotonic())] * len(self.hosts)
-        self._thread.start()
+        threading.Thread(target=self._run, name="watch", daemon=True).start()
+        if self._store is not None:  # by itself: a store that is gone may keep it for ever
+            threading.Thread(target=self._beats, args=(self._store,), name="beat", daemon=True).start()
 
     def listen(self) -> None:
         """From now on SIGTERM and SIGINT set `stop`, and SIGUSR1 prints the stacks of all ranks."""
@@ -80,12 +85,14 @@ class Watch:
             signal.signal(number, lambda *_: None)  # the byte that Python writes for it wakes the watch at once
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
         signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
-        if not self._thread.is_alive():
+        os.register_at_fork(after_in_child=_deaf)  # a reward's worker process, say, is no rank
+        if not self._started:
             self.start()
 
     def close(self) -> None:
         """The job is done: what peers do from now on is no failure."""
         self._closed.set()
+        self._bounded(lambda store: store.set(f"done/{self.rank}", "1"))
 
     def tell(self, error: str) -> tuple[str, bool]:
         """Report this rank's error. Returns the world's first one, and whether it is this one."""
@@ -100,12 +107,15 @@ class Watch:
 
         return self._bounded(ask) or (error, True)
 
-    def linger(self) -> None:
-        """On rank 0, before it ends with an error: the store ends with it, so the others are given time to read."""
+    def linger(self, gone: int = 0) -> None:
+        """On rank 0, before it ends with an error: the store ends with it, so the others are given time to read.
+
+        `gone` of them are known not to live.
+        """
         if self.rank == 0 and self._store is not None:
-            others = str(len(self.hosts) - 1)
+            readers = len(self.hosts) - 1 - gone + self._has_read
             deadline = time.monotonic() + 2.5 * self.interval
-            while time.monotonic() < deadline and self._bounded(lambda store: str(store.add("read", 0))) != others:
+            while time.monotonic() < deadline and (self._bounded(lambda store: store.add("read", 0)) or 0) < readers:
                 time.sleep(0.05)
 
     def explain(self) -> str | None:
@@ -129,7 +139,9 @@ class Watch:
     def _read(self, store: dist.Store) -> str:
         """The world's first error; rank 0 waits for all to have read it."""
         error = store.get("error").decode()
-        store.add("read", 1)
+        if not self._has_read:
+            self._has_read = True
+            store.add("read", 1)
         return error
 
     def _bounded(self, ask: Callable[[dist.Store], T]) -> T | None:
@@ -154,14 +166,15 @@ class Watch:
             ready, _, _ = select.select([self._wakeup], [], [], self.interval)
             for number in self._wakeup.recv(64) if ready else b"":
                 self._hear(number)
-            if self._store is not None and not self._closed.is_set():
-                try:
-                    self._exchange(self._store)
-                except dist.DistError as error:
-                    log.debug("the store of rank 0 is not reached: %s", error)
-                lost = self._lost(self.timeout_s)
-                if lost is not None and not self._closed.is_set():
-                    self._end(lost)
+            lost = self._lost(self.timeout_s)
+            if lost is not None and not self._closed.is_set():
+                self._end(lost)
+
+    def _beats(self, store: dist.Store) -> None:
+        while not self._closed.is_set():
+            with contextlib.suppress(dist.DistError):  # `_lost` sees how long that lasts
+                self._exchange(store)
+            time.sleep(self.interval)
 
     def _exchange(self, store: dist.Store) -> None:
         """Give and take signs of life."""
@@ -181,26 +194,30 @@ class Watch:
     def _hear(self, number: int) -> None:
         if number == signal.SIGUSR1 and self._store is not None:
             self._stacks += 1  # its own are printed already
-            self._store.add("stacks", 1)
+            self._bounded(lambda store: store.add("stacks", 1))
         elif number in STOP_SIGNALS:
             self.stop = signal.Signals(number)
             if self._store is not None and not self._closed.is_set():
-                self._end_if_alone(self._store)
+                self._end_if_alone()
 
-    def _end_if_alone(self, store: dist.Store) -> None:
+    def _end_if_alone(self) -> None:
         """A launcher says SIGTERM as well where one of its ranks has died: then there is no step to finish."""
-        try:
-            store.set(f"stop/{self.rank}", "1")
-            missing, deadline = list(self.local_ranks), time.monotonic() + PATIENCE_S
-            while missing and time.monotonic() < deadline:
-                if store.check(["error"]):
-                    self._leave(self._read(store))
-                missing = [rank for rank in missing if not store.check([f"stop/{rank}"])]
-                time.sleep(0.05)
-        except dist.DistError:
-            missing = [0]
+        missing, deadline = list(self.local_ranks), time.monotonic() + PATIENCE_S
+        self._bounded(lambda store: store.set(f"stop/{self.rank}", "1"))
+
+        def look(store: dist.Store) -> tuple[str | None, list[int]]:
+            error = self._read(store) if store.check(["error"]) else None
+            return error, [r for r in missing if not (store.check([f"stop/{r}"]) or store.check([f"done/{r}"]))]
+
+        while missing and time.monotonic() < deadline:
+            error, missing = self._bounded(look) or (None, [0])  # rank 0 keeps the store
+            if error is not None:
+                self._leave(error)
+            time.sleep(0.05)
         if missing:
-            self._end(f"{self._names(missing)} ended without a word: killed, out of memory, or crashed")
+            self._end(
+                f"{self._names(missing)} ended without a word: killed, out of memory, or crashed", gone=len(missing)
+            )
 
     def _lost(self, silence: float) -> str | None:
         """Who has given no sign of life for `silence` seconds."""
@@ -216,17 +233,17 @@ class Watch:
         gone = [rank for rank, seconds in silent.items() if seconds > min(silence, 3 * self.interval)]
         return f"lost {self._names(gone)}: no sign of life for {longest:.0f} s"
 
-    def _end(self, error: str) -> NoReturn:
+    def _end(self, error: str, gone: int = 0) -> NoReturn:
         """Report an error that the watch has found, and end this process."""
         error, first = self.tell(error)
         if first:
             say(error)
-            self.linger()
-        self._leave(error)
+        self._leave(error, gone)
 
-    def _leave(self, error: str) -> NoReturn:
+    def _leave(self, error: str, gone: int = 0) -> NoReturn:
         """End this process, quietly, with the world's first error as the report."""
         self._ending.acquire()
+        self.linger(gone)
         end(1 if self.stop is None else 128 + self.stop, error, None)
 
     def _name(self, rank: int) -> str:
@@ -238,3 +255,11 @@ class Watch:
         return ", ".join(
             f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))} on {host}" for host, those in on.items()
         )
+
+
+def _deaf() -> None:
+    """In a forked child: signals do again what they do everywhere, and are not told to the rank's watch."""
+    signal.set_wakeup_fd(-1)
+    faulthandler.unregister(signal.SIGUSR1)
+    for number in (*STOP_SIGNALS, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_DFL)
