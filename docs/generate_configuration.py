@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 
 from phalanx.config.load import Row, known_modules, resolve_registry, rows
 from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
-from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig
+from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig, ServeRewardConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
 MARKER = "<!-- Below this line: written by docs/generate_configuration.py -->\n"
@@ -52,6 +52,9 @@ def reference() -> Iterator[str]:
     yield "## Checking a cluster\n"
     yield f"{sentence(CheckClusterConfig)}\n"
     yield from table(row for row in rows(CheckClusterConfig) if "." not in row.key)
+    yield "## Serving rewards\n"
+    yield f"{sentence(ServeRewardConfig)}\n"
+    yield from task(ServeRewardConfig)
 
 
 def sections(schema: type, without: type | None = None) -> Iterator[str]:

@@ -68,8 +68,6 @@ def check(cfg: TrainConfig) -> None:
             "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]"
         )
     check_run(cfg)
-    if cfg.rollout.engine != "policy":
-        raise ConfigError(f"rollout.engine: {cfg.rollout.engine!r} is unknown; known: policy")
     _window(cfg)
 
 

@@ -31,7 +31,7 @@ INLINE_SIDE = 384  # pixels of an inlined image; larger ones are scaled down
 _VAL_KEY = re.compile(r"val/(.+)/reward/mean")
 _PLAIN_REWARD = {f"reward/{k}" for k in ("mean", "std", "max", "min", "zero_std_ratio", "std_mean")}
 
-_PHASES = tuple(f"time/{name}" for name in ("rollout", "reward", "update", "checkpoint", "validation"))
+_PHASES = tuple(f"time/{name}" for name in ("rollout", "judge", "reward", "update", "checkpoint", "validation"))
 
 
 @dataclass(frozen=True)

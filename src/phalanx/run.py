@@ -23,7 +23,7 @@ from phalanx.models.flow import build_policy
 from phalanx.optim import Ema, Optimizer
 from phalanx.report import write_report
 from phalanx.rewards import RewardError, RewardSet
-from phalanx.rollout.policy import PolicyRollout
+from phalanx.rollout import build_rollout
 from phalanx.types import JobError, Prompt, Stopped
 
 log = logging.getLogger(__name__)
@@ -52,11 +52,13 @@ class Run:
         self.output_dir = Path(cfg.trainer.output_dir)
         self.timers = Timers()
         self.val_sets = validation_sets(cfg.data.val_files)
-        self.rewards = RewardSet(cfg.reward, str(self.world.device)) if cfg.reward.functions else None
+        self.rewards: RewardSet | None = None
+        if cfg.reward.functions:
+            self.rewards = RewardSet(cfg.reward, str(self.world.device), cfg.parallel.timeout_s)
         self.policy = build_policy(
             cfg.model, cfg.parallel, cfg.data, self.world, seed=cfg.trainer.seed, detach_uncond=detach_uncond
         )
-        self.rollout = PolicyRollout(self.policy, cfg.rollout, self.world, micro_batch_size)
+        self.rollout = build_rollout(self.policy, cfg.rollout, self.world, micro_batch_size)
 
     def prepare(self, total_steps: int, total_updates: int) -> None:
         """Make the optimizer and the average, resume where a checkpoint is, and open the logs."""
@@ -134,9 +136,17 @@ class Run:
             failure = error
         self.go_on(failure)
 
+    def ask(self) -> None:
+        """Have the reward model answer the judges' questions about what was submitted, as a phase of its own."""
+        assert self.rewards is not None
+        if self.rewards.asks:
+            with self.timers("judge"):
+                self.rewards.ask()
+
     def score(self) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's rewards [B] and their terms; a reward that fails on any rank ends the job on all."""
         assert self.rewards is not None
+        self.rewards.ask()  # in validation, where nobody has asked yet
         terms: dict[str, Tensor] = {}
         failure: RewardError | None = None
         try:

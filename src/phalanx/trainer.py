@@ -14,10 +14,13 @@ from phalanx.config.schema import TrainConfig
 from phalanx.data import PromptStream, held_out_overlap, load_prompts
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import all_gather, mean_rows, reduce_float
+from phalanx.distributed.placement import place
 from phalanx.flops import peak_flops, step_flops
 from phalanx.functional.advantage import group_std, informative
 from phalanx.metrics import check_loggers
 from phalanx.models.flow import family_of
+from phalanx.rollout import check_engine
+from phalanx.rollout._rescore import rescore
 from phalanx.rollout.policy import train_sampler, val_sampler
 from phalanx.run import Run, peak_memory_gb
 from phalanx.types import Batch, Samples, select
@@ -32,8 +35,11 @@ def check(cfg: TrainConfig) -> batches.BatchPlan:
     check_loggers(cfg.trainer.logger)
     launch = mesh.Launch.from_env()
     mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
+    if cfg.reward.model.path is not None:
+        place(cfg.reward.model, launch.world_size, launch.local_world_size)
     plan = batches.plan(cfg, launch.world_size)
     mesh.check_elastic(cfg, launch, lambda size: batches.plan(cfg, size))
+    check_engine(cfg.rollout)
     guidance_key = family_of(cfg.model).guidance_key
     train_sampler(cfg.rollout, guidance_key)
     val_sampler(cfg.rollout, guidance_key)
@@ -70,7 +76,7 @@ class Trainer(Run):
                 "model.compile: sampling and training are compiled apart, so their log-probs may differ in the last "
                 "bits (see actor/first_ratio_error)"
             )
-        if not self.plan.exact and self.world.rank == 0:
+        if self.rollout.exact and not self.plan.exact and self.world.rank == 0:
             log.warning(
                 "rollout.micro_batch_size_per_gpu %d is not ppo_micro_batch_size_per_gpu x window = %d: log-probs of "
                 "rollout and replay may differ in the last bits (see actor/first_ratio_error)",
@@ -91,6 +97,8 @@ class Trainer(Run):
                         self.encode_ahead(step)
                 with self.timers("rollout"), self.rollout.awake():
                     samples = self.rollout.sample(self.prompts.batch(step), seed=seed, step=step, each=self.submit)
+                self.ask()
+                samples, drift = self.rescore(samples)
                 with self.timers("reward"):  # what is left of it: the rest was scored while sampling went on
                     local_reward, local_terms = self.score()
                     reward = all_gather(local_reward)
@@ -98,7 +106,7 @@ class Trainer(Run):
                 advantage = self.algorithm.advantage(reward, self.group_id)
                 with self.timers("update"):
                     row = self.update(samples, advantage, informative(reward, self.group_id))
-                row |= reward_metrics(reward, terms, self.group_id)
+                row |= drift | reward_metrics(reward, terms, self.group_id)
                 row |= self.performance(samples, time.perf_counter() - start)
                 self.progress.samples_seen += self.plan.samples
                 del samples
@@ -143,6 +151,13 @@ class Trainer(Run):
         self._trained = sum(len(update) for update in rows) * plan.micro  # samples, those skipped left out
         return self._actor_metrics(rows, steps)
 
+    def rescore(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
+        """The policy's own log-probabilities of samples that an engine with other kernels drew; rollout/... metrics."""
+        if self.rollout.exact:
+            return samples, {}
+        with self.timers("rescore"):
+            return rescore(self.policy, samples, self.cfg.rollout, self.plan.micro)
+
     def encode_ahead(self, step: int) -> None:
         """Encode the prompts of the next training steps: the text encoders' way to the device and back is long."""
         ahead = range(step, min(step + ENCODE_AHEAD, self.total_steps))
@@ -153,11 +168,12 @@ class Trainer(Run):
     ) -> Batch:
         """The micro-batch of the rows `part` [b] of this rank's samples; all on the device."""
         assert samples.log_prob is not None
+        weights = weight[part][:, None].expand(-1, self.plan.window)
         return Batch(
             trace=select(samples.trace, part),
             log_prob=samples.log_prob[part],
             advantage=advantage[part],
-            weight=weight[part][:, None].expand(-1, self.plan.window),
+            weight=weights if samples.weight is None else weights * samples.weight[part],
             ref_mean=None if reference is None else reference[part],
         )
 

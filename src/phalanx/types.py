@@ -4,11 +4,12 @@ Shapes: B samples of this rank, W trained denoising steps, P prompts of this ran
 """
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -74,7 +75,8 @@ class FlowTrace:
 class Samples:
     """Images that this rank sampled: `outputs` [B, 3, H, W] in 0..1 on the CPU, `log_prob` [B, W] or None.
 
-    `index` [B] is each sample's number in the step over the world; sample i belongs to group i // n.
+    `index` [B] is each sample's number in the step over the world; sample i belongs to group i // n. `weight` [B, W]
+    are factors of the loss where another engine drew the samples.
     """
 
     prompts: list[Prompt]
@@ -82,6 +84,7 @@ class Samples:
     log_prob: Tensor | None
     trace: FlowTrace
     index: Tensor
+    weight: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,10 @@ class Replay:
 class TextToImage(Protocol):
     """What sampling needs to know of a model; see phalanx.models.family.FlowModel."""
 
+    pipeline_class: str
     guidance_key: str
+    transformer: Any
+    dtype: torch.dtype
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]: ...
 
@@ -138,13 +144,23 @@ class Policy(Protocol):
 
     def unsharded(self) -> AbstractContextManager[None]: ...
 
+    def through(self, transformer: Any) -> "Policy":
+        """The same policy computing with another engine's transformer."""
+        ...
+
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights of the transformer, one after the other; all ranks must draw all of them."""
+        ...
+
     def using(self, weights: str) -> AbstractContextManager[None]:
         """Other weights for a while: 'reference' or 'ema'."""
         ...
 
 
 class Rollout(Protocol):
-    """Samples images, with log-probabilities of the trained steps."""
+    """Samples images, with log-probabilities of the trained steps; `exact` says whether these are the policy's own."""
+
+    exact: bool
 
     def awake(self) -> AbstractContextManager[None]: ...
 

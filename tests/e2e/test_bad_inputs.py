@@ -28,7 +28,7 @@ from tests.ranks import ROOT, torchrun
 TASK = "tasks/train_flowgrpo.py"
 LIMIT_S = 120.0  # a bad input takes a second; this is the end of a hang
 FORMATS = "a .txt, .jsonl or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
-BUILT_IN = "aesthetic, clip_score, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore"
+BUILT_IN = "aesthetic, clip_score, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore"
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FIRST = 'a sign that says "alpha"'
 

@@ -16,6 +16,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.models.family import FlowModel
 from phalanx.models.flow import FlowPolicy
+from phalanx.rollout._denoise import Job
 from phalanx.rollout.policy import PolicyRollout
 from phalanx.types import Prompt
 from tests.policies import PROMPTS, disturb, make_policy, make_rollout, one_rank, velocity
@@ -66,9 +67,9 @@ def our_images(rollout: PolicyRollout, prompts: list[Prompt]) -> tuple[Tensor, T
     latents = torch.stack([normal(shape, fold_in(*name, "init"), torch.device("cpu")) for name in names])
     with rollout.awake():
         embeds, rows = rollout.collate(prompts), torch.arange(len(prompts))
-        final, _, log_prob = rollout.denoise(sampler, rollout.schedule(sampler), embeds, rows, names, range(0))
-        assert log_prob.shape == (len(prompts), 0)
-        return rollout.policy.decode(final, sampler, 2), latents
+        generated = rollout.generate(Job(sampler, rollout.schedule(sampler), embeds, rows, names, range(0)))
+        assert generated.log_prob.shape == (len(prompts), 0)
+        return generated.images, latents
 
 
 def ode_rollout(policy: FlowPolicy, guidance: float, **keys: Any) -> PolicyRollout:

@@ -28,7 +28,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"images", "flops", "charts"}),
     frozenset({"distributed"}),
     frozenset({"functional"}),
-    frozenset({"types", "ending"}),
+    frozenset({"types", "ending", "torchvision_ops"}),
     frozenset({"config"}),
 )
 
@@ -42,13 +42,14 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "onnxruntime": ("rewards.ocr",),
     "peft": ("models",),
     "pyarrow": ("data",),
-    "rapidfuzz": ("rewards.ocr",),
+    "rapidfuzz": ("rewards.ocr", "rewards.vlm_ocr"),
     "rapidocr": ("rewards.ocr",),
     "tensorboard": ("loggers",),
     "torch.utils.tensorboard": ("loggers",),
     "transformers": ("models", "digits", "rewards._clip"),
     "uvicorn": ("rewards._server",),
-    "vllm": ("rollout", "rewards.vlm"),
+    "vllm": ("rollout", "rewards._vllm", "distributed.vllm_groups"),
+    "vllm_omni": ("rollout",),
     "wandb": ("loggers",),
 }
 

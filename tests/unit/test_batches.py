@@ -209,7 +209,6 @@ def test_every_suggestion_works_and_is_the_nearest() -> None:
             {"parallel.param_offload": True, "parallel.fsdp_size": 1},
             "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device",
         ),
-        ({"rollout.engine": "vllm"}, "rollout.engine: 'vllm' is unknown; known: policy"),
         ({"trainer.test_freq": 5}, "trainer.test_freq: 5 needs data.val_files; give some, or -1"),
         ({"trainer.save_freq": 0}, "trainer.save_freq: 0 should be -1 (never) or a number of steps"),
         ({"trainer.test_freq": -2}, "trainer.test_freq: -2 should be -1 (never) or a number of steps"),

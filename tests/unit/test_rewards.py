@@ -17,7 +17,9 @@ from phalanx.config.schema import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import DeviceReward, RewardError, RewardSet
 from phalanx.types import JobError, Prompt
 
-BUILT_IN = "aesthetic, clip_score, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore"
+BUILT_IN = (
+    "aesthetic, clip_score, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore, unified_reward, vlm_ocr"
+)
 FORMS = "module:function or path/to/file.py:function"
 HERE = __name__
 

@@ -374,16 +374,18 @@ def test_two_nodes_number_their_ranks_in_order(tmp_path: Path) -> None:
     assert places == ["0 4 2 0 1", "1 4 2 0 1", "0 4 2 1 1", "1 4 2 1 1"]
 
 
+# Rank 3 fails once the others are there, who would wait for it in a collective.
 FAILS_ONCE = """
 import os, pathlib, sys, time
 folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 if (folder / "failed").exists():
     (folder / rank).write_text(os.environ["WORLD_SIZE"])
-elif rank == "3":
-    (folder / "failed").touch()
-    sys.exit(1)
-else:
-    time.sleep(100)
+    sys.exit(0)
+(folder / f"begun-{rank}").touch()
+while rank != "3" or len(list(folder.glob("begun-*"))) < 4:
+    time.sleep(0.1)
+(folder / "failed").touch()
+sys.exit(1)
 """
 
 

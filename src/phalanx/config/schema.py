@@ -11,6 +11,7 @@ from phalanx.config.load import arg
 
 DTYPES = ("float32", "bfloat16")
 SDE_TYPES = ("sde", "cps", "dance_sde")
+CORRECTIONS = ("rescore", "none", "truncated_is", "rejection")
 SEEDS: dict[str, Any] = {"ge": 0, "lt": 2**63}  # what torch's generators and phalanx.distributed.seed take
 
 
@@ -82,7 +83,20 @@ class ValRolloutConfig:
 class RolloutConfig:
     """How images are sampled for training."""
 
-    engine: str = arg("policy", "policy: in the very modules that are trained")
+    engine: str = arg(
+        "policy",
+        "policy: in the very modules that are trained; vllm_omni: in vLLM-omni, on a copy of the weights",
+        choices=("policy", "vllm_omni"),
+    )
+    correction: str = arg(
+        "rescore",
+        "old log-probs of vllm_omni's samples: the policy's (rescore), also with importance weights (truncated_is) or "
+        "without steps that are too far off (rejection), or the engine's (none)",
+        choices=CORRECTIONS,
+    )
+    correction_limit: float = arg(
+        1e-3, "log-probs of policy and engine may differ by this much in truncated_is and rejection", gt=0
+    )
     n: int = arg(16, "images a prompt: the group that the advantage compares", ge=2)
     num_inference_steps: int = arg(10, "denoising steps", ge=1)
     height: int = arg(512, "pixels", ge=1)
@@ -166,10 +180,33 @@ class RewardFunctionConfig:
 
 
 @dataclass
+class RewardModelConfig:
+    """The vision-language model that judges ask, such as the reward vlm_ocr; it runs in the ranks themselves."""
+
+    path: Optional[str] = arg(None, "model folder (or hub id, where a hub is reachable); null: no model", path=True)
+    engine: str = arg("vllm", "vllm: inside each rank's process, which needs the extra vllm", choices=("vllm",))
+    tensor_parallel_size: int = arg(1, "neighbouring ranks of a node that hold the model together", ge=1)
+    placement: str = arg(
+        "colocate", "colocate: on all ranks; ranks a-b: on these ranks of each node, such as ranks 6-7"
+    )
+    dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
+    gpu_memory_utilization: float = arg(
+        0.3, "share of a GPU's memory for the model and its KV cache, beside the training", gt=0, lt=1
+    )
+    sleep: bool = arg(True, "between scorings the model waits in the CPU's memory (GPUs only)")
+    max_model_len: Optional[int] = arg(None, "tokens of question, image and answer; null: the model's own limit", ge=1)
+    max_tokens: int = arg(512, "tokens of an answer", ge=1)
+    temperature: float = arg(0.0, "of the sampled answers; 0 takes the likeliest token", ge=0)
+    seed: int = arg(0, "seed of each answer: equal questions about equal images get equal answers", **SEEDS)
+    unparseable_score: float = arg(0.0, "score of an image where a judge cannot read the answer; they are counted")
+
+
+@dataclass
 class RewardConfig:
     """What is optimised."""
 
     functions: list[RewardFunctionConfig] = arg([], "terms of the reward, weighted and summed")
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlap: bool = arg(True, "score a micro-batch on worker threads while the next one is sampled")
     num_workers: int = arg(1, "worker threads a rank", ge=1)
     timeout_s: float = arg(300.0, "seconds that one call of a reward may take", gt=0)

@@ -1,4 +1,4 @@
-"""Configuration of the tasks beside training: tasks/export_checkpoint.py, sample.py and check_cluster.py."""
+"""Configuration of the tasks beside training: export_checkpoint.py, sample.py, check_cluster.py, serve_reward.py."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ from phalanx.config.schema import (
     FlowMatchingTaskConfig,
     ModelConfig,
     ParallelConfig,
+    RewardConfig,
     RunConfig,
     TrainConfig,
 )
@@ -97,6 +98,22 @@ class CheckClusterConfig(TrainConfig, FlowMatchingTaskConfig):
     expect: Optional[int] = arg(None, "ranks that there should be; null: as many as there are", ge=1)
     timeout_s: float = arg(60.0, "seconds that a step of the check may take", gt=0)
     min_free_gb: float = arg(50.0, "warn where trainer.output_dir has less free space, in GB (10^9 bytes)", ge=0)
+
+
+@dataclass
+class ServeRewardConfig:
+    """Configuration of tasks/serve_reward.py. Within reward.timeout_s a request has its turn and its scores."""
+
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    host: str = arg("127.0.0.1", "address to listen on; one that other machines reach wants a token")
+    port: int = arg(8077, "port to listen on; 0: any free one", ge=0, lt=65536)
+    token_env: Optional[str] = arg(None, "environment variable that holds the token clients must send; null: none")
+    allow_open: bool = arg(False, "let everybody use the server who reaches it, without a token")
+    max_body_mb: float = arg(64.0, "longest request, in MB (10^6 bytes)", gt=0)
+    max_images: int = arg(64, "most images of a request", ge=1)
+    max_pixels: int = arg(2**22, "largest image, in pixels", ge=1)
+    max_requests: int = arg(256, "most connections at once; further ones are told to come again", ge=1)
+    read_timeout_s: float = arg(30.0, "seconds in which a request must be there as a whole", gt=0)
 
 
 def read_run(file: Path) -> RunConfig:

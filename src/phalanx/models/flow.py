@@ -1,5 +1,6 @@
 """The policy: a flow-matching model over the mesh, its replay, and the other weights that it can take."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from phalanx.models.attention import set_backend
 from phalanx.models.embeds import EmbedsCache
 from phalanx.models.family import Embeds, FlowModel, model_index
 from phalanx.models.linear import prefers_onednn, use_onednn
-from phalanx.models.lora import add_lora, lora_off
+from phalanx.models.lora import add_lora, lora_off, merged_weights
 from phalanx.types import FlowTrace, Prompt, Replay, Sampler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -134,7 +135,19 @@ class FlowPolicy:
         parts = latents.split(slice_size or len(latents))
         return torch.cat([self.model.decode(part, sampler.height, sampler.width).cpu() for part in parts])
 
+    def through(self, transformer: Any) -> "FlowPolicy":
+        """This policy computing with another engine's transformer, which is called as diffusers' is."""
+        other = copy.copy(self)
+        other.model = copy.copy(self.model)
+        other.model.transformer = transformer
+        return other
+
     # -- weights --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights of the transformer, LoRA merged, for an engine with a copy of its own; see merged_weights."""
+        yield from merged_weights(self.model.transformer.state_dict(), self.config)
 
     def unsharded(self) -> Any:
         """A context in which all weights are gathered, for forward passes without gradients."""

@@ -5,7 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from phalanx.config.schema import ModelConfig
 
@@ -66,3 +67,24 @@ def lora_off(transformer: nn.Module) -> Iterator[None]:
     finally:
         for layer, state in zip(layers, before, strict=True):
             layer._disable_adapters = state
+
+
+def merged_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """A transformer's state_dict under diffusers' names, each tensor whole and with its LoRA added, one at a time.
+
+    Sharded tensors are gathered: all ranks of a shard group must draw all of them, in step.
+    """
+    alpha = config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
+    for name, tensor in state.items():
+        if ".lora_" in name:
+            continue
+        weight = _whole(tensor)
+        if name.endswith(".base_layer.weight"):
+            stem = name.removesuffix("base_layer.weight")
+            down, up = (_whole(state[f"{stem}lora_{matrix}.default.weight"]).float() for matrix in "AB")
+            weight = weight.float() + (alpha / config.lora_rank) * (up @ down)
+        yield name.replace(".base_layer.", "."), weight
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

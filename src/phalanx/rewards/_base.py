@@ -41,3 +41,15 @@ class DeviceReward(ABC):
 def to_uint8(images: Tensor) -> Tensor:
     """Images [B, 3, H, W] in 0..1 -> uint8 [B, 3, H, W]: what a PNG of the image would hold."""
     return images.mul(255).round().clamp(0, 255).to(torch.uint8)
+
+
+def ground_truth(prompt: str, metadata: dict[str, Any]) -> str:
+    """The text that an image of `prompt` is to show; ValueError where the data has none."""
+    target = metadata.get("ground_truth")
+    if not isinstance(target, str) or not target.strip():
+        found = "no ground_truth" if target is None else f"ground_truth {target!r}"
+        raise ValueError(
+            f'{found} for the prompt "{prompt}" (right is a text in double quotes in the prompt, '
+            "or a column ground_truth in the data)"
+        )
+    return target

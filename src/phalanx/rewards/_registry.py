@@ -10,7 +10,8 @@ from typing import Any
 
 from phalanx.config.load import ConfigError, known_modules, resolve_registry
 from phalanx.config.schema import RewardFunctionConfig
-from phalanx.rewards._base import DeviceReward, RewardFunction
+from phalanx.rewards._base import DeviceReward
+from phalanx.rewards._judge import Judge, Reading
 
 PACKAGE = "phalanx.rewards"
 FORMS = "module:function or path/to/file.py:function"
@@ -23,13 +24,18 @@ class Term:
     """One term of the reward: its name in the logs, the bound function, and its factor in the sum."""
 
     name: str
-    function: RewardFunction
+    function: Callable[..., Any]  # a RewardFunction, or a Reading of a judge's answers
     weight: float
     on_device: bool
 
 
-def build_terms(functions: list[RewardFunctionConfig], device: str) -> list[Term]:
-    """Resolve and bind all entries of `reward.functions`; a DeviceReward is put on `device`."""
+def build_terms(
+    functions: list[RewardFunctionConfig], device: str, unparseable_score: float | None = None
+) -> list[Term]:
+    """Resolve and bind all entries of `reward.functions`; a DeviceReward is put on `device`.
+
+    `unparseable_score` is that of the reward model's section; None where no judge can be asked.
+    """
     if not functions:
         raise ConfigError(
             "reward.functions is empty: nothing to optimise; give at least one entry, e.g. {name: ocr}; "
@@ -37,7 +43,7 @@ def build_terms(functions: list[RewardFunctionConfig], device: str) -> list[Term
         )
     terms: list[Term] = []
     for i, entry in enumerate(functions):
-        term = _build(entry, f"reward.functions[{i}]", device)
+        term = _build(entry, f"reward.functions[{i}]", device, unparseable_score)
         for k, other in enumerate(terms):
             if other.name == term.name:
                 raise ConfigError(
@@ -48,7 +54,7 @@ def build_terms(functions: list[RewardFunctionConfig], device: str) -> list[Term
     return terms
 
 
-def _build(entry: RewardFunctionConfig, key: str, device: str) -> Term:
+def _build(entry: RewardFunctionConfig, key: str, device: str, unparseable_score: float | None) -> Term:
     if entry.path is not None:
         found, label = _from_path(entry.path, f"{key}.path")
     elif entry.name is not None:
@@ -58,7 +64,24 @@ def _build(entry: RewardFunctionConfig, key: str, device: str) -> Term:
     name = entry.name if entry.name is not None else label
     if name in RESERVED:
         raise ConfigError(f"{key}: {name!r} is the name of another metric; give the term another name")
+    if isinstance(found, type) and issubclass(found, Judge):
+        judge = _judge(found, label, entry, name, key)
+        if unparseable_score is None:
+            raise ConfigError(f"{key}: {label} is a judge, which asks reward.model: training jobs have one")
+        return Term(name, Reading(judge, unparseable_score), entry.weight, on_device=False)
     return _bind(found, label, entry, name, key, device)
+
+
+def _judge(found: type[Judge], label: str, entry: RewardFunctionConfig, name: str, key: str) -> Judge:
+    _check_arguments(found, (), entry.kwargs, f"{key}.kwargs", label)
+    if inspect.isabstract(found):
+        raise ConfigError(f"{key}: the judge {label} has no method parse(answer, prompt, metadata)")
+    try:
+        judge = found(**entry.kwargs)
+    except ValueError as error:
+        raise ConfigError(f"{key} ({name}): {' '.join(str(error).split())}") from error
+    _check_arguments(judge.parse, (None, None, None), {}, key, f"{label}.parse")
+    return judge
 
 
 def _bind(found: Callable[..., Any], label: str, entry: RewardFunctionConfig, name: str, key: str, device: str) -> Term:

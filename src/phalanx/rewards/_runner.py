@@ -18,6 +18,8 @@ from torch import Tensor
 
 from phalanx.config.schema import RewardConfig
 from phalanx.rewards._base import RewardError
+from phalanx.rewards._judge import Reading
+from phalanx.rewards._panel import Panel
 from phalanx.rewards._registry import Term, build_terms
 from phalanx.types import Prompt
 
@@ -30,13 +32,22 @@ class RewardSet:
 
     `submit` queues a sampled micro-batch, `collect` returns the scores of all of them. CPU rewards run on
     `reward.num_workers` threads from `submit` on (`reward.overlap`), or from `collect` on; rewards on the device
-    (DeviceReward) run from `collect` on, one call at a time. After `collect`: `waited_s`, seconds that it waited;
-    `busy_s`, seconds that rewards worked; `spans`, (start, end) of each call by `time.perf_counter`.
+    (DeviceReward) run from `collect` on, one call at a time. Judges need an `ask` in between. After `collect`:
+    `waited_s`, seconds that it waited; `busy_s`, seconds that rewards worked, without those of the reward model;
+    `spans`, (start, end) of each call by `time.perf_counter`.
     """
 
-    def __init__(self, cfg: RewardConfig, device: str) -> None:
-        """Resolve and load the rewards; raises ConfigError, one line, for what cannot be used."""
-        self.terms = build_terms(cfg.functions, device)
+    def __init__(self, cfg: RewardConfig, device: str, group_timeout_s: float | None = None) -> None:
+        """Resolve and load the rewards; raises ConfigError, one line, for what cannot be used.
+
+        `group_timeout_s` is the time limit of collectives between the ranks, which judges need; None: no judges.
+        """
+        self.terms = build_terms(
+            cfg.functions, device, None if group_timeout_s is None else cfg.model.unparseable_score
+        )
+        judges = {term.name: term.function.judge for term in self.terms if isinstance(term.function, Reading)}
+        self._panel = Panel(judges, cfg.model, group_timeout_s) if judges and group_timeout_s is not None else None
+        self._asked = False
         self.waited_s = 0.0
         self.busy_s = 0.0
         self.spans: list[tuple[float, float]] = []
@@ -58,25 +69,50 @@ class RewardSet:
     def submit(self, images: Tensor, prompts: list[Prompt]) -> None:
         """Score images [B, 3, H, W] (0..1, CPU) of B prompts, one a image; the caller no longer writes to `images`.
 
-        Raises RewardError where an earlier call has failed meanwhile, so that the job ends without a whole rollout.
+        Raises RewardError where an earlier call has failed meanwhile, so that the job ends without a whole rollout, and
+        where a judge has no question.
         """
         assert images.ndim == 4 and images.shape[1] == 3 and images.device.type == "cpu", (images.shape, images.device)
         assert len(images) == len(prompts) > 0, (len(images), len(prompts))
         for term in self.terms:
+            if isinstance(term.function, Reading):
+                continue
             call = _Call(term, images.float(), prompts)
             self._calls.append(call)
             if self._overlap and not term.on_device:
                 self._start(call)
+        if self._panel is not None:
+            self._panel.submit(images, prompts)
         self._raise_failures(self._calls)
 
+    @property
+    def asks(self) -> bool:
+        """Whether there are judges, for which `ask` must be called."""
+        return self._panel is not None
+
+    def ask(self) -> None:
+        """Put the judges' questions about all submitted images to the reward model, once before each `collect`.
+
+        All ranks of the world call it at the same point, on their main threads: it is a collective.
+        """
+        if self._panel is None or self._asked:
+            return
+        prompts, answers = self._panel.ask()
+        self._asked = True
+        if prompts:
+            self._calls += [_Call(term, answers[term.name], prompts) for term in self.terms if term.name in answers]
+
     def collect(self) -> dict[str, Tensor]:
-        """Wait for all submitted micro-batches: unweighted float32 scores [B] by term, in the order of submission.
+        """Wait for all submitted micro-batches: unweighted float32 scores [B] by term, in the order of submission, and
+        for each judge `<name>_unparseable`, 1 where it could not read the answer.
 
         Raises RewardError for a reward that raised, ran longer than `reward.timeout_s`, returned another number of
         scores, or NaN or infinity. The submitted micro-batches are forgotten in any case.
         """
+        assert self._asked or not self.asks, "ask comes first"
         begin = time.perf_counter()
         calls, self._calls = self._calls, []
+        self._asked = False
         for call in calls:
             if call.future is None:
                 self._start(call)
@@ -88,7 +124,16 @@ class RewardSet:
         for call in calls:
             assert call.future is not None
             scores[call.term.name].append(call.future.result())
-        return {name: torch.cat(parts) if parts else torch.zeros(0) for name, parts in scores.items()}
+        found = {name: torch.cat(parts) if parts else torch.zeros(0) for name, parts in scores.items()}
+        return found | self._unparseable(found)
+
+    def _unparseable(self, scores: dict[str, Tensor]) -> dict[str, Tensor]:
+        """`<name>_unparseable` [B] of each judge: 1 where it could not read the answer, else 0."""
+        return {
+            f"{term.name}_unparseable": term.function.unparseable if len(scores[term.name]) else torch.zeros(0)
+            for term in self.terms
+            if isinstance(term.function, Reading)
+        }
 
     def weighted(self, terms: dict[str, Tensor]) -> Tensor:
         """The reward [B]: the sum of the terms [B], each times its weight."""
@@ -131,25 +176,27 @@ class RewardSet:
 
 
 class _Call:
-    """One call of one term on one micro-batch. `start` and `end` are set by the worker thread; 0 until then."""
+    """One call of one term on one micro-batch, or on all answers to a judge. `start` and `end` are set by the worker
+    thread; 0 until then.
+    """
 
-    def __init__(self, term: Term, images: Tensor, prompts: list[Prompt]) -> None:
+    def __init__(self, term: Term, subject: Tensor | list[str], prompts: list[Prompt]) -> None:
         self.term = term
         self.prompts = prompts
         self.start = self.end = 0.0
         self.future: Future[Tensor] | None = None
-        self._images: Tensor | None = images
+        self._subject: Tensor | list[str] | None = subject
 
     def running(self) -> bool:
         return self.start > 0 and self.future is not None and not self.future.done()
 
     def run(self, device: AbstractContextManager[Any]) -> Tensor:
         """Call the reward and check what it returns: float32 [B]."""
-        assert self._images is not None
-        images, self._images = self._images, None  # freed as soon as they are scored
+        assert self._subject is not None
+        subject, self._subject = self._subject, None  # freed as soon as they are scored
         self.start = time.perf_counter()
         with device:
-            scores = self.term.function(images, [p.text for p in self.prompts], [p.meta for p in self.prompts])
+            scores = self.term.function(subject, [p.text for p in self.prompts], [p.meta for p in self.prompts])
             checked = _check(scores, self.term.name, self.prompts)
         self.end = time.perf_counter()
         return checked

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.rewards._base import to_uint8
+from phalanx.rewards._base import ground_truth, to_uint8
 
 RECOGNISER = "models/PP-OCRv6_rec_small.onnx"
 _LINE_HEIGHT = 48  # pixels: the height of a line that the recogniser was trained on
@@ -44,7 +44,7 @@ class Ocr:
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         """Images [B, 3, H, W] in 0..1 -> B scores in 0..1."""
-        targets = [_target(meta, prompt) for meta, prompt in zip(metadata, prompts, strict=True)]
+        targets = [_plain(ground_truth(prompt, meta)) for meta, prompt in zip(metadata, prompts, strict=True)]
         texts = self._reader.read(to_uint8(images))
         return [self._score(target, _plain(text)) for target, text in zip(targets, texts, strict=True)]
 
@@ -62,17 +62,6 @@ class Ocr:
 
 def _plain(text: str) -> str:
     return "".join(text.lower().split())
-
-
-def _target(meta: dict[str, Any], prompt: str) -> str:
-    target = meta.get("ground_truth")
-    if not isinstance(target, str) or not _plain(target):
-        found = "no ground_truth" if target is None else f"ground_truth {target!r}"
-        raise ValueError(
-            f'{found} for the prompt "{prompt}" (right is a text in double quotes in the prompt, '
-            "or a column ground_truth in the data)"
-        )
-    return _plain(target)
 
 
 class _Reader(Protocol):

@@ -1,1 +1,29 @@
 """Sampling engines, a file each."""
+
+from importlib.util import find_spec
+
+from phalanx.config.schema import RolloutConfig
+from phalanx.distributed.mesh import World
+from phalanx.rollout.policy import PolicyRollout
+from phalanx.types import Policy
+
+
+def check_engine(config: RolloutConfig) -> None:
+    """Raise ValueError for an engine that is not installed, or a correction of what needs none."""
+    if config.engine == "policy" and config.correction != "rescore":
+        raise ValueError(
+            f"rollout.correction: {config.correction} has nothing to correct where rollout.engine is policy; its "
+            "log-probs are exact"
+        )
+    if config.engine == "vllm_omni" and find_spec("vllm_omni") is None:
+        raise ValueError("rollout.engine: vllm_omni is not installed; pip install 'phalanx[vllm-omni]', or set policy")
+
+
+def build_rollout(policy: Policy, config: RolloutConfig, world: World, micro_batch_size: int) -> PolicyRollout:
+    """The engine that the configuration names; all ranks in step. Raises ValueError where it cannot run here."""
+    check_engine(config)
+    if config.engine == "vllm_omni":
+        from phalanx.rollout.vllm_omni import VllmOmniRollout
+
+        return VllmOmniRollout(policy, config, world, micro_batch_size)
+    return PolicyRollout(policy, config, world, micro_batch_size)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,25 +9,17 @@ from torch import Tensor
 from phalanx.config.schema import RolloutConfig
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
-from phalanx.distributed.seed import fold_in, normal
-from phalanx.functional.sde import sde_step
 from phalanx.functional.window import sde_window
+from phalanx.rollout._denoise import Generated, Job, Schedule, generate
 from phalanx.types import FlowTrace, Policy, Prompt, Sampler, Samples
 
 Each = Callable[[Tensor, list[Prompt]], None]
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """sigmas [N + 1] and timesteps [N] on the device; `levels` the sigmas as numbers."""
-
-    sigmas: Tensor
-    timesteps: Tensor
-    levels: list[float]
-
-
 class PolicyRollout:
     """See phalanx.types.Rollout."""
+
+    exact = True
 
     def __init__(self, policy: Policy, config: RolloutConfig, world: World, micro_batch_size: int) -> None:
         self.policy, self.config, self.world = policy, config, world
@@ -72,12 +63,11 @@ class PolicyRollout:
         latents, log_probs, images = [], [], []
         for part in torch.arange(share).split(self.micro_batch_size):
             names = [(seed, step, groups[j], int(index[j]) % c.n) for j in part.tolist()]
-            final, trajectory, log_prob = self.denoise(sampler, schedule, embeds, rows[part], names, window)
-            image = self.policy.decode(final, sampler, c.vae_batch_size)
-            each(image, [prompts[groups[j]] for j in part.tolist()])
-            latents.append(trajectory)
-            log_probs.append(log_prob)
-            images.append(image)
+            generated = self.generate(Job(sampler, schedule, embeds, rows[part], names, window, c.vae_batch_size))
+            each(generated.images, [prompts[groups[j]] for j in part.tolist()])
+            latents.append(generated.latents)
+            log_probs.append(generated.log_prob)
+            images.append(generated.images)
         trace = FlowTrace(
             sampler=sampler,
             latents=torch.cat(latents),
@@ -102,50 +92,14 @@ class PolicyRollout:
             part = [min(start + j, total - 1) for j in range(self.micro_batch_size)]
             rows = torch.tensor([j // n for j in part], device=self.world.device)
             names = [(self.config.val.seed, 0, prompts[j // n].group_id, j % n) for j in part]
-            final, _, _ = self.denoise(sampler, schedule, embeds, rows, names, range(0))
+            job = Job(sampler, schedule, embeds, rows, names, range(0), self.config.vae_batch_size)
+            images = self.generate(job).images
             real = min(self.micro_batch_size, total - start)
-            images = self.policy.decode(final, sampler, self.config.vae_batch_size)[:real]
-            each(images, [prompts[j // n] for j in part[:real]])
+            each(images[:real], [prompts[j // n] for j in part[:real]])
 
-    def denoise(
-        self,
-        sampler: Sampler,
-        schedule: Schedule,
-        embeds: dict[str, Tensor],
-        rows: Tensor,
-        names: list[tuple[int, int, int, int]],
-        window: range,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Denoise one micro-batch; stochastic in `window` (everywhere but the last step in validation with noise).
-
-        Returns the final latents [R, ...], the window's latents [R, W + 1, ...] and log-probs [R, W].
-        """
-        shape, device = self.policy.model.latent_shape(sampler.height, sampler.width), self.world.device
-        noisy = window if window or sampler.noise_level == 0 else range(sampler.num_inference_steps - 1)
-        x = torch.stack([normal(shape, fold_in(*name, "init"), device) for name in names])
-        states, log_probs = [x], []
-        for i in range(sampler.num_inference_steps):
-            velocity = self.policy.velocity(x, schedule.timesteps[i].expand(len(x)), embeds, rows, sampler)
-            noise = None
-            if i in noisy:
-                noise = torch.stack([normal(shape, fold_in(*name, "step", i), device) for name in names])
-            step = sde_step(
-                x,
-                velocity,
-                schedule.levels[i],
-                schedule.levels[i + 1],
-                noise_level=sampler.noise_level if i in noisy else 0.0,
-                sde_type=sampler.sde_type,
-                sigma_max=schedule.levels[1],
-                noise=noise,
-            )
-            x = step.prev_sample
-            states.append(x)
-            if i in window:
-                assert step.log_prob is not None
-                log_probs.append(step.log_prob)
-        trajectory = torch.stack(states[window.start : window.stop + 1], 1)
-        return x, trajectory, torch.stack(log_probs, 1) if log_probs else x.new_zeros(len(x), 0)
+    def generate(self, job: Job) -> Generated:
+        """Denoise and decode one micro-batch."""
+        return generate(self.policy, job)
 
     def schedule(self, sampler: Sampler) -> Schedule:
         """The model's schedule, on the device."""

@@ -1,0 +1,91 @@
+"""Time and memory of the rollout alone, of one engine: run it once for each that is to be compared.
+
+    sh train.sh benchmarks/rollout.py benchmarks/cpu_reference.yaml rollout.engine=policy
+    sh train.sh benchmarks/rollout.py benchmarks/cpu_reference.yaml rollout.engine=vllm_omni
+
+Figures are medians over the measured steps: of getting the weights ready, of sampling an image, and of scoring it again
+where the engine's log-probabilities are not the policy's. On a CPU, which vLLM-omni does not know by itself, it takes
+the platform of the tests. The last line is JSON.
+"""
+
+import json
+import statistics
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import Meter, arguments, configure, origin, table
+
+from phalanx.cli import rank, run
+from phalanx.config.schema import TrainConfig
+from phalanx.distributed import mesh
+from phalanx.distributed.collectives import reduce_float
+from phalanx.run import peak_memory_gb
+from phalanx.trainer import Trainer, check
+
+
+def measure(cfg: TrainConfig, args: Namespace) -> None:
+    """Sample `--warmup` and `--steps` times, and print what it took."""
+    start = time.perf_counter()
+    trainer = Trainer(cfg)
+    started = time.perf_counter() - start
+    trainer.timers = meter = Meter(trainer.world.device)
+    rows = []
+    for step in range(args.warmup + args.steps):
+        prompts = trainer.prompts.batch(step)
+        trainer.rollout.encode([prompts])
+        awake = trainer.rollout.awake()
+        with meter("weights"):
+            awake.__enter__()
+        with meter("sample"):
+            samples = trainer.rollout.sample(prompts, seed=0, step=step, each=lambda images, prompts: None)
+        awake.__exit__(None, None, None)
+        _, drift = trainer.rescore(samples)
+        rows.append(meter.pop() | drift)
+    medians = {key: statistics.median(row[key] for row in rows[args.warmup :]) for key in rows[0]}
+    result = summary(trainer, medians) | {"start_s": round(started, 1)}
+    if rank() == 0:
+        table("rollout", [(name, str(value)) for name, value in result.items()])
+        print(json.dumps(result), flush=True)
+    mesh.stop()
+
+
+def summary(trainer: Trainer, medians: dict[str, float]) -> dict[str, Any]:
+    """All figures as one flat dictionary; seconds of the clock, and of this process's CPU."""
+    cfg, plan, device = trainer.cfg, trainer.plan, trainer.world.device
+    out: dict[str, Any] = {
+        "engine": cfg.rollout.engine,
+        "correction": cfg.rollout.correction,
+        **origin(device),
+        "ranks": trainer.world.size,
+        "images_a_rank": plan.per_rank,
+    }
+    for phase, per in (("weights", 1), ("sample", plan.per_rank), ("rescore", plan.per_rank)):
+        if f"time/{phase}" in medians:
+            unit = "s" if per == 1 else "s_per_image"
+            out[f"{phase}_{unit}"] = round(medians[f"time/{phase}"] / per, 4)
+            out[f"{phase}_cpu_{unit}"] = round(medians[f"cpu/{phase}"] / per, 4)
+    out |= {key: value for key, value in medians.items() if key.startswith("rollout/")}
+    return out | {"peak_memory_gb": round(reduce_float(peak_memory_gb(device), "max"), 3)}
+
+
+def build(args: Namespace) -> Callable[[TrainConfig], Callable[[], None]]:
+    def job(cfg: TrainConfig) -> Callable[[], None]:
+        check(cfg)
+        if cfg.rollout.engine == "vllm_omni" and not torch.cuda.is_available():
+            sys.path.append(str(Path(__file__).parents[1]))
+            from tests.vllm import omni_cpu_platform
+
+            omni_cpu_platform.install()
+        return lambda: measure(cfg, args)
+
+    return job
+
+
+if __name__ == "__main__":
+    args = arguments(__doc__ or "").parse_intermixed_args()
+    run(build(args), configure(args))

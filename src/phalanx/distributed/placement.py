@@ -1,0 +1,56 @@
+"""Where the reward model stands in the world: which ranks hold it together, and whose images they score."""
+
+import re
+from dataclasses import dataclass
+
+from phalanx.config import ConfigError
+from phalanx.config.schema import RewardModelConfig
+
+_FORMS = "colocate, or ranks of each node such as ranks 6-7"
+
+
+@dataclass(frozen=True)
+class Domain:
+    """`ranks` whose images are scored together, and the `replicas` among them: ranks that hold the model once together.
+
+    A domain lies within one node.
+    """
+
+    ranks: tuple[int, ...]
+    replicas: tuple[tuple[int, ...], ...]
+
+
+def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> tuple[Domain, ...]:
+    """The domains, which partition the world's ranks; ConfigError where nodes of this size do not divide so.
+
+    `colocate`: each block of tensor_parallel_size neighbours is a domain and holds the model. `ranks a-b`: each node is
+    a domain, and its ranks a to b hold the model, once for every tensor_parallel_size of them.
+    """
+    tp, node = config.tensor_parallel_size, local_world_size
+    if config.placement == "colocate":
+        _check_divides(tp, node, f"the {node} ranks of a node")
+        return tuple(Domain(block, (block,)) for block in _blocks(range(world_size), tp))
+    found = re.fullmatch(r"ranks (\d+)-(\d+)", config.placement)
+    if found is None:
+        raise ConfigError(f"reward.model.placement: {config.placement!r} should be {_FORMS}")
+    first, last = int(found[1]), int(found[2])
+    if not first <= last < node:
+        raise ConfigError(f"reward.model.placement: {config.placement!r}: a node has ranks 0 to {node - 1} here")
+    _check_divides(tp, last - first + 1, f"the {last - first + 1} ranks of reward.model.placement {config.placement!r}")
+    return tuple(
+        Domain(ranks, tuple(_blocks(range(ranks[0] + first, ranks[0] + last + 1), tp)))
+        for ranks in _blocks(range(world_size), node)
+    )
+
+
+def _blocks(ranks: range, size: int) -> list[tuple[int, ...]]:
+    return [tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)]
+
+
+def _check_divides(tp: int, ranks: int, whose: str) -> None:
+    if ranks % tp:
+        fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
+        below = max(n for n in fitting if n <= tp)
+        above = min((n for n in fitting if n >= tp), default=below)
+        near = " or ".join(str(n) for n in sorted({below, above}))
+        raise ConfigError(f"reward.model.tensor_parallel_size: {tp} does not divide {whose}; nearest that does: {near}")

@@ -1,0 +1,46 @@
+"""Reward: grades of a vision-language model for alignment, coherence and style, with UnifiedReward's own question.
+
+UnifiedReward (arXiv 2503.05236) was trained to answer it; other instructed models do as well. A grade of 1 to 5 becomes
+(grade - 1) / 4, and the score is their weighted mean.
+"""
+
+import re
+from typing import Any
+
+from phalanx.rewards._judge import Judge
+
+AXES = ("alignment", "coherence", "style")
+_GRADE = r"{axis}\s+score\W*(?:1\s*-\s*5\W*)?:\W*(\d+(?:\.\d+)?)"
+
+
+class UnifiedReward(Judge):
+    """`axes` gives each axis its weight in the mean, such as {alignment: 2, style: 1}; default: all three alike."""
+
+    template = (
+        "You are presented with a generated image and its associated text caption. "
+        "Your task is to analyze the image across multiple dimensions in relation to the caption. Specifically:\n"
+        "Provide overall assessments for the image along the following axes (each rated from 1 to 5):\n"
+        "- Alignment Score: How well the image matches the caption in terms of content.\n"
+        "- Coherence Score: How logically consistent the image is "
+        "(absence of visual glitches, object distortions, etc.).\n"
+        "- Style Score: How aesthetically appealing the image looks, regardless of caption accuracy.\n\n"
+        "Output your evaluation using the format below:\n\n"
+        "Alignment Score (1-5): X\nCoherence Score (1-5): Y\nStyle Score (1-5): Z\n\n"
+        "Your task is provided as follows:\nText Caption: [{prompt}]"
+    )
+
+    def __init__(self, axes: dict[str, float] | None = None) -> None:
+        self._weights = dict.fromkeys(AXES, 1.0) if axes is None else dict(axes)
+        unknown = [axis for axis in self._weights if axis not in AXES]
+        if unknown or not self._weights or min(self._weights.values()) <= 0:
+            raise ValueError(f"axes {axes}: right are positive weights of {', '.join(AXES)}, or of some of them")
+
+    def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
+        """The score in 0..1; None where a grade is missing or not within 1 to 5. Of several, the last one counts."""
+        total = 0.0
+        for axis, weight in self._weights.items():
+            found = re.findall(_GRADE.format(axis=axis), answer, re.IGNORECASE)
+            if not found or not 1 <= float(found[-1]) <= 5:
+                return None
+            total += weight * (float(found[-1]) - 1) / 4
+        return total / sum(self._weights.values())

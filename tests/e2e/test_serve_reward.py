@@ -1,0 +1,189 @@
+"""tasks/serve_reward.py as its users start it, and training jobs that ask it for scores."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+
+from phalanx.data import PromptStream, load_prompts
+from phalanx.metrics import METRICS_FILE, read_metrics
+from phalanx.rewards.http import Http, ServerError
+from tests.jobs import base_overrides, fit, tiny_config
+from tests.ranks import ROOT, free_port, launch_environment, run_ranks, torchrun
+
+TASK = "tasks/serve_reward.py"
+JPEG = "reward.functions=[{name: jpeg_incompressibility}]"
+
+
+@contextmanager
+def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """The process of a server that has said where it listens, and that line."""
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=launch_environment({"NPROC_PER_NODE": "1", **env}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        yield process, process.stdout.readline().strip()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.communicate(timeout=60)
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, TASK, *arguments]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a server of jpeg_incompressibility, in a process of its own."""
+    with started(python(JPEG, "port=0", "reward.num_workers=2")) as (_, line):
+        yield line.split(": ")[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "status"),
+    [
+        (python(JPEG, "port=0"), signal.SIGINT, 130),
+        (["sh", "train.sh", TASK, JPEG, "port=0"], signal.SIGTERM, 143),
+    ],
+    ids=["python-SIGINT", "train.sh-SIGTERM"],
+)
+def test_it_serves_until_it_is_told_to_stop(command: list[str], number: signal.Signals, status: int) -> None:
+    with started(command, SCORER_TOKEN="secret-word") as (process, line):
+        head, url = line.split(": ")
+        assert head == "jpeg_incompressibility on cpu, without a token"
+        assert Http(url)(torch.zeros(1, 3, 8, 8), ["a"], [{}]) == [pytest.approx(0.6, abs=0.3)]
+        process.send_signal(number)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert f"stopped by {number.name}\n" in err
+    assert "secret-word" not in out + err
+    assert "serve_reward.py" not in err  # no traceback of ours; torchrun shows one of its own
+    with pytest.raises(httpx2.ConnectError):
+        httpx2.get(url)
+
+
+def test_requests_under_way_are_answered_first(tmp_path: Path) -> None:
+    """The second one finds nobody any more."""
+    (tmp_path / "slow.py").write_text(
+        "import time\ndef slow(images, prompts, metadata):\n    time.sleep(1)\n    return [3]\n"
+    )
+    with started(python(f"reward.functions=[{{path: '{tmp_path}/slow.py:slow'}}]", "port=0")) as (process, line):
+        asks = Http(line.split(": ")[1], retries=0)
+        arguments = (torch.zeros(1, 3, 8, 8), ["a"], [{}])
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(asks, *arguments)
+            time.sleep(0.5)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.2)
+            with pytest.raises(ServerError, match="no connection"):
+                asks(*arguments)
+            assert asked.result() == [3.0]
+        assert process.wait(timeout=60) == 143
+
+
+def bare(name: str) -> str:
+    """A process in which a package is not installed."""
+    return f"import runpy, sys; sys.modules[{name!r}] = None; sys.argv = ['x', 'port=0']; runpy.run_path({TASK!r}, run_name='__main__')"
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            python(JPEG, "host=0.0.0.0", "port=0"),
+            "host=0.0.0.0 can be reached from other machines, and there is no token; give token_env, or allow_open=true "
+            "where everybody may use the server",
+        ),
+        (python("prot=1"), "unknown key prot; did you mean port?"),
+        (
+            [sys.executable, "-c", bare("fastapi")],
+            "the package fastapi is not installed; pip install 'phalanx[serve]'",
+        ),
+        (
+            [sys.executable, "-c", bare("python_multipart")],
+            "the package python_multipart is not installed; pip install 'phalanx[serve]'",
+        ),
+    ],
+    ids=["open", "key", "fastapi", "multipart"],
+)
+def test_it_does_not_start(command: list[str], message: str) -> None:
+    done = subprocess.run(
+        command, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
+
+
+# --- training
+
+
+def trained(folder: Path, model: Path, functions: str, ranks: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The rows of a tiny job's metrics.jsonl without times and memory, and its weights."""
+    cfg = tiny_config(model, folder, f"reward.functions={functions}", f"data.val_files=[{folder / 'prompts.txt'}]")
+    weights = run_ranks(fit, ranks, cfg, timeout=200)[0]
+    rows = read_metrics(folder / "out" / METRICS_FILE)
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows], weights
+
+
+@pytest.mark.parametrize("encoding", ["json", "multipart"])
+def test_a_job_learns_the_same_from_a_server(server: str, encoding: str, sd3_folder: Path, tmp_path: Path) -> None:
+    """Two ranks: all numbers of metrics.jsonl but times, and the weights, to the last bit."""
+    name = "jpeg_incompressibility"
+    kwargs = f"{{url: '{server}', encoding: {encoding}, batch_size: 3, concurrency: 2}}"
+    local, weights = trained(tmp_path / "local", sd3_folder, f"[{{name: {name}}}]", 2)
+    remote, others = trained(
+        tmp_path / "remote", sd3_folder, f"[{{name: {name}, path: 'phalanx.rewards.http:Http', kwargs: {kwargs}}}]", 2
+    )
+    assert json.dumps(remote) == json.dumps(local)
+    assert local[-1]["step"] == 2 and local[-1]["reward/std"] > 0 and "val/prompts/reward/mean" in local[0]
+    assert all(torch.equal(weights[key], others[key]) for key in weights)
+
+
+def test_a_dead_server_ends_a_job_of_two_ranks(sd3_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text('the "alpha"\na "beta"\na "gamma"\nthe "delta"\n')
+    url = f"http://127.0.0.1:{free_port()}/score"
+    functions = f"reward.functions=[{{name: http, kwargs: {{url: '{url}', retries: 1, backoff_s: 0.1}}}}]"
+    done = torchrun(["tasks/train_flowgrpo.py", *base_overrides(sd3_folder, tmp_path), functions], nproc=2)
+    assert done.returncode == 1
+    said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
+    prompts = PromptStream(load_prompts([str(tmp_path / "prompts.txt")], ""), 4, seed=0).batch(0)
+    assert said in [  # of the rank that was first
+        [
+            f"error: rank {rank}: reward 'http' raised ServerError: {url}: no connection (All connection attempts "
+            f'failed) (try 2 of 2) on the prompt "{prompts[2 * rank].text}"'
+        ]
+        for rank in range(2)
+    ]
+
+
+def test_a_job_goes_on_without_its_server_where_that_is_configured(sd3_folder: Path, tmp_path: Path) -> None:
+    """The scores that are none are told of by each rank, and the job's other reward still teaches it."""
+    (tmp_path / "prompts.txt").write_text('the "alpha"\na "beta"\na "gamma"\nthe "delta"\n')
+    url = f"http://127.0.0.1:{free_port()}/score"
+    kwargs = f"{{url: '{url}', retries: 0, on_error: value, error_value: 0.25}}"
+    functions = f"reward.functions=[{{name: http, kwargs: {kwargs}}}, {{name: jpeg_incompressibility}}]"
+    arguments = [*base_overrides(sd3_folder, tmp_path), functions, "trainer.total_training_steps=1"]
+    done = torchrun(["tasks/train_flowgrpo.py", *arguments], nproc=2)
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "error_value=0.25 instead of a score" in line]
+    assert {line.split(" on ")[0] for line in told} == {"ERROR: rank 0", "ERROR: rank 1"}
+    (row,) = read_metrics(tmp_path / "out" / METRICS_FILE)
+    assert row["reward/http"] == 0.25
+    assert row["reward/std"] > 0

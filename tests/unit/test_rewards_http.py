@@ -1,0 +1,793 @@
+"""The reward `http` against the reference server, and against servers that are dead, slow, or lie."""
+
+import base64
+import json
+import logging
+import random
+import socket
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+import uvicorn
+from PIL import Image
+
+from phalanx.config import load
+from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+from phalanx.config.tasks import ServeRewardConfig
+from phalanx.ending import place
+from phalanx.rewards import RewardError, RewardSet
+from phalanx.rewards._server import RewardServer
+from phalanx.rewards.http import MAX_ANSWER, Http, ServerError
+from phalanx.types import Prompt
+from tests.ranks import ROOT, free_port
+from tests.unit.test_rewards_ocr import words
+
+REWARDS = """
+import threading
+import time
+
+from phalanx.rewards import DeviceReward
+
+def brightness(images, prompts, metadata):
+    return images.mean((1, 2, 3))
+
+def bonus(images, prompts, metadata):
+    return [meta["bonus"] + len(prompt) for meta, prompt in zip(metadata, prompts, strict=True)]
+
+begun = []
+
+def naps(images, prompts, metadata, seconds):
+    begun.append(prompts)
+    time.sleep(seconds)
+    return [0.0] * len(images)
+
+def nan(images, prompts, metadata):
+    return [float("nan")] * len(images)
+
+def boom(images, prompts, metadata):
+    raise KeyError("no such\\nthing")
+
+class OneAtATime(DeviceReward):
+    def __init__(self, device):
+        self.busy = threading.Lock()
+
+    def __call__(self, images, prompts, metadata):
+        assert self.busy.acquire(blocking=False), "two calls at once"
+        time.sleep(0.05)
+        self.busy.release()
+        return [1.0] * len(images)
+"""
+
+# --- what the tests talk to
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("rewards") / "own.py"
+    file.write_text(REWARDS)
+    return file
+
+
+@contextmanager
+def serving(*overrides: str) -> Iterator[RewardServer]:
+    """The reference server on a free port of this machine, in a thread."""
+    server = RewardServer(load(ServeRewardConfig, None, ["port=0", *overrides]))
+    listener = server.listener()
+    thread = threading.Thread(target=listener.run, kwargs={"sockets": [server.socket]})
+    thread.start()
+    try:
+        wait_for(lambda: listener.started)
+        yield server
+    finally:
+        listener.should_exit = True
+        thread.join()
+        server.close()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+Answer = Callable[["Strange", dict[str, Any]], None]
+
+
+class Strange(BaseHTTPRequestHandler):
+    """One request to a strange server; `answer` of the server says what happens."""
+
+    protocol_version = "HTTP/1.1"
+    server: "StrangeServer"
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.seen.append(dict(self.headers))
+        self.server.answer(self, json.loads(body))
+
+    def reply(self, content: Any, status: int = 200, **headers: str) -> None:
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None: ...
+
+
+class StrangeServer(ThreadingHTTPServer):
+    daemon_threads = False
+    answer: Answer
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Strange)
+        self.seen: list[dict[str, str]] = []
+        self.over = threading.Event()  # ends what hangs
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/score"
+
+    def handle_error(self, request: Any, client_address: Any) -> None: ...  # a client that gave up
+
+
+@contextmanager
+def strange(answer: Answer) -> Iterator[StrangeServer]:
+    server = StrangeServer()
+    server.answer = answer
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.over.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def says(content: Any, status: int = 200, **headers: str) -> Answer:
+    return lambda request, _: request.reply(content, status, **headers)
+
+
+def reward(name: str = "ocr", path: str | None = None, weight: float = 1.0, **kwargs: Any) -> RewardFunctionConfig:
+    return RewardFunctionConfig(name=name, path=path, weight=weight, kwargs=kwargs)
+
+
+def scores(url: str, count: int = 4, **kwargs: Any) -> list[float]:
+    """The scores of `count` small grey images."""
+    options = {"retries": 1, "backoff_s": 0.01, "timeout_s": 20.0, **kwargs}
+    return Http(url, **options)(torch.full((count, 3, 8, 8), 0.5), [f"p{i}" for i in range(count)], [{}] * count)
+
+
+def refusal(url: str, count: int = 4, **kwargs: Any) -> str:
+    """What is wrong, without the address."""
+    with pytest.raises(ServerError) as error:
+        scores(url, count, **kwargs)
+    shown, _, problem = str(error.value).partition(": ")
+    assert shown == url
+    return problem
+
+
+# --- the same scores
+
+
+@pytest.fixture(scope="module")
+def ocr_server() -> Iterator[RewardServer]:
+    with serving("reward.functions=[{name: ocr, kwargs: {detect: false}}]", "reward.num_workers=2") as server:
+        yield server
+
+
+@pytest.mark.parametrize("encoding", ["json", "multipart"])
+def test_the_scores_are_those_of_the_local_reward(ocr_server: RewardServer, encoding: str) -> None:
+    """Bit for bit, in order, with a last request that is smaller."""
+    shown = [f"{i * 37 % 1000:03d}" for i in range(1, 22)]
+    noise = torch.rand(21, 3, 24, 48, generator=torch.Generator().manual_seed(0))
+    images = (words(*shown) + noise * 1e-3).clamp(0, 1)  # not on 8-bit levels
+    wanted = [text if i % 3 else text[:1] + "77" for i, text in enumerate(shown)]
+    prompts = [Prompt(f'say "{text}"', i, {"ground_truth": text}) for i, text in enumerate(wanted)]
+    remote = reward("http", url=ocr_server.url, encoding=encoding, batch_size=8, concurrency=2)
+    both = RewardSet(RewardConfig(functions=[reward("ocr", detect=False), remote]), "cpu")
+    for part in (slice(0, 20), slice(20, 21)):
+        both.submit(images[part], prompts[part])
+    terms = both.collect()
+    assert torch.equal(terms["http"], terms["ocr"])
+    assert len(set(terms["ocr"].tolist())) > 2
+
+
+def test_images_have_eight_bits(own: Path) -> None:
+    images = torch.rand(3, 3, 5, 7, generator=torch.Generator().manual_seed(1))
+    with serving(f"reward.functions=[{{path: '{own}:brightness'}}]") as server:
+        seen = Http(server.url)(images, ["a"] * 3, [{}] * 3)
+    assert seen == ((images * 255).round() / 255).mean((1, 2, 3)).tolist()
+    assert seen != images.mean((1, 2, 3)).tolist()
+
+
+def test_prompts_metadata_and_weights(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    functions = f"[{{path: '{own}:brightness', weight: 2}}, {{path: '{own}:bonus', weight: 0.5}}]"
+    with serving(f"reward.functions={functions}") as server:
+        asks = Http(server.url)
+        for _ in range(2):
+            got = asks(
+                torch.ones(2, 3, 4, 4), ["é", "abc"], [{"bonus": 1, "raw": b"x"}, {"bonus": 7.5, "nan": float("nan")}]
+            )
+        assert got == [2 + 0.5 * (1 + 1), 2 + 0.5 * (7.5 + 3)]
+        answer = httpx2.post(server.url, json=asked(1, metadata=[{"bonus": 3}]))
+    assert answer.json() == {"scores": [4.5], "terms": {"brightness": [1.0], "bonus": [5.0]}}
+    assert caplog.messages == [
+        f"{asks.shown}: metadata 'raw' is not sent, since JSON cannot hold it (bytes)",
+        f"{asks.shown}: metadata 'nan' is not sent, since JSON cannot hold it (float)",
+    ]
+
+
+def test_several_servers_have_names_of_their_own(own: Path) -> None:
+    with serving(f"reward.functions=[{{path: '{own}:brightness'}}]") as server:
+        path = "phalanx.rewards.http:Http"
+        functions = [reward("http", url=server.url), reward("judge", path, url=server.url, batch_size=1)]
+        both = RewardSet(RewardConfig(functions=functions), "cpu")
+        both.submit(torch.ones(2, 3, 4, 4), [Prompt("a", 0, {})] * 2)
+        assert {name: t.tolist() for name, t in both.collect().items()} == {"http": [1.0, 1.0], "judge": [1.0, 1.0]}
+
+
+def test_the_server_of_the_documentation() -> None:
+    page = (ROOT / "docs" / "serving-rewards.md").read_text()
+    source = page.partition('```python title="scorer.py"\n')[2].partition("```")[0]
+    names: dict[str, Any] = {"__name__": "scorer"}
+    exec(compile(source, "scorer.py", "exec", dont_inherit=True), names)
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        server = uvicorn.Server(uvicorn.Config(names["app"], log_config=None, lifespan="off"))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        wait_for(lambda: server.started)
+        assert scores(f"http://127.0.0.1:{listening.getsockname()[1]}/score", 2) == [128 / 255] * 2
+        server.should_exit = True
+        thread.join()
+
+
+# --- servers that lie
+
+LIES: list[tuple[str, Any, str]] = [
+    ("too few", {"scores": [1.0, 2.0]}, "2 scores for 4 images"),
+    ("too many", {"scores": [1.0] * 5}, "5 scores for 4 images"),
+    ("nan", b'{"scores": [0.5, NaN, 0, 0]}', "score 1 is NaN; right are finite numbers up to max_abs=1e+06"),
+    (
+        "infinity",
+        b'{"scores": [0.5, 0, -1e999, 0]}',
+        "score 2 is -Infinity; right are finite numbers up to max_abs=1e+06",
+    ),
+    ("huge", {"scores": [-1e7, 0, 0, 0]}, "score 0 is -10000000.0; right are finite numbers up to max_abs=1e+06"),
+    (
+        "an endless number",
+        b'{"scores": [1' + b"0" * 400 + b", 0, 0, 0]}",
+        f"score 0 is 1{'0' * 199}…; right are finite numbers up to max_abs=1e+06",
+    ),
+    ("a text", {"scores": [0, 0, 0, "0.5"]}, 'score 3 is "0.5"; right are numbers'),
+    ("a truth value", {"scores": [True, 0, 0, 0]}, "score 0 is true; right are numbers"),
+    ("null", {"scores": [None, 0, 0, 0]}, "score 0 is null; right are numbers"),
+    ("a list of lists", {"scores": [[0], [0], [0], [0]]}, "score 0 is [0]; right are numbers"),
+    ("no list", {"scores": 0.5}, """its answer has no list 'scores': {"scores": 0.5}"""),
+    ("no scores", [0, 0, 0, 0], "its answer has no list 'scores': [0, 0, 0, 0]"),
+    ("a page", b"<html>\n\x1b[31m <b>hello</b>", "its answer is not JSON: <html> [31m <b>hello</b>"),
+    ("nothing", b"", "its answer is not JSON: nothing"),
+    ("nested", b"[" * 100_000, f"its answer is not JSON: {'[' * 200}…"),
+    ("giant", b" " * (MAX_ANSWER + 1), f"its answer is longer than {MAX_ANSWER} bytes"),
+]
+
+
+@pytest.mark.parametrize(("content", "problem"), [lie[1:] for lie in LIES], ids=[lie[0] for lie in LIES])
+def test_lies(content: Any, problem: str) -> None:
+    with strange(says(content)) as server:
+        assert refusal(server.url) == problem
+        assert len(server.seen) == 1  # another try would be another lie
+
+
+def test_an_endless_body() -> None:
+    def pour(request: Strange, _: Any) -> None:
+        request.send_response(200)
+        request.end_headers()
+        while not request.server.over.is_set():
+            request.wfile.write(b"0" * 65536)
+
+    with strange(pour) as server:
+        assert refusal(server.url) == f"its answer is longer than {MAX_ANSWER} bytes"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (says({"detail": "no\nsuch page"}, 404), "answered 404: no such page"),
+        (says(b"go away", 403), "answered 403: go away"),
+        (says({"detail": [{"loc": 1}]}, 422), """answered 422: {"detail": [{"loc": 1}]}"""),
+        (says(b"", 204), "answered 204: nothing"),
+    ],
+)
+def test_a_refusal_is_not_asked_again(answer: Answer, problem: str) -> None:
+    with strange(answer) as server:
+        assert refusal(server.url) == problem
+        assert len(server.seen) == 1
+
+
+def test_redirects_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCORER_TOKEN", "secret")
+    with (
+        strange(says({"scores": [0] * 4})) as other,
+        strange(says(b"", 307, Location=other.url)) as server,
+    ):
+        expected = f"answered 307, a redirect to {other.url}, which is not followed; give that as url"
+        assert refusal(server.url, token_env="SCORER_TOKEN") == expected
+        assert server.seen[0]["Authorization"] == "Bearer secret"
+        assert other.seen == []
+
+
+def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    with strange(says({"scores": [1, 2, 3, 4]})) as server:
+        assert scores(server.url) == [1.0, 2.0, 3.0, 4.0]
+
+
+# --- servers that are dead or slow
+
+
+def test_no_server() -> None:
+    url = f"http://127.0.0.1:{free_port()}/score"
+    assert refusal(url, retries=2) == "no connection (All connection attempts failed) (try 3 of 3)"
+
+
+def test_a_server_that_dies_under_way() -> None:
+    def die(request: Strange, _: Any) -> None:
+        request.close_connection = True
+
+    with strange(die) as server:
+        assert refusal(server.url) == (
+            "the connection broke (RemoteProtocolError: Server disconnected without sending a response.) (try 2 of 2)"
+        )
+        assert len(server.seen) == 2
+
+
+def test_a_server_that_is_silent() -> None:
+    with strange(lambda request, _: request.server.over.wait(30) and None) as server:
+        assert refusal(server.url, read_timeout_s=0.2) == "silent for read_timeout_s=0.2 (try 2 of 2)"
+
+
+def test_a_server_that_accepts_no_connection() -> None:
+    with socket.socket() as full:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = full.getsockname()
+        with socket.create_connection(address), socket.socket() as second:  # the queue of connections is full now
+            second.setblocking(False)
+            second.connect_ex(address)
+            url = f"http://127.0.0.1:{address[1]}/score"
+            assert refusal(url, connect_timeout_s=0.2) == "no connection within connect_timeout_s=0.2 (try 2 of 2)"
+
+
+def test_a_server_that_speaks_on_and_on() -> None:
+    """Each byte comes in time, the answer never does."""
+
+    def drip(request: Strange, _: Any) -> None:
+        request.wfile.write(b"HTTP/1.1 200 OK\r\nX-Long: ")
+        while not request.server.over.wait(0.05):
+            request.wfile.write(b"a")
+
+    with strange(drip) as server:
+        begin = time.monotonic()
+        assert refusal(server.url, timeout_s=0.5, read_timeout_s=0.4) == "no answer within timeout_s=0.5"
+        assert time.monotonic() - begin < 2
+
+
+def test_it_tries_again() -> None:
+    """500 twice, then an answer."""
+
+    def third_time(request: Strange, _: Any) -> None:
+        request.reply({"scores": [7] * 4}) if len(request.server.seen) > 2 else request.reply(b"busy", 500)
+
+    with strange(third_time) as server:
+        assert scores(server.url, retries=2) == [7.0] * 4
+        assert len(server.seen) == 3
+    with strange(third_time) as server:
+        assert refusal(server.url, retries=1) == "answered 500: busy (try 2 of 2)"
+
+
+def test_it_waits_as_long_as_the_server_asks() -> None:
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=1000), usegmt=True)
+    for value, waits in (("1", True), (later, False), ("1000", False), ("soon", None)):
+        first: list[float] = []
+
+        def answer(request: Strange, _: Any, first: list[float] = first, value: str = value) -> None:
+            first.append(time.monotonic())
+            request.reply({"scores": [1] * 4}) if len(first) > 1 else request.reply(b"", 429, Retry_After=value)
+
+        with strange(answer) as server:
+            if waits is False:
+                problem = refusal(server.url, timeout_s=5)
+                seconds = int(problem.split(" in ")[1].split()[0])
+                assert 990 <= seconds <= 1000
+                assert problem == (
+                    f"answered 429: nothing (try 1 of 2; the next one, in {seconds} s, would be past timeout_s=5)"
+                )
+            else:
+                assert scores(server.url, timeout_s=5) == [1.0] * 4
+                assert (first[1] - first[0] >= 1) is (waits is True)
+
+
+def test_pauses_grow() -> None:
+    times: list[float] = []
+
+    def answer(request: Strange, _: Any) -> None:
+        times.append(time.monotonic())
+        request.reply(b"", 503)
+
+    with strange(answer) as server:
+        refusal(server.url, retries=3, backoff_s=0.1)
+    pauses = [b - a for a, b in pairwise(times)]
+    for pause, mean in zip(pauses, (0.1, 0.2, 0.4), strict=True):
+        assert 0.5 * mean <= pause < 1.5 * mean + 0.3
+
+
+# --- at once, in order
+
+
+def test_requests_run_side_by_side_and_keep_their_order() -> None:
+    lock, now, most = threading.Lock(), 0, 0
+
+    def answer(request: Strange, body: dict[str, Any]) -> None:
+        nonlocal now, most
+        with lock:
+            now += 1
+            most = max(most, now)
+        numbers = [int(prompt[1:]) for prompt in body["prompts"]]
+        time.sleep(0.2 if numbers[0] % 4 else 0.4)  # the first of them is the last to be done
+        with lock:
+            now -= 1
+        request.reply({"scores": numbers})
+
+    with strange(answer) as server:
+        begin = time.monotonic()
+        assert scores(server.url, 15, batch_size=2, concurrency=4) == list(range(15))
+        assert time.monotonic() - begin < 8 * 0.2
+        assert most == 4 and len(server.seen) == 8
+        assert scores(server.url, 3, batch_size=1, concurrency=1) == [0, 1, 2]
+
+
+# --- going on without scores
+
+
+def test_it_goes_on_with_a_value_where_that_is_configured(caplog: pytest.LogCaptureFixture) -> None:
+    """Only the images of the requests that failed get it, and their number is told at 2, 4, 8, ..."""
+
+    def answer(request: Strange, body: dict[str, Any]) -> None:
+        bad = "p2" in body["prompts"]
+        request.reply({"scores": [1.0] if bad else [float(p[1:]) for p in body["prompts"]]})
+
+    with strange(answer) as server:
+        asks = Http(server.url, batch_size=2, on_error="value", error_value=-1)
+        for _ in range(5):
+            got = asks(torch.zeros(5, 3, 4, 4), [f"p{i}" for i in range(5)], [{}] * 5)
+            assert got == [0.0, 1.0, -1, -1, 4.0]
+    assert asks.degraded == 10
+    assert caplog.messages == [
+        f"{place()}: {count} images have got error_value=-1 instead of a score since the start; "
+        f"the last ones because of {server.url}: 1 scores for 2 images"
+        for count in (2, 4, 8)
+    ]
+    assert {record.levelno for record in caplog.records} == {logging.ERROR}
+
+
+def test_a_dead_server_ends_the_collection_or_not() -> None:
+    url = f"http://127.0.0.1:{free_port()}/score"
+    prompts = [Prompt("a", 0, {}), Prompt("b", 1, {})]
+    raises = RewardSet(RewardConfig(functions=[reward("http", url=url, retries=0)]), "cpu")
+    with pytest.raises(RewardError) as error:
+        raises.submit(torch.zeros(2, 3, 4, 4), prompts)
+        raises.collect()
+    assert str(error.value) == (
+        f"reward 'http' raised ServerError: {url}: no connection (All connection attempts failed) (try 1 of 1) "
+        'on the prompts "a" (+1 more)'
+    )
+    goes_on = RewardSet(
+        RewardConfig(functions=[reward("http", url=url, retries=0, on_error="value", error_value=0.25)]), "cpu"
+    )
+    goes_on.submit(torch.zeros(2, 3, 4, 4), prompts)
+    assert goes_on.collect()["http"].tolist() == [0.25, 0.25]
+
+
+# --- arguments
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        ({"url": "localhost:8077"}, "url='localhost:8077' is no address; right is such as http://127.0.0.1:8077/score"),
+        ({"url": "ftp://x/"}, "url='ftp://x/' is no address; right is such as http://127.0.0.1:8077/score"),
+        ({"url": "http://x:y/"}, "url='http://x:y/' is no address; right is such as http://127.0.0.1:8077/score"),
+        ({"url": 3}, "url=3 is no address; right is such as http://127.0.0.1:8077/score"),
+        ({"url": "http://me:pass@x/"}, "url holds a user or a password; give a token by token_env"),
+        ({"encoding": "pickle"}, "encoding='pickle' should be one of json, multipart"),
+        ({"batch_size": 0}, "batch_size=0 should be at least 1"),
+        ({"batch_size": 2.5}, "batch_size=2.5 should be a whole number"),
+        ({"concurrency": True}, "concurrency=True should be a whole number"),
+        ({"timeout_s": 0}, "timeout_s=0 should be greater than 0"),
+        ({"read_timeout_s": "5"}, "read_timeout_s='5' should be a number"),
+        ({"max_abs": float("inf")}, "max_abs=inf should be less than inf"),
+        ({"on_error": "zero"}, "on_error='zero' should be one of raise, value"),
+        ({"on_error": "value"}, "on_error=value and error_value, a number, go together; give both or neither"),
+        ({"error_value": 0.0}, "on_error=value and error_value, a number, go together; give both or neither"),
+        ({"on_error": "value", "error_value": float("nan")}, "error_value=nan should be a number"),
+        (
+            {"token_env": "NO_SUCH_VARIABLE"},
+            "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token",
+        ),
+        (
+            {"token_env": "BAD_TOKEN"},
+            "token_env: the environment variable BAD_TOKEN holds no token: letters, digits, signs alone",
+        ),
+    ],
+)
+def test_bad_arguments(kwargs: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BAD_TOKEN", "two words\r\n")
+    with pytest.raises(ValueError) as error:
+        RewardSet(RewardConfig(functions=[reward("http", **{"url": "http://x/", **kwargs})]), "cpu")
+    assert str(error.value) == f"reward.functions[0] (http): {problem}"
+
+
+def test_messages_show_no_query() -> None:
+    address = f"http://127.0.0.1:{free_port()}/score"
+    with pytest.raises(ServerError) as error:
+        scores(f"{address}?key=secret", retries=0)
+    assert str(error.value) == f"{address}: no connection (All connection attempts failed) (try 1 of 1)"
+
+
+# --- the reference server: who may ask
+
+
+def test_a_token(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own: Path) -> None:
+    caplog.set_level(logging.DEBUG)
+    monkeypatch.setenv("SERVER_TOKEN", "s3cret-of-the-server")
+    monkeypatch.setenv("OTHER_TOKEN", "an0ther")
+    with serving(f"reward.functions=[{{path: '{own}:brightness'}}]", "token_env=SERVER_TOKEN") as server:
+        wants = "answered 401: this server wants a token: the header Authorization: Bearer <token>"
+        assert refusal(server.url) == wants
+        assert refusal(server.url, token_env="OTHER_TOKEN") == wants
+        assert scores(server.url, token_env="SERVER_TOKEN") == pytest.approx([0.5] * 4, abs=0.002)
+        answer = httpx2.post(server.url, content=b"x")
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert httpx2.get(server.url.replace("score", "health")).json() == {"status": "ok"}
+    assert "s3cret" not in caplog.text and "an0ther" not in caplog.text
+
+
+def test_strangers_must_be_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*overrides: str) -> None:
+        functions = "reward.functions=[{name: jpeg_compressibility}]"
+        server = RewardServer(load(ServeRewardConfig, None, [functions, "port=0", *overrides]))
+        server.close()
+
+    monkeypatch.setenv("SERVER_TOKEN", "secret")
+    start("host=localhost")
+    start("host=0.0.0.0", "allow_open=true")
+    start("host=0.0.0.0", "token_env=SERVER_TOKEN")
+    with pytest.raises(ValueError) as error:
+        start("host=0.0.0.0")
+    assert str(error.value) == (
+        "host=0.0.0.0 can be reached from other machines, and there is no token; give token_env, or allow_open=true "
+        "where everybody may use the server"
+    )
+
+
+def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def problem(*overrides: str) -> str:
+        with pytest.raises(ValueError) as error:
+            RewardServer(load(ServeRewardConfig, None, list(overrides)))
+        return str(error.value)
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert problem(f"port={port}") == (
+            f"host=127.0.0.1 port={port}: Address already in use; give a free port of this machine, e.g. port=8077"
+        )
+    assert problem("host=no.such.host.invalid", "port=8077").startswith("host=no.such.host.invalid port=8077: ")
+    assert problem("port=0").startswith("reward.functions is empty: nothing to optimise;")
+    assert problem("port=0", "reward.functions=[{name: vlm_ocr}]") == (
+        "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training jobs have one"
+    )
+    assert problem("port=0", "token_env=NO_SUCH_VARIABLE") == (
+        "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token"
+    )
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert problem() == "the server is one process, and there are 2; start it with NPROC_PER_NODE=1"
+
+
+# --- the reference server: what it refuses
+
+
+def png(width: int = 4, height: int = 4, mode: str = "RGB") -> bytes:
+    buffer = BytesIO()
+    Image.new(mode, (width, height), 255 if mode == "L" else "white").save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that claims a size."""
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    data = zlib.compress(b"\0" * 1_000_000)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+
+
+def asked(count: int, **other: Any) -> dict[str, Any]:
+    files = [base64.b64encode(png()).decode()] * count
+    return {"images": files, "prompts": ["ab"] * count, **other}
+
+
+def b64(file: bytes) -> list[str]:
+    return [base64.b64encode(file).decode()]
+
+
+@pytest.fixture(scope="module")
+def small(own: Path) -> Iterator[RewardServer]:
+    """A server with narrow limits."""
+    limits = ["max_images=3", "max_pixels=1000", "max_body_mb=0.02", "read_timeout_s=0.5"]
+    with serving(f"reward.functions=[{{path: '{own}:brightness'}}]", *limits) as server:
+        yield server
+
+
+BAD_REQUESTS: list[tuple[str, Any, int, str]] = [
+    ("no JSON", b"{", 400, "the body is not JSON"),
+    ("nested", b"[" * 10_000, 400, "the body is not JSON"),
+    ("a list", [1], 400, "the body has no images; right is {images: [], prompts: [], metadata: []}"),
+    ("no images", asked(0), 400, "there are no images"),
+    ("images that are no texts", asked(1, images=[1]), 400, "images should be a list of PNG files in base64"),
+    ("no base64", asked(1, images=["~"]), 400, "images should be a list of PNG files in base64"),
+    ("too many images", asked(4), 413, "4 images are more than max_images=3"),
+    ("too long", asked(1, more="x" * 30_000), 413, "the body is longer than max_body_mb=0.02; send fewer images"),
+    ("no prompts", {"images": b64(png())}, 400, "prompts should be a list of texts"),
+    ("prompts of numbers", asked(1, prompts=[1]), 400, "prompts should be a list of texts"),
+    ("too few prompts", asked(2, prompts=["a"]), 400, "there are 2 images and 1 prompts"),
+    ("metadata of texts", asked(1, metadata=["a"]), 400, "metadata should be a list of objects"),
+    ("too much metadata", asked(1, metadata=[{}, {}]), 400, "there are 1 images and 2 metadata"),
+    ("no PNG", asked(1, images=b64(b"GIF89a")), 400, "image 0 is no whole PNG (UnidentifiedImageError)"),
+    ("half a PNG", asked(1, images=b64(png(20, 20)[:60])), 400, "image 0 is no whole PNG (OSError)"),
+    ("transparent", asked(1, images=b64(png(mode="RGBA"))), 400, "image 0 is RGBA; right is RGB with 8 bits a channel"),
+    ("a large image", asked(1, images=b64(png(40, 26))), 413, "image 0: 40 x 26 is over 1000 pixels"),
+    ("a bomb", asked(1, images=b64(bomb(10_000, 8_000))), 413, "image 0: 10000 x 8000 is over 1000 pixels"),
+    ("a larger bomb", asked(1, images=b64(bomb(60_000, 60_000))), 413, "image 0 is over 1000 pixels"),
+    (
+        "two sizes",
+        asked(2, images=[*b64(png(4, 4)), *b64(png(4, 5))]),
+        400,
+        "image 1 has another size than image 0; the images of a request have one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "status", "detail"), [r[1:] for r in BAD_REQUESTS], ids=[r[0] for r in BAD_REQUESTS])
+def test_bad_requests(small: RewardServer, body: Any, status: int, detail: str) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = httpx2.post(small.url, content=content, headers={"Content-Type": "application/json"})
+    assert (answer.status_code, answer.json()) == (status, {"detail": detail})
+    assert httpx2.post(small.url, json=asked(1)).json()["scores"] == [1.0]  # it goes on
+
+
+def test_bad_forms(small: RewardServer) -> None:
+    def answer(data: dict[str, str], count: int) -> tuple[int, str]:
+        files = [("images", (f"{i}.png", png(), "image/png")) for i in range(count)]
+        got = httpx2.post(small.url, data=data, files=files)
+        return got.status_code, got.json()["detail"]
+
+    texts = json.dumps({"prompts": ["a"]})
+    wants = "the form's field request should be JSON: {prompts: [], metadata: []}"
+    assert answer({}, 1) == (400, wants)
+    assert answer({"request": "x"}, 1) == (400, wants)
+    assert answer({"request": texts}, 2) == (400, "there are 2 images and 1 prompts")
+    assert answer({"request": texts}, 4) == (400, "Too many files. Maximum number of files is 3.")
+    got = httpx2.post(small.url, content=b"x", headers={"Content-Type": "text/plain"})
+    assert (got.status_code, got.json()["detail"]) == (
+        415,
+        "content-type 'text/plain'; right is application/json or multipart/form-data",
+    )
+
+
+def test_a_request_that_is_too_long_is_told_to_the_client(small: RewardServer) -> None:
+    """Though it is refused while it is still being sent."""
+    noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ServerError) as error:
+        Http(small.url, retries=0)(noise, ["a"] * 8, [{}] * 8)
+    assert str(error.value) == (
+        f"{small.url}: answered 413: the body is longer than max_body_mb=0.02; send fewer images"
+    )
+
+
+def test_a_request_that_never_ends(small: RewardServer) -> None:
+    host, port = small.socket.getsockname()
+    head = "POST /score HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
+    for length, sent, expected in (
+        (1000, 10, "408: the body was not there within read_timeout_s=0.5"),
+        (10**9, 30_000, "413: the body is longer than max_body_mb=0.02; send fewer images"),
+    ):
+        with socket.create_connection((host, port), timeout=10) as connection:
+            connection.sendall(head.format(length).encode() + b"x" * sent)
+            answer = connection.makefile("rb").read().decode()
+        status, _, body = answer.partition("\r\n\r\n")
+        assert f"{status.split()[1]}: {json.loads(body)['detail']}" == expected
+
+
+# --- the reference server: its rewards
+
+
+def test_rewards_that_fail(own: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, problem in (
+        ("boom", "reward 'boom' raised KeyError: 'no such\\nthing' on the prompts \"p0\" (+3 more)"),
+        (
+            "nan",
+            "reward 'nan' returned nan for 4 of 4 images on the prompts \"p0\" (+3 more); right are finite numbers",
+        ),
+    ):
+        with serving(f"reward.functions=[{{path: '{own}:{name}'}}]") as server:
+            assert refusal(server.url, retries=0) == f"answered 500: {problem} (try 1 of 1)"
+    (record,) = caplog.records  # with its traceback, for whoever keeps the server
+    assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)
+
+
+def test_a_reward_that_hangs(own: Path) -> None:
+    functions = f"reward.functions=[{{path: '{own}:naps', kwargs: {{seconds: 1}}}}]"
+    with serving(functions, "reward.timeout_s=0.3") as server:
+        health = server.url.replace("score", "health")
+        problem = "answered 504: reward 'naps' was not done within reward.timeout_s=0.3 seconds (try 1 of 1)"
+        assert refusal(server.url, 1, retries=0) == problem
+        sick = httpx2.get(health)
+        assert (sick.status_code, sick.json()["detail"]) == (
+            503,
+            "a call of reward 'naps' hangs; start the server again",
+        )
+        assert refusal(server.url, 1, retries=0) == problem  # it has waited behind the first one, and is not begun
+        wait_for(lambda: httpx2.get(health).status_code == 200)
+        assert sys.modules["phalanx_user_own"].begun == [["p0"]]
+
+
+def test_workers_of_rewards(own: Path) -> None:
+    """CPU rewards on several threads, rewards on the device one at a time."""
+    functions = f"[{{path: '{own}:naps', kwargs: {{seconds: 0.3}}}}, {{path: '{own}:OneAtATime'}}]"
+    with serving(f"reward.functions={functions}", "reward.num_workers=4") as server:
+        begin = time.monotonic()
+        assert scores(server.url, 4, batch_size=1, concurrency=4, retries=0) == [1.0] * 4
+        assert time.monotonic() - begin < 1.0
+
+
+def test_more_connections_than_allowed(own: Path) -> None:
+    with serving(f"reward.functions=[{{path: '{own}:brightness'}}]", "max_requests=2") as server:
+        address = server.socket.getsockname()
+        with socket.create_connection(address), socket.create_connection(address):
+            time.sleep(0.1)
+            assert refusal(server.url, retries=0) == "answered 503: Service Unavailable (try 1 of 1)"
+        assert len(scores(server.url, retries=5, backoff_s=0.1)) == 4
+
+
+def test_retries_draw_no_random_numbers_of_the_job() -> None:
+    random.seed(3)
+    expected = random.random()
+    random.seed(3)
+    refusal(f"http://127.0.0.1:{free_port()}/score", retries=2)
+    assert random.random() == expected

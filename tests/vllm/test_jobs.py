@@ -1,0 +1,70 @@
+"""Real torchruns with a judge: what they write, and that nothing of vLLM is left when they end, well or badly."""
+
+import os
+import signal
+from pathlib import Path
+
+from tests.faults.jobs import Job, kill, rows
+from tests.jobs import base_overrides, tiny_config
+from tests.ranks import two_nodes
+from tests.vllm.test_training import settings
+
+TERMS = ("{name: vlm_ocr}", "{name: ocr, weight: 0.5, kwargs: {detect: false}}", "{name: unified_reward, weight: 0.25}")
+TASK = "tasks/train_flowgrpo.py"
+
+
+def shared_memory() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+def judged(judge: Path, tp: int = 2) -> list[str]:
+    # the first answer of an engine may take its time on two busy cores
+    return [*settings(judge, *TERMS), f"reward.model.tensor_parallel_size={tp}", "parallel.timeout_s=60"]
+
+
+def test_two_replicas_on_four_ranks(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+    """A judge at TP 2 in two groups beside OCR; the run is the same at TP 1 on two nodes of two ranks."""
+    before = shared_memory()
+    env = {"NPROC_PER_NODE": "4"}
+    held_out = tmp_path / "held_out.txt"
+    held_out.write_text('"red" in neon\na "green" door\n"blue"\n')
+    validation = (f"data.val_files=[{held_out}]", "trainer.test_freq=2")
+    with Job(sd3_folder, tmp_path / "one", *judged(judge_model), *validation, env=env) as job:
+        assert job.wait(250) == 0, job.said
+    one = rows(tmp_path / "one")
+    assert [row["step"] for row in one] == [0, 1, 2]
+    for row in one[1:]:
+        parts = row["reward/vlm_ocr"] + 0.5 * row["reward/ocr"] + 0.25 * row["reward/unified_reward"]
+        assert abs(row["reward/mean"] - parts) < 1e-5
+        assert 0 < row["reward/vlm_ocr"] <= 1 and 0 <= row["reward/vlm_ocr_unparseable"] <= 1
+    assert 0 <= one[0]["val/held_out/reward/vlm_ocr"] <= 1
+    assert '"time/judge": ' in (tmp_path / "one" / "out" / "metrics.jsonl").read_text()
+    assert shared_memory() == before and job.processes() == {}
+
+    tiny_config(sd3_folder, tmp_path / "two")  # writes the prompts
+    args = [TASK, *base_overrides(sd3_folder, tmp_path / "two"), *judged(judge_model, tp=1), *validation]
+    done = two_nodes([*args, "parallel.fsdp_size=4", "rollout.micro_batch_size_per_gpu=4"], nproc=2, timeout=250)
+    assert [node.returncode for node in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert rows(tmp_path / "two") == one
+    assert shared_memory() == before
+
+
+def test_a_rank_killed_while_it_scores_ends_the_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+    before = shared_memory()
+    env = {"NPROC_PER_NODE": "4", "PHASE_S": "0.2"}
+    with Job(sd3_folder, tmp_path, *judged(judge_model), "trainer.total_training_steps=50", env=env) as job:
+        pid = job.until(lambda: job.phase(3)[0] if job.phase(3)[1:] == (2, "judge") else 0, timeout=200)
+        kill(pid, signal.SIGKILL)
+        assert job.wait(60) != 0
+        assert "rank 3 on " in job.said and "ended without a word: killed, out of memory, or crashed" in job.said
+        assert job.processes() == {}
+    assert shared_memory() == before
+
+
+def test_what_cannot_be_used_is_told_in_one_line(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+    with Job(sd3_folder, tmp_path, *judged(judge_model, tp=3), env={"NPROC_PER_NODE": "4"}) as job:
+        assert job.wait(100) != 0
+    assert (  # before any process group
+        "error: reward.model.tensor_parallel_size: 3 does not divide the 4 ranks of a node; "
+        "nearest that does: 2 or 4\n" in job.said
+    )

@@ -1,0 +1,138 @@
+"""Judges in the training loop, in the ranks' own processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.data import PromptStream, load_prompts
+from phalanx.rewards.vlm_ocr import VlmOcr
+from phalanx.types import Prompt
+from tests.jobs import one_step, tiny_config
+from tests.ranks import run_ranks
+from tests.vllm.tiny_vlm import COLOURS, PICTURES, name, picture
+
+PROMPTS = [f'the word "{colour}" on a wall' for colour in COLOURS] + ['"black"']
+JUDGE = ("reward.model.dtype=float32", "reward.model.max_model_len=512", "reward.model.max_tokens=40")
+
+
+def settings(judge: Path, *functions: str) -> list[str]:
+    return [f"reward.functions=[{', '.join(functions)}]", f"reward.model.path={judge}", *JUDGE]
+
+
+def config(model: Path, folder: Path, *overrides: str) -> Any:
+    cfg = tiny_config(model, folder, *overrides)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return cfg
+
+
+def shown(image: torch.Tensor) -> tuple[int, int]:
+    """The picture that a test shows to the judge in the place of a sampled image, of which it depends alone."""
+    return PICTURES[int(image.double().sum() * 1000) % len(PICTURES)]
+
+
+def read(images: torch.Tensor) -> list[str]:
+    """What stands in the pictures that are shown for these images."""
+    return [name(*shown(image)) for image in images]
+
+
+def step_and_terms(cfg: Any) -> dict[str, Any]:
+    """One training step, whose rewards see pictures; returns what it gave, and the terms of the reward."""
+    from phalanx.run import Run
+
+    kept: dict[str, torch.Tensor] = {}
+    submit, score = Run.submit, Run.score
+
+    def show(self: Run, images: torch.Tensor, prompts: list[Prompt]) -> None:
+        submit(self, torch.stack([picture(*shown(image)) for image in images]), prompts)
+
+    def keep(self: Run) -> Any:
+        reward, terms = score(self)
+        kept.update(terms)
+        return reward, terms
+
+    Run.submit, Run.score = show, keep  # type: ignore[method-assign]
+    return one_step(cfg) | {"terms": kept}
+
+
+def test_a_judge_changes_nothing_else(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+    """With weight 0 beside a rule reward, the step is the same to the last bit as without the judge."""
+    rule = "{name: jpeg_incompressibility}"
+    plain = run_ranks(one_step, 2, config(sd3_folder, tmp_path / "a", f"reward.functions=[{rule}]"), timeout=100)
+    both = settings(judge_model, rule, "{name: vlm_ocr, weight: 0}")
+    judged = run_ranks(one_step, 2, config(sd3_folder, tmp_path / "b", *both), timeout=200)
+    for without, with_judge in zip(plain, judged, strict=True):
+        assert with_judge["row"] == without["row"]
+        for key in ("images", "latents", "log_prob", "reward"):
+            assert torch.equal(with_judge[key], without[key]), key
+        for key, weight in without["weights"].items():
+            assert torch.equal(with_judge["weights"][key], weight), key
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_scores_are_what_the_model_says(sd3_folder: Path, judge_model: Path, tmp_path: Path, tp: int) -> None:
+    """The scores of a step on 4 ranks."""
+    judges = settings(judge_model, "{name: vlm_ocr, weight: 2}", "{name: jpeg_compressibility}")
+    cfg = config(sd3_folder, tmp_path, *judges, f"reward.model.tensor_parallel_size={tp}")
+    got = run_ranks(step_and_terms, 4, cfg, timeout=250)
+    images = torch.cat([rank["images"] for rank in got])
+    batch = PromptStream(load_prompts(cfg.data.train_files, "data.train_files"), 4, cfg.data.seed).batch(0)
+    wanted = [prompt.meta for prompt in batch for _ in range(4)]
+    scores = torch.cat([rank["terms"]["vlm_ocr"] for rank in got])
+    assert scores.tolist() == pytest.approx(
+        [VlmOcr().parse(text, "", meta) for text, meta in zip(read(images), wanted, strict=True)]
+    )
+    assert len(set(scores.tolist())) >= 3
+    rule = torch.cat([rank["terms"]["jpeg_compressibility"] for rank in got])
+    assert torch.equal(got[0]["reward"], 2 * scores + rule)
+    assert torch.cat([rank["terms"]["vlm_ocr_unparseable"] for rank in got]).sum() == 0
+
+
+OWN = '''
+from phalanx.rewards import Judge
+from phalanx.rewards.vlm_ocr import VlmOcr
+
+
+class Named(Judge):
+    """Only red can be read."""
+
+    template = VlmOcr.template
+
+    def parse(self, answer, prompt, metadata):
+        if metadata["ground_truth"] == "black" and self.fails:
+            raise KeyError("no black")
+        return 1.0 if answer == "red" else None
+
+    def __init__(self, fails=False):
+        self.fails = fails
+'''
+
+
+def test_a_judge_of_ones_own(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+    """Answers that it cannot read are counted, and scored as configured."""
+    (tmp_path / "own.py").write_text(OWN)
+    judges = settings(judge_model, f"{{path: '{tmp_path}/own.py:Named'}}")
+    cfg = config(sd3_folder, tmp_path, *judges, "reward.model.unparseable_score=0.25")
+    got = run_ranks(step_and_terms, 2, cfg, timeout=200)
+    images = torch.cat([rank["images"] for rank in got])
+    red = torch.tensor([text == "red" for text in read(images)])
+    assert 0 < red.sum() < len(red)
+    assert torch.equal(torch.cat([rank["terms"]["Named"] for rank in got]), torch.where(red, 1.0, 0.25))
+    assert torch.equal(torch.cat([rank["terms"]["Named_unparseable"] for rank in got]), (~red).float())
+
+
+def failing(cfg: Any) -> str:
+    from phalanx.rewards import RewardError
+
+    with pytest.raises(RewardError) as error:
+        one_step(cfg)
+    return str(error.value)
+
+
+def test_a_judge_that_raises_ends_the_job_on_all_ranks(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN)
+    judges = settings(judge_model, f"{{path: '{tmp_path}/own.py:Named', kwargs: {{fails: true}}}}")
+    got = run_ranks(failing, 2, config(sd3_folder, tmp_path, *judges), timeout=200)
+    assert got[0] == got[1]
+    assert "reward 'Named' raised KeyError: 'no black' on the prompts " in got[0]
