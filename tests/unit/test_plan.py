@@ -397,6 +397,19 @@ def test_hundreds_of_ranks_take_a_few_lines(tmp_path: Path, sd3_folder: Path) ->
     assert len(text.splitlines()) < 80
 
 
+def test_the_reward_models_groups(tmp_path: Path, sd3_folder: Path) -> None:
+    batch = ["data.train_batch_size=16", "actor.ppo_mini_batch_size=16"]
+    model = [f"reward.model.path={sd3_folder}", "reward.model.tensor_parallel_size=2"]
+    last = "reward.model.placement=ranks 6-7"
+    text = plan_job(tiny_config(sd3_folder, tmp_path, *batch, *model, last), {"nnodes": "2", "nproc": "8"})
+    assert "reward groups     6-7 | 14-15: each holds reward.model, for the judges" in section(text, "Topology")
+    with pytest.raises(ValueError) as error:
+        plan_job(tiny_config(sd3_folder, tmp_path, *batch, *model), {"nnodes": "16", "nproc": "1"})
+    assert str(error.value) == (
+        "reward.model.tensor_parallel_size: 2 does not divide the 1 ranks of a node; nearest that does: 1"
+    )
+
+
 def test_guidance_reference_and_passes_are_counted(tmp_path: Path, sd3_folder: Path) -> None:
     keys = ["algorithm.kl_loss_coef=0.1", "actor.ppo_epochs=2", "rollout.num_inference_steps=5"]
     text = plan_job(tiny_config(sd3_folder, tmp_path, *keys), {"nproc": "2"})

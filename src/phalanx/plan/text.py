@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.config.schema import RunConfig, TrainConfig
+from phalanx.distributed.placement import place
 from phalanx.flops import named_peak_flops
 from phalanx.plan.jobs import Planned, Rows, width_of
 from phalanx.plan.layout import Cluster, traffic
@@ -68,7 +69,13 @@ def _topology(p: Planned) -> Rows:
         rows.append(("shard groups", _groups(cluster.shard_groups(width))))
         if width < cluster.ranks:
             rows.append(("replicate groups", _groups(cluster.replicate_groups(width))))
-    return [*rows, ("rewards", f"{', '.join(names)}: on every rank, for its own images" if names else "none")]
+    rows.append(("rewards", f"{', '.join(names)}: on every rank, for its own images" if names else "none"))
+    model = p.job.cfg.reward.model
+    if model.path is not None:  # a replica never crosses a node: `place` refuses it
+        domains = place(model, cluster.ranks, cluster.per_node)
+        replicas = [range(r[0], r[-1] + 1) for domain in domains for r in domain.replicas]
+        rows.append(("reward groups", f"{_groups(replicas)}: each holds reward.model, for the judges"))
+    return rows
 
 
 def _copies(cluster: Cluster, width: int) -> str:
