@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
-from phalanx.ending import end, place, rank, say
+from phalanx.ending import Stopped, end, place, rank, say
 
 if TYPE_CHECKING:
     from phalanx.distributed.watch import Watch
@@ -92,7 +92,7 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.excepthook = _crash
-    from phalanx.types import JobError, Stopped
+    from phalanx.types import JobError
 
     try:
         job = build(config)

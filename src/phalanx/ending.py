@@ -3,10 +3,19 @@
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import time
 from typing import NoReturn
+
+
+class Stopped(RuntimeError):
+    """The job was told to stop by signal `number`, and does on all ranks at once; the message says what is kept."""
+
+    def __init__(self, number: int, kept: str = "") -> None:
+        super().__init__(f"stopped by {signal.Signals(number).name}{kept}")
+        self.number = number
 
 
 def rank() -> int:

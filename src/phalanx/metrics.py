@@ -20,9 +20,9 @@ from typing import Any, Self
 
 from phalanx.config.load import ConfigError
 from phalanx.config.schema import TrainerConfig
+from phalanx.ending import Stopped
 from phalanx.images import ImageRecord, save_images
 from phalanx.loggers import ELAPSED, Backend, ConsoleBar, ConsoleLines, TensorBoard, Wandb
-from phalanx.types import Stopped
 
 METRICS_FILE = "metrics.jsonl"
 # name -> the package that it needs beyond those that phalanx always has

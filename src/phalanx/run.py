@@ -17,6 +17,7 @@ from phalanx.config.schema import EmaConfig, RunConfig
 from phalanx.data import validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import agree
+from phalanx.ending import Stopped
 from phalanx.evaluate import validate
 from phalanx.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
 from phalanx.models.flow import build_policy
@@ -24,7 +25,7 @@ from phalanx.optim import Ema, Optimizer
 from phalanx.report import write_report
 from phalanx.rewards import RewardError, RewardSet
 from phalanx.rollout import build_rollout
-from phalanx.types import JobError, Prompt, Stopped
+from phalanx.types import JobError, Prompt
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,6 @@
 Shapes: B samples of this rank, W trained denoising steps, P prompts of this rank; `...` is a latent's own shape.
 """
 
-import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -15,14 +14,6 @@ from torch import Tensor
 
 class JobError(RuntimeError):
     """A failure of the running job that its message explains in one line, such as a reward that raises."""
-
-
-class Stopped(RuntimeError):
-    """The job was told to stop by signal `number`, and does on all ranks at once; the message says what is kept."""
-
-    def __init__(self, number: int, kept: str = "") -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}{kept}")
-        self.number = number
 
 
 @dataclass(frozen=True)

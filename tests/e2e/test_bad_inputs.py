@@ -28,7 +28,9 @@ from tests.ranks import ROOT, torchrun
 TASK = "tasks/train_flowgrpo.py"
 LIMIT_S = 120.0  # a bad input takes a second; this is the end of a hang
 FORMATS = "a .txt, .jsonl or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
-BUILT_IN = "aesthetic, clip_score, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore"
+BUILT_IN = (
+    "aesthetic, clip_score, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore, unified_reward, vlm_ocr"
+)
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FIRST = 'a sign that says "alpha"'
 
@@ -228,8 +230,8 @@ CONFIG: list[tuple[str, Arguments, str]] = [
     ),
     (
         "a key of another algorithm",
-        lambda p: ["algorithm.temperature=1"],
-        "unknown key algorithm.temperature; known here: name, clip_ratio, adv_clip_max, kl_loss_coef, kl_convention, "
+        lambda p: ["algorithm.horizon=1"],
+        "unknown key algorithm.horizon; known here: name, clip_ratio, adv_clip_max, kl_loss_coef, kl_convention, "
         "global_std, norm_adv_by_std_in_grpo",
     ),
     (

@@ -32,11 +32,12 @@ from torch import Tensor
 from phalanx.config import ConfigError
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.distributed.mesh import Launch
+from phalanx.ending import Stopped
 from phalanx.rewards._base import RewardError
 from phalanx.rewards._registry import build_terms
 from phalanx.rewards._runner import _Call, _on
 from phalanx.rewards.http import read_token
-from phalanx.types import Prompt, Stopped
+from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
