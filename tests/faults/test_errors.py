@@ -34,8 +34,8 @@ def test_a_rank_that_hangs(sd3_folder: Path, tmp_path: Path) -> None:
     with Job(sd3_folder, tmp_path, *SETTINGS, env={"FAULT": "hang:1:2"}) as job:
         job.until(lambda: job.phase(1)[1:] == (2, "update"))
         begin = time.monotonic()
-        assert job.wait(3 * TIMEOUT_S) == 1
-        assert time.monotonic() - begin < TIMEOUT_S + 12
+        assert job.wait(4 * TIMEOUT_S) == 1
+        assert time.monotonic() - begin < TIMEOUT_S + 25
         assert f"stacks of rank 1 on {HOST}:" in job.said
         assert "Timed out waiting" in "".join(last_report(job.said))
         assert steps(tmp_path) == [1, 2]
@@ -47,10 +47,10 @@ def test_a_rank_that_is_frozen_is_named(sd3_folder: Path, tmp_path: Path) -> Non
         job.until(lambda: job.phase(1)[1] >= 1)
         kill(job.phase(1)[0], signal.SIGSTOP)
         begin = time.monotonic()
-        job.until(lambda: f"lost rank 1 on {HOST}: no sign of life for 1" in job.said, timeout=TIMEOUT_S + 5)
+        job.until(lambda: f"lost rank 1 on {HOST}: no sign of life for " in job.said, timeout=TIMEOUT_S + 20)
         assert job.wait(45) == 1
-        assert time.monotonic() - begin < TIMEOUT_S + 42
-        assert f"lost rank 1 on {HOST}: no sign of life for 1" in last_report(job.said)[-2]
+        assert time.monotonic() - begin < TIMEOUT_S + 60
+        assert f"lost rank 1 on {HOST}: no sign of life for " in last_report(job.said)[-2]
 
 
 def test_a_rank_that_is_killed_is_named(sd3_folder: Path, tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_rank_that_is_killed_is_named(sd3_folder: Path, tmp_path: Path) -> Non
         job.until(lambda: job.phase(1)[1] >= 1)
         kill(job.phase(1)[0], signal.SIGKILL)
         begin = time.monotonic()
-        assert job.wait(TIMEOUT_S) == 1
-        assert time.monotonic() - begin < 10
+        assert job.wait(2 * TIMEOUT_S) == 1
+        assert time.monotonic() - begin < 20
         assert f"rank 1 on {HOST} ended without a word: killed, out of memory, or crashed" in job.said
         assert "Signal 9 (SIGKILL)" in last_report(job.said)[-2]

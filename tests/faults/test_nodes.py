@@ -69,7 +69,7 @@ def test_an_error_on_one_host_is_told_on_the_other(hosts: Hosts, sd3_folder: Pat
         b.until(lambda: "KeyError" in b.said)
         begin = time.monotonic()
         while a.ranks():
-            assert time.monotonic() - begin < 10, a.said
+            assert time.monotonic() - begin < 20, a.said
             time.sleep(0.1)
         assert (a.wait(60), b.wait(60)) == (1, 1)
     for job in (a, b):
@@ -89,7 +89,7 @@ def test_a_cut_wire_ends_all_ranks(hosts: Hosts, sd3_folder: Path, tmp_path: Pat
         begin = time.monotonic()
         for job in (a, b):
             while job.ranks():
-                assert time.monotonic() - begin < TIMEOUT_S + 15, a.said + b.said
+                assert time.monotonic() - begin < TIMEOUT_S + 30, a.said + b.said
                 time.sleep(0.1)
         for job in (a, b):
             kill(job.process.pid, signal.SIGTERM)  # the launchers would say goodbye to each other for long

@@ -14,7 +14,7 @@ from tests.ranks import run_ranks
 
 SETTINGS = ("trainer.save_freq=50", "model.lora_rank=4", "actor.ema.decay=0.9")
 VALIDATION = ("trainer.test_freq=2", "trainer.val_before_train=false")
-MAY_TAKE_S = 20  # from the signal to the end; torchrun gives 30
+MAY_TAKE_S = 40  # from the signal to the end; torchrun gives 30 to its ranks
 
 
 def unstopped(model: Path, folder: Path, total: int, *overrides: str) -> list[dict[str, float]]:
@@ -88,8 +88,8 @@ def test_sigusr1_to_one_rank_prints_the_stacks_of_all(sd3_folder: Path, tmp_path
         job.until(lambda: job.phase(1)[1:] == (2, "update"))
         first, hung = job.phase(0)[0], job.phase(1)[0]
         kill(first, signal.SIGUSR1)
-        job.until(lambda: f"stacks of rank 1 on {socket.gethostname()}:" in job.said, timeout=10)
-        job.until(lambda: job.said.count("Thread 0x") >= 4, timeout=10)
+        job.until(lambda: f"stacks of rank 1 on {socket.gethostname()}:" in job.said, timeout=30)
+        job.until(lambda: job.said.count("Thread 0x") >= 4, timeout=30)
         assert 'task.py", line' in job.said and "in update" in job.said  # where rank 1 hangs
         assert {first, hung} <= set(job.ranks())  # neither has ended of it
 
