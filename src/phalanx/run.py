@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,8 @@ class Run:
                 report = f"report: {write_report(self.output_dir)}"
             except OSError as error:  # such as a full disk: the training is done all the same
                 report = f"the report was not written: {error}"
-            print(*validation_summary(self.output_dir), report, sep="\n", flush=True)
+            with suppress(OSError):  # a closed terminal fails no finished job
+                print(*validation_summary(self.output_dir), report, sep="\n", flush=True)
         mesh.stop()
 
     # -- scoring and validation -----------------------------------------------------------------------------------

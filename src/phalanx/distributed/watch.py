@@ -11,7 +11,6 @@ to the job's store, which rank 0 keeps; all that is said is small, and repeated 
 
 import contextlib
 import faulthandler
-import logging
 import os
 import select
 import signal
@@ -25,7 +24,6 @@ import torch.distributed as dist
 
 from phalanx.ending import end, say
 
-log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
