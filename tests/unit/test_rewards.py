@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from phalanx.config.schema import RewardConfig, RewardFunctionConfig
-from phalanx.rewards import DeviceReward, RewardError, RewardSet
+from phalanx.rewards import DeviceReward, Marked, Marking, RewardError, RewardSet
 from phalanx.types import JobError, Prompt
 
 BUILT_IN = (
-    "aesthetic, clip_score, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore, unified_reward, vlm_ocr"
+    "aesthetic, clip_score, hps_v2, hps_v3, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore, preferred, "
+    "unified_reward, vlm_ocr"
 )
 FORMS = "module:function or path/to/file.py:function"
 HERE = __name__
@@ -84,6 +85,14 @@ class Stateful:
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
         return [self.offset] * len(images)
+
+
+class Marks(Marking):
+    def __init__(self, marks: list[str]) -> None:
+        self.marks = tuple(marks)
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> Marked:
+        return Marked([2.0] * len(images), metadata[0]["marked"])
 
 
 class NoCall:
@@ -378,6 +387,11 @@ def test_a_later_failure_does_not_wait_for_an_earlier_slow_call() -> None:
             [float("-inf"), 0.0, float("nan")],
             'returned -inf for 2 of 3 images on the prompt "a"; right are finite numbers',
         ),
+        (
+            Marked([0.0, 1.0, 2.0], {"odd": [0, 1, 0]}),
+            'returned the marks odd on the prompts "a" (+1 more); right are those in `marks` of its class, derived '
+            "from Marking: none",
+        ),
     ],
 )
 def test_what_a_reward_must_not_return(value: Any, message: str) -> None:
@@ -386,6 +400,33 @@ def test_what_a_reward_must_not_return(value: Any, message: str) -> None:
         reward.submit(*some("a", "b", "a"))
         reward.collect()
     assert str(error.value) == f"reward 'gives' {message}"
+
+
+def test_marks_are_rows_of_their_own() -> None:
+    marking = rewards(mine("Marks", marks=["even", "odd"]), mine("brightness"), num_workers=2)
+    for numbers in ((0, 1), (3,)):
+        marking.submit(
+            *some(*map(str, numbers), marked={"odd": [n % 2 for n in numbers], "even": [1 - n % 2 for n in numbers]})
+        )
+    terms = marking.collect()
+    assert list(terms) == ["Marks", "Marks_even", "Marks_odd", "brightness"]
+    assert (terms["Marks_odd"].tolist(), terms["Marks_even"].tolist()) == ([0, 1, 1], [1, 0, 0])
+    assert marking.weighted(terms).tolist() == [0.5 + 2] * 3  # marks are no part of the reward
+    for marked, message in (
+        (
+            {"odd": [0]},
+            "reward 'Marks' returned the marks odd on the prompt \"a\"; right are those in `marks` of its class, derived from Marking: even, odd",
+        ),
+        (
+            {"even": [1], "odd": [0, 1]},
+            "reward 'Marks_odd' returned 2 scores for 1 images on the prompt \"a\"; right is 1 numbers: a list, an array or a tensor",
+        ),
+    ):
+        wrong = rewards(mine("Marks", marks=["even", "odd"]))
+        with pytest.raises(RewardError) as error:
+            wrong.submit(*some("a", marked=marked))
+            wrong.collect()
+        assert str(error.value) == message
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -1,6 +1,7 @@
 """The reward `http` against the reference server, and against servers that are dead, slow, or lie."""
 
 import base64
+import gc
 import json
 import logging
 import random
@@ -11,7 +12,8 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,6 +21,7 @@ from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -30,7 +33,7 @@ from phalanx.config import load
 from phalanx.config.schema import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.ending import place
-from phalanx.rewards import RewardError, RewardSet
+from phalanx.rewards import Marked, RewardError, RewardSet
 from phalanx.rewards._server import RewardServer
 from phalanx.rewards.http import MAX_ANSWER, Http, ServerError
 from phalanx.types import Prompt
@@ -51,10 +54,23 @@ def bonus(images, prompts, metadata):
 
 begun = []
 
+def picky(images, prompts, metadata):
+    if any("broken" in prompt for prompt in prompts):
+        raise ValueError("broken")
+    time.sleep(0.2 if "slow" in prompts[0] else 0)
+    return [float(prompt[-1]) for prompt in prompts]
+
 def naps(images, prompts, metadata, seconds):
     begun.append(prompts)
     time.sleep(seconds)
     return [0.0] * len(images)
+
+gate = threading.Event()
+
+def gated(images, prompts, metadata):
+    begun.append(prompts)
+    assert gate.wait(30)
+    return [1.0] * len(images)
 
 def nan(images, prompts, metadata):
     return [float("nan")] * len(images)
@@ -337,6 +353,45 @@ def test_redirects_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
         assert other.seen == []
 
 
+SECRET = "s3cret/of+the=client"
+ESCAPED = SECRET.replace("/", "\\/")  # as some languages write JSON
+ECHOES: list[tuple[str, Answer, str]] = [
+    (
+        "a detail",
+        lambda request, _: request.reply({"detail": f"no: {dict(request.headers)['Authorization']}"}, 403),
+        "answered 403: no: Bearer ***",
+    ),
+    ("its end cut off", says({"detail": "x" * 190 + SECRET}, 403), f"answered 403: {'x' * 190}***"),
+    ("a body", says(f'{{"error": "{ESCAPED} {SECRET.upper()}"}}'.encode(), 400), 'answered 400: {"error": "*** ***"}'),
+    ("no JSON", says(SECRET.encode()), "its answer is not JSON: ***"),
+    ("no scores", says({"seen": SECRET}), """its answer has no list 'scores': {"seen": "***"}"""),
+    ("a score", says({"scores": [0, SECRET, 0, 0]}), 'score 1 is "***"; right are numbers'),
+    (
+        "a redirect",
+        says(b"", 307, Location=f"http://x/?auth=Bearer%20{quote(SECRET, safe='')}&{SECRET}"),
+        "answered 307, a redirect to http://x/?auth=Bearer%20***&***, which is not followed; give that as url",
+    ),
+    (
+        "no HTTP",
+        lambda request, _: request.wfile.write(f"Bearer {SECRET}\r\n\r\n".encode()) and None,
+        "the connection broke (RemoteProtocolError: illegal status line: bytearray(b'Bearer ***')) (try 1 of 1)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("answer", "problem"), [echo[1:] for echo in ECHOES], ids=[echo[0] for echo in ECHOES])
+def test_a_token_that_is_said_back_is_not_shown(
+    answer: Answer, problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("SCORER_TOKEN", SECRET)
+    with strange(answer) as server:
+        assert refusal(server.url, retries=0, token_env="SCORER_TOKEN") == problem
+        scores(server.url, retries=0, token_env="SCORER_TOKEN", on_error="value", error_value=0.0)
+        assert server.seen[0]["Authorization"] == f"Bearer {SECRET}"
+    (message,) = caplog.messages
+    assert message.endswith(f"because of {server.url}: {problem}")
+
+
 def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
@@ -429,6 +484,14 @@ def test_it_waits_as_long_as_the_server_asks() -> None:
                 assert (first[1] - first[0] >= 1) is (waits is True)
 
 
+@pytest.mark.parametrize("year", ["9" * 20, "10000"])
+def test_a_date_that_no_calendar_has_is_no_date(year: str) -> None:
+    with strange(says(b"busy", 429, Retry_After=f"Mon, 01 Jan {year} 00:00:00 GMT")) as server:
+        asks = Http(server.url, retries=1, backoff_s=0.01, on_error="value", error_value=0.5)
+        assert asks(torch.zeros(1, 3, 4, 4), ["a"], [{}]) == Marked([0.5], {"degraded": [1.0]})
+        assert len(server.seen) == 2
+
+
 def test_pauses_grow() -> None:
     times: list[float] = []
 
@@ -482,7 +545,7 @@ def test_it_goes_on_with_a_value_where_that_is_configured(caplog: pytest.LogCapt
         asks = Http(server.url, batch_size=2, on_error="value", error_value=-1)
         for _ in range(5):
             got = asks(torch.zeros(5, 3, 4, 4), [f"p{i}" for i in range(5)], [{}] * 5)
-            assert got == [0.0, 1.0, -1, -1, 4.0]
+            assert got == Marked([0.0, 1.0, -1, -1, 4.0], {"degraded": [0, 0, 1, 1, 0]})
     assert asks.degraded == 10
     assert caplog.messages == [
         f"{place()}: {count} images have got error_value=-1 instead of a score since the start; "
@@ -507,7 +570,42 @@ def test_a_dead_server_ends_the_collection_or_not() -> None:
         RewardConfig(functions=[reward("http", url=url, retries=0, on_error="value", error_value=0.25)]), "cpu"
     )
     goes_on.submit(torch.zeros(2, 3, 4, 4), prompts)
-    assert goes_on.collect()["http"].tolist() == [0.25, 0.25]
+    assert rows(goes_on) == {"http": [0.25, 0.25], "http_degraded": [1.0, 1.0]}
+    assert rows(goes_on) == {"http": [], "http_degraded": []}
+
+
+def rows(rewards: RewardSet) -> dict[str, list[float]]:
+    return {name: values.tolist() for name, values in rewards.collect().items()}
+
+
+def test_marks_stay_with_their_images(own: Path) -> None:
+    """Six calls at once, three of them on the worker threads of one reward, and the first ones are done last."""
+    with serving(f"reward.functions=[{{path: '{own}:picky'}}]", "reward.num_workers=6") as server:
+        kwargs = {"url": server.url, "retries": 0, "batch_size": 1, "concurrency": 1}
+        goes_on = reward("http", **kwargs, on_error="value", error_value=-1)
+        strict = reward("strict", "phalanx.rewards.http:Http", url=server.url)
+        brightness = reward("brightness", f"{own}:brightness")
+        three = RewardSet(RewardConfig(functions=[goes_on, brightness], num_workers=3), "cpu")
+        for i, texts in enumerate((["slow 0", "broken 1"], ["slow 2"], ["broken 3"], ["4", "broken 5"], ["6"], ["7"])):
+            three.submit(torch.full((len(texts), 3, 4, 4), float(i)), [Prompt(t, 0, {}) for t in texts])
+        assert rows(three) == {
+            "http": [0, -1, 2, -1, 4, -1, 6, 7],
+            "http_degraded": [0, 1, 0, 1, 0, 1, 0, 0],
+            "brightness": [0, 0, 1, 2, 3, 3, 4, 5],
+        }
+        three.submit(torch.zeros(1, 3, 4, 4), [Prompt("8", 0, {})])
+        assert rows(three) == {"http": [8], "http_degraded": [0], "brightness": [0]}
+        ends = RewardSet(RewardConfig(functions=[strict]), "cpu")
+        ends.submit(torch.zeros(1, 3, 4, 4), [Prompt("8", 0, {})])
+        assert rows(ends) == {"strict": [8]}  # nothing to tell of where an error ends the job
+
+
+def test_a_server_serves_scores_without_marks(own: Path) -> None:
+    """A server that itself asks another one, which is dead."""
+    kwargs = f"url: 'http://127.0.0.1:{free_port()}/', retries: 0, on_error: value, error_value: 0.25"
+    with serving(f"reward.functions=[{{name: http, kwargs: {{{kwargs}}}}}]") as server:
+        answer = httpx2.post(server.url, json=asked(2))
+    assert answer.json() == {"scores": [0.25, 0.25], "terms": {"http": [0.25, 0.25]}}
 
 
 # --- arguments
@@ -752,11 +850,12 @@ def test_rewards_that_fail(own: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_reward_that_hangs(own: Path) -> None:
-    functions = f"reward.functions=[{{path: '{own}:naps', kwargs: {{seconds: 1}}}}]"
+    functions = f"reward.functions=[{{path: '{own}:naps', kwargs: {{seconds: 2}}}}]"
     with serving(functions, "reward.timeout_s=0.3") as server:
         health = server.url.replace("score", "health")
         problem = "answered 504: reward 'naps' was not done within reward.timeout_s=0.3 seconds (try 1 of 1)"
         assert refusal(server.url, 1, retries=0) == problem
+        wait_for(lambda: httpx2.get(health).status_code == 503)
         sick = httpx2.get(health)
         assert (sick.status_code, sick.json()["detail"]) == (
             503,
@@ -776,13 +875,128 @@ def test_workers_of_rewards(own: Path) -> None:
         assert time.monotonic() - begin < 1.0
 
 
-def test_more_connections_than_allowed(own: Path) -> None:
-    with serving(f"reward.functions=[{{path: '{own}:brightness'}}]", "max_requests=2") as server:
+@pytest.mark.parametrize("most", [1, 2])
+def test_more_connections_than_allowed(own: Path, most: int) -> None:
+    with serving(f"reward.functions=[{{path: '{own}:brightness'}}]", f"max_requests={most}") as server:
         address = server.socket.getsockname()
-        with socket.create_connection(address), socket.create_connection(address):
+        with ExitStack() as others:
+            for _ in range(most - 1):
+                others.enter_context(socket.create_connection(address))
+            time.sleep(0.1)
+            assert len(scores(server.url, retries=0)) == 4
+            others.enter_context(socket.create_connection(address))
             time.sleep(0.1)
             assert refusal(server.url, retries=0) == "answered 503: Service Unavailable (try 1 of 1)"
         assert len(scores(server.url, retries=5, backoff_s=0.1)) == 4
+
+
+def hung_up(connection: socket.socket, drip: bytes) -> bool:
+    """Whether the server closes a connection within seconds, while `drip` comes on it again and again."""
+    deadline = time.monotonic() + 5
+    connection.settimeout(0.05)
+    while time.monotonic() < deadline:
+        try:
+            if not connection.recv(65536):
+                return True
+        except TimeoutError:
+            connection.sendall(drip)
+        except ConnectionError:
+            return True
+    return False
+
+
+HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+LONG = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("sent", "drip", "waits"),
+    [(b"", b"", 1), (HEAD, b"", 1), (HEAD, b"x", 1), (HEAD + b"\r\n" + HEAD, b"x", 1), (LONG, b"x", 2)],
+    ids=["silent", "half a head", "a head without an end", "a second one", "a body without an end"],
+)
+def test_connections_without_a_request_are_closed(own: Path, sent: bytes, drip: bytes, waits: int) -> None:
+    """So that they do not take up all of the server for ever."""
+    limits = ["max_requests=3", "read_timeout_s=0.4"]
+    with serving(f"reward.functions=[{{path: '{own}:brightness'}}]", *limits) as server, ExitStack() as stack:
+        address = server.socket.getsockname()
+        begin = time.monotonic()
+        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
+        for stranger in strangers:
+            stranger.sendall(sent)
+        with ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(hung_up, strangers, [drip] * 3))
+        assert time.monotonic() - begin >= 0.4 * waits
+        assert len(scores(server.url, retries=0)) == 4
+
+
+def test_a_connection_is_kept_while_its_request_is_scored(own: Path) -> None:
+    functions = f"reward.functions=[{{path: '{own}:naps', kwargs: {{seconds: 0.5}}}}]"
+    with serving(functions, "read_timeout_s=0.2") as server, httpx2.Client() as client:
+        for _ in range(2):  # on one connection
+            assert client.post(server.url, json=asked(1)).json()["scores"] == [0.0]
+            time.sleep(0.1)
+
+
+# --- the reference server: requests that wait
+
+
+def held(kind: torch.dtype, count: int) -> int:
+    """How many tensors of so many numbers this process holds."""
+    return sum(type(each) is torch.Tensor and each.numel() == count and each.dtype == kind for each in gc.get_objects())
+
+
+def test_requests_wait_as_bytes_and_go_with_their_clients(own: Path) -> None:
+    """One is scored while seven wait; then all their clients leave, and the next one is not behind them."""
+    body = asked(1, images=b64(png(37, 41)))
+    size = 3 * 37 * 41
+    with serving(f"reward.functions=[{{path: '{own}:brightness'}}, {{path: '{own}:gated'}}]") as server:
+        user = sys.modules["phalanx_user_own"]
+
+        def leave() -> None:
+            with pytest.raises(httpx2.ReadTimeout):
+                httpx2.post(server.url, json=body, timeout=httpx2.Timeout(20, read=1.0))
+
+        with ThreadPoolExecutor(8) as pool:
+            asks = [pool.submit(leave) for _ in range(8)]
+            wait_for(lambda: held(torch.uint8, size) >= 8)
+            assert held(torch.float32, size) == 1
+            for ask in asks:
+                ask.result()
+        wait_for(lambda: held(torch.uint8, size) == 0)
+        with ThreadPoolExecutor(1) as pool:
+            last = pool.submit(scores, server.url, 2)
+            wait_for(lambda: held(torch.uint8, 2 * 3 * 8 * 8) > 0)
+            user.gate.set()
+            assert last.result() == [1.0 + 128 / 255] * 2
+        assert user.begun == [["ab"], ["p0", "p1"]]
+
+
+def test_a_client_that_asks_again_finds_a_server_that_recovers(own: Path) -> None:
+    """Of each of its calls but the first, nothing is left once it has given up."""
+    functions = f"reward.functions=[{{path: '{own}:naps', kwargs: {{seconds: 1}}}}]"
+    with serving(functions) as server:
+        silent = "silent for read_timeout_s=0.1 (try 4 of 4)"
+        assert refusal(server.url, 6, batch_size=1, concurrency=6, retries=3, read_timeout_s=0.1) == silent
+        begin = time.monotonic()
+        assert scores(server.url, 1, retries=0) == [0.0]
+        assert time.monotonic() - begin < 3
+        assert len(sys.modules["phalanx_user_own"].begun) <= 3
+
+
+def test_a_call_that_hangs_is_told_of_though_its_client_has_left(own: Path) -> None:
+    functions = f"reward.functions=[{{path: '{own}:gated'}}]"
+    with serving(functions, "reward.timeout_s=0.5") as server:
+        health = server.url.replace("score", "health")
+        assert refusal(server.url, 1, retries=0, read_timeout_s=0.1).startswith("silent")
+        assert httpx2.get(health).status_code == 200
+        wait_for(lambda: httpx2.get(health).status_code == 503)
+        sys.modules["phalanx_user_own"].gate.set()
+        wait_for(lambda: httpx2.get(health).status_code == 200)
+
+
+def test_the_client_waits_as_long_as_the_server_may_take() -> None:
+    """By default, and within its limit for a whole call."""
+    assert Http("http://x/").read_timeout_s >= ServeRewardConfig().reward.timeout_s
 
 
 def test_retries_draw_no_random_numbers_of_the_job() -> None:

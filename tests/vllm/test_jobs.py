@@ -6,8 +6,8 @@ from pathlib import Path
 
 from tests.faults.jobs import Job, kill, rows
 from tests.jobs import base_overrides, tiny_config
+from tests.judged import settings
 from tests.ranks import two_nodes
-from tests.vllm.test_training import settings
 
 TERMS = ("{name: vlm_ocr}", "{name: ocr, weight: 0.5, kwargs: {detect: false}}", "{name: unified_reward, weight: 0.25}")
 TASK = "tasks/train_flowgrpo.py"

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from tests.jobs import base_overrides, one_step, tiny_config
+from tests.judged import config, settings
 from tests.ranks import run_ranks, torchrun
 from tests.vllm import omni_cpu_platform
-from tests.vllm.test_training import config, settings
 
 # smooth, unlike the length of a JPEG, which jumps where a pixel is rounded the other way
 REWARD = """
@@ -63,7 +63,8 @@ def test_it_learns_what_the_policy_learns(
         if "actor/grad_norm" in mine:
             assert its["actor/grad_norm"] == pytest.approx(mine["actor/grad_norm"], rel=1e-2), mine["step"]
     for row in engines[1:]:
-        assert 0 < row["rollout/logprob_abs_diff_mean"] <= row["rollout/logprob_abs_diff_max"] < 2e-6
+        # 0 where the machine's kernels for both happen to be the same
+        assert 0 <= row["rollout/logprob_abs_diff_mean"] <= row["rollout/logprob_abs_diff_max"] < 2e-6
         assert row["rollout/correction_weight_mean"] == 1.0
         assert row["actor/first_ratio_error"] < 1e-6 and row["time/rescore"] > 0
     assert not any(key.startswith("rollout/") for row in ours for key in row)

@@ -14,7 +14,7 @@ from phalanx.config.schema import RewardModelConfig
 from phalanx.rewards.unified_reward import UnifiedReward
 from phalanx.rewards.vlm_ocr import VlmOcr
 from tests.ranks import run_ranks
-from tests.vllm.tiny_vlm import PICTURES, grades, name, picture
+from tests.tiny_vlm import PICTURES, grades, name, picture
 
 QUESTIONS = (VlmOcr.template, UnifiedReward.template.format(prompt="a red thing"))
 

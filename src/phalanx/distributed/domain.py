@@ -1,12 +1,12 @@
 """This rank's part in a domain of the reward model: images go to the ranks that score them, answers come back."""
 
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.distributed.mesh import group_timeout
 from phalanx.distributed.placement import Domain
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ class DomainRank:
         self.domain, self.rank = domain, dist.get_rank()
         self.replica = next((i for i, ranks in enumerate(domain.replicas) if self.rank in ranks), None)
         self._group = dist.new_group(
-            list(domain.ranks), timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True
+            list(domain.ranks), group_timeout(timeout_s), backend="gloo", use_local_synchronization=True
         )
 
     @property

@@ -122,13 +122,18 @@ def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[int], object]
                 log.warning("NNODES=%s: with %d ranks the job would end: %s", launch.nodes, size, error)
 
 
+def group_timeout(timeout_s: float) -> timedelta:
+    """The time limit of a process group. NCCL ends the process at its own; the watch is to name the lost rank first."""
+    return timedelta(seconds=timeout_s + (30 if torch.cuda.is_available() else 0))
+
+
 def start(config: ParallelConfig) -> World:
     """Join the world and cut its mesh. Every group gets the configured time limit."""
     launch = Launch.from_env()
     width = shard_size(config, launch)
     cuda = torch.cuda.is_available()
     # NCCL's own end at its limit is an abort without words, so the watch, which names the lost ranks, comes first
-    timeout = timedelta(seconds=config.timeout_s + (30 if cuda else 0))
+    timeout = group_timeout(config.timeout_s)
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)

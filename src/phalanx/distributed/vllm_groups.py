@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from phalanx.distributed.mesh import group_timeout
+
 # What every engine here needs; vLLM reads these when it is imported and built.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core stays in this process
@@ -44,8 +46,7 @@ class VllmGroups:
 
             def ours(members: list[int], backend: str, timeout: timedelta | None) -> dist.ProcessGroup:
                 """As vLLM asks for a group; only its own ranks take part, and it has the time limit of our world."""
-                limit = timedelta(seconds=timeout_s)
-                return new_group(members, limit, backend, use_local_synchronization=True)
+                return new_group(members, group_timeout(timeout_s), backend, use_local_synchronization=True)
 
             def coordinator(members: Sequence[int], name: str) -> Any:
                 # vLLM uses shared memory where a name begins with tp: it waits forever for a rank that died, and its
@@ -74,17 +75,23 @@ class VllmGroups:
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """Undo what vLLM changes for the whole process: random states, threads, matmul precision, environment."""
+    """Undo what vLLM changes for the whole process: random states, threads, matmul precision, environment, and the
+    stream that this thread's kernels go to.
+    """
     environment = dict(os.environ)
     numbers, arrays = random.getstate(), np.random.get_state()
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cuda.cudnn_sdp_enabled()
     devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    stream = torch.cuda.current_stream() if devices else None
     os.environ.update({**DEFAULTS, **environment, **ENVIRONMENT})
     with torch.random.fork_rng(devices):
         try:
             yield
         finally:
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream())
+                torch.cuda.set_stream(stream)
             torch.set_num_threads = set_num_threads
             if torch.get_num_threads() != threads:
                 torch.set_num_threads(threads)

@@ -6,8 +6,8 @@ once with the configured kwargs, or a function of that name (`jpeg_compressibili
 gets the kwargs at each call. A new reward is one new file. A class derived from Judge asks the reward model instead.
 """
 
-from phalanx.rewards._base import DeviceReward, RewardError, RewardFunction, to_uint8
+from phalanx.rewards._base import DeviceReward, Marked, Marking, RewardError, RewardFunction, to_uint8
 from phalanx.rewards._judge import Judge
 from phalanx.rewards._runner import RewardSet
 
-__all__ = ["DeviceReward", "Judge", "RewardError", "RewardFunction", "RewardSet", "to_uint8"]
+__all__ = ["DeviceReward", "Judge", "Marked", "Marking", "RewardError", "RewardFunction", "RewardSet", "to_uint8"]

@@ -1,7 +1,8 @@
-"""What rewards share: the signature, the error that ends the job, and the base class of rewards with a model."""
+"""What rewards share: the signature, the error that ends the job, and the base classes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -17,13 +18,31 @@ class RewardError(JobError):
     """A call of a reward failed; the message is one line with the reward's name and the prompt."""
 
 
+@dataclass(frozen=True)
+class Marked:
+    """The scores of B images, and of each mark a row: B numbers, 1 where an image has the mark and 0 where not."""
+
+    scores: Scores
+    marks: Mapping[str, Scores]
+
+
+class Marking:
+    """Base class of a reward that returns Marked: `marks` names the rows, which are the same ones at every call.
+
+    The mean of a row over the world is logged as reward/<term>_<mark>. Rows come with the scores rather than stay in
+    the reward: several of its calls may be under way at once.
+    """
+
+    marks: tuple[str, ...] = ()
+
+
 class RewardFunction(Protocol):
     """A reward: images float32 [B, 3, H, W] in 0..1 on the CPU, B prompts, B dicts of metadata -> B numbers.
 
     It may be called from several threads at once, and writes to none of its arguments: other rewards get the same ones.
     """
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Scores: ...
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Scores | Marked: ...
 
 
 class DeviceReward(ABC):
@@ -34,7 +53,7 @@ class DeviceReward(ABC):
     """
 
     @abstractmethod
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Scores:
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Scores | Marked:
         """Images [B, 3, H, W] in 0..1 on the CPU -> B numbers."""
 
 

@@ -48,8 +48,8 @@ class Clip:
         """Load from folders or hub ids; `names` are the kwargs that gave `model` and `processor`, for messages."""
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-        source = _source(model, names[0])
-        clip, info = _load(
+        source = folder_or_hub(model, names[0])
+        clip, info = load_part(
             CLIPModel, source, names[0], use_safetensors=True, output_loading_info=True, dtype=torch.float32
         )
         if info["missing_keys"]:
@@ -60,11 +60,12 @@ class Clip:
         self._vision_projection: nn.Module = clip.visual_projection.to(device)
         self.logit_scale: Tensor = clip.logit_scale.exp().to(device)
         self.dim: int = clip.config.projection_dim
-        source = _source(processor, names[1])
-        self._pixels = pixels_of(_load(AutoImageProcessor, source, names[1]).to_dict(), self._device)
+        self.edge: int = clip.config.vision_config.image_size  # pixels, of the square that it sees
+        source = folder_or_hub(processor, names[1])
+        self._pixels = pixels_of(load_part(AutoImageProcessor, source, names[1]).to_dict(), self._device)
         if not text:
             return
-        self._tokenizer = _load(AutoTokenizer, source, names[1])
+        self._tokenizer = load_part(AutoTokenizer, source, names[1])
         config = clip.config.text_config
         if len(self._tokenizer) != config.vocab_size:
             # transformers makes an empty tokenizer, silently, of a folder without one
@@ -112,17 +113,18 @@ def pixels_of(config: dict[str, Any], device: torch.device) -> Pixels:
     return pixels
 
 
-def _source(source: str, name: str) -> str:
-    """A folder, checked, or a hub id as it is."""
+def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:
+    """A folder, checked, or a hub id as it is; `name` is the kwarg that gave it, for messages."""
     path = Path(source).expanduser()
     if source.startswith(("/", ".", "~")) or path.exists():
         if not path.is_dir():
-            raise ValueError(f"{name}={source!r} is no folder; give a folder with a CLIP model, or a hub id")
+            raise ValueError(f"{name}={source!r} is no folder; give a folder with {holds}, or a hub id")
         return str(path)
     return source
 
 
-def _load(cls: Any, source: str, name: str, **options: Any) -> Any:
+def load_part(cls: Any, source: str, name: str, **options: Any) -> Any:
+    """`cls.from_pretrained`, whose errors become one ValueError that names the kwarg `name`."""
     try:
         return cls.from_pretrained(source, **options)
     except (OSError, ValueError) as error:

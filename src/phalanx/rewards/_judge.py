@@ -3,8 +3,7 @@
 from abc import ABC, abstractmethod
 from typing import Any
 
-import torch
-from torch import Tensor
+from phalanx.rewards._base import Marked, Marking
 
 
 class Judge(ABC):
@@ -28,16 +27,17 @@ class Judge(ABC):
         """
 
 
-class Reading:
+class Reading(Marking):
     """What a judge makes of the model's answers; it takes the place of a reward's function."""
+
+    marks = ("unparseable",)
 
     def __init__(self, judge: Judge, unparseable_score: float) -> None:
         self.judge = judge
         self._unparseable_score = unparseable_score
-        self.unparseable: Tensor = torch.zeros(0)  # of the last call's answers: 1 for each that could not be read
 
-    def __call__(self, answers: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
-        """B answers -> B scores."""
+    def __call__(self, answers: list[str], prompts: list[str], metadata: list[dict[str, Any]]) -> Marked:
+        """B answers -> B scores; those answers that could not be read are marked."""
         parsed = [self.judge.parse(*each) for each in zip(answers, prompts, metadata, strict=True)]
-        self.unparseable = torch.tensor([float(score is None) for score in parsed])
-        return [self._unparseable_score if score is None else score for score in parsed]
+        scores = [self._unparseable_score if score is None else score for score in parsed]
+        return Marked(scores, {"unparseable": [float(score is None) for score in parsed]})

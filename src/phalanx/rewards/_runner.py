@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config.schema import RewardConfig
-from phalanx.rewards._base import RewardError
+from phalanx.functional.rewards import combine
+from phalanx.rewards._base import Marked, RewardError
 from phalanx.rewards._judge import Reading
 from phalanx.rewards._panel import Panel
 from phalanx.rewards._registry import Term, build_terms
@@ -25,6 +26,8 @@ from phalanx.types import Prompt
 
 _POLL_S = 0.05  # how soon a call that has just left the queue is watched
 _SHOWN = 120  # characters of a prompt in a message
+
+Rows = dict[str, Tensor]  # float32 [B] on the CPU, by the names in the logs
 
 
 class RewardSet:
@@ -87,8 +90,8 @@ class RewardSet:
 
     @property
     def asks(self) -> bool:
-        """Whether there are judges, for which `ask` must be called."""
-        return self._panel is not None
+        """Whether there are judges who have not asked yet, so that `ask` must be called before `collect`."""
+        return self._panel is not None and not self._asked
 
     def ask(self) -> None:
         """Put the judges' questions about all submitted images to the reward model, once before each `collect`.
@@ -104,12 +107,12 @@ class RewardSet:
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for all submitted micro-batches: unweighted float32 scores [B] by term, in the order of submission, and
-        for each judge `<name>_unparseable`, 1 where it could not read the answer.
+        after those of a Marking reward its marks, as `<term>_<mark>` [B].
 
         Raises RewardError for a reward that raised, ran longer than `reward.timeout_s`, returned another number of
-        scores, or NaN or infinity. The submitted micro-batches are forgotten in any case.
+        scores, other marks than it names, or NaN or infinity. The submitted micro-batches are forgotten in any case.
         """
-        assert self._asked or not self.asks, "ask comes first"
+        assert not self.asks, "ask comes first"
         begin = time.perf_counter()
         calls, self._calls = self._calls, []
         self._asked = False
@@ -120,24 +123,18 @@ class RewardSet:
         self.waited_s = time.perf_counter() - begin
         self.spans = [(call.start, call.end) for call in calls]
         self.busy_s = sum(end - start for start, end in self.spans)
-        scores: dict[str, list[Tensor]] = {term.name: [] for term in self.terms}
+        # also of terms without a call: all ranks gather the same rows
+        found: dict[str, list[Tensor]] = {row: [] for term in self.terms for row in term.rows}
         for call in calls:
             assert call.future is not None
-            scores[call.term.name].append(call.future.result())
-        found = {name: torch.cat(parts) if parts else torch.zeros(0) for name, parts in scores.items()}
-        return found | self._unparseable(found)
+            for row, values in call.future.result().items():
+                found[row].append(values)
+        return {row: torch.cat(parts) if parts else torch.zeros(0) for row, parts in found.items()}
 
-    def _unparseable(self, scores: dict[str, Tensor]) -> dict[str, Tensor]:
-        """`<name>_unparseable` [B] of each judge: 1 where it could not read the answer, else 0."""
-        return {
-            f"{term.name}_unparseable": term.function.unparseable if len(scores[term.name]) else torch.zeros(0)
-            for term in self.terms
-            if isinstance(term.function, Reading)
-        }
-
-    def weighted(self, terms: dict[str, Tensor]) -> Tensor:
-        """The reward [B]: the sum of the terms [B], each times its weight."""
-        return torch.stack([term.weight * terms[term.name] for term in self.terms]).sum(0)
+    def weighted(self, terms: dict[str, Tensor], step: int | None = None, group_id: Tensor | None = None) -> Tensor:
+        """The reward [B] of the terms [B]; see phalanx.functional.rewards.combine."""
+        shares = [term.share for term in self.terms]
+        return combine([terms[term.name] for term in self.terms], shares, step=step, group_id=group_id)
 
     def _start(self, call: "_Call") -> None:
         if call.term.on_device:
@@ -184,22 +181,35 @@ class _Call:
         self.term = term
         self.prompts = prompts
         self.start = self.end = 0.0
-        self.future: Future[Tensor] | None = None
+        self.future: Future[Rows] | None = None
         self._subject: Tensor | list[str] | None = subject
 
     def running(self) -> bool:
         return self.start > 0 and self.future is not None and not self.future.done()
 
-    def run(self, device: AbstractContextManager[Any]) -> Tensor:
-        """Call the reward and check what it returns: float32 [B]."""
+    def run(self, device: AbstractContextManager[Any]) -> Rows:
+        """Call the reward and check what it returns: the term's rows, its scores first."""
         assert self._subject is not None
         subject, self._subject = self._subject, None  # freed as soon as they are scored
         self.start = time.perf_counter()
         with device:
-            scores = self.term.function(subject, [p.text for p in self.prompts], [p.meta for p in self.prompts])
-            checked = _check(scores, self.term.name, self.prompts)
+            returned = self.term.function(subject, [p.text for p in self.prompts], [p.meta for p in self.prompts])
+            checked = _rows(returned, self.term, self.prompts)
         self.end = time.perf_counter()
         return checked
+
+
+def _rows(returned: Any, term: Term, prompts: list[Prompt]) -> Rows:
+    """What a reward returned as the term's rows; RewardError for other marks than it names, and see `_check`."""
+    marked = returned if isinstance(returned, Marked) else Marked(returned, {})
+    if marked.marks.keys() != set(term.marks):
+        found, named = (", ".join(sorted(names)) or "none" for names in (marked.marks, term.marks))
+        raise RewardError(
+            f"reward {term.name!r} returned the marks {found} on {_on(prompts)}; right are those in `marks` of its "
+            f"class, derived from Marking: {named}"
+        )
+    values = (marked.scores, *(marked.marks[mark] for mark in term.marks))
+    return {row: _check(each, row, prompts) for row, each in zip(term.rows, values, strict=True)}
 
 
 def _check(scores: Any, name: str, prompts: list[Prompt]) -> Tensor:
@@ -238,19 +248,19 @@ class _DaemonPool:
     def __init__(self, threads: int, name: str) -> None:
         self._threads = threads
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]]] | None = None
+        self._queue: queue.SimpleQueue[tuple[Future[Rows], Callable[[], Rows]]] | None = None
 
-    def submit(self, function: Callable[[], Tensor]) -> "Future[Tensor]":
+    def submit(self, function: Callable[[], Rows]) -> "Future[Rows]":
         if self._queue is None:
             self._queue = queue.SimpleQueue()
             for i in range(self._threads):
                 threading.Thread(target=_work, args=(self._queue,), name=f"{self._name}-{i}", daemon=True).start()
-        future: Future[Tensor] = Future()
+        future: Future[Rows] = Future()
         self._queue.put((future, function))
         return future
 
 
-def _work(tasks: "queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]]]") -> None:
+def _work(tasks: "queue.SimpleQueue[tuple[Future[Rows], Callable[[], Rows]]]") -> None:
     while True:
         future, function = tasks.get()
         try:

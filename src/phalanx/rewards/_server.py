@@ -13,12 +13,14 @@ import secrets
 import signal
 import socket
 import struct
+import time
 import zlib
+from collections.abc import Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from io import BytesIO
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import python_multipart  # noqa: F401 - FastAPI reads forms with it, and would say so at the first one only
@@ -28,18 +30,21 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse
 from PIL import Image
 from torch import Tensor
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.config import ConfigError
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.distributed.mesh import Launch
 from phalanx.ending import Stopped
+from phalanx.functional.rewards import combine
 from phalanx.rewards._base import RewardError
-from phalanx.rewards._registry import build_terms
-from phalanx.rewards._runner import _Call, _on
+from phalanx.rewards._registry import Term, build_terms
+from phalanx.rewards._runner import Rows, _Call, _on
 from phalanx.rewards.http import read_token
 from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 STOP_S = 10  # for requests under way, when the server is told to stop
 BROKEN_PNG = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what PIL raises
@@ -67,7 +72,7 @@ class RewardServer:
         self.terms = build_terms(cfg.reward.functions, self.device)
         self._cpu_pool = ThreadPoolExecutor(cfg.reward.num_workers, "reward")
         self._device_pool = ThreadPoolExecutor(1, "reward-device")
-        self._hung: dict[Future[Tensor], str] = {}
+        self._calls: dict[Future[Rows], _Turn] = {}  # that are not done
         self.app = FastAPI(openapi_url=None)
         self.app.add_api_route("/score", self.score, methods=["POST"], response_model=None)
         self.app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
@@ -104,7 +109,7 @@ class RewardServer:
         """What listens and speaks HTTP."""
         config = uvicorn.Config(
             self.app,
-            http="h11",
+            http=_impatient(self.cfg.read_timeout_s),
             ws="none",
             lifespan="off",
             log_config=None,
@@ -112,19 +117,31 @@ class RewardServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=self.cfg.max_requests,
+            limit_concurrency=self.cfg.max_requests + 1,  # uvicorn refuses the one with which so many are reached
             timeout_graceful_shutdown=STOP_S,
         )
         return uvicorn.Server(config)
 
     async def health(self) -> JSONResponse:
         """200 where requests are served, 503 where a call of a reward hangs."""
-        for name in list(self._hung.values()):
-            raise HTTPException(503, f"a call of reward {name!r} hangs; start the server again")
+        for call in list(self._calls.values()):
+            if call.running() and time.perf_counter() - call.start > self.cfg.reward.timeout_s:
+                raise HTTPException(503, f"a call of reward {call.term.name!r} hangs; start the server again")
         return JSONResponse({"status": "ok"})
 
     async def score(self, request: Request) -> JSONResponse:
         """The weighted scores of a request's images, and each reward's own."""
+        images, prompts = await self._asked(request)
+        terms = await _unless_left(request, self._score(images, prompts))
+        total = combine([terms[term.name] for term in self.terms], [term.share for term in self.terms])
+        return JSONResponse(
+            {"scores": total.tolist(), "terms": {name: values.tolist() for name, values in terms.items()}}
+        )
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    async def _asked(self, request: Request) -> tuple[Tensor, list[Prompt]]:
+        """The images of a request, uint8 [B, H, W, 3], and their prompts; its body and files are not kept."""
         body = await self._read(request)
         kind = request.headers["content-type"] if "content-type" in request.headers else ""
         if kind.startswith("multipart/form-data"):
@@ -133,14 +150,7 @@ class RewardServer:
             asked = await asyncio.to_thread(self._json, body)
         else:
             raise HTTPException(415, f"content-type {kind!r}; right is application/json or multipart/form-data")
-        images = await asyncio.to_thread(self._images, asked.files)
-        terms = await self._score(images, asked.prompts)
-        total = torch.stack([term.weight * terms[term.name] for term in self.terms]).sum(0)
-        return JSONResponse(
-            {"scores": total.tolist(), "terms": {name: values.tolist() for name, values in terms.items()}}
-        )
-
-    # -- reading --------------------------------------------------------------------------------------------------
+        return await asyncio.to_thread(self._images, asked.files), asked.prompts
 
     async def _read(self, request: Request) -> bytes:
         """The body. It is read to its end before anything is refused: the answer would be lost if the connection were
@@ -157,7 +167,7 @@ class RewardServer:
                 while more:
                     message = await request.receive()
                     if message["type"] == "http.disconnect":
-                        raise HTTPException(400, "the client has left")  # which nobody reads
+                        raise _left()
                     chunk: bytes = message["body"] if "body" in message else b""
                     size += len(chunk)
                     if allowed and size <= limit:
@@ -218,13 +228,12 @@ class RewardServer:
             raise HTTPException(413, f"{count} images are more than max_images={self.cfg.max_images}")
 
     def _images(self, files: list[bytes]) -> Tensor:
-        """PNG files -> images float32 [B, 3, H, W] in 0..1."""
+        """PNG files -> images uint8 [B, H, W, 3]."""
         pictures = [self._pixels(i, file) for i, file in enumerate(files)]
         for i, picture in enumerate(pictures):
             if picture.shape != pictures[0].shape:
                 raise HTTPException(400, f"image {i} has another size than image 0; the images of a request have one")
-        # in memory as a rollout's images are: sums over pixels have the same order, and scores their last bit
-        return torch.stack(pictures).permute(0, 3, 1, 2).contiguous().float() / 255
+        return torch.stack(pictures)
 
     def _pixels(self, number: int, file: bytes) -> Tensor:
         """uint8 [H, W, 3]. The size is read before anything is decompressed."""
@@ -244,22 +253,19 @@ class RewardServer:
     # -- scoring --------------------------------------------------------------------------------------------------
 
     async def _score(self, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
-        """Each reward's scores [B]. A request that waits too long for its turn is not scored any more."""
-        calls: dict[str, Future[Tensor]] = {}
-        for term in self.terms:
-            pool = self._device_pool if term.on_device else self._cpu_pool
-            calls[term.name] = pool.submit(_Call(term, images, prompts).run, nullcontext())
-        limit = self.cfg.reward.timeout_s
+        """Each reward's scores [B] of images uint8 [B, H, W, 3]. A request that waits too long for its turn, or whose
+        client leaves, is not scored any more; what runs already runs on, since threads cannot be ended.
+        """
+        calls = {term.name: self._begin(term, images, prompts) for term in self.terms}
         waits = {name: asyncio.wrap_future(call) for name, call in calls.items()}
-        await asyncio.wait(waits.values(), timeout=limit)
-        late = [name for name, wait in waits.items() if not wait.done()]
-        for name in late:
-            if not calls[name].cancel():  # it runs, and threads cannot be ended
-                self._hung[calls[name]] = name
-                calls[name].add_done_callback(self._hung.pop)
-        if late:
-            raise HTTPException(504, f"reward {late[0]!r} was not done within reward.timeout_s={limit:g} seconds")
-        errors = {name: wait.exception() for name, wait in waits.items()}
+        limit = self.cfg.reward.timeout_s
+        try:
+            await asyncio.wait(waits.values(), timeout=limit)
+            errors = {name: wait.exception() for name, wait in waits.items() if wait.done()}
+        finally:
+            for name, call in calls.items():
+                call.cancel()
+                waits[name].cancel()
         for name, error in errors.items():
             if isinstance(error, RewardError):
                 raise HTTPException(500, str(error))
@@ -268,7 +274,81 @@ class RewardServer:
                 text = f"reward {name!r} raised {reason} on {_on(prompts)}"
                 log.error("%s", text, exc_info=error)
                 raise HTTPException(500, text)
-        return {name: wait.result() for name, wait in waits.items()}
+        for name in waits:
+            if name not in errors:
+                raise HTTPException(504, f"reward {name!r} was not done within reward.timeout_s={limit:g} seconds")
+        return {name: wait.result()[name] for name, wait in waits.items()}
+
+    def _begin(self, term: Term, images: Tensor, prompts: list[Prompt]) -> Future[Rows]:
+        """Queue a call of a reward."""
+        pool = self._device_pool if term.on_device else self._cpu_pool
+        call = _Turn(term, images, prompts)
+        call.future = pool.submit(call.run, nullcontext())
+        self._calls[call.future] = call
+        call.future.add_done_callback(lambda done: self._calls.pop(done).drop())
+        return call.future
+
+
+class _Turn(_Call):
+    """A call whose images wait for it as uint8 [B, H, W, 3]: as floats they are four times that."""
+
+    def run(self, device: AbstractContextManager[Any]) -> Rows:
+        assert isinstance(self._subject, Tensor)
+        # in memory as a rollout's images are: sums over pixels have the same order, and scores their last bit
+        self._subject = self._subject.permute(0, 3, 1, 2).contiguous().float() / 255
+        return super().run(device)
+
+    def drop(self) -> None:
+        """Let go of the images: a pool keeps calls that are cancelled until it meets them."""
+        self._subject = None
+
+
+async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns; it is cancelled where the client leaves meanwhile."""
+
+    async def leave() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise _left()
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
+
+
+def _left() -> HTTPException:
+    return HTTPException(400, "the client has left")  # which nobody reads
+
+
+def _impatient(limit_s: float) -> type[H11Protocol]:
+    """uvicorn's connections, closed where they wait longer than this for the whole head of a request. Its own limit is
+    for the time after an answer alone, and ends with the next byte.
+    """
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._limit = self.loop.call_later(limit_s, self._close_if_idle)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._limit.cancel()
+            self._limit = self.loop.call_later(limit_s, self._close_if_idle)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._limit.cancel()
+            super().connection_lost(exc)
+
+        def _close_if_idle(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.abort()
+
+    return Impatient
 
 
 def bind(host: str, port: int, guarded: bool) -> socket.socket:

@@ -25,33 +25,43 @@ class VllmEngine:
         cuda = torch.cuda.is_available()
         self._sleeps = cfg.sleep and cuda
         with groups.active():
-            from vllm import LLM, SamplingParams
+            from vllm.exceptions import VLLMError
 
-            self._sampling = SamplingParams(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed)
-            self._llm: Any = LLM(
-                cfg.path,
-                tensor_parallel_size=cfg.tensor_parallel_size,
-                distributed_executor_backend=_executor(groups, rank, local_rank),
-                dtype=cfg.dtype,
-                max_model_len=cfg.max_model_len,
-                seed=cfg.seed,
-                gpu_memory_utilization=cfg.gpu_memory_utilization,
-                kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
-                enable_sleep_mode=self._sleeps,
-                async_scheduling=False,  # so that the ranks of a replica surely take the same steps
-                enforce_eager=True,  # answers are short: compiling and recording graphs would take longer
-                enable_prefix_caching=False,  # an answer must not depend on what was asked before
-                disable_custom_all_reduce=True,  # its setup waits for all ranks of the world
-                use_tqdm_on_load=False,
-                limit_mm_per_prompt={"image": 1, "video": 0},
-                mm_processor_cache_gb=0,
-            )
-            if self._sleeps:
-                self._llm.sleep(level=1)
+            try:
+                self._load(cfg, groups, rank, local_rank, cuda)
+            except (OSError, VLLMError) as error:  # what is no ValueError already
+                reason = " ".join(str(error).split())
+                raise ValueError(f"reward.model: vLLM does not take {cfg.path!r} as it is set: {reason}") from error
+
+    def _load(self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool) -> None:
+        from vllm import LLM, SamplingParams
+
+        self._sampling = SamplingParams(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed)
+        self._llm: Any = LLM(
+            cfg.path,
+            tensor_parallel_size=cfg.tensor_parallel_size,
+            distributed_executor_backend=_executor(groups, rank, local_rank),
+            dtype=cfg.dtype,
+            max_model_len=cfg.max_model_len,
+            seed=cfg.seed,
+            gpu_memory_utilization=cfg.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
+            enable_sleep_mode=self._sleeps,
+            async_scheduling=False,  # so that the ranks of a replica surely take the same steps
+            enforce_eager=True,  # answers are short: compiling and recording graphs would take longer
+            enable_prefix_caching=False,  # an answer must not depend on what was asked before
+            disable_custom_all_reduce=True,  # its setup waits for all ranks of the world
+            use_tqdm_on_load=False,
+            limit_mm_per_prompt={"image": 1, "video": 0},
+            mm_processor_cache_gb=0,
+        )
+        if self._sleeps:
+            self._llm.sleep(level=1)
 
     def answer(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[str]:
         """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers."""
         from PIL import Image
+        from vllm.exceptions import VLLMError
 
         pictures = [Image.fromarray(image) for image in images.permute(0, 2, 3, 1).contiguous().numpy()]
         talks = [
@@ -70,7 +80,10 @@ class VllmEngine:
             if self._sleeps:
                 torch.cuda.empty_cache()  # vLLM takes its memory from the device, not from torch's cache
                 self._llm.wake_up()
-            outputs = self._llm.chat(talks, self._sampling, use_tqdm=False)
+            try:
+                outputs = self._llm.chat(talks, self._sampling, use_tqdm=False)
+            except VLLMError as error:
+                raise ValueError(f"reward.model: {error}") from error
             if self._sleeps:
                 self._llm.sleep(level=1)
         return [output.outputs[0].text for output in outputs]

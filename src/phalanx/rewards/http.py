@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import random
+import re
 import ssl
 import threading
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from phalanx.config.load import Bounds
 from phalanx.ending import place
-from phalanx.rewards._base import to_uint8
+from phalanx.rewards._base import Marked, Marking, to_uint8
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ ON_ERROR = ("raise", "value")
 MAX_ANSWER = 4 * 2**20  # bytes: no honest answer comes near
 MAX_PAUSE_S = 30.0
 _SHOWN = 200  # characters of an answer in a message
+Scored = tuple[float, bool]  # an image's score, and whether it is error_value instead of the server's
 _KINDS = {str: "a text", int: "a whole number", float: "a number"}
 
 
@@ -39,13 +41,14 @@ class ServerError(RuntimeError):
     """The server gave no usable scores; the message is one line with its address."""
 
 
-class Http:
-    """Asks a server for scores.
+class Http(Marking):
+    """Asks a server for scores; with on_error=value the mark `degraded` is on the images that got error_value.
 
     url: where to post, e.g. http://127.0.0.1:8077/score; redirects are not followed, proxies not used.
     encoding: `json` with images in base64, or `multipart`, a quarter smaller.
     batch_size: images a request; concurrency: requests at once, of one call of the reward.
-    connect_timeout_s, read_timeout_s: seconds for a connection, and for the next bytes of an answer.
+    connect_timeout_s: seconds for a connection.
+    read_timeout_s: seconds for the next bytes of an answer; below the server's own limit, slow scores are lost.
     timeout_s: seconds for a call with all its requests and retries; keep it below reward.timeout_s.
     retries: further tries of a request that met no connection, a broken one, a time limit, 5xx or 429.
     backoff_s: seconds before the first of them, doubled for each further one, and up to half more or less by chance.
@@ -61,7 +64,7 @@ class Http:
         batch_size: int = 16,
         concurrency: int = 4,
         connect_timeout_s: float = 5.0,
-        read_timeout_s: float = 60.0,
+        read_timeout_s: float = 300.0,
         timeout_s: float = 240.0,
         retries: int = 5,
         backoff_s: float = 0.5,
@@ -90,21 +93,27 @@ class Http:
         self.encoding, self.batch_size, self.concurrency = encoding, batch_size, concurrency
         self.connect_timeout_s, self.read_timeout_s, self.timeout_s = connect_timeout_s, read_timeout_s, timeout_s
         self.retries, self.backoff_s, self.error_value, self.max_abs = retries, backoff_s, error_value, max_abs
+        self.marks = () if error_value is None else ("degraded",)
         self.degraded = 0  # images that got error_value, since the start
         self._told = 0  # degraded images at the last warning
         self._left_out: set[str] = set()
         self._lock = threading.Lock()  # of the three above
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "phalanx"}
+        self._secret: re.Pattern[str] | None = None
         if token_env is not None:
-            self._headers["Authorization"] = f"Bearer {read_token(token_env)}"
+            token = read_token(token_env)
+            self._headers["Authorization"] = f"Bearer {token}"
+            self._secret = _spellings(token)
         self._tls = ssl.create_default_context()
         self._chance = random.Random()  # its own: retries leave the job's random numbers alone
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float] | Marked:
         """Images [B, 3, H, W] in 0..1, sent with 8 bits a channel -> B scores. Raises ServerError, one line."""
-        return asyncio.run(self._score(to_uint8(images), prompts, [self._plain(meta) for meta in metadata]))
+        found = asyncio.run(self._score(to_uint8(images), prompts, [self._plain(meta) for meta in metadata]))
+        scores = [score for score, _ in found]
+        return Marked(scores, {"degraded": [float(bad) for _, bad in found]}) if self.marks else scores
 
-    async def _score(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    async def _score(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         free = asyncio.Semaphore(self.concurrency)
         limits = httpx2.Timeout(
@@ -114,7 +123,7 @@ class Http:
             headers=self._headers, timeout=limits, verify=self._tls, trust_env=False, follow_redirects=False
         ) as client:
 
-            async def part(first: int) -> list[float]:
+            async def part(first: int) -> list[Scored]:
                 chosen = slice(first, first + self.batch_size)
                 async with free:
                     return await self._batch(client, deadline, images[chosen], prompts[chosen], metadata[chosen])
@@ -129,17 +138,17 @@ class Http:
         images: Tensor,
         prompts: list[str],
         metadata: list[dict[str, Any]],
-    ) -> list[float]:
+    ) -> list[Scored]:
         """The scores of one request's images, or error_value for each of them."""
         # in a thread: PNG takes time, during which other requests go on
         body = await asyncio.to_thread(encode, images, prompts, metadata, self.encoding)
         try:
-            return self._scores(await self._answer(client, deadline, body), len(images))
+            return [(score, False) for score in self._scores(await self._answer(client, deadline, body), len(images))]
         except ServerError as error:
             if self.error_value is None:
                 raise
             self._degrade(len(images), error)
-            return [self.error_value] * len(images)
+            return [(self.error_value, True)] * len(images)
 
     async def _answer(self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any]) -> bytes:
         """The body of the first answer with status 200."""
@@ -168,9 +177,9 @@ class Http:
 
     def _refusal(self, status: int, headers: httpx2.Headers, content: bytes) -> str:
         """What a status other than 200 says; raises ServerError where another try would say the same."""
-        problem = f"answered {status}: {_said(content)}"
+        problem = f"answered {status}: {self._said(content)}"
         if 300 <= status < 400 and "location" in headers:
-            to = _printable(headers["location"])
+            to = self._printable(headers["location"])
             raise self._error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
         if status < 500 and status != 429:
             raise self._error(problem)
@@ -190,17 +199,17 @@ class Http:
         try:
             answer = json.loads(content)
         except (ValueError, RecursionError):
-            raise self._error(f"its answer is not JSON: {_said(content)}") from None
+            raise self._error(f"its answer is not JSON: {self._said(content)}") from None
         scores = answer["scores"] if isinstance(answer, dict) and "scores" in answer else None
         if not isinstance(scores, list):
-            raise self._error(f"its answer has no list 'scores': {_said(content)}")
+            raise self._error(f"its answer has no list 'scores': {self._said(content)}")
         if len(scores) != count:
             raise self._error(f"{len(scores)} scores for {count} images")
         for i, score in enumerate(scores):
             if isinstance(score, bool) or not isinstance(score, int | float):
-                raise self._error(f"score {i} is {_printable(json.dumps(score))}; right are numbers")
+                raise self._error(f"score {i} is {self._printable(json.dumps(score))}; right are numbers")
             if not abs(score) <= self.max_abs:  # NaN as well
-                shown = _printable(json.dumps(score))
+                shown = self._printable(json.dumps(score))
                 raise self._error(f"score {i} is {shown}; right are finite numbers up to max_abs={self.max_abs:g}")
         return [float(score) for score in scores]
 
@@ -243,11 +252,29 @@ class Http:
         if isinstance(error, httpx2.TimeoutException):
             return f"silent for read_timeout_s={self.read_timeout_s:g}"
         if isinstance(error, httpx2.ConnectError):
-            return f"no connection ({_printable(str(error))})"
-        return f"the connection broke ({type(error).__name__}{f': {_printable(str(error))}' if str(error) else ''})"
+            return f"no connection ({self._printable(str(error))})"
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return f"the connection broke ({self._printable(reason)})"
 
     def _error(self, problem: str) -> ServerError:
         return ServerError(f"{self.shown}: {problem}")
+
+    def _said(self, content: bytes) -> str:
+        """What an answer says: its `detail`, as FastAPI names an error, or its beginning."""
+        try:
+            answer = json.loads(content)
+        except (ValueError, RecursionError):
+            answer = None
+        detail = answer["detail"] if isinstance(answer, dict) and "detail" in answer else None
+        return self._printable(detail if isinstance(detail, str) else content.decode("utf-8", "replace"))
+
+    def _printable(self, text: str) -> str:
+        """A text of the server in one line, without the token, which some servers say back."""
+        if self._secret is not None:
+            text = self._secret.sub("***", text)  # before it is cut, which would leave a part
+        line = "".join(c if c.isprintable() else " " for c in text[: 4 * _SHOWN])
+        line = " ".join(line.split())
+        return f"{line[:_SHOWN]}…" if len(line) > _SHOWN else line or "nothing"
 
 
 def encode(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]], encoding: str) -> dict[str, Any]:
@@ -270,6 +297,11 @@ def read_token(variable: str) -> str:
     if not token.isascii() or not token.isprintable() or " " in token:
         raise ValueError(f"token_env: the environment variable {variable} holds no token: letters, digits, signs alone")
     return token
+
+
+def _spellings(token: str) -> re.Pattern[str]:
+    """The token as texts may hold it: in any case, with signs escaped as in JSON, in Python or in an address."""
+    return re.compile("".join(rf"(?:\\?{re.escape(c)}|%{ord(c):02x}|\\u{ord(c):04x})" for c in token), re.IGNORECASE)
 
 
 def _png(image: Tensor) -> bytes:
@@ -309,23 +341,6 @@ def _retry_after(headers: httpx2.Headers) -> float:
         return float(value)
     try:
         date = parsedate_to_datetime(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # no date, or one that no calendar has
         return 0.0
     return max(0.0, (date.replace(tzinfo=date.tzinfo or UTC) - datetime.now(UTC)).total_seconds())
-
-
-def _said(content: bytes) -> str:
-    """What an answer says: its `detail`, as FastAPI names an error, or its beginning."""
-    try:
-        answer = json.loads(content)
-    except (ValueError, RecursionError):
-        answer = None
-    detail = answer["detail"] if isinstance(answer, dict) and "detail" in answer else None
-    return _printable(detail if isinstance(detail, str) else content.decode("utf-8", "replace"))
-
-
-def _printable(text: str) -> str:
-    """A text of a stranger in one line."""
-    line = "".join(c if c.isprintable() else " " for c in text[: 4 * _SHOWN])
-    line = " ".join(line.split())
-    return f"{line[:_SHOWN]}…" if len(line) > _SHOWN else line or "nothing"

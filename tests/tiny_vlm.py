@@ -6,13 +6,15 @@ for grades, it counts: 1 + the number of lit quarters.
 
 import json
 import math
+import re
 from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoProcessor, PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
+from phalanx.rewards._transformers import load_processor
 from phalanx.rewards.unified_reward import UnifiedReward
 from phalanx.rewards.vlm_ocr import VlmOcr
 
@@ -70,12 +72,15 @@ def picture(colour: int, lit: int, size: int = SIZE) -> Tensor:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Words and white space are tokens; the words are those that the judges and the answers use."""
+    """The questions without their captions are one token each, so that it is taught fast; else words and white space
+    are. The words are those that the judges and the answers use.
+    """
     text = "\n".join(
-        [CHAT, VlmOcr.template, UnifiedReward.template, *COLOURS, BLACK, *map(str, range(1, 6)), grades(1)]
+        [CHAT, VlmOcr.template, UnifiedReward.template.format(prompt=""), *COLOURS, BLACK, *"12345", grades(1)]
     )
     text += " system user assistant "
-    split = pre_tokenizers.Split(Regex(r"\w+ Score \(1-5\): |\s+|[\[\]{}]"), "isolated")
+    asked = "|".join(re.escape(part) for part in (VlmOcr.template, *UnifiedReward.template.split("{prompt}")))
+    split = pre_tokenizers.Split(Regex(rf"{asked}|\w+ Score \(1-5\): |\s+|[\[\]{{}}]"), "isolated")
     words = dict.fromkeys(piece for piece, _ in split.pre_tokenize_str(text) if piece not in SPECIAL)
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *words])}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -168,7 +173,7 @@ def build(folder: Path, steps: int = 3000) -> None:
 
 def teach(model: Qwen3VLForConditionalGeneration, folder: Path, steps: int) -> None:
     """Train on all pictures, seen through the processor of `folder`, until both answers are learnt."""
-    processor = AutoProcessor.from_pretrained(folder)
+    processor = load_processor(str(folder))
     pictures = [picture(colour, lit) for colour, lit in PICTURES]
     named = [name(colour, lit) for colour, lit in PICTURES]
     graded = [grades(1 + lit) for _, lit in PICTURES]

@@ -1,0 +1,141 @@
+"""Tensor parallelism of a frozen model over the ranks of a replica, by the plan that transformers has for its class.
+
+A plan gives layers a style, by names in which * stands for a number: `layers.*.mlp.up_proj: colwise`. Linear layers are
+parallelized by torch, experts and few key-value heads by the styles of this file.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from phalanx.distributed.mesh import group_timeout
+
+KEY = "reward.model.tensor_parallel_size"
+EXPERTS = "moe_tp_experts"
+LINEAR: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    **dict.fromkeys(("colwise_gather_output", "colwise_rep"), lambda: ColwiseParallel(output_layouts=Replicate())),
+    **dict.fromkeys(("rowwise_split_input", "rowwise_rep"), lambda: RowwiseParallel(input_layouts=Replicate())),
+}
+# Whole on every rank: what only matters to gradients, and embeddings, which tied weights share with the last layer.
+WHOLE = ("replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "embedding_rowwise", "embedding_colwise")
+
+
+def replica_mesh(ranks: Sequence[int], timeout_s: float) -> DeviceMesh:
+    """The mesh of the `ranks` that hold a model together, of which this is one; other ranks take no part."""
+    device, backend = ("cuda", "nccl") if torch.cuda.is_available() else ("cpu", "gloo")
+    group = dist.new_group(list(ranks), group_timeout(timeout_s), backend, use_local_synchronization=True)
+    return DeviceMesh.from_group(group, device)
+
+
+def wildcard(name: str) -> str:
+    """The name of a module or parameter as plans have it."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> None:
+    """Leave on this rank its part of the layers that `plan` names, for a forward pass by all ranks of `mesh`.
+
+    Every rank comes with the same whole model. ValueError where the model cannot be divided so.
+    """
+    modules = dict(model.named_modules())
+    found = {name: plan[wildcard(name)] for name in modules if plan.get(wildcard(name), WHOLE[0]) not in WHOLE}
+    styles: dict[str, ParallelStyle] = {}
+    for name in (name for name, style in found.items() if name.endswith(".k_proj") and style == "colwise"):
+        styles |= _heads(modules, name.removesuffix(".k_proj"), mesh.size())
+    for name, style in ((name, style) for name, style in found.items() if name not in styles):
+        module = modules[name]
+        if style == EXPERTS:
+            parts = {own: plan.get(f"{wildcard(name)}.{own}") for own, _ in module.named_parameters(recurse=False)}
+            styles[name] = Experts(name, {own: part for own, part in parts.items() if part is not None})
+        elif style in LINEAR and isinstance(module, nn.Linear):
+            _check_features(name, module, style, mesh.size())
+            styles[name] = LINEAR[style]()
+        else:
+            raise ValueError(
+                f"{KEY}: {mesh.size()}: the layer {name}, a {type(module).__name__}, has the style {style!r} in "
+                "transformers' plan, which is not supported; right is 1"
+            )
+    parallelize_module(model, mesh, styles, src_data_rank=None)
+
+
+def _check_features(name: str, layer: nn.Linear, style: str, tp: int) -> None:
+    """ValueError where the features that stay divided beyond the layer cannot be divided evenly."""
+    count = {"colwise": layer.out_features, "rowwise": layer.in_features}.get(style, 0)
+    if count % tp:
+        raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the model's layer {name}")
+
+
+def _heads(modules: Mapping[str, nn.Module], name: str, tp: int) -> dict[str, ParallelStyle]:
+    """The styles of k_proj and v_proj of the attention `name` where its key-value heads are fewer than `tp` ranks."""
+    attention, own = modules[name], vars(modules[name])
+    missing = [known for known in ("head_dim", "num_key_value_groups") if known not in own]
+    if missing:
+        raise ValueError(f"{KEY}: {tp}: the heads of {type(attention).__name__} are unknown: it has no {missing[0]}")
+    groups: int = own["num_key_value_groups"]
+    pairs: int = attention.get_parameter("k_proj.weight").shape[0] // own["head_dim"]
+    right = [n for n in range(1, pairs * groups + 1) if pairs * groups % n == 0 and (n % pairs == 0 or pairs % n == 0)]
+    if tp not in right:
+        raise ValueError(
+            f"{KEY}: {tp} does not divide the model's {pairs * groups} attention heads and {pairs} key-value heads; "
+            f"right are {', '.join(map(str, right))}"
+        )
+    if tp <= pairs:
+        return {}
+    own["num_key_value_groups"] = pairs * groups // tp
+    return {f"{name}.{part}": RepeatedHeads(pairs) for part in ("k_proj", "v_proj")}
+
+
+class RepeatedHeads(ParallelStyle):
+    """A linear layer that makes `heads` heads, fewer than ranks: each rank keeps the one that its queries attend to."""
+
+    def __init__(self, heads: int) -> None:
+        self.heads = heads
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        head = device_mesh.get_local_rank() * self.heads // device_mesh.size()
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            _keep(module, name, parameter.chunk(self.heads)[head])
+        return module
+
+
+class Experts(ParallelStyle):
+    """Experts as parameters [experts, out, in]: each rank computes with a part of the features within each of them."""
+
+    def __init__(self, name: str, parts: Mapping[str, str]) -> None:
+        """`parts` is the plan of the parameters of the module `name`; ValueError for what is not supported."""
+        for own, style in parts.items():
+            if style not in ("colwise", "rowwise", "packed_colwise", "packed_rowwise"):
+                raise ValueError(f"{KEY}: {name}.{own} has the style {style!r}, which is not supported; right is 1")
+        self.name, self.parts = name, parts
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        tp, rank, group = device_mesh.size(), device_mesh.get_local_rank(), device_mesh.get_group()
+        for own, style in self.parts.items():
+            parameter = module.get_parameter(own)
+            dim = -2 if style.endswith("colwise") else -1
+            packed = 2 if style.startswith("packed") else 1  # two matrices, one after the other
+            count = parameter.shape[dim] // packed
+            if count % tp:
+                raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the experts {self.name}.{own}")
+            blocks = parameter.unflatten(dim, (packed, tp, -1))
+            _keep(module, own, blocks.select(dim - 1, rank).flatten(dim - 1, dim))
+
+        def add_up(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+            dist.all_reduce(output, group=group)
+            return output
+
+        module.register_forward_hook(add_up)
+        return module
+
+
+def _keep(module: nn.Module, name: str, part: Tensor) -> None:
+    """Let `part` take the place of a parameter, in memory of its own."""
+    module.register_parameter(name, nn.Parameter(part.detach().clone(), requires_grad=False))

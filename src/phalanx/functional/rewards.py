@@ -1,0 +1,43 @@
+"""From the terms of the reward to one number an image: clipped, normalised in its group, weighted and summed."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.functional.advantage import group_advantage
+
+
+@dataclass(frozen=True)
+class Share:
+    """One term's part in the sum: its `weight` and the range `clip` (low, high) that its scores are clamped to.
+
+    With `initial_weight`, the weight goes on a straight line from there to `weight` in the first `weight_steps` steps.
+    """
+
+    weight: float = 1.0
+    clip: tuple[float, float] | None = None
+    initial_weight: float | None = None
+    weight_steps: int = 0
+
+    def at(self, step: int | None) -> float:
+        """The weight in training step `step`, counted from 0; None: the last one."""
+        if step is None or self.initial_weight is None or step >= self.weight_steps:
+            return self.weight
+        return self.initial_weight + (self.weight - self.initial_weight) * step / self.weight_steps
+
+
+def combine(
+    terms: list[Tensor], shares: list[Share], *, step: int | None = None, group_id: Tensor | None = None
+) -> Tensor:
+    """The reward [N] of N images: the sum of their terms, each clipped, then times its weight.
+
+    With `group_id` [N], each clipped term is first centred and divided by its std within every group, so that no term
+    outweighs another by its scale (GDPO, arXiv 2601.05242, equation 4); a term that is equal for a whole group adds 0.
+    """
+    total = torch.zeros_like(terms[0])
+    for values, share in zip(terms, shares, strict=True):
+        part = values if share.clip is None else values.clamp(*share.clip)
+        part = part if group_id is None else group_advantage(part, group_id)
+        total = total + share.at(step) * part
+    return total

@@ -1,0 +1,241 @@
+"""The reward model in plain transformers over several ranks: its answers are right, and the same wherever it stands."""
+
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from phalanx.config.schema import RewardModelConfig
+from phalanx.data import PromptStream, load_prompts
+from phalanx.rewards import RewardError
+from phalanx.rewards.unified_reward import UnifiedReward
+from phalanx.rewards.vlm_ocr import VlmOcr
+from tests.judged import config, read, settings, step_and_terms
+from tests.ranks import run_ranks
+from tests.tiny_vlm import PICTURES, grades, name, picture
+
+QUESTIONS = (VlmOcr.template, UnifiedReward.template.format(prompt="a red thing"))
+RAGGED = [[0, 1, 2, 3, 4, 5, 6], [7], [], [8, 9, 10, 11, 12, 13, 14]]
+ENGINE = "reward.model.engine=transformers"
+
+
+def section(model: Path, **settings: Any) -> RewardModelConfig:
+    wanted = {"max_model_len": 512, "max_tokens": 40, "dtype": "float32", **settings}
+    return RewardModelConfig(path=str(model), engine="transformers", **wanted)
+
+
+def random_states() -> list[Any]:
+    return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
+
+
+def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...] = QUESTIONS) -> list[list[str]]:
+    """On each rank: ask twice about its share of PICTURES; returns the answers of both times."""
+    from phalanx.rewards._model import RewardModel
+
+    own = [PICTURES[i] for i in shares[dist.get_rank()]]
+    before = random_states()
+    model = RewardModel(cfg, timeout_s=60.0)
+    images = [(picture(*each) * 255).byte() for each in own]
+    stack = torch.stack(images) if images else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+    answers = [model.ask(stack, [(i, text) for i in range(len(own)) for text in questions]) for _ in range(2)]
+    assert random_states() == before
+    total = torch.ones(1)
+    dist.all_reduce(total)  # our world lives on
+    assert total.item() == dist.get_world_size()
+    return answers
+
+
+def expected(share: list[int]) -> list[str]:
+    return [text for colour, lit in (PICTURES[i] for i in share) for text in (name(colour, lit), grades(1 + lit))]
+
+
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [
+        (1, {"micro_batch_size": 1}),
+        (2, {"tensor_parallel_size": 2, "micro_batch_size": 64}),
+        (4, {"tensor_parallel_size": 2, "micro_batch_size": 3}),
+        (4, {"tensor_parallel_size": 4}),  # more ranks than key-value heads
+        (4, {"tensor_parallel_size": 2, "placement": "ranks 1-2"}),
+        (4, {"placement": "ranks 2-3"}),
+    ],
+)
+def test_answers_are_right_wherever_the_model_stands(judge_model: Path, world: int, settings: dict[str, Any]) -> None:
+    shares = {1: [list(range(15))], 2: [list(range(15)), []], 4: RAGGED}[world]
+    got = run_ranks(ask, world, section(judge_model, **settings), shares)
+    for answers, share in zip(got, shares, strict=True):
+        assert answers == [expected(share)] * 2
+
+
+def test_sampled_answers_depend_on_the_question_and_the_seed_alone(judge_model: Path) -> None:
+    """At a temperature that makes answers differ: not on the ranks, not on the neighbours in a batch."""
+    twice = [[3, 0, 3], [7, 3]]
+    hot = {"temperature": 3.0, "max_tokens": 12}
+    alone = run_ranks(ask, 1, section(judge_model, micro_batch_size=1, **hot), [[*twice[0], *twice[1]]])[0]
+    both = run_ranks(ask, 2, section(judge_model, tensor_parallel_size=2, **hot), twice)
+    assert alone[0] == alone[1] == both[0][0] + both[1][0] == both[0][1] + both[1][1]
+    pairs = [tuple(alone[0][2 * i : 2 * i + 2]) for i in range(5)]
+    assert pairs[0] == pairs[2] == pairs[4] and len(set(pairs)) == 3
+    assert alone[0] != expected([*twice[0], *twice[1]])
+    other = run_ranks(ask, 1, section(judge_model, seed=1, **hot), [[*twice[0], *twice[1]]])[0]
+    assert other[0] == other[1] and other[0] != alone[0]
+
+
+def test_answers_end_at_their_limits(judge_model: Path) -> None:
+    """Grades are 6 tokens and 5 for white space and numbers between them; a question is 9 tokens, or 16 with a caption."""
+    whole = grades(1)
+    cut = run_ranks(ask, 1, section(judge_model, max_tokens=3), [[0]])[0][0]
+    assert cut[0] == "black" and len(cut[1]) < len(whole) and whole.startswith(cut[1])
+    long = " ".join("x" * 5)
+    questions = (*QUESTIONS, UnifiedReward.template.format(prompt=long))
+    assert run_ranks(ask, 1, section(judge_model), [[0]], questions)[0][0] == ["black", whole, whole]
+    short, cut, shorter = run_ranks(ask, 1, section(judge_model, max_model_len=23), [[0]], questions)[0][0]
+    assert short == "black"
+    assert len(shorter) < len(cut) < len(whole) and cut.startswith(shorter) and whole.startswith(cut)
+
+
+def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...]) -> str:
+    with pytest.raises(RewardError) as error:
+        ask(cfg, shares, questions)
+    return str(error.value)
+
+
+def test_a_question_that_is_too_long_is_told_on_all_ranks(judge_model: Path) -> None:
+    cfg = section(judge_model, max_model_len=20, placement="ranks 1-1")
+    got = run_ranks(refused, 2, cfg, [[1], []], (UnifiedReward.template.format(prompt=" ".join("x" * 30)),))
+    assert got[0] == got[1]
+    assert got[0].startswith("reward.model.max_model_len: a question with its image has ")
+    assert got[0].endswith(" tokens, and 20 are allowed with the answer; raise it, or make questions or images smaller")
+
+
+def mistake(cfg: RewardModelConfig) -> str:
+    from phalanx.rewards._model import RewardModel
+
+    with pytest.raises(ValueError) as error:
+        RewardModel(cfg, timeout_s=60.0)
+    return str(error.value)
+
+
+def test_heads_that_do_not_divide_are_refused(judge_model: Path) -> None:
+    assert (
+        run_ranks(mistake, 3, section(judge_model, tensor_parallel_size=3))
+        == [
+            "reward.model.tensor_parallel_size: 3 does not divide the model's 4 attention heads and 2 key-value heads; "
+            "right are 1, 2, 4"
+        ]
+        * 3
+    )
+
+
+def divided(kind: str, tp: int) -> tuple[float, float]:
+    """The largest difference of logits of a model with random weights, whole and divided, and the share that is left
+    of its weights outside the embeddings."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    from phalanx.distributed.tensor_parallel import parallelize, replica_mesh
+    from phalanx.rewards._transformers import tensor_parallel_plan
+
+    sizes = {"vocab_size": 101, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if "moe" in kind else {}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[kind](**sizes, **heads, **experts, tie_word_embeddings=False)
+    )
+    model.requires_grad_(False).eval()
+    for weight in model.parameters():
+        weight.add_(torch.randn_like(weight), alpha=0.2)
+    words = torch.randint(3, 101, (3, 9))
+    seen = torch.ones_like(words).index_fill_(1, torch.arange(4), 0)  # padded on the left
+    with torch.no_grad():
+        whole = model(input_ids=words, attention_mask=seen).logits[:, 4:]
+        before = held(model)
+        parallelize(model, tensor_parallel_plan(model, tp), replica_mesh(range(tp), 60.0))
+        parts = model(input_ids=words, attention_mask=seen).logits[:, 4:]
+    return (parts - whole).abs().max().item() / whole.std().item(), held(model) / before
+
+
+def held(model: torch.nn.Module) -> int:
+    """Numbers of the weights that this rank holds, without the embeddings."""
+    from torch.distributed.tensor import DTensor
+
+    named = [(n, p.to_local() if isinstance(p, DTensor) else p) for n, p in model.named_parameters()]
+    return sum(p.numel() for n, p in named if "embed" not in n)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3_text", "glm4", "qwen3_moe"])
+def test_a_divided_model_computes_the_same(kind: str, tp: int) -> None:
+    """Plain layers with biases; norms of heads; layers that are gathered and split; experts."""
+    for difference, share in run_ranks(divided, tp, kind, tp):
+        assert difference < 1e-4
+        assert 1 / tp <= share < 1 / tp + 0.15  # norms are whole, and key-value heads at tp=4 half
+
+
+def unplanned(judge: Path) -> str:
+    from phalanx.rewards._transformers import _load_model, tensor_parallel_plan
+
+    model = _load_model(str(judge), "float32")
+    assert tensor_parallel_plan(model, 2)["model.language_model.layers.*.mlp.down_proj"] == "rowwise"
+    model.model.language_model.layers[1].mlp.gate = torch.nn.Linear(4, 4)
+    with pytest.raises(ValueError) as error:
+        tensor_parallel_plan(model, 2)
+    return str(error.value)
+
+
+def test_a_model_without_a_plan_is_refused(judge_model: Path) -> None:
+    """Where it is not Llama's layers that it has, whose plan does for such models."""
+    assert unplanned(judge_model) == (
+        "reward.model.tensor_parallel_size: 2: transformers has no tensor parallel plan for "
+        "Qwen3VLForConditionalGeneration; right is 1, or reward.model.engine=vllm"
+    )
+
+
+def test_what_cannot_be_loaded_is_told_in_one_line(judge_model: Path, tmp_path: Path) -> None:
+    from phalanx.rewards._transformers import _load_model, load_processor
+
+    for load in (load_processor, lambda path: _load_model(path, "float32")):
+        with pytest.raises(ValueError) as error:
+            load(str(tmp_path))
+        assert str(error.value).startswith(f"reward.model.path: {str(tmp_path)!r} does not load: ")
+        assert "\n" not in str(error.value)
+    silent = tmp_path / "silent"
+    shutil.copytree(judge_model, silent)
+    (silent / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError) as error:
+        load_processor(str(silent))
+    assert str(error.value) == (
+        f"reward.model.path: {str(silent)!r} has no chat template for images, so that it cannot be asked"
+    )
+
+
+def test_a_judge_in_a_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+    """A step with a model on two ranks: the scores are what it says, and with weight 0 all else is as without it."""
+    rule = "{name: jpeg_incompressibility}"
+    plain = run_ranks(step_and_terms, 2, config(sd3_folder, tmp_path / "a", f"reward.functions=[{rule}]"))
+    judges = (*settings(judge_model, rule, "{name: vlm_ocr, weight: 0}"), ENGINE, "reward.model.temperature=0.01")
+    cfg = config(sd3_folder, tmp_path / "b", *judges, "reward.model.tensor_parallel_size=2")
+    judged = run_ranks(step_and_terms, 2, cfg)
+    images = torch.cat([rank["images"] for rank in judged])
+    batch = PromptStream(load_prompts(cfg.data.train_files, "data.train_files"), 4, cfg.data.seed).batch(0)
+    wanted = [prompt.meta for prompt in batch for _ in range(4)]
+    scores = torch.cat([rank["terms"]["vlm_ocr"] for rank in judged])
+    assert scores.tolist() == pytest.approx(
+        [VlmOcr().parse(text, "", meta) for text, meta in zip(read(images), wanted, strict=True)]
+    )
+    assert len(set(scores.tolist())) >= 3
+    for without, with_judge in zip(plain, judged, strict=True):
+        assert torch.equal(with_judge["reward"], without["reward"])
+        for key, weight in without["weights"].items():
+            assert torch.equal(with_judge["weights"][key], weight), key
