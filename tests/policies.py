@@ -15,6 +15,7 @@ from phalanx.models.flow import FlowPolicy, build_policy
 from phalanx.rollout.policy import PolicyRollout
 from phalanx.types import Prompt, Samples
 
+MAX_LENGTH = 64  # tokens of a prompt; Z-Image fills texts up to 32, 64, ...
 # Of different lengths, with and without a negative of their own.
 PROMPTS = [
     Prompt("a cat", 0, {}),
@@ -38,7 +39,7 @@ def make_policy(
     folder: Path,
     *,
     detach_uncond: bool = False,
-    max_prompt_length: int = 32,
+    max_prompt_length: int = MAX_LENGTH,
     embeds_cache_dir: Path | None = None,
     **model: Any,
 ) -> FlowPolicy:
@@ -61,8 +62,13 @@ def disturb(policy: FlowPolicy, std: float = 0.05, seed: int = 0) -> None:
 
 
 def make_rollout(policy: FlowPolicy, micro: int, *, guidance: float = 1.0, **rollout: Any) -> PolicyRollout:
-    """Four steps of 32 x 48 pixels, unless `rollout` (keys of RolloutConfig) says otherwise."""
+    """Four steps of 32 x 48 pixels, unless `rollout` (keys of RolloutConfig) says otherwise.
+
+    `guidance` is classifier-free; a guidance that the model takes as an input is 3.5.
+    """
     keys = {"n": 2, "num_inference_steps": 4, "height": 32, "width": 48, policy.model.guidance_key: guidance}
+    if policy.model.embedded_guidance_key is not None:
+        keys[policy.model.embedded_guidance_key] = 3.5
     return PolicyRollout(policy, RolloutConfig(**keys | rollout), policy.world, micro)
 
 

@@ -12,8 +12,15 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from diffusers import DiffusionPipeline
-    from transformers import CLIPTextModelWithProjection, CLIPTokenizer, Qwen2Tokenizer, T5EncoderModel, T5Tokenizer
+    from diffusers import AutoencoderKL, DiffusionPipeline
+    from transformers import (
+        CLIPTextModel,
+        CLIPTextModelWithProjection,
+        CLIPTokenizer,
+        Qwen2Tokenizer,
+        T5EncoderModel,
+        T5Tokenizer,
+    )
 
 QWEN_PREFIX = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
@@ -68,6 +75,15 @@ def clip_text_encoder(tokenizer: "CLIPTokenizer", hidden: int, seed: int) -> "CL
     return encoder
 
 
+def clip_text_model(tokenizer: "CLIPTokenizer", hidden: int, seed: int) -> "CLIPTextModel":
+    """As `clip_text_encoder`, without the projection."""
+    from transformers import CLIPTextModel
+
+    encoder = CLIPTextModel(clip_text_encoder(tokenizer, hidden, seed).config).eval()
+    jitter(encoder, seed)
+    return encoder
+
+
 def t5_tokenizer() -> "T5Tokenizer":
     """A token a printable ASCII character."""
     from transformers import T5Tokenizer
@@ -97,14 +113,29 @@ def t5_encoder(tokenizer: "T5Tokenizer", hidden: int, seed: int) -> "T5EncoderMo
     return encoder
 
 
+def kl_vae(seed: int) -> "AutoencoderKL":
+    """Latents of 4 channels, a fourth of the image's sides."""
+    from diffusers import AutoencoderKL
+
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8, 16, 16),
+        latent_channels=4,
+        norm_num_groups=4,
+        sample_size=32,
+        scaling_factor=1.5305,
+        shift_factor=0.0609,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+    ).eval()
+    jitter(vae, seed)
+    return vae
+
+
 def tiny_sd3(folder: str | Path, t5: bool = False, seed: int = 0) -> Path:
     """Save a tiny StableDiffusion3Pipeline: 32 px by default, latents [4, 8, 8], 2 blocks of 4 heads x 16."""
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
-    )
+    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -124,19 +155,7 @@ def tiny_sd3(folder: str | Path, t5: bool = False, seed: int = 0) -> Path:
             qk_norm="rms_norm",
         ).eval()
         jitter(transformer, seed + 1, std=0.1)
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            block_out_channels=(8, 16, 16),
-            latent_channels=4,
-            norm_num_groups=4,
-            sample_size=32,
-            scaling_factor=1.5305,
-            shift_factor=0.0609,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-        ).eval()
-        jitter(vae, seed + 2)
+        vae = kl_vae(seed + 2)
         tokenizers = clip_tokenizer(), clip_tokenizer()
         encoders = [clip_text_encoder(t, hidden=32, seed=seed + 3 + i) for i, t in enumerate(tokenizers)]
         tokenizer_3 = t5_tokenizer() if t5 else None
@@ -151,6 +170,109 @@ def tiny_sd3(folder: str | Path, t5: bool = False, seed: int = 0) -> Path:
         tokenizer_2=tokenizers[1],
         text_encoder_3=encoder_3,
         tokenizer_3=tokenizer_3,
+    )
+    pipeline.save_pretrained(folder)
+    return Path(folder)
+
+
+def tiny_flux(folder: str | Path, guidance_embeds: bool = True, seed: int = 0) -> Path:
+    """Save a tiny FluxPipeline, FLUX.1-dev's kind or (no `guidance_embeds`) schnell's: 8 px a packed token, latents
+    [4, h / 4, w / 4], 2 blocks of two streams and 2 of one, of 4 heads x 16.
+    """
+    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = FluxTransformer2DModel(
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=64,
+            pooled_projection_dim=32,
+            guidance_embeds=guidance_embeds,
+            axes_dims_rope=(4, 6, 6),
+        ).eval()
+        jitter(transformer, seed + 1, std=0.1)
+        vae = kl_vae(seed + 2)
+        tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer()
+        encoder = clip_text_model(tokenizer, hidden=32, seed=seed + 3)
+        encoder_2 = t5_encoder(tokenizer_2, hidden=64, seed=seed + 4)
+    # FLUX.1-dev's; schnell's is not shifted
+    shift = {"shift": 3.0, "use_dynamic_shifting": True} if guidance_embeds else {"shift": 1.0}
+    pipeline = FluxPipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(max_image_seq_len=4096, max_shift=1.15, base_shift=0.5, **shift),
+        vae=vae,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        text_encoder_2=encoder_2,
+        tokenizer_2=tokenizer_2,
+    )
+    pipeline.save_pretrained(folder)
+    return Path(folder)
+
+
+def chat_tokenizer() -> "Qwen2Tokenizer":
+    """A token a byte, and a chat template as Qwen3's: a user's message, and the begin of the answer."""
+    from transformers import Qwen2Tokenizer
+
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = [*byte_alphabet(), *specials]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[],
+        extra_special_tokens=specials[1:],
+        model_max_length=2048,
+    )
+    message = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    tokenizer.chat_template = "{% for m in messages %}" + message + "{% endfor %}<|im_start|>assistant\n"
+    return tokenizer
+
+
+def tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
+    """Save a tiny ZImagePipeline: 8 px a token, latents [4, h / 4, w / 4], 2 blocks beside 1 + 1 of 4 heads x 16."""
+    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
+    from transformers import Qwen3Config, Qwen3Model
+
+    tokenizer = chat_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = ZImageTransformer2DModel(
+            in_channels=4,
+            dim=64,
+            n_layers=2,
+            n_refiner_layers=1,
+            n_heads=4,
+            n_kv_heads=4,
+            cap_feat_dim=32,
+            axes_dims=[4, 6, 6],
+            axes_lens=[128, 32, 32],
+        ).eval()
+        jitter(transformer, seed + 1, std=0.1)
+        vae = kl_vae(seed + 2)
+        config = Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            max_position_embeddings=2048,
+            bos_token_id=None,
+            eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        encoder = Qwen3Model(config).eval()
+        jitter(encoder, seed + 3)
+    pipeline = ZImagePipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
     )
     pipeline.save_pretrained(folder)
     return Path(folder)

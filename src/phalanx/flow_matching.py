@@ -7,6 +7,7 @@ The mesh, the model, checkpoints, validation and logs are those of reinforcement
 """
 
 import time
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ class FlowMatching(Run):
             assert cfg.trainer.total_epochs is not None
             steps = -(-int(cfg.trainer.total_epochs * len(self.images)) // cfg.data.train_batch_size)
         self.prepare(steps, steps)
-        self.sampler = train_sampler(r, self.policy.model.guidance_key)
+        self.sampler = train_sampler(r, self.policy.model)
         self._latents: dict[int, Tensor] = {}
 
     def fit(self) -> None:
@@ -128,8 +129,7 @@ class FlowMatching(Run):
 
     def _plain(self) -> Sampler:
         """Without guidance: each branch is trained for itself."""
-        s = self.sampler
-        return Sampler(s.num_inference_steps, s.height, s.width, 1.0, s.noise_level, s.sde_type)
+        return replace(self.sampler, guidance=1.0)
 
     def _shift(self, t: Tensor) -> Tensor:
         """The static shift of the model's own noise schedule."""

@@ -23,7 +23,7 @@ from phalanx.export import Trained, open_checkpoint
 from phalanx.images import CAPTION_SIZE, TILE_MIN, caption, fit, read_index
 from phalanx.models.family import FlowModel
 from phalanx.models.flow import DTYPES, FlowPolicy, family_of
-from phalanx.rollout.policy import PolicyRollout
+from phalanx.rollout.policy import PolicyRollout, check_guidance
 from phalanx.types import Prompt
 
 MARGIN = 8
@@ -43,12 +43,7 @@ class Generator:
         given = {name: value for name, value in vars(cfg.model).items() if value is not None}
         self.model = replace(run.model if run is not None else ModelConfig(), gradient_checkpointing=False, **given)
         family = family_of(self.model)
-        for name in ("guidance_scale", "true_cfg_scale"):
-            value = vars(cfg)[name]
-            if name != family.guidance_key and value is not None and value > 1:
-                raise ConfigError(
-                    f"{name}: {value:g} has no effect on this model; its guidance is {family.guidance_key}"
-                )
+        check_guidance(cfg, family)
         mesh.shard_size(cfg.parallel, mesh.Launch.from_env())
         self.world = mesh.start(cfg.parallel)
         if self.trained is not None:  # a run that goes on may have written another one meanwhile
@@ -56,6 +51,7 @@ class Generator:
             if folder != str(self.trained.folder):
                 self.trained = open_checkpoint(folder, cfg.weights)
         self.policy = self._policy(family)
+        check_guidance(cfg, self.policy.model)
         settings = rollout_settings(cfg, run.rollout if run is not None else RolloutConfig())
         try:
             self.rollout = PolicyRollout(self.policy, settings, self.world, cfg.micro_batch_size_per_gpu)

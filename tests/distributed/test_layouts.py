@@ -87,6 +87,19 @@ def test_replicated_lora_over_a_sharded_base(qwen_folder: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
+@pytest.mark.parametrize("family", ["flux", "z_image"])
+def test_shards_of_other_families(
+    family: str, kind: tuple[str, ...], request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    # long enough for texts of Z-Image that are filled up to different lengths
+    cfg = configure(request.getfixturevalue(f"{family}_folder"), tmp_path, *kind, "data.max_prompt_length=64")
+    reference = run_ranks(one_step, 1, cfg)
+    cfg.parallel.fsdp_size = 2
+    assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+    assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
+
+
+@pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_mixed_precision_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     """bf16 compute over float32 weights: the replicated path keeps copies, FSDP casts; both are the same arithmetic."""
     wanted = ("model.dtype=bfloat16", *kind)

@@ -39,8 +39,13 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sd3-full": ("sd3", FULL),
     "qwen-lora": ("qwen", (*LORA, "model.target_modules=[attn.to_k, attn.add_v_proj, img_mod.1, txt_mlp.net.2]")),
     "qwen-full": ("qwen", FULL),
+    "flux-lora": ("flux", (*LORA, "model.target_modules=[attn.to_k, attn.to_add_out, norm.linear, ff_context.net.2]")),
+    "flux-full": ("flux", FULL),
+    "z-lora": ("z_image", (*LORA, "model.target_modules=[attention.to_q, cap_embedder.1, feed_forward.w2]")),
+    "z-full": ("z_image", FULL),
 }
-SHARDED = {"sd3-lora", "qwen-full"}  # trained on two ranks, each of which writes its part of the checkpoint
+# trained on two ranks, each of which writes its part of the checkpoint
+SHARDED = {"sd3-lora", "qwen-full", "flux-full"}
 
 
 @dataclass(frozen=True)
@@ -109,12 +114,12 @@ def export(folder: Path, checkpoint: Path, *overrides: str) -> Path:
 
 def stock_images(pipeline: Any) -> Tensor:
     """The stock pipeline's images [P, 3, H, W] from the noise that validation starts from."""
-    qwen = type(pipeline).__name__ == "QwenImagePipeline"
-    shape = (16, 16) if qwen else (4, 8, 8)
+    name = type(pipeline).__name__
+    qwen, shape = name == "QwenImagePipeline", (16, 16) if name in ("QwenImagePipeline", "FluxPipeline") else (4, 8, 8)
     noise = [normal(shape, fold_in(1234, 0, i, 0, "init"), torch.device("cpu")) for i in range(len(TEXTS))]
     extra = {"true_cfg_scale": 3.0, "negative_prompt": [" "] * 2} if qwen else {"guidance_scale": 3.0}
     return pipeline(
-        TEXTS,
+        list(TEXTS),  # Z-Image's writes its template into the list
         height=32,
         width=32,
         num_inference_steps=4,
@@ -130,7 +135,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 @pytest.mark.parametrize("weights", ["ema", "model"])
-@pytest.mark.parametrize("name", ["sd3-lora", "qwen-lora", "sd3-pissa"])
+@pytest.mark.parametrize("name", ["sd3-lora", "qwen-lora", "sd3-pissa", "flux-lora", "z-lora"])
 def test_lora(name: str, weights: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
     run = trained(name)
     assert distance(run.images["model"], run.images["start"]) > 0.05
@@ -164,7 +169,7 @@ def test_lora_file(trained: Callable[[str], Run], tmp_path: Path) -> None:
     assert all(torch.equal(t, tensors[name].half()) for name, t in half.items()) and half.keys() == tensors.keys()
 
 
-@pytest.mark.parametrize("name", ["sd3-full", "qwen-full"])
+@pytest.mark.parametrize("name", ["sd3-full", "qwen-full", "flux-full", "z-full"])
 def test_whole_folder(name: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
     run = trained(name)
     assert distance(run.images["model"], run.images["start"]) > 0.05

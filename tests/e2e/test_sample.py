@@ -69,7 +69,7 @@ def prompts(texts: list[str]) -> str:
     return f"prompts={json.dumps(texts)}"
 
 
-@pytest.mark.parametrize("family", ["sd3", "qwen"])
+@pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image"])
 def test_a_model_folder(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     base = request.getfixturevalue(f"{family}_folder")
     guidance = "true_cfg_scale" if family == "qwen" else "guidance_scale"

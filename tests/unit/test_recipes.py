@@ -22,6 +22,8 @@ from tests.ranks import ROOT, run_ranks
 
 RECIPES = sorted((ROOT / "configs" / "flowgrpo").glob("*.yaml"))
 FOR_GPUS = [path for path in RECIPES if not path.stem.startswith("quickstart")]
+# fixtures, by a recipe's first word
+TINY = {"sd35": "sd3_t5_folder", "qwen": "qwen_folder", "flux1": "flux_folder", "z": "z_image_folder"}
 recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 gpu_recipes = pytest.mark.parametrize("path", FOR_GPUS, ids=lambda p: p.stem)
 
@@ -95,13 +97,13 @@ def test_holds_differences_only(path: Path) -> None:
 
 
 @recipes
-def test_one_tiny_step(path: Path, home: Path, sd3_t5_folder: Path, qwen_folder: Path) -> None:
+def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -> None:
     """One step on one rank, with all of the recipe's settings but the model, its size, the batch and the reward."""
     cfg = load(TrainConfig, str(path), [])
     window = batches.plan(cfg, ranks_of(path)).window
     tiny = []
     if path in FOR_GPUS:
-        folder = qwen_folder if "qwen" in path.stem else sd3_t5_folder
+        folder = request.getfixturevalue(TINY[path.stem.split("_")[0]])
         tiny = [f"model.path={folder}", "data.max_prompt_length=16", "rollout.height=32", "rollout.width=32"]
     cfg = load(
         TrainConfig,
@@ -111,7 +113,7 @@ def test_one_tiny_step(path: Path, home: Path, sd3_t5_folder: Path, qwen_folder:
             "data.train_batch_size=2",
             "actor.ppo_mini_batch_size=1",
             "actor.ppo_micro_batch_size_per_gpu=1",
-            f"rollout.n={window}",
+            f"rollout.n={max(window, 2)}",
             "reward.functions=[{name: jpeg_incompressibility}]",  # no two random images have one size
             "trainer.logger=[]",
             f"trainer.output_dir={home / 'out'}",

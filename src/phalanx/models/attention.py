@@ -37,8 +37,8 @@ def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
 @torch.enable_grad()
 def _try(model: FlowModel, backend: str, device: torch.device, *, masked: bool) -> None:
     """A tiny attention, forward and backward, with the model's heads."""
-    c, length = model.transformer.config, 8
-    shape = (1, length, c.num_attention_heads, c.attention_head_dim)
+    length = 8
+    shape = (1, length, *model.heads())
     q, k, v = (torch.ones(shape, device=device, dtype=model.dtype, requires_grad=True) for _ in range(3))
     mask = torch.arange(length, device=device).view(1, 1, 1, -1) < length - 1 if masked else None
     out = dispatch_attention_fn(q, k, v, attn_mask=mask, backend=AttentionBackendName(backend))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +20,8 @@ class FlowModel:
     """A text-to-image model in diffusers' own classes. N rows are samples, noise levels and guidance branches alike."""
 
     pipeline_class: str
-    guidance_key: str
+    guidance_key: str  # of classifier-free guidance, which takes a second branch of the forward pass
+    embedded_guidance_key: str | None = None  # of a guidance that the model was distilled to take as an input
     lora_targets: Sequence[str]
     default_negative: str
     masks_text: bool = False  # whether attention takes a mask where prompts differ in length
@@ -50,6 +52,11 @@ class FlowModel:
         """The repeated blocks: the units of sharding, compilation and checkpointing."""
         return list(self.transformer.transformer_blocks)
 
+    def heads(self) -> tuple[int, int]:
+        """Attention heads, and the size of one."""
+        c = self.transformer.config
+        return c.num_attention_heads, c.attention_head_dim
+
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         """Text embeddings of each prompt, on the CPU, without padding: `prompt_embeds` [L, D] and others."""
         raise AssertionError
@@ -62,6 +69,18 @@ class FlowModel:
         """sigmas [N + 1] and timesteps [N] float32 of the model folder's own scheduler."""
         raise AssertionError
 
+    def linear_schedule(self, num_inference_steps: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """`schedule` as pipelines with `calculate_shift` make it: even levels 1 .. 1/N, then the scheduler's shift,
+        which depends on the image's `tokens` where the folder says so (`use_dynamic_shifting`).
+        """
+        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+        scheduler = self.pipeline.scheduler
+        c = scheduler.config
+        mu = calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_inference_steps, num_inference_steps), mu=mu)
+        return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
+
     def shift(self) -> float:
         """The static shift of noise levels in training: the scheduler's own."""
         return float(self.pipeline.scheduler.config.shift)
@@ -71,7 +90,10 @@ class FlowModel:
         raise AssertionError
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
-        """One forward pass: latents [N, ...], timesteps [N] in 0..1000, embeds [N, ...] -> [N, ...]."""
+        """One forward pass: latents [N, ...], timesteps [N] in 0..1000, embeds [N, ...] -> [N, ...].
+
+        With an `embedded_guidance_key`, `embeds` also has `guidance` [N] float32, the scale.
+        """
         raise AssertionError
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
@@ -92,8 +114,26 @@ class FlowModel:
         return forward_flops(lambda: kind.from_config(config), lambda: self.forward_inputs(height, width, text_length))
 
     def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
-        """Arguments of the transformer's forward pass for one sample, of the right shapes, to count its arithmetic."""
+        """Arguments of the transformer's forward pass for one sample, of the right shapes, to count its arithmetic.
+
+        Tensors are [1, ...]; one whose first dim is another is shared by all rows of a batch.
+        """
         raise AssertionError
+
+
+def decode_kl(vae: Any, latents: Tensor) -> Tensor:
+    """Images [N, 3, H, W] in 0..1, float32, of an AutoencoderKL's scaled and shifted latents [N, C, h, w]."""
+    c = vae.config
+    images = vae.decode((latents / c.scaling_factor + c.shift_factor).to(vae.dtype), return_dict=False)[0]
+    return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+def encode_kl(vae: Any, images: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Latents [N, C, h, w] float32 of images [N, 3, H, W] in 0..1: the posterior's mode without a generator."""
+    c = vae.config
+    posterior = vae.encode((images * 2 - 1).to(vae.dtype)).latent_dist
+    latents = posterior.mode() if generator is None else posterior.sample(generator)
+    return (latents.float() - c.shift_factor) * c.scaling_factor
 
 
 def check_size(height: int, width: int, unit: int, limit: int | None = None) -> None:

@@ -18,8 +18,9 @@ from phalanx.models.embeds import EmbedsCache
 from phalanx.models.family import Embeds, FlowModel, model_index
 from phalanx.models.linear import prefers_onednn, use_onednn
 from phalanx.models.lora import add_lora, lora_off, merged_weights
-from phalanx.types import FlowTrace, Prompt, Replay, Sampler
+from phalanx.types import FlowTrace, Noised, Prompt, Replay, Sampler
 
+NUM_TRAIN_TIMESTEPS = 1000  # of diffusers' flow-matching schedulers: timestep = level x 1000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -54,11 +55,13 @@ class FlowPolicy:
         *,
         seed: int,
         detach_uncond: bool = False,
+        frozen: bool = False,
     ) -> None:
+        """`frozen`: nothing of it is trained."""
         self.model, self.world, self.config = model, world, config
         self.detach_uncond = detach_uncond
         self.lora = config.lora_rank > 0
-        _freeze_and_adapt(model, config, seed, world.device)
+        _freeze_and_adapt(model, config, seed, world.device, frozen)
         self.sharded = Sharded(model.transformer, model.blocks(), world, parallel, model.dtype)
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}
@@ -88,6 +91,18 @@ class FlowPolicy:
             for encoder in self.model.text_encoders:
                 encoder.to("cpu")
 
+    def share(self, other: "FlowPolicy", *, text: bool) -> None:
+        """Use the VAE of another policy of this family and, with `text`, its text encoders and the embeddings that it
+        has: equal ones of its own are let go.
+        """
+        shared = [other.model.vae, *(other.model.text_encoders if text else ())]
+        for name, part in other.model.pipeline.components.items():
+            if any(part is module for module in shared):
+                self.model.pipeline.register_modules(**{name: part})
+        self.model.vae = other.model.vae
+        if text:
+            self.model.text_encoders, self._embeds = other.model.text_encoders, other._embeds
+
     # -- sampling and replay --------------------------------------------------------------------------------------
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, rows: Tensor, sampler: Sampler) -> Tensor:
@@ -97,37 +112,47 @@ class FlowPolicy:
         Both branches of guidance go through one forward pass, unless the unconditional one is to be detached.
         """
         size = (sampler.height, sampler.width)
-        if sampler.guidance <= 1:
-            return self.model.velocity(latents, timesteps, _take(embeds, rows), *size).float()
+        if not sampler.guided:
+            return self.model.velocity(latents, timesteps, _take(embeds, rows, sampler), *size).float()
         negative_rows = rows + next(iter(embeds.values())).shape[0] // 2
         if self.detach_uncond:
             with torch.no_grad():
-                negative = self.model.velocity(latents, timesteps, _take(embeds, negative_rows), *size).float()
-            positive = self.model.velocity(latents, timesteps, _take(embeds, rows), *size).float()
+                negative = self.model.velocity(latents, timesteps, _take(embeds, negative_rows, sampler), *size).float()
+            positive = self.model.velocity(latents, timesteps, _take(embeds, rows, sampler), *size).float()
         else:
-            both = _take(embeds, torch.cat([negative_rows, rows]))
+            both = _take(embeds, torch.cat([negative_rows, rows]), sampler)
             out = self.model.velocity(torch.cat([latents, latents]), timesteps.repeat(2), both, *size).float()
             negative, positive = out.chunk(2)
         return self.model.guide(negative, positive, sampler.guidance)
 
     def replay(self, trace: FlowTrace) -> Replay:
         """Every sample's trained steps in one forward pass of B x W rows."""
-        b, w = trace.latents.shape[0], len(trace.timesteps)
-        before, after = trace.latents[:, :-1].flatten(0, 1), trace.latents[:, 1:].flatten(0, 1)
+        b, chosen = trace.latents.shape[0], trace.trained
+        w = len(chosen)
+        before, after = trace.latents[:, chosen].flatten(0, 1), trace.latents[:, chosen + 1].flatten(0, 1)
         rows = trace.prompt_index.repeat_interleave(w)
-        velocity = self.velocity(before, trace.timesteps.repeat(b), trace.embeds, rows, trace.sampler)
+        velocity = self.velocity(before, trace.timesteps[chosen].repeat(b), trace.embeds, rows, trace.sampler)
         step = sde_step(
             before,
             velocity,
-            trace.sigmas[:-1].repeat(b),
-            trace.sigmas[1:].repeat(b),
+            trace.sigmas[chosen].repeat(b),
+            trace.sigmas[chosen + 1].repeat(b),
             noise_level=trace.sampler.noise_level,
             sde_type=trace.sampler.sde_type,
             sigma_max=trace.sigma_max,
             prev_sample=after,
         )
         assert step.log_prob is not None
-        return Replay(step.log_prob.view(b, w), step.mean.view(b, w, *step.mean.shape[1:]), step.std[:w])
+        shape = (b, w, *before.shape[1:])
+        return Replay(step.log_prob.view(b, w), step.mean.view(shape), step.std[:w], velocity.view(shape))
+
+    def predict(self, trace: FlowTrace, noised: Noised) -> Tensor:
+        """Guided velocity [B, W, ...] float32 of freshly noised final latents, in one forward pass of B x W rows."""
+        x = noised.latents(trace.clean)
+        rows = trace.prompt_index.repeat_interleave(x.shape[1])
+        levels = noised.levels.flatten()
+        velocity = self.velocity(x.flatten(0, 1), levels * NUM_TRAIN_TIMESTEPS, trace.embeds, rows, trace.sampler)
+        return velocity.view_as(x)
 
     @torch.no_grad()
     def decode(self, latents: Tensor, sampler: Sampler, slice_size: int | None) -> Tensor:
@@ -168,7 +193,7 @@ class FlowPolicy:
 
     @contextmanager
     def using(self, weights: str) -> Iterator[None]:
-        """Other weights for a while: "reference" or "ema"; not within `unsharded`."""
+        """Other weights for a while: "reference", or what `add_weights` named; not within `unsharded`."""
         if weights == "reference" and self.lora and weights not in self._weights:
             with lora_off(self.model.transformer):
                 yield
@@ -189,13 +214,23 @@ class FlowPolicy:
 
 
 def build_policy(
-    config: ModelConfig, parallel: ParallelConfig, data: DataConfig, world: World, *, seed: int, detach_uncond: bool
+    config: ModelConfig,
+    parallel: ParallelConfig,
+    data: DataConfig,
+    world: World,
+    *,
+    seed: int,
+    detach_uncond: bool,
+    frozen: bool = False,
 ) -> FlowPolicy:
-    """Load the model folder and lay it out over the mesh; the VAE goes to the device, text encoders stay on the CPU."""
+    """Load the model folder and lay it out over the mesh; the VAE goes to the device, text encoders stay on the CPU.
+
+    Raises ValueError, with one line that begins with `model.path`, for a folder that cannot be used.
+    """
     _hide_progress_bars()
     dtype = DTYPES[config.dtype]
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
-    weights_dtype = dtype if config.lora_rank > 0 else torch.float32
+    weights_dtype = dtype if config.lora_rank > 0 or frozen else torch.float32
     family = family_of(config)
     try:
         model = family(config, dtype, weights_dtype)
@@ -203,7 +238,7 @@ def build_policy(
         reason = " ".join(str(error).split()).removeprefix("model.path: ")
         raise ValueError(f"model.path: {reason}") from error
     model.vae.to(world.device)
-    return FlowPolicy(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond)
+    return FlowPolicy(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen)
 
 
 def _hide_progress_bars() -> None:
@@ -215,14 +250,14 @@ def _hide_progress_bars() -> None:
     transformers.utils.logging.disable_progress_bar()
 
 
-def _freeze_and_adapt(model: FlowModel, config: ModelConfig, seed: int, device: torch.device) -> None:
+def _freeze_and_adapt(model: FlowModel, config: ModelConfig, seed: int, device: torch.device, frozen: bool) -> None:
     for module in (model.vae, *model.text_encoders):
         module.requires_grad_(False).eval()
     transformer = model.transformer.eval()
     if config.lora_rank > 0:
         add_lora(transformer, config, model.lora_targets, seed)
     else:
-        transformer.requires_grad_(True)
+        transformer.requires_grad_(not frozen)
     if config.gradient_checkpointing:
         transformer.enable_gradient_checkpointing()
     if config.attn_backend is not None:
@@ -234,5 +269,9 @@ def _freeze_and_adapt(model: FlowModel, config: ModelConfig, seed: int, device: 
         use_onednn(transformer)
 
 
-def _take(embeds: Embeds, rows: Tensor) -> Embeds:
-    return {name: value[rows] for name, value in embeds.items()}
+def _take(embeds: Embeds, rows: Tensor, sampler: Sampler) -> Embeds:
+    """The inputs of each row [N, ...]; `guidance` [N] float32 is one of them where the model takes it as such."""
+    taken = {name: value[rows] for name, value in embeds.items()}
+    if sampler.embedded_guidance is not None:
+        taken["guidance"] = torch.full(rows.shape, sampler.embedded_guidance, dtype=torch.float32, device=rows.device)
+    return taken

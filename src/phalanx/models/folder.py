@@ -44,14 +44,14 @@ def check_tensors(path: str, **parts: nn.Module) -> None:
             raise ValueError(f"model.path: {path!r}: the weights of {name} lack the tensor {lost[0]}{more}")
 
 
-def read_json(file: Path) -> Any:
-    """The content of a JSON file; raises ValueError with the place of the mistake."""
+def read_json(file: Path, key: str = "model.path") -> Any:
+    """The content of a JSON file; raises ValueError with the place of the mistake, in the folder that `key` names."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"model.path: {file}:{error.lineno}:{error.colno} is not valid JSON: {error.msg}") from None
+        raise ValueError(f"{key}: {file}:{error.lineno}:{error.colno} is not valid JSON: {error.msg}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"model.path: {file} is not valid JSON: it is not UTF-8") from None
+        raise ValueError(f"{key}: {file} is not valid JSON: it is not UTF-8") from None
 
 
 def _require(part: Path, *names: str) -> None:

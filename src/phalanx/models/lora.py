@@ -1,5 +1,6 @@
 """LoRA through peft: adding it, and switching it off without touching requires_grad."""
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,7 +23,8 @@ def add_lora(transformer: Any, config: ModelConfig, default_targets: Sequence[st
     linear = [name for name, m in transformer.named_modules() if isinstance(m, nn.Linear)]
     for target in targets:
         if not any(name == target or name.endswith("." + target) for name in linear):
-            leaves = sorted({".".join(n.split(".")[2:]) for n in linear if n.startswith("transformer_blocks.")})
+            in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in linear]
+            leaves = sorted({found[1] for found in in_blocks if found})
             raise ValueError(
                 f"model.target_modules: no linear layer ends in {target!r}; in a block: {', '.join(leaves)}"
             )

@@ -2,10 +2,8 @@
 
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -47,12 +45,8 @@ class Model(FlowModel):
         return batch
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        scheduler = self.pipeline.scheduler
-        c = scheduler.config
         tokens, _ = self.latent_shape(height, width)
-        mu = calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_inference_steps, num_inference_steps), mu=mu)
-        return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
+        return self.linear_schedule(num_inference_steps, tokens)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self._grid(height, width)

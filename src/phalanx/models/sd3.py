@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.config.schema import ModelConfig
 from phalanx.models.attention import DispatchedJointAttention
-from phalanx.models.family import Embeds, FlowModel, check_size
+from phalanx.models.family import Embeds, FlowModel, check_size, decode_kl, encode_kl
 
 
 class Model(FlowModel):
@@ -68,15 +68,10 @@ class Model(FlowModel):
         )[0]
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        c = self.vae.config
-        images = self.vae.decode((latents / c.scaling_factor + c.shift_factor).to(self.vae.dtype), return_dict=False)[0]
-        return (images.float() / 2 + 0.5).clamp(0, 1)
+        return decode_kl(self.vae, latents)
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        c = self.vae.config
-        posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)).latent_dist
-        latents = posterior.mode() if generator is None else posterior.sample(generator)
-        return (latents.float() - c.shift_factor) * c.scaling_factor
+        return encode_kl(self.vae, images, generator)
 
     def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
         c = self.transformer.config
