@@ -16,6 +16,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -71,7 +72,7 @@ def picture() -> list[str]:
 
 def trained(output: Path, name: str, recipe: list[str], seed: int, steps: int) -> dict[str, Any]:
     """The result of one run, which is trained where it is not there yet."""
-    folder = output / f"{name}-{seed}"
+    folder = output / f"{slug(name)}-{seed}"
     file = folder / "result.json"
     wanted = {"name": name, "recipe": recipe, "seed": seed, "steps": steps}
     if file.is_file():
@@ -82,7 +83,7 @@ def trained(output: Path, name: str, recipe: list[str], seed: int, steps: int) -
     keys = [f"total_training_steps={steps}", "test_freq=5", "save_freq=-1", "log_val_generations=0", f"seed={seed}"]
     keys += ["resume=never", f"output_dir={folder}", f"save_freq={steps}", "logger=[]"]
     start = time.perf_counter()
-    task("train_flowgrpo", [CONFIG, *recipe, *(f"trainer.{key}" for key in keys)], output / f"{name}-{seed}.log")
+    task("train_flowgrpo", [CONFIG, *recipe, *(f"trainer.{key}" for key in keys)], output / f"{slug(name)}-{seed}.log")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve, seconds = [], 0.0
     for row in rows:
@@ -97,6 +98,11 @@ def trained(output: Path, name: str, recipe: list[str], seed: int, steps: int) -
     file.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{name}, seed {seed}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {result['seconds']:.0f} s", flush=True)
     return result
+
+
+def slug(name: str) -> str:
+    """A recipe's name as a file's."""
+    return name.replace(", ", "-").replace(" ", "_")
 
 
 def sampled(folder: Path, source: list[str]) -> dict[str, float]:
@@ -172,8 +178,7 @@ def tesseract(images: np.ndarray[Any, Any]) -> list[str]:
         )
         for image in images
     ]
-    folder = ROOT / "outputs" / "learn"
-    file = folder / f"pages-{os.getpid()}-{id(images)}.tif"
+    file = Path(tempfile.mkstemp(suffix=".tif")[1])
     pages[0].save(file, save_all=True, append_images=pages[1:])
     options = ["--psm", "7", "-c", "tessedit_char_whitelist=0123456789"]
     out = subprocess.run([program, str(file), "stdout", *options], capture_output=True, text=True, check=True).stdout

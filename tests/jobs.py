@@ -57,14 +57,13 @@ def base_overrides(model: Path, folder: Path) -> list[str]:
 def one_step(cfg: TrainConfig) -> dict[str, Any]:
     """Sample, score and update once; returns this rank's samples, the row of metrics, and the weights after."""
     from phalanx.distributed.collectives import all_gather
-    from phalanx.functional.advantage import informative
     from phalanx.trainer import Trainer
 
     t = Trainer(cfg)
     with t.rollout.awake():
         samples = t.rollout.sample(t.prompts.batch(0), seed=cfg.trainer.seed, step=0, each=t.submit)
     reward = all_gather(t.score()[0])
-    row = t.update(samples, t.algorithm.advantage(reward, t.group_id), informative(reward, t.group_id))
+    row = t.update(samples, reward, 0)
     return {
         "images": samples.outputs,
         "latents": samples.trace.latents.cpu(),

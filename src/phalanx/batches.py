@@ -7,7 +7,7 @@ from pathlib import Path
 
 from phalanx.config import ConfigError
 from phalanx.config.schema import RunConfig, TrainConfig
-from phalanx.functional.window import sde_window
+from phalanx.functional.window import sde_window, trained_count
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,8 @@ class BatchPlan:
     """Numbers of one training step.
 
     samples over the world; per_rank; updates: optimizer steps a pass; micro: samples of a forward and backward pass;
-    window: trained denoising steps; rollout_micro: samples of a rollout micro-batch.
+    window: trained denoising steps or noise levels; rollout_micro: samples of a rollout micro-batch; stochastic:
+    denoising steps from which the trained ones are taken.
     """
 
     samples: int
@@ -24,6 +25,7 @@ class BatchPlan:
     micro: int
     window: int
     rollout_micro: int
+    stochastic: int
 
     @property
     def exact(self) -> bool:
@@ -33,14 +35,16 @@ class BatchPlan:
 
 def plan(cfg: TrainConfig, world_size: int) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; raises ConfigError with the numbers where it does not divide."""
+    stochastic, trained = _steps(cfg)
     numbers = _Numbers(
         world=world_size,
-        window=_window(cfg),
+        window=trained,
         prompts=cfg.data.train_batch_size,
         n=cfg.rollout.n,
         mini=cfg.actor.ppo_mini_batch_size,
         micro=cfg.actor.ppo_micro_batch_size_per_gpu,
         rollout=cfg.rollout.micro_batch_size_per_gpu,
+        together=cfg.algorithm.samples_together,
     )
     problem = numbers.problem()
     if problem is not None:
@@ -54,6 +58,7 @@ def plan(cfg: TrainConfig, world_size: int) -> BatchPlan:
         micro=numbers.micro,
         window=numbers.window,
         rollout_micro=numbers.rollout_micro,
+        stochastic=stochastic,
     )
 
 
@@ -63,12 +68,54 @@ def check(cfg: TrainConfig) -> None:
         raise ConfigError(
             "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .parquet or dataset folder"
         )
-    if not cfg.reward.functions:
+    if not cfg.reward.functions and cfg.algorithm.needs_reward:
         raise ConfigError(
             "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]"
         )
     check_run(cfg)
-    _window(cfg)
+    if cfg.rollout.engine == "dataset":
+        _check_pairs(cfg)
+    cfg.algorithm.check(cfg.rollout)
+    if cfg.algorithm.trained_steps(cfg.rollout) is None:
+        if cfg.rollout.noise_level == 0:
+            raise ConfigError("rollout.noise_level: 0.0 should be greater than 0")
+    else:
+        _check_windowless(cfg)
+    _steps(cfg)
+
+
+def _check_windowless(cfg: TrainConfig) -> None:
+    """Refuse settings of a window's surroundings under an algorithm that has none; raises ConfigError."""
+    r, name = cfg.rollout, cfg.algorithm.name
+    if r.ode_compression < 1:
+        raise ConfigError(
+            f"rollout.ode_compression: {r.ode_compression:g} shortens what follows a window, and {name} has none; "
+            "lower rollout.num_inference_steps instead"
+        )
+    if r.noise_level > 0 and r.solver != "euler":
+        raise ConfigError(
+            f"rollout.solver: {r.solver} takes steps without noise, and under {name} all have rollout.noise_level "
+            f"{r.noise_level:g}; set it to 0, or rollout.solver=euler"
+        )
+    if r.noise_level == 0 and r.init_same_noise:
+        raise ConfigError(
+            f"rollout.init_same_noise: true makes all images of a prompt equal, since {name} samples without noise; "
+            "set it to false"
+        )
+
+
+def _check_pairs(cfg: TrainConfig) -> None:
+    """Refuse what cannot be trained on pairs of images from the data."""
+    if cfg.algorithm.trained_steps(cfg.rollout) is None:
+        raise ConfigError(
+            f"rollout.engine: dataset brings images, and algorithm.name {cfg.algorithm.name} trains on sampled "
+            "denoising steps; take one that trains on images, such as diffusion_dpo"
+        )
+    if cfg.rollout.n != 2:
+        raise ConfigError(
+            f"rollout.n: {cfg.rollout.n} should be 2 where rollout.engine is dataset: the chosen image and the "
+            "rejected one"
+        )
 
 
 def check_run(cfg: RunConfig) -> None:
@@ -100,9 +147,12 @@ def _check_output_dir(output_dir: str) -> None:
         raise ConfigError(f"trainer.output_dir: {output_dir!r} cannot be written: no permission in {existing}")
 
 
-def _window(cfg: TrainConfig) -> int:
-    """The number of trained steps; raises ConfigError for a window that does not fit the schedule."""
+def _steps(cfg: TrainConfig) -> tuple[int, int]:
+    """How many steps are stochastic and trained; raises ConfigError for a window that does not fit the schedule."""
     r = cfg.rollout
+    levels: int | None = cfg.algorithm.trained_steps(r)
+    if levels is not None:
+        return 0, levels
     if r.sde_window_range is not None and len(r.sde_window_range) != 2:
         raise ConfigError(f"rollout.sde_window_range: {r.sde_window_range} should be two numbers [a, b]")
     try:
@@ -123,7 +173,7 @@ def _window(cfg: TrainConfig) -> int:
             f"rollout.sde_window_range: {r.sde_window_range} holds the last step, which has no log-probability under "
             f"cps; its end should be at most {r.num_inference_steps - 1}"
         )
-    return len(window)
+    return len(window), trained_count(len(window), r.timestep_fraction)
 
 
 _KEYS = {
@@ -147,6 +197,7 @@ class _Numbers:
     mini: int
     micro: int
     rollout: int | None
+    together: int = 1
 
     @property
     def rollout_micro(self) -> int:
@@ -161,6 +212,8 @@ class _Numbers:
         update = f"{mini} prompts x {_KEYS['n']} {self.n} = {images} images of an update"
         if images % world:
             return f"{_KEYS['mini']}: {update} do not divide over {world} ranks", ("mini", "n")
+        if self.together > 1 and mini % world:  # images of a prompt that are trained together are on one rank
+            return f"{_KEYS['mini']}: {mini} whole prompts do not divide over {world} ranks", ("mini", "prompts")
         per_update, per_rank = images // world, prompts * self.n // world
         if per_update % micro:
             what = f"{micro} does not divide the {per_update} images of an update on a rank"

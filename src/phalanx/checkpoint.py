@@ -43,16 +43,16 @@ class Progress:
 
 
 def trained_state(
-    parameters: dict[str, Tensor], optimizer: dict[str, dict[str, Tensor]], ema: dict[str, Tensor] | None
+    parameters: dict[str, Tensor], optimizer: dict[str, dict[str, Tensor]], averages: dict[str, dict[str, Tensor]]
 ) -> dict[str, Any]:
-    """What a checkpoint holds, as tensors of the mesh: to save, or to load into."""
+    """What a checkpoint holds, as tensors of the mesh: to save, or to load into. `averages`: other weights by name."""
     state: dict[str, Any] = {"model": {name: p.detach() for name, p in parameters.items()}, "optim": {}}
     for name, p in parameters.items():
         state["optim"][name] = {
             key: value if value.dim() == 0 else as_part_of(value, p) for key, value in optimizer[name].items()
         }
-    if ema is not None:
-        state["ema"] = {name: as_part_of(value, parameters[name]) for name, value in ema.items()}
+    for average, values in averages.items():
+        state[average] = {name: as_part_of(value, parameters[name]) for name, value in values.items()}
     return state
 
 

@@ -26,6 +26,8 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
 
+HELP = "--help: this text"
+PLAN = "--plan [nnodes=4] [nproc=8] [gpu_memory_gb=80]: what the job would be on that cluster; nothing is trained"
 PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu_memory_gb")  # known beside --plan alone
 
 
@@ -54,7 +56,7 @@ def parse(
             raise ConfigError(f"unknown option {options[0]}; right is [config.yaml] [key=value ...], or --help")
         if len(words) < len(argv) - (path is not None):
             if rank() == 0:
-                print(help_text(schema, description, path, words))
+                print(help_text(schema, description, path, words, (HELP, PLAN) if plan is not None else (HELP,)))
             sys.exit(0)
         config = load(schema, path, words)
     except ConfigError as error:

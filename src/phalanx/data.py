@@ -6,12 +6,14 @@ import logging
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.pictures import Picture
 from phalanx.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -33,8 +35,10 @@ class DataError(ValueError):
     """A data file that cannot be used; the message is one line with the file and the line or row."""
 
 
-def load_prompts(files: list[str], key: str) -> list[PromptRow]:
+def load_prompts(files: list[str], key: str, images: Sequence[str] = ()) -> list[PromptRow]:
     """All rows of all files, in order; `key` is the config key that lists them, for messages.
+
+    `images` are columns that every row must have, as Pictures in `meta`: they are read when they are wanted.
 
     - `.txt`: a prompt a line; blank lines are skipped.
     - `.jsonl`: an object a line with `prompt` (text, or a chat) and optionally `negative_prompt`.
@@ -51,7 +55,7 @@ def load_prompts(files: list[str], key: str) -> list[PromptRow]:
     rows: list[PromptRow] = []
     for file in files:
         path, split = _locate(file, key)
-        found = list(_read(path, split, file, key))
+        found = list(_read(path, split, file, key, images))
         if not found:
             raise DataError(f"{key}: {file} has no prompts")
         rows += found
@@ -160,17 +164,19 @@ def _locate(file: str, key: str) -> tuple[Path, str | None]:
     raise DataError(f"{key}: {file} does not exist{hint}")
 
 
-def _read(path: Path, split: str | None, file: str, key: str) -> Iterator[PromptRow]:
+def _read(path: Path, split: str | None, file: str, key: str, images: Sequence[str]) -> Iterator[PromptRow]:
     if path.is_dir():
-        source = _dataset_rows(path, split, file, key)
+        source = _dataset_rows(path, split, file, key, images)
+    elif path.suffix == ".txt" and images:
+        raise DataError(f"{key}: {file} is plain text; images ({', '.join(images)}) come in the other formats")
     elif path.suffix == ".txt":
         for where, line in _lines(path, file, key):
             yield _row({"prompt": line}, where)
         return
     elif path.suffix == ".jsonl":
-        source = _json_rows(path, file, key)
+        source = _json_rows(path, file, key, images)
     elif path.suffix == ".parquet":
-        source = _parquet_rows(path, file, key)
+        source = _parquet_rows(path, file, key, images)
     else:
         ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
         raise DataError(f"{key}: {file} {ending}; right is {FORMATS}")
@@ -190,7 +196,7 @@ def _lines(path: Path, file: str, key: str) -> Iterator[tuple[str, str]]:
             yield where, line
 
 
-def _json_rows(path: Path, file: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _json_rows(path: Path, file: str, key: str, images: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     right = 'right is an object a line, {"prompt": "..."}'
     for where, line in _lines(path, file, key):
         try:
@@ -199,23 +205,66 @@ def _json_rows(path: Path, file: str, key: str) -> Iterator[tuple[str, dict[str,
             raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {right}") from None
         if not isinstance(value, dict):
             raise DataError(f"{where}: JSON of type {_kind(value)}; {right}")
+        for name in images:
+            if name not in value:
+                raise DataError(f"{where}: no {name!r}; it has {', '.join(value) or 'no keys'}")
+            value[name] = Picture(partial(_given, value[name]), path.parent, f"{where}: {name}")
         yield where, value
 
 
-def _parquet_rows(path: Path, file: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _given(value: Any) -> Any:
+    return value
+
+
+def _parquet_rows(path: Path, file: str, key: str, images: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        source = pq.ParquetFile(path)
+        _check_columns(source.schema_arrow.names, f"{key}: {file}", images)
+        if images:
+            yield from _with_pictures(_mapped(path), path.parent, f"{key}: {file}", images)
+            return
+        table = source.read()
     except pa.ArrowInvalid as error:
         raise DataError(f"{key}: {file} is no Parquet file: {str(error).splitlines()[0]}") from error
-    _check_columns(table.column_names, f"{key}: {file}")
     for number, columns in enumerate(table.to_pylist()):
         yield f"{key}: {file}, row {number}", columns
 
 
-def _dataset_rows(path: Path, split: str | None, file: str, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _mapped(path: Path) -> Any:
+    """A Parquet file as a dataset that stays on disk; `datasets` keeps a copy in its cache, from which any row can be
+    read for itself.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()  # every rank would draw its own
+    return datasets.Dataset.from_parquet(str(path))
+
+
+def _with_pictures(
+    dataset: Any, folder: Path, place: str, images: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a dataset on disk, with Pictures in the place of images."""
+    from datasets import Image
+
+    columns = {name: dataset.select_columns([name]) for name in images}
+    for name, column in columns.items():
+        if isinstance(column.features[name], Image):
+            columns[name] = column.cast_column(name, Image(decode=False))
+
+    def cell(name: str, number: int) -> Any:
+        return columns[name][number][name]
+
+    for number, texts in enumerate(dataset.remove_columns(list(images))):
+        where = f"{place}, row {number}"
+        yield where, texts | {name: Picture(partial(cell, name, number), folder, f"{where}: {name}") for name in images}
+
+
+def _dataset_rows(
+    path: Path, split: str | None, file: str, key: str, images: Sequence[str]
+) -> Iterator[tuple[str, dict[str, Any]]]:
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -233,14 +282,18 @@ def _dataset_rows(path: Path, split: str | None, file: str, key: str) -> Iterato
         dataset = dataset[split if split is not None else next(iter(dataset))]
     elif split is not None:
         raise DataError(f"{key}: {file}: the dataset has no splits; right is {path}")
-    _check_columns(dataset.column_names, f"{key}: {file}")
+    _check_columns(dataset.column_names, f"{key}: {file}", images)
+    if images:
+        yield from _with_pictures(dataset, path, f"{key}: {file}", images)
+        return
     for number, columns in enumerate(dataset):
         yield f"{key}: {file}, row {number}", columns
 
 
-def _check_columns(columns: list[str], where: str) -> None:
-    if "prompt" not in columns:
-        raise DataError(f"{where} has no column 'prompt'; it has {', '.join(columns) or 'none'}")
+def _check_columns(columns: list[str], where: str, images: Sequence[str]) -> None:
+    for name in ("prompt", *images):
+        if name not in columns:
+            raise DataError(f"{where} has no column {name!r}; it has {', '.join(columns) or 'none'}")
 
 
 def _row(columns: dict[str, Any], where: str) -> PromptRow:

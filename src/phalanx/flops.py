@@ -79,7 +79,7 @@ def step_flops(
     updates_per_sample: float = 1,
     lora: bool,
     checkpointing: bool,
-    reference: bool,
+    views: int,
     detach_uncond: bool,
 ) -> int:
     """FLOPs of one training step over the world, from those of one forward pass of one sample and guidance branch.
@@ -87,7 +87,7 @@ def step_flops(
     With `branches` = 2 under classifier-free guidance (else 1), each sample costs, in forward passes:
 
     - rollout: `steps * branches`;
-    - reference mean of the KL term, once a sample: `window * branches`, if `reference`;
+    - each of `views`, the passes with other weights (such as the reference's), once a sample: `window * branches`;
     - each of `updates_per_sample` updates (`ppo_epochs`), for each of the `window` trained steps:
       `branches` for the replay, and for every branch that has a gradient (one of two if `detach_uncond`)
       2 for the backward pass of a full fine-tune or 1 for a LoRA, and 1 more for recomputation if `checkpointing`.
@@ -100,9 +100,9 @@ def step_flops(
     grad_branches = 1 if detach_uncond else branches
     backward = (1 if lora else 2) + (1 if checkpointing else 0)
     rollout = steps * branches
-    anchor = window * branches if reference else 0
+    anchors = views * window * branches
     update = window * (branches + grad_branches * backward)
-    return round(forward * samples * (rollout + anchor + updates_per_sample * update))
+    return round(forward * samples * (rollout + anchors + updates_per_sample * update))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from phalanx.data import DataError, Shuffled
+from phalanx.pictures import to_size
 
 TEXT_COLUMNS = ("prompt", "text", "caption")
 
@@ -42,13 +41,7 @@ class ImageTextData:
             image = (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")
         except (OSError, UnidentifiedImageError) as error:
             raise DataError(f"{where}: the image cannot be read: {error}") from None
-        scale = max(self.height / image.height, self.width / image.width)
-        if scale != 1:
-            size = (max(round(image.width * scale), self.width), max(round(image.height * scale), self.height))
-            image = image.resize(size, Image.Resampling.LANCZOS)
-        left, top = (image.width - self.width) // 2, (image.height - self.height) // 2
-        image = image.crop((left, top, left + self.width, top + self.height))
-        return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+        return to_size(image, self.height, self.width)
 
 
 class IndexStream:

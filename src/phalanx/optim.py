@@ -102,11 +102,11 @@ class Optimizer:
                         state[key] = value.to(device or part.device)
 
 
-class Ema:
-    """Exponential moving average of the optimizer's tensors; `values` holds this rank's parts."""
+class Average:
+    """A moving copy of the optimizer's tensors; `values` holds this rank's parts."""
 
-    def __init__(self, config: EmaConfig, parameters: dict[str, Tensor], *, offload: bool = False) -> None:
-        self.config, self.parameters = config, parameters
+    def __init__(self, parameters: dict[str, Tensor], *, offload: bool = False) -> None:
+        self.parameters = parameters
         parts = {name: local(p).detach() for name, p in parameters.items()}
         # float32 whatever the weights are: a small step of the average would be lost in bfloat16
         self.values = {
@@ -114,10 +114,23 @@ class Ema:
         }
 
     @torch.no_grad()
-    def update(self, updates: int) -> None:
-        """After optimizer step number `updates` (from 1)."""
-        assert self.config.decay is not None
-        decay = min(self.config.decay, (1 + updates) / (10 + updates)) if self.config.warmup else self.config.decay
+    def mix(self, decay: float) -> None:
+        """Become decay * itself + (1 - decay) * the parameters."""
         averages = list(self.values.values())
         current = [local(p).to(a.device, a.dtype) for p, a in zip(self.parameters.values(), averages, strict=True)]
         torch._foreach_lerp_(averages, current, 1 - decay)
+
+
+class Ema(Average):
+    """The exponential moving average of `actor.ema`."""
+
+    def __init__(self, config: EmaConfig, parameters: dict[str, Tensor], *, offload: bool = False) -> None:
+        super().__init__(parameters, offload=offload)
+        self.config = config
+
+    def update(self, updates: int) -> None:
+        """After optimizer step number `updates` (from 1)."""
+        decay, warmup = self.config.decay, (1 + updates) / (10 + updates)
+        assert decay is not None
+        if updates % self.config.update_interval == 0:
+            self.mix(min(decay, warmup) if self.config.warmup else decay)

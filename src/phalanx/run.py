@@ -3,6 +3,7 @@
 import logging
 import os
 import resource
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from phalanx.ending import Stopped
 from phalanx.evaluate import validate
 from phalanx.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
 from phalanx.models.flow import build_policy
-from phalanx.optim import Ema, Optimizer
+from phalanx.optim import Average, Ema, Optimizer
 from phalanx.report import write_report
 from phalanx.rewards import RewardError, RewardSet
 from phalanx.rollout import build_rollout
@@ -41,8 +42,9 @@ class Run:
         *,
         micro_batch_size: int,
         detach_uncond: bool = False,
+        window: bool = True,
     ) -> None:
-        """Join the world and build the model; `micro_batch_size` is the rollout's.
+        """Join the world and build the model; `micro_batch_size` and `window` are the rollout's.
 
         Raises ValueError, with one line, for what the user can mend.
         """
@@ -60,10 +62,12 @@ class Run:
         self.policy = build_policy(
             cfg.model, cfg.parallel, cfg.data, self.world, seed=cfg.trainer.seed, detach_uncond=detach_uncond
         )
-        self.rollout = build_rollout(self.policy, cfg.rollout, self.world, micro_batch_size)
+        self.rollout = build_rollout(self.policy, cfg.rollout, self.world, micro_batch_size, window=window)
 
-    def prepare(self, total_steps: int, total_updates: int) -> None:
-        """Make the optimizer and the average, resume where a checkpoint is, and open the logs."""
+    def prepare(self, total_steps: int, total_updates: int, averages: Sequence[str] = ()) -> None:
+        """Make the optimizer and the averages (`ema`, and those that the job asks for by name, which begin as the
+        weights are now), resume where a checkpoint is, and open the logs.
+        """
         cfg, offload = self.base_cfg, self.base_cfg.parallel.optimizer_offload
         self.total_steps = total_steps
         self.optimizer = Optimizer(cfg.optim, self.policy.sharded, total_updates, offload=offload)
@@ -71,6 +75,9 @@ class Run:
         if self.ema_cfg.decay is not None:
             self.ema = Ema(self.ema_cfg, self.policy.parameters, offload=offload)
             self.policy.add_weights("ema", self.ema.values)
+        self.averages = {name: Average(self.policy.parameters, offload=offload) for name in averages}
+        for name, average in self.averages.items():
+            self.policy.add_weights(name, average.values)
         self.checkpointer = Checkpointer(self.output_dir, self.world, self._signature(), cfg.trainer.max_checkpoints)
         self.progress = self._resume()
         self.checkpointer.saved_step = self.progress.step
@@ -131,25 +138,37 @@ class Run:
         """Hand a micro-batch to the rewards. All ranks call it equally often: a failure that shows on one ends all,
         and so does a signal to stop, since nothing is trained while images are sampled.
         """
-        assert self.rewards is not None
         failure: RewardError | None = None
         try:
-            self.rewards.submit(images, prompts)
+            if self.rewards is not None:
+                self.rewards.submit(images, prompts)
         except RewardError as error:
             failure = error
         self.go_on(failure)
 
     def ask(self) -> None:
-        """Have the reward model answer the judges' questions about what was submitted, as a phase of its own."""
-        assert self.rewards is not None
-        if self.rewards.asks:
+        """Have the reward model answer the judges' questions about what was submitted, as a phase of its own.
+
+        A question that it cannot be asked ends the job on all ranks.
+        """
+        if self.rewards is not None and self.rewards.asks:
             with self.timers("judge"):
-                self.rewards.ask()
+                self._ask()
+
+    def _ask(self) -> None:
+        assert self.rewards is not None
+        failure: RewardError | None = None
+        try:
+            self.rewards.ask()
+        except RewardError as error:
+            failure = error
+        self.go_on(failure)
 
     def score(self) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's rewards [B] and their terms; a reward that fails on any rank ends the job on all."""
         assert self.rewards is not None
-        self.rewards.ask()  # in validation, where nobody has asked yet
+        if self.rewards.asks:  # in validation, where nobody has asked yet
+            self._ask()
         terms: dict[str, Tensor] = {}
         failure: RewardError | None = None
         try:
@@ -274,8 +293,10 @@ class Run:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds, as tensors of the mesh."""
-        ema = self.ema.values if self.ema is not None else None
-        return trained_state(self.policy.parameters, self.optimizer.state(), ema)
+        averages = {name: average.values for name, average in self.averages.items()}
+        if self.ema is not None:
+            averages["ema"] = self.ema.values
+        return trained_state(self.policy.parameters, self.optimizer.state(), averages)
 
     def _signature(self) -> dict[str, Any]:
         return {
@@ -283,6 +304,7 @@ class Run:
             "trained parameters": sum(p.numel() for p in self.policy.parameters.values()),
             "lora_rank": self.base_cfg.model.lora_rank,
             "moving average": self.ema_cfg.decay is not None,
+            "other weights": ", ".join(sorted(self.averages)) or "none",
             "optimizer": self.base_cfg.optim.name,
         }
 

@@ -3,6 +3,8 @@
 import logging
 import math
 import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,15 +17,20 @@ from phalanx.data import PromptStream, held_out_overlap, load_prompts
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import all_gather, mean_rows, reduce_float
 from phalanx.distributed.placement import place
+from phalanx.distributed.seed import fold_in, normal
+from phalanx.expert import LoadedExpert, check_expert
 from phalanx.flops import peak_flops, step_flops
 from phalanx.functional.advantage import group_std, informative
+from phalanx.functional.noising import noise_levels
 from phalanx.metrics import check_loggers
+from phalanx.micro_batches import MicroBatches
 from phalanx.models.flow import family_of
 from phalanx.rollout import check_engine
 from phalanx.rollout._rescore import rescore
+from phalanx.rollout.dataset import PAIR
 from phalanx.rollout.policy import train_sampler, val_sampler
 from phalanx.run import Run, peak_memory_gb
-from phalanx.types import Batch, Samples, select
+from phalanx.types import Algorithm, Noised, Samples
 
 log = logging.getLogger(__name__)
 ENCODE_AHEAD = 32  # training steps whose prompts are encoded at once
@@ -40,9 +47,9 @@ def check(cfg: TrainConfig) -> batches.BatchPlan:
     plan = batches.plan(cfg, launch.world_size)
     mesh.check_elastic(cfg, launch, lambda size: batches.plan(cfg, size))
     check_engine(cfg.rollout)
-    guidance_key = family_of(cfg.model).guidance_key
-    train_sampler(cfg.rollout, guidance_key)
-    val_sampler(cfg.rollout, guidance_key)
+    family = family_of(cfg.model)
+    train_sampler(cfg.rollout, family)
+    val_sampler(cfg.rollout, family)
     return plan
 
 
@@ -51,21 +58,37 @@ class Trainer(Run):
 
     def __init__(self, cfg: TrainConfig) -> None:
         self.cfg, self.plan = cfg, check(cfg)
-        rows = load_prompts(cfg.data.train_files, "data.train_files")
-        self.prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)
-        super().__init__(
-            cfg, cfg.actor.ema, micro_batch_size=self.plan.rollout_micro, detach_uncond=cfg.actor.detach_uncond
+        rows = load_prompts(
+            cfg.data.train_files, "data.train_files", images=PAIR if cfg.rollout.engine == "dataset" else ()
         )
-        self.algorithm = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(
+        self.prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)
+        self.algorithm: Algorithm = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(
             cfg.algorithm
         )
-        if self.algorithm.needs_reference:
-            self.policy.keep_reference()
+        for expert in self.algorithm.experts:
+            check_expert(expert, cfg.model)
+        super().__init__(
+            cfg,
+            cfg.actor.ema,
+            micro_batch_size=self.plan.rollout_micro,
+            detach_uncond=cfg.actor.detach_uncond,
+            window=not self.algorithm.forward,
+        )
+        self.experts = {
+            e.name: LoadedExpert(e, cfg, self.policy, self.world, self.plan.rollout_micro)
+            for e in self.algorithm.experts
+        }
+        averages = list(self.algorithm.averages)
+        if "reference" in self.algorithm.others:
+            if cfg.actor.ref_model_sync_steps is None:
+                self.policy.keep_reference()
+            else:
+                averages.append("reference")
         steps = cfg.trainer.total_training_steps
         if steps is None:
             assert cfg.trainer.total_epochs is not None
             steps = self.prompts.steps(cfg.trainer.total_epochs)
-        self.prepare(steps, steps * self.plan.updates * cfg.actor.ppo_epochs)
+        self.prepare(steps, steps * self.plan.updates * cfg.actor.ppo_epochs, averages)
         self.group_id = torch.arange(self.plan.samples) // cfg.rollout.n
         self._forward_flops: int | None = None
         self._trained = 0
@@ -76,7 +99,8 @@ class Trainer(Run):
                 "model.compile: sampling and training are compiled apart, so their log-probs may differ in the last "
                 "bits (see actor/first_ratio_error)"
             )
-        if self.rollout.exact and not self.plan.exact and self.world.rank == 0:
+        exact = self.plan.exact or self.algorithm.forward
+        if self.rollout.exact and not exact and self.world.rank == 0:
             log.warning(
                 "rollout.micro_batch_size_per_gpu %d is not ppo_micro_batch_size_per_gpu x window = %d: log-probs of "
                 "rollout and replay may differ in the last bits (see actor/first_ratio_error)",
@@ -95,54 +119,105 @@ class Trainer(Run):
                 if (step - first) % ENCODE_AHEAD == 0:
                     with self.timers("encode"):
                         self.encode_ahead(step)
-                with self.timers("rollout"), self.rollout.awake():
+                with self.timers("rollout"), self.behaviour(), self.rollout.awake():
                     samples = self.rollout.sample(self.prompts.batch(step), seed=seed, step=step, each=self.submit)
                 self.ask()
                 samples, drift = self.rescore(samples)
                 with self.timers("reward"):  # what is left of it: the rest was scored while sampling went on
-                    local_reward, local_terms = self.score()
-                    reward = all_gather(local_reward)
-                    terms = {name: all_gather(values) for name, values in local_terms.items()}
-                advantage = self.algorithm.advantage(reward, self.group_id)
+                    terms = self.terms()
+                samples, terms, redrawn = self.redraw(samples, terms, step)
+                reward, scores = self.rewarded(terms, step)
                 with self.timers("update"):
-                    row = self.update(samples, advantage, informative(reward, self.group_id))
-                row |= drift | reward_metrics(reward, terms, self.group_id)
-                row |= self.performance(samples, time.perf_counter() - start)
+                    row = self.update(samples, reward, step)
+                    self.after_step(step + 1)
+                row |= drift | redrawn | scores | self.performance(samples, time.perf_counter() - start)
                 self.progress.samples_seen += self.plan.samples
                 del samples
                 self.end_step(step + 1, row)
             self.checkpointer.wait()
 
-    def update(self, samples: Samples, advantage: Tensor, counts: Tensor) -> dict[str, float]:
-        """All optimizer steps on this step's samples. advantage, counts [N] are the world's; counts: informative ones.
+    def behaviour(self) -> AbstractContextManager[None]:
+        """The weights that sample for training."""
+        name = self.algorithm.behaviour
+        return nullcontext() if name is None else self.policy.using(name)
 
-        Optimizer step k trains on the images whose number in the step is k modulo the number of updates, so that each
-        holds a share of every prompt, and the same images whatever the number of ranks.
+    def terms(self) -> dict[str, Tensor]:
+        """The terms of the reward [N], of all that the world submitted in the order of ranks."""
+        if self.rewards is None:
+            return {}
+        return {name: all_gather(values) for name, values in self.score()[1].items()}
+
+    def redraw(
+        self, samples: Samples, terms: dict[str, Tensor], step: int
+    ) -> tuple[Samples, dict[str, Tensor], dict[str, float]]:
+        """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal are sampled again,
+        until they differ or rollout.max_num_gen_batches is reached. Returns what became of samples and terms.
         """
-        plan, world = self.plan, self.world
-        mine_of_all = slice(world.rank * plan.per_rank, (world.rank + 1) * plan.per_rank)
-        reference = self.reference_means(samples) if self.algorithm.needs_reference and bool(counts.any()) else None
-        local_advantage = advantage[mine_of_all].to(world.device)
+        times, count = self.cfg.rollout.max_num_gen_batches, 0
+        if self.rewards is None or times == 1:
+            return samples, terms, {}
+        for attempt in range(1, times):
+            stale = ~informative(self.rewards.weighted(terms, step), self.group_id)
+            if not stale.any():
+                break
+            with self.timers("rollout"), self.behaviour(), self.rollout.awake():
+                samples, numbers = self.rollout.resample(samples, stale, attempt, each=self.submit)
+            self.ask()
+            with self.timers("reward"):
+                again, numbers = self.terms(), all_gather(numbers)
+            real = numbers >= 0
+            terms = {name: values.index_copy(0, numbers[real], again[name][real]) for name, values in terms.items()}
+            count += int(stale.sum())
+        return samples, terms, {"rollout/resampled_ratio": count / self.plan.samples}
+
+    def rewarded(self, terms: dict[str, Tensor], step: int) -> tuple[Tensor, dict[str, float]]:
+        """The rewards [N] of the world's samples, and reward/... metrics; zeros and none where there is no reward."""
+        if self.rewards is None:
+            return torch.zeros(self.plan.samples), {}
+        reward = plain = self.rewards.weighted(terms, step)
+        if self.cfg.reward.normalize == "group":
+            reward = self.rewards.weighted(terms, step, self.group_id)
+        return reward, reward_metrics(plain, terms, self.group_id)
+
+    def update(self, samples: Samples, reward: Tensor, step: int) -> dict[str, float]:
+        """All optimizer steps on the samples of training step `step`. reward [N] is the world's.
+
+        Optimizer step k trains on the units (samples, but for algorithms that train several as one) whose number is k
+        modulo the number of updates, so that each holds a share of every prompt, and the same whatever the number of
+        ranks.
+        """
+        plan, world, algorithm = self.plan, self.world, self.algorithm
+        advantage = algorithm.advantage(reward, self.group_id)
+        units = algorithm.units(reward, self.group_id)
+        counts = algorithm.counts(reward, self.group_id)[units].all(1)
+        per_rank, together = len(units) // world.size, units.shape[1]
+        mine_of_all = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
+        local_units = units[mine_of_all] - world.rank * plan.per_rank
         rows: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
         steps: list[dict[str, Any]] = []
-        for _ in range(self.cfg.actor.ppo_epochs):
+        batches = MicroBatches(samples, advantage[world.rank * plan.per_rank :][: plan.per_rank], world.device)
+        for epoch in range(self.cfg.actor.ppo_epochs if counts.any() else 0):
+            if algorithm.forward:
+                batches.noised = self.noised(samples, step, epoch)
+            if algorithm.forward or epoch == 0:
+                batches.views = self.views(batches, local_units)
             for k in range(plan.updates):
                 chosen = counts[k :: plan.updates]
                 busiest = int(chosen.view(world.size, -1).sum(1).max())
                 if busiest == 0:  # nothing to learn from, on any rank
                     continue
-                mine = torch.arange(k, plan.per_rank, plan.updates)
+                mine = torch.arange(k, per_rank, plan.updates)
                 keep = counts[mine_of_all][mine]
                 order = mine[torch.sort(~keep, stable=True).indices]  # those that count first: the rest may be skipped
-                weight = counts.float() / (int(chosen.sum()) * plan.window)
-                micros = order.to(world.device).split(plan.micro)[: math.ceil(busiest / plan.micro)]
+                weight = counts.float()[mine_of_all] / (int(chosen.sum()) * plan.window)
+                size = max(plan.micro // together, 1)
+                micros = order.split(size)[: math.ceil(busiest / size)]
                 rows.append([])
                 total = torch.zeros((), device=world.device)
-                weight = weight[mine_of_all].to(world.device)
                 for i, part in enumerate(micros):
-                    batch = self.batch(samples, part, local_advantage, weight, reference)
+                    batch = batches.select(local_units[part].flatten(), weight[part], plan.window)
                     self.policy.sharded.set_last_micro_batch(i == len(micros) - 1)
-                    per_action, stats = self.algorithm.loss(self.policy, batch)
+                    per_action, stats = algorithm.loss(self.policy, batch)
                     loss = (per_action * batch.weight).sum()
                     loss.backward()
                     total += loss.detach()
@@ -151,9 +226,17 @@ class Trainer(Run):
         self._trained = sum(len(update) for update in rows) * plan.micro  # samples, those skipped left out
         return self._actor_metrics(rows, steps)
 
+    def after_step(self, step: int) -> None:
+        """After training step number `step` (from 1): the algorithm's own weights follow the policy's."""
+        for name in self.algorithm.averages:
+            self.averages[name].mix(self.algorithm.decay(name, step))
+        sync = self.cfg.actor.ref_model_sync_steps
+        if sync is not None and step % sync == 0 and "reference" in self.averages:
+            self.averages["reference"].mix(0.0)
+
     def rescore(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
         """The policy's own log-probabilities of samples that an engine with other kernels drew; rollout/... metrics."""
-        if self.rollout.exact:
+        if self.rollout.exact or self.algorithm.forward:
             return samples, {}
         with self.timers("rescore"):
             return rescore(self.policy, samples, self.cfg.rollout, self.plan.micro)
@@ -161,28 +244,49 @@ class Trainer(Run):
     def encode_ahead(self, step: int) -> None:
         """Encode the prompts of the next training steps: the text encoders' way to the device and back is long."""
         ahead = range(step, min(step + ENCODE_AHEAD, self.total_steps))
-        self.rollout.encode([self.prompts.batch(k) for k in ahead])
+        prompts = [self.prompts.batch(k) for k in ahead]
+        self.rollout.encode(prompts)
+        for expert in self.experts.values():
+            expert.rollout.encode(prompts)
 
-    def batch(
-        self, samples: Samples, part: Tensor, advantage: Tensor, weight: Tensor, reference: Tensor | None
-    ) -> Batch:
-        """The micro-batch of the rows `part` [b] of this rank's samples; all on the device."""
-        assert samples.log_prob is not None
-        weights = weight[part][:, None].expand(-1, self.plan.window)
-        return Batch(
-            trace=select(samples.trace, part),
-            log_prob=samples.log_prob[part],
-            advantage=advantage[part],
-            weight=weights if samples.weight is None else weights * samples.weight[part],
-            ref_mean=None if reference is None else reference[part],
+    def noised(self, samples: Samples, step: int, epoch: int) -> Noised:
+        """Fresh noise of this rank's samples, a function of (trainer.seed, step, sample, epoch)."""
+        c, device, clean = self.cfg, self.world.device, samples.trace.clean
+        seeds = [fold_in(c.trainer.seed, step, int(i), "forward", epoch) for i in samples.index]
+        noise = torch.stack([normal((self.plan.window, *clean.shape[1:]), seed, device) for seed in seeds])
+        sampler, model = samples.trace.sampler, self.policy.model
+        schedule = model.schedule(sampler.num_inference_steps, sampler.height, sampler.width)[0][:-1]
+        streams = [torch.Generator().manual_seed(fold_in(seed, "level")) for seed in seeds]
+        uniform = torch.stack([torch.rand(max(len(schedule), self.plan.window), generator=g) for g in streams])
+        levels = noise_levels(
+            uniform, self.plan.window, schedule, distribution=c.algorithm.level_distribution, shift=model.shift()
         )
+        return Noised(noise, levels.to(device))
 
     @torch.no_grad()
-    def reference_means(self, samples: Samples) -> Tensor:
-        """The reference's transition means [B, W, ...], once a step."""
-        rows = torch.arange(self.plan.per_rank, device=self.world.device).split(self.plan.micro)
-        with self.policy.using("reference"), self.policy.unsharded():
-            return torch.cat([self.policy.replay(select(samples.trace, part)).mean for part in rows])
+    def views(self, batches: MicroBatches, units: Tensor) -> dict[str, Tensor]:
+        """What the algorithm wants to know of other weights, about the samples of `units` [u, s], whose samples stay
+        together: [B, ...] by name, with the samples in their places.
+        """
+        found = {}
+        size, rows = max(self.plan.micro // units.shape[1], 1), units.flatten()
+        for name in self.algorithm.others:
+            policy, theirs = self.policy, batches
+            weights: AbstractContextManager[None] = nullcontext()
+            if name in self.experts:
+                policy = self.experts[name].policy
+                theirs = replace(batches, samples=self.experts[name].samples(batches.samples))
+            elif name != "policy":
+                weights = policy.using(name)
+            with weights, policy.unsharded():
+                parts = [
+                    self.algorithm.view(policy, theirs.select(part.flatten(), torch.ones(len(part)), self.plan.window))
+                    for part in units.split(size)
+                ]
+            seen = torch.cat(parts)
+            found[name] = seen.new_zeros(self.plan.per_rank, *seen.shape[1:])
+            found[name][rows.to(seen.device)] = seen
+        return found
 
     # -- metrics --------------------------------------------------------------------------------------------------
 
@@ -191,10 +295,11 @@ class Trainer(Run):
         if not rows:
             return {"actor/updates_skipped": float(skipped)}
         plain = [{k: float(v) for k, v in row.items()} for update in rows for row in update]
-        error = max(row["ratio_error"] for row in plain[: len(rows[0])])
         out = {f"actor/{k}": v for k, v in mean_rows(plain).items() if k != "ratio_error"}
-        # of the first optimizer step: 0 to the last bit where rollout and replay run at equal shapes
-        out["actor/first_ratio_error"] = reduce_float(error, "max")
+        if "ratio_error" in plain[0]:
+            # of the first optimizer step: 0 to the last bit where rollout and replay run at equal shapes
+            error = max(row["ratio_error"] for row in plain[: len(rows[0])])
+            out["actor/first_ratio_error"] = reduce_float(error, "max")
         out["actor/grad_norm"] = sum(float(s["grad_norm"]) for s in steps) / len(steps)
         out["actor/lr"] = float(steps[-1]["lr"])
         out["actor/updates_skipped"] = float(skipped)
@@ -204,13 +309,13 @@ class Trainer(Run):
     def performance(self, samples: Samples, seconds: float) -> dict[str, float]:
         """Throughput, utilisation and memory of the step."""
         c, plan = self.cfg, self.plan
-        assert self.rewards is not None
         row = {
             "perf/step_s": seconds,
             "perf/images_per_gpu_per_s": plan.per_rank / seconds,
-            "perf/reward_busy_s": self.rewards.busy_s,  # on worker threads; time/reward is what was left to wait for
             "perf/peak_memory_gb": reduce_float(peak_memory_gb(self.world.device), "max"),
         }
+        if self.rewards is not None:  # on worker threads; time/reward is what was left to wait for
+            row["perf/reward_busy_s"] = self.rewards.busy_s
         if self._forward_flops is None:
             length = samples.trace.embeds["prompt_embeds"].shape[1]
             self._forward_flops = self.policy.model.flops(c.rollout.height, c.rollout.width, length)
@@ -219,13 +324,13 @@ class Trainer(Run):
             flops = step_flops(
                 self._forward_flops,
                 samples=plan.samples,
-                steps=c.rollout.num_inference_steps,
+                steps=samples.trace.evaluations,
                 window=plan.window,
-                cfg=self.rollout.sampler.guidance > 1,
+                cfg=self.rollout.sampler.guided,
                 updates_per_sample=self._trained / plan.per_rank,
                 lora=c.model.lora_rank > 0,
                 checkpointing=c.model.gradient_checkpointing,
-                reference=self.algorithm.needs_reference and self._trained > 0,
+                views=len(self.algorithm.others) if self._trained > 0 else 0,
                 detach_uncond=c.actor.detach_uncond,
             )
             row["perf/mfu"] = flops / (seconds * self.world.size * peak)

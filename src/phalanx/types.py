@@ -32,7 +32,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How images are denoised: sizes in pixels, `guidance` scale (1: off), `noise_level` eta of stochastic steps."""
+    """How images are denoised: sizes in pixels, `guidance` scale (1: off), `noise_level` eta of stochastic steps.
+
+    `embedded_guidance` is the scale that a guidance-distilled model takes as an input; None for other models.
+    `solver` takes the steps behind the stochastic ones, or all where there are none; `compression` is the share of the
+    steps behind a window that is taken.
+    """
 
     num_inference_steps: int
     height: int
@@ -40,26 +45,45 @@ class Sampler:
     guidance: float
     noise_level: float
     sde_type: str
+    embedded_guidance: float | None = None
+    solver: str = "euler"
+    compression: float = 1.0
+
+    @property
+    def guided(self) -> bool:
+        """Whether a second branch is computed, that of the negative prompts: classifier-free guidance."""
+        return self.guidance > 1
 
 
 @dataclass(frozen=True)
 class FlowTrace:
-    """What a replay of the trained denoising steps needs.
+    """What a replay of the trained denoising steps needs; S consecutive steps are stochastic, W of them are trained.
 
-    latents [B, W + 1, ...] float32: the samples before each trained step and after the last; sigmas [W + 1] and
-    timesteps [W]: noise levels in 0..1 and the scheduler's timesteps; `sigma_max` the schedule's second entry;
-    `embeds` text embeddings by name, each [P, ...] or under guidance [2 P, ...]: the prompts, then their negatives;
-    `prompt_index` [B] into the prompts.
+    latents [B, S + 1, ...] float32: the samples before each stochastic step and after the last; sigmas [S + 1] and
+    timesteps [S]: noise levels in 0..1 and the scheduler's timesteps; `sigma_max` the schedule's second entry;
+    `trained` [W] ascending: which of the S steps are trained. `embeds` text embeddings by name, each [P, ...] or under
+    guidance [2 P, ...]: the prompts, then their negatives; `prompt_index` [B] into the prompts. `means` [B, W, ...]
+    float32 are the means of the trained transitions under the weights that sampled, and `clean` [B, ...] float32 the
+    final latents. `evaluations`: velocities that each sample took.
     """
 
     sampler: Sampler
 
     latents: Tensor
+    means: Tensor
+    clean: Tensor
     sigmas: Tensor
     timesteps: Tensor
     sigma_max: float
+    trained: Tensor
     embeds: dict[str, Tensor]
     prompt_index: Tensor
+    evaluations: int
+
+    @property
+    def delta(self) -> Tensor:
+        """[W] sigma_next - sigma < 0 of the trained steps."""
+        return (self.sigmas[1:] - self.sigmas[:-1])[self.trained]
 
 
 @dataclass(frozen=True)
@@ -79,27 +103,70 @@ class Samples:
 
 
 @dataclass(frozen=True)
+class Noised:
+    """Fresh noise for final latents, as forward-process algorithms train on it: x_t = (1 - t) clean + t noise.
+
+    noise [B, W, ...] float32; levels [B, W] in 0..1, the t of each.
+    """
+
+    noise: Tensor
+    levels: Tensor
+
+    def latents(self, clean: Tensor) -> Tensor:
+        """x_t [B, W, ...] of clean latents [B, ...]."""
+        t = self.t
+        return (1 - t) * clean[:, None] + t * self.noise
+
+    def target(self, clean: Tensor) -> Tensor:
+        """The velocity [B, W, ...] that leads from clean latents [B, ...] to the noise."""
+        return self.noise - clean[:, None]
+
+    @property
+    def t(self) -> Tensor:
+        """The levels, to broadcast over latents [B, W, ...]."""
+        return self.levels.view(*self.levels.shape, *[1] * (self.noise.dim() - 2))
+
+
+@dataclass(frozen=True)
 class Batch:
     """Samples of one forward and backward pass.
 
-    log_prob, weight [B, W]; advantage [B]. `weight` already holds the world's denominator, and is 0 for samples
-    that do not count. `ref_mean` [B, W, ...] is the reference's transition mean where a KL term wants it.
+    log_prob [B, W], the trained transitions' under the weights that sampled; advantage [B]. weight [U, W] is that of
+    each unit (a sample, or the samples that the algorithm's `units` trains together) in each trained step: it already
+    holds the world's denominator, and is 0 for units that do not count. `views` holds what the algorithm's `view` said
+    of these samples under other weights, by their names. `noised` is for forward-process algorithms alone.
     """
 
     trace: FlowTrace
     log_prob: Tensor
     advantage: Tensor
     weight: Tensor
-    ref_mean: Tensor | None = None
+    views: dict[str, Tensor]
+    noised: Noised | None = None
 
 
 @dataclass(frozen=True)
 class Replay:
-    """The policy's view of given transitions: log_prob [B, W], mean [B, W, ...], std [W]; float32."""
+    """The policy's view of given transitions, float32: log_prob [B, W], mean [B, W, ...], std [W], and the velocities
+    [B, W, ...] that the means follow from.
+    """
 
     log_prob: Tensor
     mean: Tensor
     std: Tensor
+    velocity: Tensor
+
+
+@dataclass(frozen=True)
+class Expert:
+    """A frozen model beside the policy, of its family: a diffusers folder or hub id, which the configuration's `key`
+    names, and its guidance scale (None: the rollout's).
+    """
+
+    name: str
+    path: str
+    key: str
+    guidance: float | None = None
 
 
 class TextToImage(Protocol):
@@ -107,6 +174,7 @@ class TextToImage(Protocol):
 
     pipeline_class: str
     guidance_key: str
+    embedded_guidance_key: str | None
     transformer: Any
     dtype: torch.dtype
 
@@ -115,6 +183,8 @@ class TextToImage(Protocol):
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]: ...
 
     def collate(self, embeds: list[dict[str, Tensor]], length: int, padded: bool) -> dict[str, Tensor]: ...
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor: ...
 
 
 class Policy(Protocol):
@@ -133,6 +203,8 @@ class Policy(Protocol):
 
     def replay(self, trace: FlowTrace) -> Replay: ...
 
+    def predict(self, trace: FlowTrace, noised: Noised) -> Tensor: ...
+
     def unsharded(self) -> AbstractContextManager[None]: ...
 
     def through(self, transformer: Any) -> "Policy":
@@ -144,7 +216,7 @@ class Policy(Protocol):
         ...
 
     def using(self, weights: str) -> AbstractContextManager[None]:
-        """Other weights for a while: 'reference' or 'ema'."""
+        """Other weights for a while: 'reference', 'ema', or those of the algorithm."""
         ...
 
 
@@ -163,15 +235,53 @@ class Rollout(Protocol):
 
 
 class Algorithm(Protocol):
-    """The learning rule: pure, over the world."""
+    """The learning rule: pure, over the world. Rewards are [N], in the order of the samples' numbers.
 
-    needs_reference: bool
+    `forward`: it trains on fresh noise added to final images (Batch.noised), not on the sampled transitions.
+    `behaviour`: the weights that sample; None: the policy's own. `others`: the weights whose view of the samples the
+    loss wants, in Batch.views: "policy" (as they are before the step's first update), "reference", or names of
+    `averages` or `experts`. `experts`: frozen models beside the policy. `averages`: copies of the weights that the
+    algorithm keeps, in the checkpoint too; after training step number `step` (from 1) each becomes decay * itself +
+    (1 - decay) * the policy's.
+    """
 
-    def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor: ...
+    forward: bool
+    behaviour: str | None
+    others: tuple[str, ...]
+    averages: tuple[str, ...]
+    experts: tuple[Expert, ...]
 
-    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[N] float32."""
+        ...
+
+    def counts(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[N] bool: the samples that are trained on."""
+        ...
+
+    def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[U, s] numbers of samples: each row is trained as one, its samples side by side in a Batch."""
+        ...
+
+    def decay(self, name: str, step: int) -> float:
+        """See `averages`."""
+        ...
+
+    def view(self, policy: Policy, batch: Batch) -> Tensor:
+        """[B, ...] what the loss wants to know of other weights, computed by a policy that has them for now."""
+        ...
+
+    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [U, W] of each unit and trained step, before its weight, and detached scalars."""
+        ...
 
 
 def select(trace: FlowTrace, rows: Tensor) -> FlowTrace:
     """The rows [b] of a trace; embeddings stay shared."""
-    return replace(trace, latents=trace.latents[rows], prompt_index=trace.prompt_index[rows])
+    return replace(
+        trace,
+        latents=trace.latents[rows],
+        means=trace.means[rows],
+        clean=trace.clean[rows],
+        prompt_index=trace.prompt_index[rows],
+    )

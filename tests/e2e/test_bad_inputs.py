@@ -29,10 +29,12 @@ TASK = "tasks/train_flowgrpo.py"
 LIMIT_S = 120.0  # a bad input takes a second; this is the end of a hang
 FORMATS = "a .txt, .jsonl or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
 BUILT_IN = (
-    "aesthetic, clip_score, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore, unified_reward, vlm_ocr"
+    "aesthetic, clip_score, hps_v2, hps_v3, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore, preferred, "
+    "unified_reward, vlm_ocr"
 )
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FIRST = 'a sign that says "alpha"'
+PAIRS = ("rollout.engine=dataset", "rollout.n=2", "algorithm.name=awm", "reward.functions=[{name: preferred}]")
 
 REWARDS = """
 import os
@@ -225,14 +227,15 @@ CONFIG: list[tuple[str, Arguments, str]] = [
     (
         "unknown algorithm",
         lambda p: ["algorithm.name=flow_gpro"],
-        "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: flow_grpo, a dotted module, or "
+        "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cps, dance_grpo, "
+        "diffusion_dpo, diffusion_nft, flow_dppo, flow_grpo, grpo_guard, mix_grpo, opd, rwr, sft, a dotted module, or "
         "path/to/file.py",
     ),
     (
         "a key of another algorithm",
         lambda p: ["algorithm.horizon=1"],
-        "unknown key algorithm.horizon; known here: name, clip_ratio, adv_clip_max, kl_loss_coef, kl_convention, "
-        "global_std, norm_adv_by_std_in_grpo",
+        "unknown key algorithm.horizon; known here: name, adv_clip_max, global_std, norm_adv_by_std_in_grpo, "
+        "group_filter, group_filter_k, kl_loss_coef, kl_convention, importance, timestep_weight, clip_ratio",
     ),
     (
         "mini-batches that do not divide",
@@ -271,6 +274,17 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         lambda p: ["reward.functions=[]"],
         "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{{name: ocr}}]",
     ),
+    (
+        "pairs for an algorithm on denoising steps",
+        lambda p: ["rollout.engine=dataset", "rollout.n=2"],
+        "rollout.engine: dataset brings images, and algorithm.name flow_grpo trains on sampled denoising steps; "
+        "take one that trains on images, such as diffusion_dpo",
+    ),
+    (
+        "pairs of four",
+        lambda p: ["rollout.engine=dataset", "algorithm.name=awm"],
+        "rollout.n: 4 should be 2 where rollout.engine is dataset: the chosen image and the rejected one",
+    ),
 ]
 
 # As the first argument.
@@ -278,7 +292,7 @@ CONFIG_FILES: list[tuple[str, str, str]] = [
     ("broken.yaml", "trainer:\n  seed: [1\n", "{file}:3:1: not valid YAML: expected ',' or ']', but got '<stream end>'"),
     ("list.yaml", "- trainer\n", "{file}: the top level must be sections (key: value), not a list"),
     ("nested.yaml", "rollout:\n  val:\n    stepz: 3\n", "unknown key rollout.val.stepz; known here: n, num_inference_steps, "
-     "height, width, guidance_scale, true_cfg_scale, noise_level, seed"),
+     "height, width, guidance_scale, true_cfg_scale, noise_level, solver, seed"),
     ("typed.yaml", "data:\n  val_files: a.txt\n", "data.val_files: 'a.txt' should be a list of texts, e.g. [a.txt]"),
 ]  # fmt: skip
 
@@ -304,6 +318,11 @@ DATA: list[tuple[str, Arguments, str]] = [
         "no prompt column",
         lambda p: [p.data("columns.jsonl", '{"text": "a cat", "id": 3}\n')],
         "data.train_files: {folder}/columns.jsonl:1: no 'prompt'; it has text, id",
+    ),
+    (
+        "a pair without its other image",
+        lambda p: [*PAIRS, p.data("pairs.jsonl", '{"prompt": "a cat", "chosen": "a.png"}\n')],
+        "data.train_files: {folder}/pairs.jsonl:1: no 'rejected'; it has prompt, chosen",
     ),
     (
         "a prompt that is a number",
@@ -342,8 +361,9 @@ MODELS: list[tuple[str, Arguments, str]] = [
     ),
     (
         "an unsupported pipeline",
-        lambda p: [p.broken("flux", edit("model_index.json", _class_name="FluxPipeline"))],
-        "model.path: '{folder}/flux' is a FluxPipeline; supported: QwenImagePipeline, StableDiffusion3Pipeline",
+        lambda p: [p.broken("sana", edit("model_index.json", _class_name="SanaPipeline"))],
+        "model.path: '{folder}/sana' is a SanaPipeline; supported: FluxPipeline, QwenImagePipeline, "
+        "StableDiffusion3Pipeline, ZImagePipeline",
     ),
     (
         "a missing component",
@@ -496,6 +516,14 @@ JOBS: list[tuple[str, Arguments, str]] = [
         f"reward 'hangs' ran longer than reward.timeout_s=0.5 seconds on the prompt \"{FIRST}\"",
     ),
     (
+        "an image of a pair that is none",
+        lambda p: [
+            *PAIRS,
+            p.data("broken_pairs.jsonl", '{"prompt": "a", "chosen": "prompts.txt", "rejected": "prompts.txt"}\n' * 4),
+        ],
+        "data.train_files: {folder}/broken_pairs.jsonl:1: rejected: the image cannot be read: its format is unknown",
+    ),
+    (
         "a prompt without the text that OCR should read",
         lambda p: ["reward.functions=[{name: ocr, kwargs: {detect: false}}]", p.data("plain.txt", "a cat\n" * 4)],
         "reward 'ocr' raised ValueError: no ground_truth for the prompt \"a cat\" (right is a text in double quotes in the "
@@ -544,7 +572,7 @@ def test_refused_while_building(place: Place, tmp_path: Path, arguments: Argumen
 
 @pytest.mark.parametrize(("arguments", "message"), named(JOBS))
 def test_jobs_that_fail(place: Place, tmp_path: Path, arguments: Arguments, message: str) -> None:
-    check(task([*place.good, *arguments(place)], tmp_path / "log"), message, 1)
+    check(task([*place.good, *arguments(place)], tmp_path / "log"), message.format(folder=place.folder), 1)
 
 
 # --- two ranks, through sh train.sh

@@ -185,5 +185,31 @@ def test_a_job_goes_on_without_its_server_where_that_is_configured(sd3_folder: P
     told = [line for line in done.stderr.splitlines() if "error_value=0.25 instead of a score" in line]
     assert {line.split(" on ")[0] for line in told} == {"ERROR: rank 0", "ERROR: rank 1"}
     (row,) = read_metrics(tmp_path / "out" / METRICS_FILE)
-    assert row["reward/http"] == 0.25
+    assert row["reward/http"] == 0.25 and row["reward/http_degraded"] == 1
     assert row["reward/std"] > 0
+
+
+def test_the_share_of_images_without_a_score_is_logged(sd3_folder: Path, tmp_path: Path) -> None:
+    """Two ranks, of which one has more of them; the held-out prompts are filled up with the last for the second."""
+    (tmp_path / "picky.py").write_text(
+        "def picky(images, prompts, metadata):\n    return [{'b': 1.0}[text[-2]] for text in prompts]\n"
+    )
+    (tmp_path / "val.txt").write_text('the "b"\nthe "b"\nthe "x"\n')
+    with started(python(f"reward.functions=[{{path: '{tmp_path}/picky.py:picky'}}]", "port=0")) as (_, line):
+        kwargs = f"{{url: '{line.split(': ')[1]}', retries: 0, batch_size: 1, on_error: value, error_value: 0.5}}"
+        functions = f"[{{name: http, kwargs: {kwargs}}}, {{name: jpeg_incompressibility}}]"
+        cfg = tiny_config(
+            sd3_folder,
+            tmp_path,
+            f"reward.functions={functions}",
+            f"data.val_files=[{tmp_path / 'val.txt'}]",
+            "reward.num_workers=2",
+            "trainer.total_training_steps=1",
+        )
+        (tmp_path / "prompts.txt").write_text('the "b"\na "b"\na "x"\nmy "b"\n')
+        run_ranks(fit, 2, cfg, timeout=200)
+    before, row = read_metrics(tmp_path / "out" / METRICS_FILE)
+    assert (row["reward/http"], row["reward/http_degraded"]) == (0.875, 0.25)
+    assert before["val/val/reward/http_degraded"] == pytest.approx(1 / 3)
+    assert before["val/val/reward/http"] == pytest.approx(2.5 / 3)
+    assert not any(key.startswith("reward/jpeg_incompressibility_") for key in row)

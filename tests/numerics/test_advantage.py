@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.functional.advantage import group_advantage, group_std, informative
+from phalanx.functional.advantage import group_advantage, group_std, informative, rank_in_group, top_and_bottom
 
 
 def reference(reward: list[float], group: list[int], global_std: bool, normalize: bool, eps: float) -> list[float]:
@@ -122,3 +122,35 @@ def test_group_std_is_in_the_order_of_ids() -> None:
     group = torch.tensor([8, 1, 1, 1, 1, 1, 1, 1, 1, 8, 3])
     spread = group_std(reward, group)
     assert spread.dtype == torch.float32 and spread.tolist() == [2.0, 0.0, 0.5]
+
+
+def test_rank_in_group_by_hand() -> None:
+    # group 7: samples 0, 2, 4 with 3, 1, 2; group 2: samples 1, 3, 5, 6 with 5, 5, 0, 5, equals in their order
+    value, group = torch.tensor([3.0, 5.0, 1.0, 5.0, 2.0, 0.0, 5.0]), torch.tensor([7, 2, 7, 2, 7, 2, 2])
+    assert rank_in_group(value, group).tolist() == [2, 1, 0, 2, 1, 0, 3]
+    assert rank_in_group(-value, group).tolist() == [0, 0, 2, 1, 1, 3, 2]
+    assert rank_in_group(torch.zeros(0), torch.zeros(0, dtype=torch.long)).tolist() == []
+
+
+def test_top_and_bottom_by_hand() -> None:
+    reward, group = torch.tensor([3.0, 5.0, 1.0, 5.0, 2.0, 0.0, 5.0]), torch.tensor([7, 2, 7, 2, 7, 2, 2])
+    # the best of group 2 is the first of its equals, sample 1; its worst is sample 5
+    assert top_and_bottom(reward, group, 1).tolist() == [True, True, True, False, False, True, False]
+    # group 7 has 3 samples: all are among the best or worst 2; of group 2 the best are 1, 3 and the worst 5, 1
+    assert top_and_bottom(reward, group, 2).tolist() == [True, True, True, True, True, True, False]
+    assert top_and_bottom(reward, group, 4).all()
+
+
+def test_top_and_bottom_of_random_groups() -> None:
+    """Against sorting each group by itself, with many equal rewards."""
+    for trial in range(30):
+        draw = random.Random(trial)
+        count, k = draw.randint(1, 40), draw.randint(1, 4)
+        group = [draw.choice([-3, 0, 2**40, 2**62]) for _ in range(count)]
+        reward = [float(draw.randint(0, 5)) for _ in range(count)]
+        kept = set()
+        for g in set(group):
+            mine = [i for i in range(count) if group[i] == g]
+            kept |= {*sorted(mine, key=lambda i: (reward[i], i))[:k], *sorted(mine, key=lambda i: (-reward[i], i))[:k]}
+        chosen = top_and_bottom(torch.tensor(reward), torch.tensor(group), k)
+        assert set(chosen.nonzero().flatten().tolist()) == kept

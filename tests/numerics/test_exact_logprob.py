@@ -15,7 +15,7 @@ from phalanx.distributed.mesh import World
 from phalanx.models.flow import FlowPolicy, build_policy
 from phalanx.rollout.policy import PolicyRollout
 from phalanx.types import Batch, Samples, select
-from tests.policies import PROMPTS, disturb, make_policy, make_rollout, one_rank, sample
+from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, one_rank, sample
 from tests.ranks import run_ranks
 
 MICRO = 3  # samples of a replay
@@ -28,7 +28,7 @@ def world() -> Iterator[World]:
         yield world
 
 
-@pytest.fixture(params=["sd3", "qwen"])
+@pytest.fixture(params=["sd3", "qwen", "flux", "z_image"])
 def folder(request: pytest.FixtureRequest) -> Path:
     return request.getfixturevalue(f"{request.param}_folder")
 
@@ -46,7 +46,7 @@ def make_batch(samples: Samples, part: Tensor, ref_mean: Tensor | None = None) -
         log_prob=samples.log_prob[part],
         advantage=torch.tensor([1.5, -0.5, 0.25]),
         weight=torch.ones(MICRO, samples.log_prob.shape[1]),
-        ref_mean=ref_mean,
+        views={} if ref_mean is None else {"reference": ref_mean},
     )
 
 
@@ -145,7 +145,7 @@ def sharded(folder: Path, lora_rank: int, keys: dict[str, Any]) -> tuple[Tensor,
     parallel = ParallelConfig(**keys)
     world = mesh.start(parallel)
     model = ModelConfig(path=str(folder), dtype="float32", lora_rank=lora_rank, gradient_checkpointing=True)
-    policy = build_policy(model, parallel, DataConfig(max_prompt_length=32), world, seed=0, detach_uncond=False)
+    policy = build_policy(model, parallel, DataConfig(max_prompt_length=MAX_LENGTH), world, seed=0, detach_uncond=False)
     config = RolloutConfig(n=4, num_inference_steps=4, height=32, width=48, **{policy.model.guidance_key: 3.0})
     samples = sample(PolicyRollout(policy, config, world, 4))
     assert samples.log_prob is not None

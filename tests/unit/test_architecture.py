@@ -19,13 +19,25 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
     frozenset({"plan"}),
     frozenset({"trainer", "flow_matching", "generate", "digits", "vae", "cli"}),
-    frozenset({"run", "export", "image_data", "cluster"}),
+    frozenset({"run", "export", "convert_open_clip", "image_data", "expert", "cluster"}),
     frozenset({"report"}),
     frozenset(
-        {"algorithms", "models", "rollout", "rewards", "data", "optim", "checkpoint", "metrics", "evaluate", "batches"}
+        {
+            "algorithms",
+            "models",
+            "rollout",
+            "rewards",
+            "data",
+            "optim",
+            "checkpoint",
+            "metrics",
+            "evaluate",
+            "batches",
+            "micro_batches",
+        }
     ),
     frozenset({"loggers"}),
-    frozenset({"images", "flops", "charts"}),
+    frozenset({"images", "pictures", "flops", "charts"}),
     frozenset({"distributed"}),
     frozenset({"functional"}),
     frozenset({"types", "ending", "torchvision_ops"}),
@@ -35,7 +47,7 @@ LAYERS: tuple[frozenset[str], ...] = (
 # Heavy libraries, and the only modules (or packages) that import them.
 OWNERS: dict[str, tuple[str, ...]] = {
     "datasets": ("data", "image_data", "digits"),
-    "diffusers": ("models", "export", "vae", "digits"),
+    "diffusers": ("models", "rollout._solver", "export", "vae", "digits"),
     "fastapi": ("rewards._server",),
     "httpx2": ("rewards.http",),
     "matplotlib": ("digits",),
@@ -46,7 +58,14 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "rapidocr": ("rewards.ocr",),
     "tensorboard": ("loggers",),
     "torch.utils.tensorboard": ("loggers",),
-    "transformers": ("models", "digits", "rewards._clip"),
+    "transformers": (
+        "models",
+        "digits",
+        "convert_open_clip",
+        "rewards._clip",
+        "rewards._transformers",
+        "rewards.hps_v3",
+    ),
     "uvicorn": ("rewards._server",),
     "vllm": ("rollout", "rewards._vllm", "distributed.vllm_groups"),
     "vllm_omni": ("rollout",),

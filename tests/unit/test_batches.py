@@ -9,7 +9,7 @@ import pytest
 
 from phalanx import batches
 from phalanx.batches import BatchPlan
-from phalanx.config import ConfigError
+from phalanx.config import ConfigError, load
 from phalanx.config.schema import RewardFunctionConfig, TrainConfig
 
 KEYS = {
@@ -44,13 +44,13 @@ def refusal(world: int, **numbers: Any) -> str:
 def test_the_quickstart_on_two_ranks() -> None:
     # 12 prompts x 16 = 192 images, 96 a rank, 2 updates of 6 prompts; 48 x 2 steps sampled and replayed together
     plan = batches.plan(config(), 2)
-    assert plan == BatchPlan(samples=192, per_rank=96, updates=2, micro=48, window=2, rollout_micro=96)
+    assert plan == BatchPlan(samples=192, per_rank=96, updates=2, micro=48, window=2, rollout_micro=96, stochastic=2)
     assert plan.exact
 
 
 def test_a_rollout_batch_of_its_own_is_not_exact() -> None:
     plan = batches.plan(config(rollout=32), 2)
-    assert plan == BatchPlan(samples=192, per_rank=96, updates=2, micro=48, window=2, rollout_micro=32)
+    assert plan == BatchPlan(samples=192, per_rank=96, updates=2, micro=48, window=2, rollout_micro=32, stochastic=2)
     assert not plan.exact
     assert batches.plan(config(rollout=96), 2).exact
 
@@ -61,6 +61,85 @@ def test_a_window_of_all_steps() -> None:
     cfg.rollout.sde_window_range = [1, 4]
     assert batches.plan(cfg, 1).window == 3
     assert batches.plan(cfg, 1).rollout_micro == 48
+
+
+def test_a_share_of_the_stochastic_steps() -> None:
+    cfg = config(micro=16)
+    cfg.rollout.sde_window_size, cfg.rollout.timestep_fraction = None, 0.34
+    plan = batches.plan(cfg, 1)
+    assert (plan.stochastic, plan.window, plan.rollout_micro) == (9, 3, 48)
+    assert plan.exact
+
+
+def job(tmp_path: Path, *overrides: str) -> TrainConfig:
+    return load(
+        TrainConfig,
+        None,
+        [
+            "model.path=model",
+            "data.train_files=[prompts.txt]",
+            "trainer.total_training_steps=1",
+            "reward.functions=[{name: ocr}]",
+            f"trainer.output_dir={tmp_path}",
+            *overrides,
+        ],
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ("algorithm.name=grpo_guard", "rollout.sde_type=cps"),
+            "rollout.sde_type: cps makes no sense under algorithm.name=grpo_guard; should be sde or dance_sde",
+        ),
+        (
+            ("algorithm.name=cps", "rollout.sde_type=sde"),
+            "rollout.sde_type: sde makes no sense under algorithm.name=cps; should be cps",
+        ),
+        (
+            ("algorithm.importance=sequence", "algorithm.timestep_weight=noise"),
+            "algorithm.timestep_weight: noise tells a sample's steps apart, which algorithm.importance=sequence takes as "
+            "one; set one of the two to its default",
+        ),
+        (("algorithm.name=dance_grpo", "rollout.noise_level=0"), "rollout.noise_level: 0.0 should be greater than 0"),
+        (
+            ("algorithm.name=diffusion_nft", "rollout.ode_compression=0.4"),
+            "rollout.ode_compression: 0.4 shortens what follows a window, and diffusion_nft has none; lower "
+            "rollout.num_inference_steps instead",
+        ),
+        (
+            ("algorithm.name=diffusion_nft", "rollout.noise_level=0.7", "rollout.solver=dpm_solver++"),
+            "rollout.solver: dpm_solver++ takes steps without noise, and under diffusion_nft all have "
+            "rollout.noise_level 0.7; set it to 0, or rollout.solver=euler",
+        ),
+        (
+            ("algorithm.name=diffusion_nft", "rollout.init_same_noise=true"),
+            "rollout.init_same_noise: true makes all images of a prompt equal, since diffusion_nft samples without noise; "
+            "set it to false",
+        ),
+    ],
+)
+def test_samplers_that_make_no_sense(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        batches.check(job(tmp_path, *overrides))
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("algorithm.name=dance_grpo",),
+        ("algorithm.name=mix_grpo", "rollout.solver=dpm_solver++", "rollout.ode_compression=0.4"),
+        ("algorithm.name=flow_dppo", "rollout.sde_type=cps", "algorithm.importance=sequence"),
+        ("algorithm.name=grpo_guard", "rollout.sde_type=dance_sde", "algorithm.timestep_weight=noise"),
+        ("algorithm.name=cps", "rollout.init_same_noise=true"),
+        ("algorithm.name=diffusion_nft", "rollout.solver=dpm_solver++"),
+        ("algorithm.name=diffusion_nft", "rollout.noise_level=0.7", "rollout.init_same_noise=true"),
+    ],
+)
+def test_samplers_that_make_sense(overrides: tuple[str, ...], tmp_path: Path) -> None:
+    batches.check(job(tmp_path, *overrides))
 
 
 @pytest.mark.parametrize(

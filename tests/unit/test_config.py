@@ -8,9 +8,11 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from phalanx.cli import parse
 from phalanx.config import ConfigError, load, save
 from phalanx.config.load import arg, resolve_registry, rows
 from phalanx.config.schema import FlowMatchingTaskConfig, TrainConfig
+from phalanx.config.tasks import SampleConfig
 from tests.ranks import ROOT, launch_environment
 
 ALGORITHM = """
@@ -28,7 +30,10 @@ class Rule:
     pass
 """
 SECTIONS = "model, parallel, data, rollout, optim, reward, trainer, algorithm, actor"
-ALGORITHM_KEYS = "name, clip_ratio, adv_clip_max, kl_loss_coef, kl_convention, global_std, norm_adv_by_std_in_grpo"
+ALGORITHM_KEYS = (
+    "name, adv_clip_max, global_std, norm_adv_by_std_in_grpo, group_filter, group_filter_k, kl_loss_coef, "
+    "kl_convention, importance, timestep_weight, clip_ratio"
+)
 
 
 def train(*overrides: str, path: Path | str | None = None) -> TrainConfig:
@@ -165,6 +170,26 @@ def test_shipped_configurations_load(path: Path, tmp_path: Path) -> None:
     assert load(TrainConfig, str(tmp_path / "saved.yaml"), []) == cfg
 
 
+def test_another_algorithm_begins_with_its_own_defaults(tmp_path: Path) -> None:
+    """algorithm.name=... alone is enough, whatever the file says of its own algorithm."""
+    file = tmp_path / "run.yaml"
+    file.write_text("algorithm: {name: flow_grpo, clip_ratio: 0.25, adv_clip_max: 2}\n")
+    other = train("algorithm.name=awm", "algorithm.adv_clip_max=3", path=file).algorithm
+    assert (other.name, other.clip_ratio, other.adv_clip_max) == ("awm", 1.0, 3.0)
+    same = train("algorithm.name=flow_grpo", path=file).algorithm
+    assert (same.clip_ratio, same.adv_clip_max) == (0.25, 2.0)
+    file.write_text("algorithm: {clip_ratio: 0.25}\n")  # the default algorithm's
+    assert train("algorithm.name=cps", path=file).algorithm.clip_ratio != 0.25
+    assert train(path=file).algorithm.clip_ratio == 0.25
+
+
+def test_an_algorithm_sets_defaults_elsewhere(tmp_path: Path) -> None:
+    assert train("algorithm.name=cps").rollout.sde_type == "cps"
+    assert train("algorithm.name=cps", "rollout.sde_type=sde").rollout.sde_type == "sde"
+    assert train("algorithm.name=sft").rollout.noise_level == 0.0
+    assert train().rollout.noise_level == 0.7
+
+
 def test_an_algorithm_out_of_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "my_rule.py"
     file.write_text(ALGORITHM)
@@ -204,7 +229,10 @@ def test_an_algorithm_that_is_none(tmp_path: Path) -> None:
     assert refusal(f"algorithm.name={file}") == (
         f"algorithm.name: '{file}' has no class Rule, which is made of its Config"
     )
-    known = "known: flow_grpo, a dotted module, or path/to/file.py"
+    known = (
+        "known: awm, cps, dance_grpo, diffusion_dpo, diffusion_nft, flow_dppo, flow_grpo, grpo_guard, mix_grpo, opd, rwr, "
+        "sft, a dotted module, or path/to/file.py"
+    )
     assert refusal("algorithm.name=flow_gpro") == (
         f"algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? {known}"
     )
@@ -229,7 +257,7 @@ MISTAKES = [
     (["foo.bar=1"], f"unknown key foo; known here: {SECTIONS}"),
     (["model.zzz=1"], "unknown key model.zzz; known here: path, family, dtype, lora_rank, lora_alpha, lora_init, "
      "target_modules, lora_dtype, attn_backend, gradient_checkpointing, compile"),
-    (["algorithm.clip=1"], "unknown key algorithm.clip; did you mean algorithm.clip_ratio?"),
+    (["algorithm.clip_rate=1"], "unknown key algorithm.clip_rate; did you mean algorithm.clip_ratio?"),
     (["reward.functions=[{name: ocr}, {nam: ocr}]"], "unknown key reward.functions[1].nam; did you mean reward.functions[1].name?"),
     (["trainer={sed: 3}"], "unknown key trainer.sed; did you mean trainer.seed?"),
     (["+trainer.seed=3"], "unknown key +trainer; did you mean trainer?"),
@@ -251,10 +279,11 @@ MISTAKES = [
     (["rollout.sde_window_range=3"], "rollout.sde_window_range: 3 should be a list of whole numbers, e.g. [3], or null"),
     (["rollout.sde_window_range=[0, x]"], "rollout.sde_window_range: [0, 'x'] should be a list of whole numbers, or null"),
     (["rollout.val=5"], "rollout.val: 5 should be a section with keys: n, num_inference_steps, height, width, guidance_scale, "
-     "true_cfg_scale, noise_level, seed"),
+     "true_cfg_scale, noise_level, solver, seed"),
     (["algorithm=flow_grpo"], f"algorithm: 'flow_grpo' should be a section with keys: {ALGORITHM_KEYS}"),
     (["reward.functions=ocr"], "reward.functions: 'ocr' should be a list of sections"),
-    (["reward.functions=[ocr]"], "reward.functions[0]: 'ocr' should be a section with keys: name, path, weight, kwargs"),
+    (["reward.functions=[ocr]"], "reward.functions[0]: 'ocr' should be a section with keys: name, path, weight, "
+     "initial_weight, weight_steps, clip, kwargs"),
     (["reward.functions=[{weight: heavy}]"], "reward.functions[0].weight: 'heavy' should be a number"),
     (["reward.functions=[{weight: nan}]"], "reward.functions[0].weight: nan should be a number"),
     (["reward.functions=[{kwargs: 3}]"], "reward.functions[0].kwargs: 3 should be a section of keys and values"),
@@ -265,6 +294,9 @@ MISTAKES = [
     (["rollout.n=1"], "rollout.n: 1 should be at least 2"),
     (["optim.lr=0"], "optim.lr: 0.0 should be greater than 0"),
     (["actor.ema.decay=1"], "actor.ema.decay: 1.0 should be less than 1"),
+    (["rollout.timestep_fraction=1.5"], "rollout.timestep_fraction: 1.5 should be at most 1"),
+    (["rollout.ode_compression=0"], "rollout.ode_compression: 0.0 should be greater than 0"),
+    (["rollout.val.solver=dpm"], "rollout.val.solver: 'dpm' should be one of euler, dpm_solver++"),
     (["rollout.val.n=0"], "rollout.val.n: 0 should be at least 1"),
     (["algorithm.clip_ratio=-1"], "algorithm.clip_ratio: -1.0 should be greater than 0"),
     (["trainer.seed=-1"], "trainer.seed: -1 should be at least 0"),
@@ -379,6 +411,8 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
     )
     assert done.stderr == ""
     shown = done.stdout
+    plan = "--plan [nnodes=4] [nproc=8] [gpu_memory_gb=80]: what the job would be on that cluster; nothing is trained"
+    assert f"[config.yaml] [key=value ...]\n  --help: this text\n  {plan}\n\n" in shown
     wanted = [key for key in leaves(TrainConfig) if key != "algorithm"]
     wanted += ["algorithm.name", "algorithm.temperature", "algorithm.plain"]
     assert len(wanted) > 80
@@ -397,6 +431,14 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
         "  optim.betas: list[float] = [0.9, 0.999]\n",
     ):
         assert line in shown
+
+
+def test_help_of_a_task_without_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(SampleConfig, "Sample images.", ["-h"])
+    assert end.value.code in (None, 0)
+    shown = capsys.readouterr().out
+    assert "[config.yaml] [key=value ...]\n  --help: this text\n\n" in shown and "--plan" not in shown
 
 
 @pytest.mark.parametrize("schema", [TrainConfig, FlowMatchingTaskConfig])

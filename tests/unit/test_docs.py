@@ -222,7 +222,7 @@ def test_reward_examples(examples: Path) -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["algorithm.name=algorithms/reinforce.py", "algorithm.adv_clip_max=2"],
+        ["algorithm.name=algorithms/reinforce.py", "algorithm.scale=2"],
         ["model.family=families/sd3_rescaled.py", "model.lora_rank=4"],
     ],
     ids=["algorithm", "family"],

@@ -236,6 +236,20 @@ def test_moving_average_with_a_short_memory_at_first() -> None:
     assert left < 1e-4
 
 
+def test_moving_average_at_intervals() -> None:
+    """The decay of the warm-up counts all optimizer steps, as flow_grpo's does."""
+    weight = {"w": torch.zeros(1)}
+    ema = Ema(EmaConfig(decay=0.9, update_interval=3), weight)
+    seen = []
+    for update in range(1, 7):
+        weight["w"].fill_(float(update))
+        ema.update(update)
+        seen.append(ema.values["w"].item())
+    # after 3: 4/13 of 0 and 9/13 of 3; after 6: 7/16 of that and 9/16 of 6
+    third = 27 / 13
+    assert seen == pytest.approx([0, 0, third, third, third, 7 / 16 * third + 54 / 16])
+
+
 def averages(fsdp_size: int) -> dict[str, Tensor]:
     parallel = ParallelConfig(fsdp_size=fsdp_size)
     world = mesh.start(parallel)

@@ -6,23 +6,25 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import FlowMatchingTaskConfig, ParallelConfig, TrainConfig
+from phalanx.config.schema import FlowMatchingTaskConfig, ParallelConfig, RewardFunctionConfig, TrainConfig
 from phalanx.models.flow import family_of
 from phalanx.plan import clusters, gpu_of, plan_job
 from phalanx.plan.blueprint import META, family_name, fused_attention, planned_policy
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster, Layout, Passes, Weight, traffic
-from phalanx.plan.memory import Ledger, count, peak
-from phalanx.plan.text import sizes
-from tests.jobs import tiny_config
+from phalanx.plan.memory import Ledger, Memory, count, peak
+from phalanx.plan.text import Gpu, describe, sizes
+from tests.jobs import base_overrides, tiny_config
 from tests.ranks import ROOT, launch_environment
 
 QUICKSTART = str(ROOT / "configs" / "flowgrpo" / "quickstart.yaml")
@@ -191,6 +193,21 @@ def test_messages_of_replicated_weights() -> None:
     assert sent(LOADS, Cluster(2, 2), 1) == {"gradients of replicated weights": (2 * 2 * 260 * 3 // 4, True)}
 
 
+def test_messages_to_an_engine_with_weights_of_its_own() -> None:
+    """It gets them once, as they are kept; the policy's are gathered to score its samples."""
+    kept = 2 * 4 * (20 * 2 + 10 * 4) + 4 * 2 * 4
+    plain = sent(LOADS, Cluster(2, 4), 4)
+    again = replace(LOADS, rescoring=5, copied=True)
+    copied = sent(again, Cluster(2, 4), 4)
+    assert copied.pop("weights, gathered for the engine") == (kept * 3 // 4, False)
+    assert copied.pop("weights, gathered to score samples") == plain.pop("weights, gathered to sample")
+    assert copied == plain
+    lazy = sent(again, Cluster(2, 4), 4, rollout_unsharded=False)
+    assert lazy["weights, gathered to score samples"] == ((5 * 2 * BLOCK + ROOT_UNIT) * 3 // 4, False)
+    assert "weights, gathered to score samples" not in sent(replace(LOADS, copied=True), Cluster(2, 4), 4)
+    assert sent(again, Cluster(2, 4), 1) == sent(LOADS, Cluster(2, 4), 1)
+
+
 def test_a_shard_group_on_two_nodes_sends_all_of_it_across() -> None:
     assert all(nodes for _, nodes in sent(LOADS, Cluster(4, 2), 4).values())
 
@@ -246,10 +263,217 @@ def test_a_pass_without_gradients_keeps_nothing() -> None:
     assert peak(lambda: layers(torch.zeros(4, 64))) == 3 * 4 * 64 * 4  # the input, and a layer's two
 
 
+# -- what stands beside the model ----------------------------------------------------------------------------------
+
+PART = (3000 * 2 + 100) // 2  # bytes of a rank's half of reward_folder's weights, in bfloat16
+GPU = 10**9
+
+
+@pytest.fixture
+def reward_folder(tmp_path: Path) -> Path:
+    """Two files with 3000 numbers of several dtypes and 100 of 8 bits, their index, and all of it once more."""
+    folder = tmp_path / "judge"
+    folder.mkdir()
+    first = {"a": torch.zeros(10, 100), "codes": torch.zeros(100, dtype=torch.int8)}
+    second = {"b": torch.zeros(2000, dtype=torch.float16)}
+    files = {"model-1.safetensors": first, "model-2.safetensors": second, "consolidated.safetensors": first | second}
+    for name, tensors in files.items():
+        save_file(tensors, folder / name)
+    weight_map = {"a": "model-1.safetensors", "codes": "model-1.safetensors", "b": "model-2.safetensors"}
+    index = {"metadata": {"total_size": 4000 + 4000 + 100}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def judged(sd3_folder: Path, folder: Path, judge: Path | str, *keys: str) -> TrainConfig:
+    model = [f"reward.model.path={judge}", "reward.model.tensor_parallel_size=2"]
+    cfg = tiny_config(sd3_folder, folder / "job", *model, *keys)
+    cfg.model.family = family_name(cfg.model)
+    return cfg
+
+
+def memory_of(cfg: TrainConfig, gpu: int | None = None) -> Memory:
+    return count(planned(cfg, Cluster(1, 4)).job, gpu)
+
+
+def judge_phase(memory: Memory) -> int:
+    """Bytes of the phase beyond the samples, which the update has as well."""
+    phases = {phase.name: phase for phase in memory.phases}
+    assert [*phases].index("judge") == [*phases].index("rollout: decode") + 1
+    judge = phases["judge"]
+    assert judge.total == judge.other
+    return judge.other - phases["update"].other
+
+
+def test_a_sleeping_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
+    """It is on the device while it scores, and on the host throughout."""
+    cfg = judged(sd3_folder, tmp_path, reward_folder, "reward.model.gpu_memory_utilization=0.25")
+    alone = memory_of(tiny_config(sd3_folder, tmp_path / "job"))
+    unknown, known = memory_of(cfg), memory_of(cfg, GPU)
+    assert alone.held == unknown.held == known.held
+    assert unknown.host == known.host == alone.host | {"sleeping reward model": PART}
+    assert (judge_phase(unknown), judge_phase(known)) == (PART, GPU // 4)
+    assert known.largest.name == "judge"
+    assert known.loading == alone.loading + PART  # vLLM loads to the device
+    cfg.reward.model.engine = "transformers"
+    other = memory_of(cfg, GPU)
+    assert (judge_phase(other), other.host, other.largest.name) == (PART, known.host, alone.largest.name)
+    cfg.reward.model.dtype = "float32"
+    assert judge_phase(memory_of(cfg, GPU)) == (3000 * 4 + 100) // 2
+
+
+def test_a_reward_model_that_does_not_sleep(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
+    cfg = judged(sd3_folder, tmp_path, reward_folder, "reward.model.sleep=false")
+    alone = memory_of(tiny_config(sd3_folder, tmp_path / "job"))
+    for gpu, size in ((None, PART), (GPU, 300_000_000)):
+        memory = memory_of(cfg, gpu)
+        assert memory.held == alone.held | {"reward model": size}
+        assert memory.host == alone.host
+        assert judge_phase(memory) == 0
+        assert memory.peak == alone.peak + size
+
+
+def test_a_job_without_rewards_has_no_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
+    keys = ["data.train_files=[pictures.jsonl]", "rollout.height=32", "rollout.width=32"]
+    cfg = load(FlowMatchingTaskConfig, None, [f"model.path={sd3_folder}", f"reward.model.path={reward_folder}", *keys])
+    cfg.model.family = family_name(cfg.model)
+    memory = count(planned(cfg, Cluster(1, 1)).job, GPU)
+    assert memory.reward is None and "judge" not in [phase.name for phase in memory.phases]
+    cfg.reward.functions = [RewardFunctionConfig(name="vlm_ocr")]
+    assert "judge" in [phase.name for phase in count(planned(cfg, Cluster(1, 1)).job, GPU).phases]
+
+
+def test_the_size_of_a_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
+    """From the files' headers; from the index where a file is not there; else it is not known, which is told."""
+    cfg = judged(sd3_folder, tmp_path, reward_folder)
+    (reward_folder / "model-2.safetensors").unlink()
+    assert judge_phase(memory_of(cfg)) == (4000 + 4000 + 100) // 2
+    (reward_folder / "model.safetensors.index.json").unlink()
+    (reward_folder / "model-1.safetensors").rename(reward_folder / "model.safetensors")
+    assert judge_phase(memory_of(cfg)) == (1000 * 2 + 100) // 2
+    (reward_folder / "model.safetensors").unlink()
+    assert judge_phase(memory_of(cfg)) == PART  # of consolidated.safetensors
+    (reward_folder / "consolidated.safetensors").write_bytes(b"0" * 100)
+    with pytest.raises(ValueError, match=rf"^reward.model.path: {reward_folder}/consolidated.safetensors is damaged"):
+        memory_of(cfg)
+    (reward_folder / "consolidated.safetensors").unlink()
+    for path in (str(reward_folder), "someone/something", "some where"):
+        cfg.reward.model.path = path
+        text = describe(planned(cfg, Cluster(1, 2)), None)
+        assert warnings(text) == [
+            f"warning: reward.model.path: {path!r}: no whole set of *.safetensors, nor their index, is within reach: "
+            "its weights are not counted"
+        ]
+
+
+def test_words_about_a_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
+    cfg = judged(sd3_folder, tmp_path, reward_folder)
+    cluster = Cluster(1, 4)
+
+    def said(gpu: Gpu | None = None) -> str:
+        *_, last = section(describe(planned(cfg, cluster), gpu), "  phase")
+        return last
+
+    def node(gpu: Gpu | None = None) -> str:
+        return section(describe(planned(cfg, cluster), gpu), "In the host's memory")[1]
+
+    asleep = "between scorings it sleeps in the host's memory"
+    assert said() == (
+        "judge: the weights of reward.model alone; vLLM takes 0.3 of a GPU in all, which gpu_memory_gb=80 would count; "
+        f"{asleep}"
+    )
+    assert said(Gpu(None, GPU)) == f"judge: what reward.model.gpu_memory_utilization=0.3 gives to vLLM; {asleep}"
+    cfg.reward.model.placement, cfg.reward.model.engine = "ranks 2-3", "transformers"
+    assert said(Gpu(None, GPU)) == (
+        f"judge (on ranks 2-3 of each node): the weights of reward.model alone; what it computes comes on top; {asleep}"
+    )
+    cfg.reward.model.sleep = False
+    assert said().startswith("reward model (on ") and said().endswith("; it stays on the GPU between scorings")
+    # twice a whole 50 MB while the two ranks load, instead of four times
+    save_file({"a": torch.zeros(25_000_000, dtype=torch.bfloat16)}, reward_folder / "big.safetensors")
+    (reward_folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "big.safetensors"}}')
+    memory = memory_of(cfg)
+    assert memory.loading == 50_000_000 > memory.loading_without
+    loading = 2 * 50 + 2 * memory.loading_without / 1e6
+    assert node().endswith(f" MB, and up to {loading:.2f} while all ranks load")
+    cfg.reward.model.sleep = True
+    kept = (sum(memory.host.values()) * 4 + 2 * 25_000_000) / 1e6
+    assert node().startswith(f"a node  {kept:.2f} MB")
+
+
+def test_a_share_that_is_too_small_for_the_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
+    cfg = judged(sd3_folder, tmp_path, reward_folder, "reward.model.gpu_memory_utilization=0.5")
+    told = warnings(describe(planned(cfg, Cluster(1, 2)), Gpu(None, PART)))
+    assert told[-1] == (
+        f"warning: reward.model.gpu_memory_utilization: 0.5 of the GPU is {PART // 2 / 1e6:.2f} MB, and a rank's part of "
+        f"the weights {PART / 1e6:.2f}: vLLM would not start; raise it, or reward.model.tensor_parallel_size"
+    )
+    cfg.reward.model.gpu_memory_utilization = 0.95
+    (told,) = warnings(describe(planned(cfg, Cluster(1, 2)), Gpu(None, GPU)))
+    assert told.startswith("warning: judge takes 0.95 of 1.00 GB and leaves little ")
+    assert told.endswith("what helps: a smaller reward.model.gpu_memory_utilization, a LoRA (model.lora_rank)")
+
+
+def test_the_weights_that_an_algorithm_keeps(sd3_folder: Path, tmp_path: Path) -> None:
+    keys = ["model.lora_rank=4", "parallel.fsdp_size=1", "actor.ema.decay=0.9"]
+
+    def planned_with(*overrides: str) -> Memory:
+        base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
+        return memory_of(load(TrainConfig, None, [*base, *keys, *overrides]))
+
+    plain, nft = planned_with("algorithm.name=sft"), planned_with("algorithm.name=diffusion_nft")
+    average = plain.held["moving average"]
+    assert average > 0 and nft.held == plain.held | {"algorithm's weights": average}
+    sampling, before = (next(p for p in m.phases if p.name == "rollout: sample") for m in (nft, plain))
+    assert sampling.other > before.other  # the policy's own weights step aside
+    followed = ["algorithm.name=diffusion_dpo", "actor.ref_model_sync_steps=5", "actor.ppo_mini_batch_size=4"]
+    assert planned_with(*followed).held["algorithm's weights"] == average
+
+
+@pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
+def test_the_copy_of_a_sampling_engine(keys: list[str], sd3_folder: Path, tmp_path: Path) -> None:
+    """The transformer without its LoRA, whole and in model.dtype on each rank, while it samples."""
+    from diffusers import SD3Transformer2DModel
+
+    cfg = tiny_config(sd3_folder, tmp_path, "parallel.fsdp_size=2", *keys)
+    plain = memory_of(cfg)
+    cfg.rollout.engine = "vllm_omni"
+    memory = memory_of(cfg)
+    size = SD3Transformer2DModel.from_pretrained(sd3_folder / "transformer").num_parameters() * (2 if keys else 4)
+    assert memory.held == plain.held
+    by_name = {phase.name: phase for phase in memory.phases}
+    for phase in plain.phases:
+        engines = phase.name.startswith(("rollout", "validation"))
+        assert by_name.pop(phase.name) == (replace(phase, gathered=size) if engines else phase)
+    (rescore,) = by_name.values()
+    sample = next(phase for phase in plain.phases if phase.name == "rollout: sample")
+    assert (rescore.name, rescore.gathered, rescore.other) == ("rescore", sample.gathered, sample.other)
+    assert rescore.activations > 0
+    text = describe(planned(cfg, Cluster(1, 4)), None)
+    assert (
+        section(text, "Batch")[6]
+        == "forward passes  4 to sample, 2 to score samples again, 2 to train, a rank and step"
+    )
+    cfg.rollout.correction = "none"
+    assert "rescore" not in [phase.name for phase in memory_of(cfg).phases]
+
+
 # -- the model without its weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["sd3_folder", "sd3_t5_folder", "qwen_folder"])
+@pytest.mark.parametrize(("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2)])
+def test_a_plan_of_each_family(
+    family: str, branches: int, request: pytest.FixtureRequest, config_only: ConfigOnly, tmp_path: Path
+) -> None:
+    """FLUX takes guidance as an input."""
+    cfg = tiny_config(config_only(request.getfixturevalue(f"{family}_folder")), tmp_path / "job", "model.lora_rank=4")
+    text = plan_job(cfg, {"nproc": "2", "gpu_memory_gb": "1"})
+    rows = f" x {branches} branches of guidance = 8 rows" if branches > 1 else " = 4 rows"
+    assert f"micro-batch     2 images x 2 trained steps{rows}" in text
+    assert "  update " in text and "TFLOP" in text
+
+
+@pytest.mark.parametrize("family", ["sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder"])
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_blueprint_is_the_model(
     family: str, keys: list[str], request: pytest.FixtureRequest, config_only: ConfigOnly, tmp_path: Path
@@ -295,7 +519,7 @@ def broken(folder: Path, how: str) -> None:
     elif how == "library":
         index["vae"] = ["my_vae", "Vae"]
     elif how == "family":
-        index["_class_name"] = "FluxPipeline"
+        index["_class_name"] = "SanaPipeline"
     elif how == "scheduler":
         shutil.rmtree(folder / "scheduler")
     elif how == "lacks":
@@ -312,7 +536,11 @@ def broken(folder: Path, how: str) -> None:
         ("json", "model.path: {folder}/transformer/config.json:1:18 is not valid JSON: "),
         ("class", "model.path: '{folder}' has a CLIPTextModle, which the installed transformers lacks"),
         ("library", "model.path: '{folder}' has its vae from my_vae; known: diffusers, transformers"),
-        ("family", "model.path: '{folder}' is a FluxPipeline; supported: QwenImagePipeline, StableDiffusion3Pipeline"),
+        (
+            "family",
+            "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, QwenImagePipeline, "
+            "StableDiffusion3Pipeline, ZImagePipeline",
+        ),
         ("scheduler", "model.path: {folder}/scheduler has no scheduler_config.json"),
         (
             "lacks",
@@ -543,7 +771,7 @@ def test_memory_that_does_not_fit(tmp_path: Path, sd3_folder: Path) -> None:
         "what helps: model.gradient_checkpointing=true, a smaller actor.ppo_micro_batch_size_per_gpu, "
         "parallel.optimizer_offload=true, a LoRA (model.lora_rank)"
     )
-    small, tight = need * 0.5, need * 1.05
+    small, tight = round(need * 0.5, -4), round(need * 1.05, -4)  # of two decimals in MB, as it is shown
     assert told(small) == [f"warning: update takes {need / 1e6:.2f} of {small / 1e6:.2f} MB and does not fit; {helps}"]
     assert told(tight) == [
         f"warning: update takes {need / 1e6:.2f} of {tight / 1e6:.2f} MB and leaves little for the allocator, CUDA and "
@@ -619,3 +847,27 @@ def test_words_of_the_plan_belong_to_the_plan() -> None:
     done = run(sys.executable, "tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "nnodes=2")
     message = "nnodes=2 goes with --plan; a job's own size is its launcher's, such as NNODES=2"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
+
+
+def test_fewer_steps_behind_the_window(tmp_path: Path, sd3_folder: Path) -> None:
+    """Counted where the window ends last, of 7 steps: 3, and half of the 4 that are left."""
+    own = ("rollout.num_inference_steps=7", "rollout.sde_window_range=[0,3]", "rollout.ode_compression=0.5")
+    cfg = tiny_config(sd3_folder, tmp_path, *own)
+    cfg.model.family = family_name(cfg.model)
+    whole, fewer = (
+        planned(replace(cfg, rollout=replace(cfg.rollout, ode_compression=1.0)), Cluster(1, 1)),
+        planned(cfg, Cluster(1, 1)),
+    )
+    assert (whole.passes.sampling, fewer.passes.sampling) == (4 * 7, 4 * 5)  # micro-batches of 4 among 16 images
+    assert fewer.flops < whole.flops
+
+
+def test_a_share_of_the_stochastic_steps(tmp_path: Path, sd3_folder: Path) -> None:
+    """All 3 are kept, 2 are trained."""
+    cfg = tiny_config(sd3_folder, tmp_path, "rollout.sde_window_size=null", "rollout.timestep_fraction=0.6")
+    cfg.model.family = family_name(cfg.model)
+    share = planned(cfg, Cluster(1, 1))
+    assert share.plan is not None and (share.plan.stochastic, share.plan.window) == (3, 2)
+    two = replace(cfg, rollout=replace(cfg.rollout, sde_window_size=2, timestep_fraction=1.0))
+    latent = 4 * 8 * 8 * 4
+    assert share.job.samples - planned(two, Cluster(1, 1)).job.samples == 16 * latent

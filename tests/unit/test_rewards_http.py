@@ -484,9 +484,8 @@ def test_it_waits_as_long_as_the_server_asks() -> None:
                 assert (first[1] - first[0] >= 1) is (waits is True)
 
 
-@pytest.mark.parametrize("year", ["9" * 20, "10000"])
-def test_a_date_that_no_calendar_has_is_no_date(year: str) -> None:
-    with strange(says(b"busy", 429, Retry_After=f"Mon, 01 Jan {year} 00:00:00 GMT")) as server:
+def test_a_date_that_no_calendar_has_is_no_date() -> None:
+    with strange(says(b"busy", 429, Retry_After=f"Mon, 01 Jan {'9' * 20} 00:00:00 GMT")) as server:
         asks = Http(server.url, retries=1, backoff_s=0.01, on_error="value", error_value=0.5)
         assert asks(torch.zeros(1, 3, 4, 4), ["a"], [{}]) == Marked([0.5], {"degraded": [1.0]})
         assert len(server.seen) == 2
@@ -947,27 +946,21 @@ def held(kind: torch.dtype, count: int) -> int:
 
 def test_requests_wait_as_bytes_and_go_with_their_clients(own: Path) -> None:
     """One is scored while seven wait; then all their clients leave, and the next one is not behind them."""
-    body = asked(1, images=b64(png(37, 41)))
-    size = 3 * 37 * 41
+    size, body = 3 * 37 * 41, json.dumps(asked(1, images=b64(png(37, 41)))).encode()
+    head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with serving(f"reward.functions=[{{path: '{own}:brightness'}}, {{path: '{own}:gated'}}]") as server:
         user = sys.modules["phalanx_user_own"]
-
-        def leave() -> None:
-            with pytest.raises(httpx2.ReadTimeout):
-                httpx2.post(server.url, json=body, timeout=httpx2.Timeout(20, read=1.0))
-
-        with ThreadPoolExecutor(8) as pool:
-            asks = [pool.submit(leave) for _ in range(8)]
-            wait_for(lambda: held(torch.uint8, size) >= 8)
-            assert held(torch.float32, size) == 1
-            for ask in asks:
-                ask.result()
+        with ExitStack() as clients:
+            for _ in range(8):
+                client = clients.enter_context(socket.create_connection(server.socket.getsockname()))
+                client.sendall(head.encode() + body)
+            wait_for(lambda: (held(torch.uint8, size), held(torch.float32, size), len(user.begun)) == (8, 1, 1))
         wait_for(lambda: held(torch.uint8, size) == 0)
         with ThreadPoolExecutor(1) as pool:
             last = pool.submit(scores, server.url, 2)
             wait_for(lambda: held(torch.uint8, 2 * 3 * 8 * 8) > 0)
             user.gate.set()
-            assert last.result() == [1.0 + 128 / 255] * 2
+            assert last.result() == pytest.approx([1.0 + 128 / 255] * 2)
         assert user.begun == [["ab"], ["p0", "p1"]]
 
 

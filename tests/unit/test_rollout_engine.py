@@ -10,7 +10,7 @@ from phalanx.rollout import check_engine
 
 
 def test_the_engines_are_known() -> None:
-    message = "rollout.engine: 'vllm' should be one of policy, vllm_omni"
+    message = "rollout.engine: 'vllm' should be one of policy, vllm_omni, dataset"
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         load(TrainConfig, None, ["model.path=x", "rollout.engine=vllm"])
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.functional.window import sde_window
+from phalanx.functional.window import sde_window, trained_count, trained_steps, visited_levels
 
 
 def window(step: int = 0, **changes: Any) -> range:
@@ -48,6 +48,57 @@ def test_progressive_visits_the_first_window_and_stays_at_the_last() -> None:
     assert starts == [1, 3, 3, 3]
     assert window(10**9, schedule="progressive") == range(7, 9)
     assert window(5, schedule="progressive", seed=1) == window(5, schedule="progressive", seed=2)
+
+
+def test_mix_grpo_visits_every_start_in_turn() -> None:
+    """Windows of 4 that move by 1 every 25 training steps, over the 24 of 25 steps that can be trained."""
+    mix: dict[str, Any] = {"num_inference_steps": 25, "size": 4, "schedule": "progressive", "iters": 25, "stride": 1}
+    starts = [window(step, **mix).start for step in range(600)]
+    assert starts == [k for k in range(21) for _ in range(25)] + [20] * 75
+    assert [list(window(step, **mix)) for step in (0, 24, 25, 299)] == [
+        [0, 1, 2, 3],
+        [0, 1, 2, 3],
+        [1, 2, 3, 4],
+        [11, 12, 13, 14],
+    ]
+    assert [list(window(step, **mix)) for step in (500, 10**6)] == [[20, 21, 22, 23]] * 2
+    starts = [window(step, schedule="progressive", size=4, stride=3).start for step in range(4)]
+    assert starts == [0, 3, 5, 5]  # steps 0 .. 8
+
+
+def test_a_stride_moves_no_random_window() -> None:
+    assert [window(step, stride=1) for step in range(20)] == [window(step) for step in range(20)]
+
+
+@pytest.mark.parametrize(
+    ("stochastic", "fraction", "count"),
+    [(15, 0.6, 9), (9, 0.6, 5), (100, 0.29, 29), (10, 0.7, 7), (3, 0.01, 1), (1, 0.5, 1), (7, 1.0, 7), (0, 0.6, 0)],
+)
+def test_the_number_of_trained_steps(stochastic: int, fraction: float, count: int) -> None:
+    assert trained_count(stochastic, fraction) == count
+    assert len(trained_steps(range(2, 2 + stochastic), 0, fraction=fraction, seed=0)) == count
+
+
+def test_trained_steps_are_drawn_anew_for_each_training_step() -> None:
+    drawn = [trained_steps(range(1, 6), step, fraction=0.6, seed=0) for step in range(2000)]
+    assert all(chosen == sorted(set(chosen)) and set(chosen) <= set(range(1, 6)) for chosen in drawn)
+    assert len({tuple(chosen) for chosen in drawn}) == 10  # all 3 of 5
+    frequency = Counter(step for chosen in drawn for step in chosen)
+    assert all(1100 < frequency[step] < 1300 for step in range(1, 6))  # 3 in 5 of 2000
+    assert [trained_steps(range(1, 6), step, fraction=0.6, seed=0) for step in reversed(range(2000))] == drawn[::-1]
+    assert [trained_steps(range(1, 6), step, fraction=0.6, seed=1) for step in range(20)] != drawn[:20]
+    assert trained_steps(range(1, 6), 3, fraction=1.0, seed=0) == [1, 2, 3, 4, 5]
+
+
+def test_levels_behind_the_window_are_spread_over_the_schedule() -> None:
+    for first in range(11):
+        assert visited_levels(10, first, 1.0) == list(range(11))
+    assert visited_levels(10, 4, 0.5) == [0, 1, 2, 3, 4, 6, 8, 10]
+    assert visited_levels(10, 4, 0.34) == [0, 1, 2, 3, 4, 7, 10]
+    assert visited_levels(10, 4, 0.01) == [0, 1, 2, 3, 4, 10]
+    assert visited_levels(10, 9, 0.4) == list(range(11))
+    # MixGRPO-Flash: 4 of 25 steps in the window, and 8 of the 21 behind it
+    assert visited_levels(25, 4, 0.4) == [0, 1, 2, 3, 4, 7, 9, 12, 14, 17, 20, 22, 25]
 
 
 @pytest.mark.parametrize(

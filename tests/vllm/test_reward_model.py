@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.config.schema import RewardModelConfig
+from phalanx.rewards import RewardError
 from phalanx.rewards.unified_reward import UnifiedReward
 from phalanx.rewards.vlm_ocr import VlmOcr
 from tests.ranks import run_ranks
@@ -32,7 +34,7 @@ def process_state() -> list[Any]:
     ]
 
 
-def ask(cfg: RewardModelConfig, shares: list[list[int]]) -> list[list[str]]:
+def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...] = QUESTIONS) -> list[list[str]]:
     """On each rank: ask twice about its share of PICTURES; returns the answers of both times."""
     from phalanx.rewards._model import RewardModel
 
@@ -41,8 +43,7 @@ def ask(cfg: RewardModelConfig, shares: list[list[int]]) -> list[list[str]]:
     model = RewardModel(cfg, timeout_s=60.0)
     images = [(picture(*each) * 255).byte() for each in own]
     stack = torch.stack(images) if images else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
-    questions = [(i, text) for i in range(len(own)) for text in QUESTIONS]
-    answers = [model.ask(stack, questions) for _ in range(2)]
+    answers = [model.ask(stack, [(i, text) for i in range(len(own)) for text in questions]) for _ in range(2)]
     assert process_state() == before
     total = torch.ones(1)
     dist.all_reduce(total)  # our world lives on
@@ -73,3 +74,58 @@ def test_answers_are_right_wherever_the_model_stands(judge_model: Path, world: i
     got = run_ranks(ask, world, section(judge_model, **settings), shares, timeout=200)
     for answers, share in zip(got, shares, strict=True):
         assert answers == [expected(share)] * 2
+
+
+def test_sampled_answers_depend_on_the_question_and_the_seed_alone(judge_model: Path) -> None:
+    """At a temperature that makes answers differ: not on the ranks, not on the neighbours in a batch."""
+    shares = [[3, 0, 3], [7, 3]]
+    hot = {"temperature": 2.0, "max_tokens": 12}
+    batch = run_ranks(ask, 1, section(judge_model, **hot), [[*shares[0], *shares[1]]], timeout=200)[0]
+    both = run_ranks(ask, 2, section(judge_model, tensor_parallel_size=2, **hot), shares, timeout=200)
+    assert batch[0] == batch[1] == both[0][0] + both[1][0] == both[0][1] + both[1][1]
+    pairs = [tuple(batch[0][2 * i : 2 * i + 2]) for i in range(5)]
+    assert pairs[0] == pairs[2] == pairs[4] and len(set(pairs)) == 3
+    assert batch[0] != expected([*shares[0], *shares[1]])
+    alone = run_ranks(ask, 1, section(judge_model, **hot), [[3]], timeout=200)[0]
+    assert alone == [list(pairs[0])] * 2
+    other = run_ranks(ask, 1, section(judge_model, seed=1, **hot), [[3]], timeout=200)[0]
+    assert other[0] == other[1] != alone[0]
+
+
+def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...]) -> str:
+    with pytest.raises(RewardError) as error:
+        ask(cfg, shares, questions)
+    return str(error.value)
+
+
+def test_a_question_that_is_too_long_is_told_on_all_ranks(judge_model: Path) -> None:
+    cfg = section(judge_model, max_model_len=32, max_tokens=8, placement="ranks 1-1")
+    question = UnifiedReward.template.format(prompt=" ".join("x" * 30))
+    got = run_ranks(refused, 2, cfg, [[1], []], (VlmOcr.template, question), timeout=200)
+    assert got[0] == got[1]
+    assert got[0].startswith("reward.model: ") and " 32 tokens" in got[0] and "\n" not in got[0]
+
+
+def mistake(cfg: RewardModelConfig) -> str:
+    from phalanx.rewards._model import RewardModel
+
+    with pytest.raises(ValueError) as error:
+        RewardModel(cfg, timeout_s=60.0)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [(None, {"temperature": 3.0}), ("{", {}), ('{"model_type": "no_such_model"}', {})],
+    ids=["temperature", "no JSON", "unknown model"],
+)
+def test_what_vllm_does_not_take_is_told_in_one_line(
+    judge_model: Path, tmp_path: Path, config: str | None, settings: dict[str, Any]
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(judge_model, folder)
+    if config is not None:
+        (folder / "config.json").write_text(config)
+    (message,) = run_ranks(mistake, 1, section(folder, **settings), timeout=200)
+    assert message.startswith(f"reward.model: vLLM does not take {str(folder)!r} as it is set: ")
+    assert "\n" not in message

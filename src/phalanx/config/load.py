@@ -18,6 +18,8 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
+from phalanx.config.words import shown, type_name, words
+
 T = TypeVar("T")
 LIST_EXAMPLE = "reward.functions[0].weight=2"
 
@@ -34,6 +36,7 @@ class Bounds:
     ge: float | None = None
     gt: float | None = None
     lt: float | None = None
+    le: float | None = None
 
     def complaint(self, value: Any) -> str | None:
         """What `value` should be instead, or None where it is right."""
@@ -48,11 +51,13 @@ class Bounds:
             return f"greater than {self.gt:g}"
         if self.lt is not None and not value < self.lt:
             return f"less than {self.lt:g}"
+        if self.le is not None and not value <= self.le:
+            return f"at most {self.le:g}"
         return None
 
 
 def arg(default: Any, help: str, *, path: bool = False, **bounds: Any) -> Any:
-    """A dataclass field with its meaning and, optionally, `choices`, `ge`, `gt`, `lt`; in a `path`, ~ is the home."""
+    """A dataclass field with its meaning and, optionally, choices, ge, gt, lt and le; in a `path`, ~ is the home."""
     metadata = {"help": help, "path": path, "bounds": Bounds(**bounds)}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -110,6 +115,9 @@ def load(schema: type[T], path: str | None, overrides: list[str]) -> T:
         base = OmegaConf.structured(schema)
         for name, section in classes.items():
             base[name] = OmegaConf.structured(section)
+            wanted: dict[str, Any] = section.DEFAULTS  # type: ignore[attr-defined]
+            for key, default in wanted.items():
+                OmegaConf.update(base, key, default)
         merged = OmegaConf.merge(base, user)
         missing = sorted(OmegaConf.missing_keys(merged))
         if missing:
@@ -157,21 +165,24 @@ def rows(schema: type, classes: dict[str, type] | None = None, prefix: str = "")
             yield from rows(hint, None, key + ".")  # type: ignore[arg-type]
             continue
         default = default_of(f)
-        text = "required" if default == "???" else default if isinstance(default, str) else _shown(default)
+        text = "required" if default == "???" else default if isinstance(default, str) else shown(default)
         help = f.metadata["help"] if "help" in f.metadata else ""  # a user's own field may be a plain one
         bounds: Bounds = f.metadata["bounds"] if "bounds" in f.metadata else Bounds()
         if bounds.choices:
             help += f" [{' | '.join(bounds.choices)}]"
-        yield Row(key, _type_name(hint), text, help)
+        yield Row(key, type_name(hint), text, help)
         (element,) = [a for a in get_args(hint) if is_dataclass(a)] or (None,)
         if get_origin(hint) is list and element is not None:
             yield from rows(element, None, key + "[].")  # type: ignore[arg-type]
 
 
-def help_text(schema: type, description: str, path: str | None, overrides: list[str]) -> str:
-    """The text of --help: every key with its type, default and meaning."""
+def help_text(
+    schema: type, description: str, path: str | None, overrides: list[str], options: tuple[str, ...] = ()
+) -> str:
+    """The text of --help: the lines of its `options`, and every key with its type, default and meaning."""
     user = _user(schema, path, overrides)
-    lines = [description.strip(), "", "usage: sh train.sh tasks/<task>.py [config.yaml] [key=value ...]", ""]
+    usage = "usage: sh train.sh tasks/<task>.py [config.yaml] [key=value ...]"
+    lines = [description.strip(), "", usage, *(f"  {line}" for line in options), ""]
     section = ""
     for row in rows(schema, _section_classes(schema, user)):
         head = row.key.split(".")[0]
@@ -186,6 +197,7 @@ def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
     """The differences that the user wants: the file's, then the overrides in their order."""
     user = _read(path) if path is not None else OmegaConf.create({})
     _drop_empty_sections(schema, user)
+    _drop_other_sections(schema, user, overrides)
     for item in overrides:
         key, equals, value = item.partition("=")
         if not key or not equals:
@@ -247,6 +259,19 @@ def _drop_empty_sections(schema: type, user: DictConfig) -> None:
             _drop_empty_sections(hints[f.name], user[f.name])
 
 
+def _drop_other_sections(schema: type, user: DictConfig, overrides: list[str]) -> None:
+    """The file's section of one algorithm means nothing to another, which an override names: that begins with its own
+    defaults.
+    """
+    for f in fields(schema):
+        names = [value for item in overrides for key, _, value in [item.partition("=")] if key == f"{f.name}.name"]
+        section = user[f.name] if "registry" in f.metadata and f.name in user else None
+        if not names or not isinstance(section, DictConfig):
+            continue
+        if names[-1] != (section["name"] if "name" in section else default_of(f).name):
+            del user[f.name]
+
+
 def _section_classes(schema: type, user: DictConfig) -> dict[str, type]:
     """The dataclass of each section whose keys depend on a name (`algorithm`)."""
     classes = {}
@@ -276,7 +301,8 @@ def _check_keys(schema: type, part: type, classes: dict[str, type], user: DictCo
     OmegaConf converts and judges each value alone, since its own messages about a whole configuration name no keys
     within lists. What an interpolation stands for is judged when all is merged.
     """
-    hints, blank = get_type_hints(part), OmegaConf.structured(part)
+    all_hints, blank = get_type_hints(part), OmegaConf.structured(part)
+    hints = {f.name: all_hints[f.name] for f in fields(part)}
     for name in user:
         key = f"{prefix}{name!s}"
         if name not in hints:
@@ -297,14 +323,14 @@ def _check_keys(schema: type, part: type, classes: dict[str, type], user: DictCo
         try:
             OmegaConf.update(blank, str(name), plain, merge=False)
         except OmegaConfBaseException:
-            raise ConfigError(f"{key}: {_shown(plain)} should be {_words(hint, plain)}") from None
+            raise ConfigError(f"{key}: {shown(plain)} should be {words(hint, plain)}") from None
 
 
 def _check_section(schema: type, part: type, classes: dict[str, type], value: Any, key: str) -> None:
     if not isinstance(value, DictConfig):
         plain = OmegaConf.to_container(value) if isinstance(value, ListConfig) else value
         keys = ", ".join(f.name for f in fields(part))
-        raise ConfigError(f"{key}: {_shown(plain)} should be a section with keys: {keys}")
+        raise ConfigError(f"{key}: {shown(plain)} should be a section with keys: {keys}")
     _check_keys(schema, part, classes, value, key + ".")
 
 
@@ -318,31 +344,6 @@ def _unknown(key: str, leaf: str, siblings: list[str], schema: type, classes: di
         choice = elsewhere[0] if len(elsewhere) == 1 else f"one of {', '.join(elsewhere)}"
         return f"unknown key {key}; did you mean {choice}?"
     return f"unknown key {key}; known here: {', '.join(siblings)}"
-
-
-def _shown(value: Any) -> str:
-    """A value as YAML has it, for messages."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-_WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"), str: ("a text", "texts")}
-_WORDS[bool] = ("true or false", "truth values")
-
-
-def _words(hint: Any, value: Any) -> str:
-    """A type in words, for messages; for a list an example that holds `value`."""
-    arguments = [a for a in get_args(hint) if a is not type(None)]
-    if get_origin(hint) is list:
-        plural = _WORDS[arguments[0]][1] if arguments[0] in _WORDS else "sections"
-        scalar = arguments[0] in _WORDS and isinstance(value, str | int | float)
-        return f"a list of {plural}" + (f", e.g. [{value}]" if scalar else "")
-    if get_origin(hint) is dict:
-        return "a section of keys and values"
-    if arguments:
-        return f"{_words(arguments[0], value)}, or null"
-    return _WORDS[hint][0] if hint in _WORDS else _type_name(hint)
 
 
 def _one_line(error: OmegaConfBaseException) -> str:
@@ -372,12 +373,3 @@ def _finish(section: Any, prefix: str) -> None:
                 raise ConfigError(f"{key}: {value!r} should be {complaint}")
             if "path" in f.metadata and f.metadata["path"] and value.startswith("~"):
                 setattr(section, f.name, str(Path(value).expanduser()))
-
-
-def _type_name(hint: Any) -> str:
-    arguments = [a for a in get_args(hint) if a is not type(None)]
-    if get_origin(hint) in (list, dict):
-        return f"{get_origin(hint).__name__}[{', '.join(_type_name(a) for a in arguments)}]"
-    if arguments:
-        return f"{_type_name(arguments[0])} or null"
-    return hint.__name__ if isinstance(hint, type) else "any"

@@ -5,12 +5,13 @@ before torch, a process group or a model exists. Names of leaves follow VeRL-Omn
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from phalanx.config.load import arg
 
 DTYPES = ("float32", "bfloat16")
 SDE_TYPES = ("sde", "cps", "dance_sde")
+SOLVERS = ("euler", "dpm_solver++")
 CORRECTIONS = ("rescore", "none", "truncated_is", "rejection")
 SEEDS: dict[str, Any] = {"ge": 0, "lt": 2**63}  # what torch's generators and phalanx.distributed.seed take
 
@@ -73,9 +74,10 @@ class ValRolloutConfig:
     num_inference_steps: Optional[int] = arg(None, "denoising steps", ge=1)
     height: Optional[int] = arg(None, "pixels", ge=1)
     width: Optional[int] = arg(None, "pixels", ge=1)
-    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3 family)")
-    true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image)")
+    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3, Z-Image), or FLUX.1-dev's own")
+    true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image, FLUX.1)")
     noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
+    solver: Optional[str] = arg(None, "what takes the steps of the ODE", choices=SOLVERS)
     seed: int = arg(1234, "seed of the noise: a different one for each prompt, the same at each validation", **SEEDS)
 
 
@@ -85,8 +87,9 @@ class RolloutConfig:
 
     engine: str = arg(
         "policy",
-        "policy: in the very modules that are trained; vllm_omni: in vLLM-omni, on a copy of the weights",
-        choices=("policy", "vllm_omni"),
+        "policy: in the very modules that are trained; vllm_omni: in vLLM-omni, on a copy of the weights; dataset: "
+        "nothing is sampled, images are the pairs `chosen` and `rejected` of data.train_files",
+        choices=("policy", "vllm_omni", "dataset"),
     )
     correction: str = arg(
         "rescore",
@@ -101,9 +104,11 @@ class RolloutConfig:
     num_inference_steps: int = arg(10, "denoising steps", ge=1)
     height: int = arg(512, "pixels", ge=1)
     width: int = arg(512, "pixels", ge=1)
-    guidance_scale: float = arg(1.0, "classifier-free guidance of the SD3 family; 1 is off")
-    true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image; 1 is off")
-    noise_level: float = arg(0.7, "eta of the stochastic steps", gt=0)
+    guidance_scale: float = arg(
+        1.0, "classifier-free guidance of SD3 and Z-Image, 1 is off; the guidance that FLUX.1-dev takes as an input"
+    )
+    true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image and FLUX.1; 1 is off")
+    noise_level: float = arg(0.7, "eta of the stochastic steps; 0 is the ODE, which has no transitions to train", ge=0)
     sde_type: str = arg("sde", "the stochastic step", choices=SDE_TYPES)
     sde_window_size: Optional[int] = arg(
         2, "consecutive steps that are stochastic and trained; null: all but the last", ge=1
@@ -111,10 +116,27 @@ class RolloutConfig:
     sde_window_range: Optional[list[int]] = arg(
         None, "[a, b]: the window lies in steps a .. b-1; null: all but the last step"
     )
+    timestep_fraction: float = arg(
+        1.0, "share of the stochastic steps that is trained, drawn anew for each training step", gt=0, le=1
+    )
     window_schedule: str = arg(
         "random", "the window's start: random per step, or progressive (MixGRPO)", choices=("random", "progressive")
     )
     window_iters: int = arg(25, "training steps that a progressive window stays in place", ge=1)
+    window_stride: Optional[int] = arg(
+        None, "denoising steps that a progressive window moves by; null: its own size", ge=1
+    )
+    init_same_noise: bool = arg(False, "the images of a prompt begin with the same noise")
+    solver: str = arg(
+        "euler",
+        "what takes the deterministic steps behind the window, or all where no step is stochastic: euler, or "
+        "dpm_solver++ of second order",
+        choices=SOLVERS,
+    )
+    ode_compression: float = arg(1.0, "share of the steps behind the window that is taken", gt=0, le=1)
+    max_num_gen_batches: int = arg(
+        1, "times that a prompt's images are sampled, at most, as long as all their rewards are equal", ge=1
+    )
     micro_batch_size_per_gpu: Optional[int] = arg(
         None, "images sampled together; null: ppo_micro_batch_size_per_gpu x window, which makes log-probs exact", ge=1
     )
@@ -124,9 +146,23 @@ class RolloutConfig:
 
 @dataclass
 class AlgorithmConfig:
-    """Which algorithm; its own keys stand beside `name` (see its file in phalanx.algorithms)."""
+    """Which algorithm; its own keys stand beside `name` (see its file in phalanx.algorithms).
+
+    DEFAULTS: what the algorithm wants of other sections, such as {"rollout.sde_type": "cps"}, where the user is silent.
+    """
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {}
+    samples_together: ClassVar[int] = 1  # images of a prompt that are trained as one
+    needs_reward: ClassVar[bool] = True
 
     name: str = arg("flow_grpo", "module of phalanx.algorithms, a dotted module, or path/to/file.py")
+
+    def trained_steps(self, rollout: RolloutConfig) -> int | None:
+        """Noise levels at which each image is trained; None: the steps of the rollout's window."""
+        return None
+
+    def check(self, rollout: RolloutConfig) -> None:
+        """Raise ConfigError for what the algorithm cannot work with."""
 
 
 @dataclass
@@ -135,6 +171,7 @@ class EmaConfig:
 
     decay: Optional[float] = arg(None, "decay of the average; null: off", ge=0, lt=1)
     warmup: bool = arg(True, "start with a short memory: min(decay, (1 + updates) / (10 + updates))")
+    update_interval: int = arg(1, "optimizer steps after which the average moves on; Flow-GRPO has 8", ge=1)
 
 
 @dataclass
@@ -148,6 +185,9 @@ class ActorConfig:
     ppo_epochs: int = arg(1, "passes over a step's samples", ge=1)
     detach_uncond: bool = arg(
         False, "no gradient through the unconditional branch of guidance: cheaper, another gradient"
+    )
+    ref_model_sync_steps: Optional[int] = arg(
+        None, "training steps after which the reference becomes the weights as they are then; null: never", ge=1
     )
     ema: EmaConfig = field(default_factory=EmaConfig)
 
@@ -176,6 +216,11 @@ class RewardFunctionConfig:
     name: Optional[str] = arg(None, "a built-in reward (module of phalanx.rewards), or the term's name in the logs")
     path: Optional[str] = arg(None, "module:function or path/to/file.py:function")
     weight: float = arg(1.0, "factor in the sum")
+    initial_weight: Optional[float] = arg(
+        None, "factor in the first step, from which it goes to `weight` on a straight line; null: `weight` throughout"
+    )
+    weight_steps: int = arg(0, "training steps of that line", ge=0)
+    clip: Optional[list[float]] = arg(None, "[low, high]: scores are clamped to this range; null: as they are")
     kwargs: dict[str, Any] = arg({}, "keyword arguments of the reward")
 
 
@@ -184,15 +229,20 @@ class RewardModelConfig:
     """The vision-language model that judges ask, such as the reward vlm_ocr; it runs in the ranks themselves."""
 
     path: Optional[str] = arg(None, "model folder (or hub id, where a hub is reachable); null: no model", path=True)
-    engine: str = arg("vllm", "vllm: inside each rank's process, which needs the extra vllm", choices=("vllm",))
+    engine: str = arg(
+        "vllm",
+        "vllm, which needs the extra vllm, or transformers, slower and on torch alone; inside each rank's process",
+        choices=("vllm", "transformers"),
+    )
     tensor_parallel_size: int = arg(1, "neighbouring ranks of a node that hold the model together", ge=1)
     placement: str = arg(
         "colocate", "colocate: on all ranks; ranks a-b: on these ranks of each node, such as ranks 6-7"
     )
     dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
     gpu_memory_utilization: float = arg(
-        0.3, "share of a GPU's memory for the model and its KV cache, beside the training", gt=0, lt=1
+        0.3, "vllm: share of a GPU's memory for the model and its KV cache, beside the training", gt=0, lt=1
     )
+    micro_batch_size: int = arg(16, "transformers: questions that are answered at once", ge=1)
     sleep: bool = arg(True, "between scorings the model waits in the CPU's memory (GPUs only)")
     max_model_len: Optional[int] = arg(None, "tokens of question, image and answer; null: the model's own limit", ge=1)
     max_tokens: int = arg(512, "tokens of an answer", ge=1)
@@ -206,6 +256,11 @@ class RewardConfig:
     """What is optimised."""
 
     functions: list[RewardFunctionConfig] = arg([], "terms of the reward, weighted and summed")
+    normalize: str = arg(
+        "none",
+        "before the sum, each term: as it is, or centred and divided by its std within each prompt's group (GDPO)",
+        choices=("none", "group"),
+    )
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlap: bool = arg(True, "score a micro-batch on worker threads while the next one is sampled")
     num_workers: int = arg(1, "worker threads a rank", ge=1)

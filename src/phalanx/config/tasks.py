@@ -69,9 +69,11 @@ class SampleConfig:
     num_inference_steps: Optional[int] = arg(None, "denoising steps; null: the run's, or 10", ge=1)
     height: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
     width: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
-    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3 family); null: the run's, or 1, off")
+    guidance_scale: Optional[float] = arg(
+        None, "classifier-free guidance (SD3, Z-Image), or FLUX.1-dev's own; null: the run's, or 1"
+    )
     true_cfg_scale: Optional[float] = arg(
-        None, "true classifier-free guidance (Qwen-Image); null: the run's, or 1, off"
+        None, "true classifier-free guidance (Qwen-Image, FLUX.1); null: the run's, or 1, off"
     )
     noise_level: Optional[float] = arg(None, "eta of the sampler, 0 is the ODE; null: the run's, or 0", ge=0)
     sde_type: Optional[str] = arg(
@@ -113,7 +115,7 @@ class ServeRewardConfig:
     max_images: int = arg(64, "most images of a request", ge=1)
     max_pixels: int = arg(2**22, "largest image, in pixels", ge=1)
     max_requests: int = arg(256, "most connections at once; further ones are told to come again", ge=1)
-    read_timeout_s: float = arg(30.0, "seconds in which a request must be there as a whole", gt=0)
+    read_timeout_s: float = arg(30.0, "seconds for the head of a request, and then for its body, to be there", gt=0)
 
 
 def read_run(file: Path) -> RunConfig:

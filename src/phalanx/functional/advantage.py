@@ -37,6 +37,34 @@ def informative(reward: Tensor, group_id: Tensor) -> Tensor:
     return (high > low)[inverse]
 
 
+def top_and_bottom(reward: Tensor, group_id: Tensor, k: int) -> Tensor:
+    """[N] bool: whether a sample is among the k best or the k worst of its group; of equals, those of lower number."""
+    return (rank_in_group(-reward, group_id) < k) | (rank_in_group(reward, group_id) < k)
+
+
+def rank_in_group(value: Tensor, group_id: Tensor) -> Tensor:
+    """[N] int64: a sample's place in its group, 0 for the smallest value; equals in the order of their numbers."""
+    order = torch.argsort(value.double(), stable=True)
+    order = order[torch.argsort(group_id[order], stable=True)]
+    _, counts = torch.unique(group_id, return_counts=True)
+    first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=order.device) - first
+    return rank
+
+
+def group_weights(value: Tensor, group_id: Tensor, keep: Tensor) -> Tensor:
+    """[N] float32: exp(value), of mean 1 over the samples of each group that `keep` [N] names, and 0 for all others."""
+    _, inverse = torch.unique(group_id, return_inverse=True)
+    groups = int(inverse.max()) + 1
+    v = torch.where(keep, value.double(), -torch.inf)
+    top = torch.full((groups,), -torch.inf, dtype=v.dtype, device=v.device).scatter_reduce(0, inverse, v, "amax")
+    exp = torch.where(keep, torch.exp(v - top[inverse]), 0.0)  # exp(-inf - -inf) is NaN where none is kept
+    zeros = torch.zeros(groups, dtype=v.dtype, device=v.device)
+    mean = zeros.index_add(0, inverse, exp) / zeros.index_add(0, inverse, keep.double())
+    return torch.where(keep, exp / mean[inverse], 0.0).float()
+
+
 def group_std(reward: Tensor, group_id: Tensor) -> Tensor:
     """[G] float32: the population std of each group's rewards, groups in ascending order of their id."""
     _, variance = _centred(reward.double(), group_id)

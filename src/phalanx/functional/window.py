@@ -1,4 +1,4 @@
-"""Which denoising steps are stochastic and trained (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802)."""
+"""Which denoising steps are taken, stochastic and trained (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802)."""
 
 import random
 
@@ -11,13 +11,15 @@ def sde_window(
     window_range: list[int] | None,
     schedule: str,
     iters: int,
+    stride: int | None = None,
     seed: int,
 ) -> range:
     """The window of training step `step` (counted from 0): one for all prompt groups, since a group's rewards are
     compared with one another.
 
     `size` None is all steps of the range; `window_range` [a, b] (None: all steps but the last) holds steps a .. b-1.
-    `random` draws the start from a .. b - size by (seed, step); `progressive` moves it by `size` every `iters` steps.
+    `random` draws the start from a .. b - size by (seed, step); `progressive` moves it by `stride` (None: its size)
+    every `iters` steps, to b - size at most.
 
     Raises:
         ValueError: where the range is empty, leaves the schedule, or is shorter than the window.
@@ -41,7 +43,31 @@ def sde_window(
         )
     last_start = end - length
     if schedule == "progressive":
-        start = min(first + step // iters * length, last_start)
+        start = min(first + step // iters * (length if stride is None else stride), last_start)
     else:
         start = random.Random(f"window {seed} {step}").randint(first, last_start)
     return range(start, start + length)
+
+
+def trained_count(stochastic: int, fraction: float) -> int:
+    """How many of a window's steps are trained: the nearest number to `fraction` of them, at least 1 if it has any."""
+    return min(max(1, round(stochastic * fraction)), stochastic)
+
+
+def trained_steps(window: range, step: int, *, fraction: float, seed: int) -> list[int]:
+    """The steps of the window that training step `step` trains, ascending, drawn by (seed, step): one choice for all
+    prompt groups (DanceGRPO, arXiv 2505.07818, draws one for each sample).
+    """
+    count = trained_count(len(window), fraction)
+    if count == len(window):
+        return list(window)
+    return sorted(random.Random(f"trained {seed} {step}").sample(window, count))
+
+
+def visited_levels(num_inference_steps: int, first: int, compression: float) -> list[int]:
+    """Numbers of the schedule's levels that a sample passes, from 0 to num_inference_steps: all up to `first`, then
+    `compression` times as many steps as there are left, spread evenly over the schedule's own levels.
+    """
+    left = num_inference_steps - first
+    steps = max(1, round(left * compression)) if left else 0
+    return [*range(first), *(first + round(k * left / steps) for k in range(steps)), num_inference_steps]

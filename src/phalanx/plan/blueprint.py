@@ -44,6 +44,8 @@ class _Blueprint(FlowModel):
             for name, entry in _index(folder).items()
             if isinstance(entry, list) and len(entry) == 2
         }
+        if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
+            parts["transformer"] = transformer.from_config(parts["transformer"].config)
         self.pipeline = pipeline(**parts)
         self.transformer, self.vae = self.pipeline.transformer.to(weights_dtype), self.pipeline.vae
         others = [part for name, part in parts.items() if isinstance(part, nn.Module) and name != "transformer"]
@@ -59,7 +61,10 @@ class _Blueprint(FlowModel):
         """An argument for one row, made one for `n`."""
         if not isinstance(value, Tensor):
             return value * n if isinstance(value, list) else value
-        return torch.empty(n, *value.shape[1:], dtype=self.dtype if value.dim() > 1 else value.dtype)
+        if value.shape[0] != 1:
+            return value
+        computed = value.dim() > 1 and value.is_floating_point()  # neither timesteps nor masks
+        return torch.empty(n, *value.shape[1:], dtype=self.dtype if computed else value.dtype)
 
 
 def planned_policy(cfg: RunConfig, *, detach_uncond: bool) -> FlowPolicy:

@@ -1,8 +1,7 @@
 """What a rank does in a step of each training job: passes, samples, bytes that stay; on a blueprint of the model."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,12 +11,13 @@ from phalanx.config.load import resolve_registry
 from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
 from phalanx.distributed import mesh
 from phalanx.flops import step_flops
+from phalanx.functional.window import visited_levels
 from phalanx.models.flow import FlowPolicy
 from phalanx.plan.blueprint import META, planned_policy, text_length
 from phalanx.plan.layout import Cluster, Layout, Passes
 from phalanx.plan.memory import Job, no_embeds, velocity
 from phalanx.rollout.policy import train_sampler, val_sampler
-from phalanx.types import FlowTrace, Sampler
+from phalanx.types import FlowTrace, Noised, Sampler
 
 Rows = list[tuple[str, str]]
 ENCODED_TOGETHER = 64  # images, by phalanx.flow_matching where it caches latents
@@ -66,79 +66,111 @@ def _reinforcement(cfg: TrainConfig, cluster: Cluster) -> Planned:
     """As phalanx.trainer.Trainer."""
     plan, c = batches.plan(cfg, cluster.ranks), cfg.rollout
     policy = planned_policy(cfg, detach_uncond=cfg.actor.detach_uncond)
-    sampler, length = train_sampler(c, policy.model.guidance_key), text_length(policy.model, cfg)
+    sampler, length = train_sampler(c, policy.model), text_length(policy.model, cfg)
     latent = math.prod(policy.model.latent_shape(sampler.height, sampler.width)) * 4
     rule = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(cfg.algorithm)
-    reference: Callable[[], Tensor] | None = None
-    if rule.needs_reference:
-        rows = plan.micro * plan.window
 
-        def reference() -> Tensor:
-            return velocity(policy, sampler, rows)
+    def scored() -> Tensor:
+        """A pass over a micro-batch's trained steps, without gradients."""
+        return velocity(policy, sampler, plan.micro * plan.window)
 
-    embeds = text_bytes(policy, sampler, length) * _prompts(plan.per_rank, c.n) * (2 if sampler.guidance > 1 else 1)
-    means = plan.window if reference is not None else 0
+    reference = scored if rule.others else None
+    follows = cfg.actor.ref_model_sync_steps is not None
+    copied = c.engine == "vllm_omni"  # and its samples are scored again, unless they are taken as they are
+    rescoring = scored if copied and c.correction != "none" and not rule.forward else None
+
+    embeds = text_bytes(policy, sampler, length) * _prompts(plan.per_rank, c.n) * (2 if sampler.guided else 1)
+    means = plan.window * (1 + len(rule.others)) + 1  # of the rollout, and of other weights; the final latents
     passes = plan.per_rank // (plan.updates * plan.micro)
     updates = plan.updates * cfg.actor.ppo_epochs
-    split = sampler.guidance > 1 and cfg.actor.detach_uncond  # the branches of guidance are passes of their own
+    from_data = c.engine == "dataset"  # images are encoded, not sampled
+    taken = 0 if from_data else _denoising_steps(cfg, plan)
+    split = sampler.guided and cfg.actor.detach_uncond  # the branches of guidance are passes of their own
     job = Job(
         cfg=cfg,
         policy=policy,
         layout=Layout.of(policy, cfg.parallel, cluster.ranks, width_of(cfg, cluster)),
         ema=cfg.actor.ema.decay is not None,
-        loss=lambda: _replay(policy, sampler, plan),
+        loss=lambda: _loss(policy, sampler, plan, rule.forward),
         passes=passes,
         together=plan.rollout_micro,
-        sampler=sampler,
-        val_sampler=val_sampler(c, policy.model.guidance_key) if validates(cfg) else None,
+        sampler=None if from_data else sampler,
+        encoded=plan.rollout_micro if from_data else 0,
+        val_sampler=val_sampler(c, policy.model) if validates(cfg) else None,
         reference=reference,
-        samples=plan.per_rank * latent * (plan.window + 1 + means) + embeds,
+        rescoring=rescoring,
+        averages=len(rule.averages) + (follows and "reference" in rule.others),
+        first_weights="reference" in rule.others and not follows,
+        behaviour=rule.behaviour is not None,
+        samples=plan.per_rank * latent * (plan.stochastic + 1 + means) + embeds,
         pictures=plan.per_rank * 3 * sampler.height * sampler.width * 4,
     )
     counts = Passes(
-        sampling=plan.per_rank // plan.rollout_micro * c.num_inference_steps * (2 if split else 1),
-        reference=(passes * plan.updates * (2 if split else 1)) if reference is not None else 0,
+        sampling=plan.per_rank // plan.rollout_micro * taken * (2 if split else 1),
+        reference=passes * plan.updates * (2 if split else 1) * len(rule.others),
         updates=updates,
         passes=passes,
         forwards=2 if split else 1,
+        rescoring=plan.per_rank // plan.micro * (2 if split else 1) if rescoring is not None else 0,
+        copied=copied,
     )
     flops = step_flops(
         policy.model.flops(sampler.height, sampler.width, length),
         samples=plan.samples,
-        steps=c.num_inference_steps,
+        steps=taken,
         window=plan.window,
-        cfg=sampler.guidance > 1,
+        cfg=sampler.guided,
         updates_per_sample=cfg.actor.ppo_epochs,
         lora=cfg.model.lora_rank > 0,
         checkpointing=cfg.model.gradient_checkpointing,
-        reference=reference is not None,
+        views=len(rule.others),
         detach_uncond=cfg.actor.detach_uncond,
     )
     return Planned(cluster, job, counts, _batch(cfg, plan, sampler, counts, length), flops, plan)
 
 
-def _replay(policy: FlowPolicy, sampler: Sampler, plan: batches.BatchPlan) -> Tensor:
-    """The forward pass of a micro-batch's trained steps, to a number that depends on all that a loss can ask of it."""
+def _denoising_steps(cfg: TrainConfig, plan: batches.BatchPlan) -> int:
+    """The most velocities that a sample takes: with the window where it ends last."""
+    r = cfg.rollout
+    end = 0
+    if plan.stochastic:
+        end = r.sde_window_range[1] if r.sde_window_range is not None else r.num_inference_steps - 1
+    return len(visited_levels(r.num_inference_steps, end, r.ode_compression)) - 1
+
+
+def _loss(policy: FlowPolicy, sampler: Sampler, plan: batches.BatchPlan, forward: bool) -> Tensor:
+    """The forward pass of a micro-batch's trained steps, or `forward` of its noised images, to a number that depends on
+    all that a loss can ask of it.
+    """
     shape = policy.model.latent_shape(sampler.height, sampler.width)
+    steps = max(plan.stochastic, plan.window)
     trace = FlowTrace(
         sampler=sampler,
-        latents=torch.empty(plan.micro, plan.window + 1, *shape),
-        sigmas=torch.empty(plan.window + 1),
-        timesteps=torch.empty(plan.window),
+        latents=torch.empty(plan.micro, steps + 1, *shape),
+        means=torch.empty(plan.micro, plan.window, *shape),
+        clean=torch.empty(plan.micro, *shape),
+        sigmas=torch.empty(steps + 1),
+        timesteps=torch.empty(steps),
         sigma_max=1.0,
+        trained=torch.arange(plan.window),
         embeds=no_embeds(),
         prompt_index=torch.zeros(plan.micro, dtype=torch.long),
+        evaluations=sampler.num_inference_steps,
     )
+    if forward:
+        noised = Noised(torch.empty(plan.micro, plan.window, *shape), torch.empty(plan.micro, plan.window))
+        return torch.square(policy.predict(trace, noised) - noised.target(trace.clean)).mean()
     replay = policy.replay(trace)
     return replay.log_prob.sum() + replay.mean.sum()
 
 
 def _batch(cfg: TrainConfig, plan: batches.BatchPlan, sampler: Sampler, counts: Passes, length: int) -> Rows:
     """The arithmetic of a step in words."""
-    branches = 2 if sampler.guidance > 1 else 1
+    branches = 2 if sampler.guided else 1
     together = branches // counts.forwards  # branches of guidance that share a forward pass
     both = f" x {together} branches of guidance" if together > 1 else ""
     rows, prompts = plan.micro * plan.window * together, _prompts(plan.per_rank, cfg.rollout.n)
+    again = f"{counts.rescoring} to score samples again, " if counts.rescoring else ""
     reference = f"{counts.reference} of the reference, " if counts.reference else ""
     train = counts.updates * counts.passes * counts.forwards
     total = cfg.trainer.total_training_steps
@@ -152,7 +184,7 @@ def _batch(cfg: TrainConfig, plan: batches.BatchPlan, sampler: Sampler, counts: 
         ("updates", f"{counts.updates} a step, each of {_n(counts.passes, 'micro-batch')}"),
         ("micro-batch", f"{_n(plan.micro, 'image')} x {_n(plan.window, 'trained step')}{both} = {_n(rows, 'row')}"),
         ("texts", f"{_n(length, 'token')}, the most that there can be"),
-        ("forward passes", f"{counts.sampling} to sample, {reference}{train} to train, a rank and step"),
+        ("forward passes", f"{counts.sampling} to sample, {again}{reference}{train} to train, a rank and step"),
         ("run", run),
     ]
 
@@ -173,7 +205,8 @@ def text_bytes(policy: FlowPolicy, sampler: Sampler, length: int) -> int:
     model = policy.model
     with META:
         inputs = model.forward_inputs(sampler.height, sampler.width, length)
-    texts = [v for k, v in inputs.items() if isinstance(v, Tensor) and k not in ("hidden_states", "timestep")]
+    others = ("hidden_states", "timestep", "guidance")
+    texts = [v for k, v in inputs.items() if isinstance(v, Tensor) and v.shape[0] == 1 and k not in others]
     return sum(t.numel() for t in texts) * model.dtype.itemsize
 
 
@@ -181,8 +214,8 @@ def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster) -> Planned:
     """As phalanx.flow_matching.FlowMatching."""
     c, r, size = cfg.flow_matching, cfg.rollout, cfg.data.train_batch_size
     policy = planned_policy(cfg, detach_uncond=False)
-    guided, length = train_sampler(r, policy.model.guidance_key), text_length(policy.model, cfg)
-    plain = Sampler(guided.num_inference_steps, r.height, r.width, 1.0, guided.noise_level, guided.sde_type)
+    guided, length = train_sampler(r, policy.model), text_length(policy.model, cfg)
+    plain = replace(guided, guidance=1.0)
     per_rank = size // cluster.ranks
     counts = Passes(sampling=0, reference=0, updates=1, passes=per_rank // c.micro_batch_size_per_gpu, forwards=1)
     job = Job(
@@ -193,7 +226,7 @@ def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster) -> Planned:
         loss=lambda: _regression(policy, plain, c.micro_batch_size_per_gpu),
         passes=counts.passes,
         together=r.micro_batch_size_per_gpu or 16,
-        val_sampler=val_sampler(r, policy.model.guidance_key) if validates(cfg) else None,
+        val_sampler=val_sampler(r, policy.model) if validates(cfg) else None,
         encoded=ENCODED_TOGETHER if c.cache_latents else 1,
         samples=text_bytes(policy, plain, length) * c.micro_batch_size_per_gpu,
     )
@@ -205,7 +238,7 @@ def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster) -> Planned:
         cfg=False,
         lora=cfg.model.lora_rank > 0,
         checkpointing=cfg.model.gradient_checkpointing,
-        reference=False,
+        views=0,
         detach_uncond=False,
     )
     total = cfg.trainer.total_training_steps

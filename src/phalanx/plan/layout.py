@@ -84,6 +84,10 @@ class Layout:
         found = [w for w in self.weights if w.sharded]
         return self._by_unit((w, self.width * w.part(self.width) * self.dtype.itemsize) for w in found)
 
+    def stored(self) -> int:
+        """The sharded weights, whole, in the dtype that they are kept in."""
+        return sum(self.width * w.part(self.width) * w.kept.itemsize for w in self.weights if w.sharded)
+
     def gradient(self, w: Weight, *, summed: bool = False) -> int:
         """What stays of a gradient: this rank's reduced part, or while passes are `summed`, the whole in float32."""
         if not w.sharded:
@@ -138,8 +142,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Passes:
-    """What a rank runs in a training step: `sampling` forward passes of the rollout, a `reference` or none, and
-    `updates` optimizer steps of `passes` backward passes each, with `forwards` forward passes each.
+    """What a rank runs in a training step: `sampling` forward passes of the rollout, those that score its samples again
+    and of a `reference`, and `updates` optimizer steps of `passes` backward passes each, with `forwards` forward passes
+    each. `copied`: an engine samples on weights of its own, which get the policy's before.
     """
 
     sampling: int
@@ -147,6 +152,8 @@ class Passes:
     updates: int
     passes: int
     forwards: int
+    rescoring: int = 0
+    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,8 @@ def traffic(layout: Layout, cluster: Cluster, passes: Passes, parallel: Parallel
     apart = any(map(cluster.crosses, cluster.shard_groups(width)))
     spread = any(map(cluster.crosses, cluster.replicate_groups(width)))
     everything, blocks = sum(units), sum(units[:-1])
-    runs = [n for n in (passes.sampling, passes.reference) if n]  # the root is gathered once in each
+    sampling = 0 if passes.copied else passes.sampling
+    runs = [n for n in (sampling, passes.rescoring, passes.reference) if n]  # the root is gathered once in each
     if parallel.rollout_unsharded or not parallel.reshard_after_forward:
         sampled = everything * len(runs)
     else:
@@ -178,8 +186,11 @@ def traffic(layout: Layout, cluster: Cluster, passes: Passes, parallel: Parallel
     trained = (everything + again) * passes.passes * passes.updates
     reduced = layout.reduced() * passes.updates
     message = layout.message() * passes.updates
+    copied = layout.stored() * passes.copied
+    to_sample = "weights, gathered to score samples" if passes.copied else "weights, gathered to sample"
     found = [
-        Traffic("weights, gathered to sample", sampled * (width - 1) // width, apart),
+        Traffic("weights, gathered for the engine", copied * (width - 1) // width, apart),
+        Traffic(to_sample, sampled * (width - 1) // width, apart),
         Traffic("weights, gathered to train", trained * (width - 1) // width, apart),
         Traffic("gradients, reduced to their parts", reduced * (width - 1) // width, apart),
         Traffic("gradients, summed over copies", 2 * reduced // width * (copies - 1) // copies, spread),

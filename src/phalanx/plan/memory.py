@@ -3,7 +3,8 @@
 What a phase of training computes is run here on meta tensors, which allocate nothing and compute nothing, while a
 `Ledger` counts those that are alive. What FSDP holds meanwhile is arithmetic over its units (phalanx.plan.layout).
 
-Not counted: the allocator's rounding and gaps, CUDA's context, buffers of NCCL, and models that rewards keep there.
+What stands beside the model comes from phalanx.plan.engines. Not counted: the allocator's rounding and gaps, CUDA's
+context, buffers of NCCL, and models that rewards keep there.
 """
 
 import math
@@ -22,6 +23,7 @@ from phalanx.config.schema import OptimConfig, RunConfig
 from phalanx.models.flow import FlowPolicy
 from phalanx.optim import Optimizer
 from phalanx.plan.blueprint import META, fused_attention
+from phalanx.plan.engines import RewardModel, engine_copy, reward_model
 from phalanx.plan.layout import Layout, Weight
 from phalanx.types import Sampler
 
@@ -79,9 +81,11 @@ class Job:
     """What a rank does in a training step, as far as its memory is concerned.
 
     `loss` runs the forward pass of a micro-batch, `passes` of which make an optimizer step. Images are sampled
-    `together` at once; a sampler is None where there is nothing to sample. `reference` is a pass for the KL.
+    `together` at once; a sampler is None where there is nothing to sample. `reference` is a pass for the KL, and
+    `rescoring` one for the log-probs of an engine's samples.
     `encoded` images go through the VAE at once, before training. `samples` are the bytes that a step's samples keep on
-    the device, and `pictures` those on the host.
+    the device, and `pictures` those on the host. `averages` copies of the weights belong to the algorithm beside the
+    one of `ema`; `behaviour`: one of them samples; `first_weights`: the reference is the weights as they were at first.
     """
 
     cfg: RunConfig
@@ -94,15 +98,24 @@ class Job:
     sampler: Sampler | None = None
     val_sampler: Sampler | None = None
     reference: Callable[[], Any] | None = None
+    rescoring: Callable[[], Any] | None = None
     encoded: int = 0
     samples: int = 0
     pictures: int = 0
+    averages: int = 0
+    first_weights: bool = False
+    behaviour: bool = False
 
     @property
     def copies_reference(self) -> bool:
         """Whether the reference is a copy of the trained weights. A LoRA's is its base, which PiSSA changes."""
         model = self.cfg.model
-        return self.reference is not None and (model.lora_rank == 0 or model.lora_init == "pissa")
+        return self.first_weights and (model.lora_rank == 0 or model.lora_init == "pissa")
+
+    @property
+    def swaps(self) -> bool:
+        """Whether the trained weights step aside for others' view of the samples."""
+        return self.reference is not None and (self.copies_reference or self.averages > 0)
 
 
 @dataclass(frozen=True)
@@ -127,13 +140,16 @@ class Phase:
 class Memory:
     """Bytes of a rank: `held` on the device throughout, and `host` in the host's memory, by what they are.
 
-    `loading`: in the host's memory at the start, before the weights go to the device.
+    `loading`: the most in the host's memory at the start, before weights go to the device. `reward`: the reward model,
+    where this rank holds a part of one; `loading_without`: `loading` of a rank that does not.
     """
 
     held: dict[str, int]
     phases: list[Phase]
     host: dict[str, int]
     loading: int
+    loading_without: int
+    reward: RewardModel | None
 
     @property
     def largest(self) -> Phase:
@@ -146,56 +162,71 @@ class Memory:
         return sum(self.held.values()) + self.largest.total
 
 
-def count(job: Job) -> Memory:
-    """The memory of a job; seconds, since every phase runs once on meta tensors."""
-    cfg, layout, model = job.cfg.parallel, job.layout, job.policy.model
-    # FSDP's offload takes along what belongs to a weight: gradient, moments, average
-    away = [w for w in layout.weights if w.sharded and cfg.param_offload]
-    here = [w for w in layout.weights if not (w.sharded and cfg.param_offload)]
-    rests = [] if cfg.optimizer_offload else here
+def count(job: Job, gpu_memory: int | None = None) -> Memory:
+    """The memory of a job on GPUs of `gpu_memory` bytes (None: not known); seconds, since every phase runs once on meta
+    tensors. Of the ranks, it is one that holds a part of the reward model, where there is one.
+    """
+    layout, model, reward = job.layout, job.policy.model, reward_model(job.cfg, gpu_memory)
+    here, away = _places(job)
     states = optimizer_state(job.policy, job.cfg.optim)
 
     def state(weights: list[Weight]) -> int:
         return sum(states[w.name] * w.part(layout.width) // w.numel for w in weights if w.trained)
 
     def average(weights: list[Weight]) -> int:
-        return sum(w.part(layout.width) * 4 for w in weights if w.trained) if job.ema else 0
+        return sum(w.part(layout.width) * 4 for w in weights if w.trained)
 
+    rests = [] if job.cfg.parallel.optimizer_offload else here
     encoders = sum(nbytes([*e.parameters(), *e.buffers()]) for e in model.text_encoders)
-    vae = nbytes([*model.vae.parameters(), *model.vae.buffers()])
+    vae, copy = nbytes([*model.vae.parameters(), *model.vae.buffers()]), engine_copy(job.cfg, layout)
     held = {
         "frozen weights": layout.kept(w for w in here if not w.trained),
         "trained weights": layout.kept(w for w in here if w.trained) + layout.copies(),
         "model's buffers": nbytes(model.transformer.buffers()),
         "optimizer's state": state(rests),
-        "moving average": average(rests),
+        "moving average": average(rests) * job.ema,
+        "algorithm's weights": average(rests) * job.averages,
         "VAE": vae,
+        "reward model": reward.held if reward is not None else 0,
     }
     host = {
         "text encoders": encoders,
         "weights": layout.kept(away),
         "optimizer's state": state(layout.trained) - state(rests),
-        "moving average": average(layout.trained) - average(rests),
+        "moving average": (average(layout.trained) - average(rests)) * job.ema,
+        "algorithm's weights": (average(layout.trained) - average(rests)) * job.averages,
         "reference": layout.kept(layout.trained) if job.copies_reference else 0,
         "images": job.pictures,
+        "sleeping reward model": reward.asleep if reward is not None else 0,
     }
     trained = [w for w in here if w.trained]
-    moved = state(trained) - state(rests)
-    gradients = sum(layout.gradient(w) for w in trained)
-    # on GPUs, AdamW takes the roots of all second moments at once; the message to other copies was sent by then
-    stepping = max(layout.message(), moved + layout.kept(trained))
-    phases = [
-        Phase("encode prompts", other=encoders),
-        *_sampling(job, layout.kept(trained)),
-        _update(job),
-        Phase("optimizer", gradients=gradients, other=job.samples + stepping),
-    ]
+    # the copy of an engine is made on the CPU, when the model has gone to the device
+    loading = max(sum(w.numel * w.kept.itemsize for w in layout.weights) + vae, copy) + encoders
     return Memory(
         held={name: size for name, size in held.items() if size},
-        phases=phases,
+        phases=[
+            Phase("encode prompts", other=encoders),
+            *_sampling(job, layout.kept(trained), copy),
+            *([Phase("judge", other=job.samples + reward.awake - reward.held)] if reward is not None else []),
+            *_scoring(job, layout.kept(trained)),
+            _update(job),
+            _optimizer(job, trained, state(trained) - state(rests)),
+        ],
         host={name: size for name, size in host.items() if size},
-        loading=sum(w.numel * w.kept.itemsize for w in layout.weights) + encoders + vae,
+        loading=loading if reward is None else max(reward.loading, reward.asleep + loading),
+        loading_without=loading,
+        reward=reward,
     )
+
+
+def _places(job: Job) -> tuple[list[Weight], list[Weight]]:
+    """The weights that stay on the device, and those that FSDP's offload keeps on the host.
+
+    It takes along what belongs to a weight: gradient, moments, average.
+    """
+    offload = job.cfg.parallel.param_offload
+    here = [w for w in job.layout.weights if not (w.sharded and offload)]
+    return here, [w for w in job.layout.weights if w.sharded and offload]
 
 
 def optimizer_state(policy: FlowPolicy, config: OptimConfig) -> dict[str, int]:
@@ -210,21 +241,25 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _sampling(job: Job, trained: int) -> list[Phase]:
-    """The phases without gradients. Of the `trained` bytes a copy is made where other weights take their place."""
+def _sampling(job: Job, trained: int, engine: int) -> list[Phase]:
+    """Sampling and decoding. Of the `trained` bytes a copy is made where other weights take their place; an `engine`
+    has a copy of all weights for this time.
+    """
     model, c = job.policy.model, job.cfg.rollout
     throughout, units = job.cfg.parallel.rollout_unsharded, job.layout.units()
     gathered, at_rest = _gathered(job, throughout=throughout), sum(units) if throughout else units[-1]
+    if c.engine != "policy":
+        gathered = at_rest = engine
     phases = []
     known: dict[tuple[int, int, bool], tuple[int, int]] = {}
     for name, sampler, other in (
-        ("rollout", job.sampler, job.samples),
+        ("rollout", job.sampler, job.samples + (trained if job.behaviour else 0)),
         ("validation", job.val_sampler, trained if job.ema else 0),
     ):
         if sampler is None:
             continue
         shape = model.latent_shape(sampler.height, sampler.width)
-        key = (sampler.height, sampler.width, sampler.guidance > 1)
+        key = (sampler.height, sampler.width, sampler.guided)
         if key not in known:
             latents = (min(c.vae_batch_size or job.together, job.together), *shape)
             known[key] = (
@@ -237,8 +272,17 @@ def _sampling(job: Job, trained: int) -> list[Phase]:
             Phase(f"{name}: sample", gathered, sampled + states, other=other),
             Phase(f"{name}: decode", at_rest, decoded + states, other=other),
         ]
+    return phases
+
+
+def _scoring(job: Job, trained: int) -> list[Phase]:
+    """The other phases without gradients; see _sampling."""
+    c, gathered = job.cfg.rollout, _gathered(job, throughout=job.cfg.parallel.rollout_unsharded)
+    phases = []
+    if job.rescoring is not None:
+        phases.append(Phase("rescore", gathered, peak(job.rescoring), other=job.samples))
     if job.reference is not None:
-        other = job.samples + (trained if job.copies_reference else 0)
+        other = job.samples + (trained if job.swaps else 0)
         phases.append(Phase("reference", gathered, peak(job.reference), other=other))
     if job.encoded:
         images = (job.encoded, 3, c.height, c.width)
@@ -301,6 +345,14 @@ def _update(job: Job) -> Phase:
         gradients=ledger.gradients_at_peak + layout.reducing(),
         other=job.samples,
     )
+
+
+def _optimizer(job: Job, trained: list[Weight], moved: int) -> Phase:
+    """The step of those `trained` weights that are on the device; `moved` bytes of their state come there for it."""
+    gradients = sum(job.layout.gradient(w) for w in trained)
+    # on GPUs, AdamW takes the roots of all second moments at once; the message to other copies was sent by then
+    stepping = max(job.layout.message(), moved + job.layout.kept(trained))
+    return Phase("optimizer", gradients=gradients, other=job.samples + stepping)
 
 
 def _gathered(job: Job, *, throughout: bool) -> int:

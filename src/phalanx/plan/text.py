@@ -24,15 +24,15 @@ class Gpu:
 
 def describe(p: Planned, gpu: Gpu | None) -> str:
     """The plan of one size."""
-    memory = count(p.job)
-    warnings = [*_crossings(p), *_inexact(p), *_fit(p, memory, gpu)]
+    memory = count(p.job, None if gpu is None else gpu.memory)
+    warnings = [*_crossings(p), *_inexact(p), *_fit(p, memory, gpu), *_unknown(p, memory)]
     trained, total = sum(w.numel for w in p.layout.trained), sum(w.numel for w in p.layout.weights)
     sections = [
         [f"Plan of {words(p.cluster)}; no GPU, process group or weights were used"],
         ["Topology", *_rows(_topology(p))],
         ["Batch", *_rows(p.batch)],
         [f"Memory of a rank ({total / 1e9:.3g} B weights, {trained / 1e9:.3g} B of them trained)", *_held(memory)],
-        [*_phases(memory, gpu)],
+        [*_phases(memory, gpu), *_judging(p, memory)],
         ["In the host's memory", *_rows(_host(p, memory))],
         ["Messages of a step: what a rank receives, and sends as much of", *_messages(p)],
         ["Arithmetic", *_rows(_arithmetic(p, gpu))],
@@ -145,15 +145,60 @@ def _phases(memory: Memory, gpu: Gpu | None) -> Iterator[str]:
         yield f"  peak: {scale(memory.peak)} of {scale(gpu.memory)} {scale.unit}{name}"
 
 
+def _judging(p: Planned, memory: Memory) -> Iterator[str]:
+    """What the figures of the reward model mean."""
+    reward, model = memory.reward, p.job.cfg.reward.model
+    if reward is None:
+        return
+    if reward.share is not None:
+        what = f"what reward.model.gpu_memory_utilization={model.gpu_memory_utilization:g} gives to vLLM"
+    elif model.engine == "vllm":
+        share = f"vLLM takes {model.gpu_memory_utilization:g} of a GPU in all, which gpu_memory_gb=80 would count"
+        what = f"the weights of reward.model alone; {share}"
+    else:
+        what = "the weights of reward.model alone; what it computes comes on top"
+    where = "" if model.placement == "colocate" else f" (on {model.placement} of each node)"
+    name, between = "reward model", "it stays on the GPU between scorings"
+    if reward.sleeps:
+        name, between = "judge", "between scorings it sleeps in the host's memory"
+    yield f"  {name}{where}: {what}; {between}"
+
+
+def _unknown(p: Planned, memory: Memory) -> Iterator[str]:
+    reward, model = memory.reward, p.job.cfg.reward.model
+    if reward is None:
+        return
+    if reward.weights is None:
+        yield (
+            f"reward.model.path: {model.path!r}: no whole set of *.safetensors, nor their index, is within reach: its "
+            "weights are not counted"
+        )
+    elif reward.share is not None and reward.weights >= reward.share:
+        scale = _Scale(reward.weights)
+        yield (
+            f"reward.model.gpu_memory_utilization: {model.gpu_memory_utilization:g} of the GPU is "
+            f"{scale(reward.share)} {scale.unit}, and a rank's part of the weights {scale(reward.weights)}: vLLM would "
+            "not start; raise it, or reward.model.tensor_parallel_size"
+        )
+
+
 def _host(p: Planned, memory: Memory) -> Rows:
     ranks, kept = p.cluster.per_node, sum(memory.host.values())
-    scale = _Scale(max(kept, memory.loading) * ranks)
+    others = ranks - _judges(p) if memory.reward is not None else 0  # ranks without a part of the reward model
+    node = kept * ranks - (memory.reward.asleep if memory.reward is not None else 0) * others
+    loading = memory.loading * (ranks - others) + memory.loading_without * others
+    scale = _Scale(max(node, loading))
     parts = ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
-    loading = scale(memory.loading * ranks)
     return [
         ("a rank", f"{scale(kept)} {scale.unit}: {parts}"),
-        ("a node", f"{scale(kept * ranks)} {scale.unit}, and up to {loading} while all ranks load"),
+        ("a node", f"{scale(node)} {scale.unit}, and up to {scale(loading)} while all ranks load"),
     ]
+
+
+def _judges(p: Planned) -> int:
+    """Ranks of a node that hold a part of the reward model."""
+    domains = place(p.job.cfg.reward.model, p.cluster.per_node, p.cluster.per_node)
+    return sum(len(replica) for domain in domains for replica in domain.replicas)
 
 
 def _fit(p: Planned, memory: Memory, gpu: Gpu | None) -> Iterator[str]:
@@ -184,7 +229,16 @@ def _mends(p: Planned, memory: Memory) -> Iterator[str]:
         yield "a smaller rollout.micro_batch_size_per_gpu"
     if "decode" in largest.name:
         yield "a smaller rollout.vae_batch_size"
+    if largest.name == "judge":
+        share = memory.reward is not None and memory.reward.share is not None
+        yield (
+            "a smaller reward.model.gpu_memory_utilization" if share else "a larger reward.model.tensor_parallel_size"
+        )
     held = {name: size for name, size in memory.held.items() if size > memory.peak / 20}
+    if "reward model" in held:
+        yield "reward.model.sleep=true"
+    if cfg.rollout.engine == "vllm_omni" and "sample" in largest.name:
+        yield "rollout.engine=policy"
     if "optimizer's state" in held and largest.name != "optimizer":
         yield "parallel.optimizer_offload=true"
     if {"frozen weights", "trained weights", "optimizer's state"} & held.keys():

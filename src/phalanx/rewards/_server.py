@@ -295,7 +295,7 @@ class _Turn(_Call):
     def run(self, device: AbstractContextManager[Any]) -> Rows:
         assert isinstance(self._subject, Tensor)
         # in memory as a rollout's images are: sums over pixels have the same order, and scores their last bit
-        self._subject = self._subject.permute(0, 3, 1, 2).contiguous().float() / 255
+        self._subject = self._subject.permute(0, 3, 1, 2).contiguous().float().div_(255)
         return super().run(device)
 
     def drop(self) -> None:

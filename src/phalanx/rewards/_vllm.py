@@ -29,7 +29,7 @@ class VllmEngine:
 
             try:
                 self._load(cfg, groups, rank, local_rank, cuda)
-            except (OSError, VLLMError) as error:  # what is no ValueError already
+            except (OSError, ValueError, VLLMError) as error:  # a ValueError of several lines, where pydantic has it
                 reason = " ".join(str(error).split())
                 raise ValueError(f"reward.model: vLLM does not take {cfg.path!r} as it is set: {reason}") from error
 

@@ -4,26 +4,36 @@ from importlib.util import find_spec
 
 from phalanx.config.schema import RolloutConfig
 from phalanx.distributed.mesh import World
+from phalanx.rollout.dataset import DatasetRollout
 from phalanx.rollout.policy import PolicyRollout
 from phalanx.types import Policy
 
 
 def check_engine(config: RolloutConfig) -> None:
     """Raise ValueError for an engine that is not installed, or a correction of what needs none."""
-    if config.engine == "policy" and config.correction != "rescore":
+    if config.engine != "vllm_omni" and config.correction != "rescore":
+        why = "its log-probs are exact" if config.engine == "policy" else "its images have no log-probs"
         raise ValueError(
-            f"rollout.correction: {config.correction} has nothing to correct where rollout.engine is policy; its "
-            "log-probs are exact"
+            f"rollout.correction: {config.correction} has nothing to correct where rollout.engine is {config.engine}; "
+            f"{why}"
+        )
+    if config.engine != "policy" and config.max_num_gen_batches > 1:
+        raise ValueError(
+            f"rollout.max_num_gen_batches: {config.max_num_gen_batches} needs rollout.engine=policy; set it to 1"
         )
     if config.engine == "vllm_omni" and find_spec("vllm_omni") is None:
         raise ValueError("rollout.engine: vllm_omni is not installed; pip install 'phalanx[vllm-omni]', or set policy")
 
 
-def build_rollout(policy: Policy, config: RolloutConfig, world: World, micro_batch_size: int) -> PolicyRollout:
+def build_rollout(
+    policy: Policy, config: RolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
+) -> PolicyRollout:
     """The engine that the configuration names; all ranks in step. Raises ValueError where it cannot run here."""
     check_engine(config)
     if config.engine == "vllm_omni":
         from phalanx.rollout.vllm_omni import VllmOmniRollout
 
-        return VllmOmniRollout(policy, config, world, micro_batch_size)
-    return PolicyRollout(policy, config, world, micro_batch_size)
+        return VllmOmniRollout(policy, config, world, micro_batch_size, window=window)
+    if config.engine == "dataset":
+        return DatasetRollout(policy, config, world, micro_batch_size, window=window)
+    return PolicyRollout(policy, config, world, micro_batch_size, window=window)

@@ -1,12 +1,15 @@
 """The sampling loop, once, for every engine: from noise to images, stochastic in a window of steps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.functional.sde import sde_step
+from phalanx.functional.window import visited_levels
+from phalanx.rollout._solver import multistep_solver
 from phalanx.types import Policy, Sampler
 
 
@@ -22,8 +25,9 @@ class Schedule:
 @dataclass(frozen=True)
 class Job:
     """A micro-batch of R images: sample r has the prompt rows[r] of `embeds` and the noise that names[r] stands for,
-    (seed, step, group, image). `window` holds the stochastic steps whose log-probabilities are wanted; the VAE decodes
-    `vae_batch_size` images at once (None: all).
+    (seed, step, group, image). `window` holds the stochastic steps, `trained` those of them whose log-probabilities are
+    wanted; the VAE decodes `vae_batch_size` images at once (None: all). With `same_init` all images of a group begin
+    with the same noise.
     """
 
     sampler: Sampler
@@ -33,31 +37,50 @@ class Job:
     names: list[tuple[int, int, int, int]]
     window: range
     vae_batch_size: int | None = None
+    trained: list[int] = field(default_factory=list)
+    same_init: bool = False
+
+    def levels(self) -> list[int]:
+        """Numbers of the schedule's levels that the images pass, from the first to the last."""
+        return visited_levels(self.sampler.num_inference_steps, self.window.stop, self.sampler.compression)
+
+    def initial_noise(self, shape: tuple[int, ...]) -> Tensor:
+        """[R, *shape]."""
+        names = [name[:3] if self.same_init else name for name in self.names]
+        return torch.stack([normal(shape, fold_in(*name, "init"), self.schedule.sigmas.device) for name in names])
 
 
 @dataclass(frozen=True)
 class Generated:
-    """images [R, 3, H, W] in 0..1 on the CPU; latents [R, W + 1, ...], before each step of the window and after its
-    last; log_prob [R, W]; float32.
+    """images [R, 3, H, W] in 0..1 on the CPU; latents [R, S + 1, ...], before each of the window's S steps and after
+    its last; means [R, W, ...] of the trained steps; log_prob [R, W]; clean [R, ...], the final latents; float32.
     """
 
     images: Tensor
     latents: Tensor
+    means: Tensor
     log_prob: Tensor
+    clean: Tensor
 
 
 def generate(policy: Policy, job: Job) -> Generated:
     """Denoise a micro-batch and decode it.
 
-    Stochastic in the window; in validation with noise, which has none, everywhere but in the last step.
+    Stochastic in the window; where there is none but noise, as in validation, everywhere but in the last step.
     """
     sampler, schedule, window = job.sampler, job.schedule, job.window
     shape, device = policy.model.latent_shape(sampler.height, sampler.width), schedule.sigmas.device
     noisy = window if window or sampler.noise_level == 0 else range(sampler.num_inference_steps - 1)
-    x = torch.stack([normal(shape, fold_in(*name, "init"), device) for name in job.names])
-    states, log_probs = [x], []
-    for i in range(sampler.num_inference_steps):
+    x, levels = job.initial_noise(shape), job.levels()
+    solve = None
+    if sampler.solver != "euler" and window.stop < sampler.num_inference_steps:
+        solve = multistep_solver([schedule.levels[i] for i in levels if i >= window.stop])
+    states, means, log_probs = [x], [], []
+    for i, after in pairwise(levels):
         velocity = policy.velocity(x, schedule.timesteps[i].expand(len(x)), job.embeds, job.rows, sampler)
+        if solve is not None and i >= window.stop:
+            x = solve(velocity, x)
+            continue
         noise = None
         if i in noisy:
             noise = torch.stack([normal(shape, fold_in(*name, "step", i), device) for name in job.names])
@@ -65,7 +88,7 @@ def generate(policy: Policy, job: Job) -> Generated:
             x,
             velocity,
             schedule.levels[i],
-            schedule.levels[i + 1],
+            schedule.levels[after],
             noise_level=sampler.noise_level if i in noisy else 0.0,
             sde_type=sampler.sde_type,
             sigma_max=schedule.levels[1],
@@ -73,9 +96,14 @@ def generate(policy: Policy, job: Job) -> Generated:
         )
         x = step.prev_sample
         states.append(x)
-        if i in window:
+        if i in job.trained:
             assert step.log_prob is not None
             log_probs.append(step.log_prob)
-    latents = torch.stack(states[window.start : window.stop + 1], 1)
-    log_prob = torch.stack(log_probs, 1) if log_probs else x.new_zeros(len(x), 0)
-    return Generated(policy.decode(x, sampler, job.vae_batch_size), latents, log_prob)
+            means.append(step.mean)
+    return Generated(
+        images=policy.decode(x, sampler, job.vae_batch_size),
+        latents=torch.stack(states[window.start : window.stop + 1], 1),
+        means=torch.stack(means, 1) if means else x.new_zeros(len(x), 0, *shape),
+        log_prob=torch.stack(log_probs, 1) if log_probs else x.new_zeros(len(x), 0),
+        clean=x,
+    )

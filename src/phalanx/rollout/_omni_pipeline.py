@@ -18,6 +18,7 @@ class Pipeline(nn.Module):
         super().__init__()
         self.transformer: Any = transformer.to(od_config.dtype)
         self.weights_sources: list[Any] = []  # weights come from the policy, never from files
+        self._shapes = {name: p.shape for name, p in self.transformer.named_parameters()}
 
     def attach(self, policy: Policy) -> None:
         """Compute as `policy` does, with this transformer in place of its own."""
@@ -31,7 +32,7 @@ class Pipeline(nn.Module):
         timesteps = job.schedule.timesteps[job.window.start : job.window.stop]
         return [
             DiffusionOutput(
-                output=done.images,
+                output={"images": done.images, "means": done.means, "clean": done.clean},
                 trajectory_latents=done.latents,
                 trajectory_log_probs=done.log_prob,
                 trajectory_timesteps=timesteps,
@@ -43,7 +44,14 @@ class Pipeline(nn.Module):
 
     def refresh(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the policy's weights, under diffusers' names. Raises ValueError where that leaves some unfilled."""
+        for name, p in self.transformer.named_parameters():
+            p.data = p.new_empty(self._shapes[name])
         filled = self.transformer.load_weights(weights)
         missing = sorted({name for name, _ in self.transformer.named_parameters()} - filled)
         if missing:
             raise ValueError(f"rollout.engine: vllm_omni has weights that the model lacks: {', '.join(missing[:3])}")
+
+    def release(self) -> None:
+        """Let the memory of the weights go until `refresh`, which brings all of them anew."""
+        for p in self.transformer.parameters():
+            p.data = p.new_empty(0)

@@ -20,7 +20,9 @@ def rescore(policy: Policy, samples: Samples, config: RolloutConfig, micro: int)
     assert samples.log_prob is not None
     rows = torch.arange(len(samples.log_prob), device=samples.log_prob.device).split(micro)
     with policy.unsharded():
-        own = torch.cat([policy.replay(select(samples.trace, part)).log_prob for part in rows])
+        replays = [policy.replay(select(samples.trace, part)) for part in rows]
+    own = torch.cat([replay.log_prob for replay in replays])
+    trace = replace(samples.trace, means=torch.cat([replay.mean for replay in replays]))
     drift = (own - samples.log_prob).abs()
     weight = correction_weight(own, samples.log_prob, kind=config.correction, limit=config.correction_limit)
     means = {
@@ -28,4 +30,4 @@ def rescore(policy: Policy, samples: Samples, config: RolloutConfig, micro: int)
         "rollout/correction_weight_mean": weight.mean().item(),
     }
     row = mean_rows([means]) | {"rollout/logprob_abs_diff_max": reduce_float(drift.max().item(), "max")}
-    return replace(samples, log_prob=own, weight=weight), row
+    return replace(samples, log_prob=own, trace=trace, weight=weight), row

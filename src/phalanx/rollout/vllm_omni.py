@@ -22,20 +22,26 @@ class VllmOmniRollout(PolicyRollout):
 
     exact = False
 
-    def __init__(self, policy: Policy, config: RolloutConfig, world: World, micro_batch_size: int) -> None:
+    def __init__(
+        self, policy: Policy, config: RolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
+    ) -> None:
         """Raises ValueError where vLLM-omni is missing, or has no such model."""
-        super().__init__(policy, config, world, micro_batch_size)
+        super().__init__(policy, config, world, micro_batch_size, window=window)
         with as_before():
             self.executor = _executor(policy)
         self.pipeline = self.executor.driver_worker.worker.model_runner.pipeline
         self.pipeline.attach(policy)
+        self.pipeline.release()
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """The policy's weights, as they are now, in the engine."""
+        """The policy's weights, as they are now, in the engine, which has none at other times."""
         self.pipeline.refresh(self.policy.whole_weights())
-        with torch.no_grad():
-            yield
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.pipeline.release()
 
     def generate(self, job: Job) -> Generated:
         """Denoise and decode one micro-batch in the engine."""
@@ -49,7 +55,13 @@ class VllmOmniRollout(PolicyRollout):
             "execute_model", args=(request, self.executor.od_config), unique_reply_rank=0
         )
         # tensors of inference mode cannot take part in the training that follows; copies can
-        return Generated(out.output.clone(), out.trajectory_latents.clone(), out.trajectory_log_probs.clone())
+        return Generated(
+            images=out.output["images"].clone(),
+            latents=out.trajectory_latents.clone(),
+            means=out.output["means"].clone(),
+            log_prob=out.trajectory_log_probs.clone(),
+            clean=out.output["clean"].clone(),
+        )
 
 
 def _pipeline_class(policy: Policy) -> type:

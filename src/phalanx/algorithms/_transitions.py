@@ -1,0 +1,101 @@
+"""What algorithms on the sampled transitions share: a surrogate of the likelihood ratio, and a KL to the reference."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from phalanx.algorithms._group import GroupConfig, GroupRule
+from phalanx.config.load import ConfigError, arg
+from phalanx.config.schema import SDE_TYPES, RolloutConfig
+from phalanx.functional.losses import noise_weight
+from phalanx.functional.sde import gaussian_kl
+from phalanx.types import Batch, FlowTrace, Policy, Replay
+
+
+@dataclass
+class TransitionConfig(GroupConfig):
+    """Keys of `algorithm` that all algorithms on transitions have.
+
+    sde_types: the stochastic steps that the algorithm makes sense of.
+    """
+
+    sde_types: ClassVar[tuple[str, ...]] = SDE_TYPES
+
+    kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
+    kl_convention: str = arg(
+        "exact", "exact Gaussian KL, or divided as flow_grpo's code does", choices=("exact", "flow_grpo")
+    )
+    importance: str = arg(
+        "step",
+        "likelihood ratio of each step, or one of a sample, from the mean of its steps' log-ratios (GSPO)",
+        choices=("step", "sequence"),
+    )
+    timestep_weight: str = arg(
+        "none",
+        "noise: the surrogate of each step is weighted by the std of its transition (TempFlow-GRPO); the weights' mean "
+        "over the trained steps is 1",
+        choices=("none", "noise"),
+    )
+
+    def check(self, rollout: RolloutConfig) -> None:
+        """Raise ConfigError for stochastic steps that make no sense here, and options that exclude one another."""
+        if rollout.sde_type not in self.sde_types:
+            raise ConfigError(
+                f"rollout.sde_type: {rollout.sde_type} makes no sense under algorithm.name={self.name}; should be "
+                f"{' or '.join(self.sde_types)}"
+            )
+        if self.importance == "sequence" and self.timestep_weight != "none":
+            raise ConfigError(
+                f"algorithm.timestep_weight: {self.timestep_weight} tells a sample's steps apart, which "
+                "algorithm.importance=sequence takes as one; set one of the two to its default"
+            )
+
+
+class TransitionRule(GroupRule, ABC):
+    """loss = surrogate + beta KL(pi, pi_ref), for each sample and trained step."""
+
+    def __init__(self, config: TransitionConfig) -> None:
+        super().__init__(config)
+        self.transition = config
+        self.others = ("reference",) if config.kl_loss_coef > 0 else ()
+
+    @abstractmethod
+    def surrogate(self, replay: Replay, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy's part of the loss [B, W], and detached scalars."""
+
+    def view(self, policy: Policy, batch: Batch) -> Tensor:
+        """The means [B, W, ...] of the same transitions under other weights."""
+        return policy.replay(batch.trace).mean
+
+    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [B, W] of each sample and trained step, before its weight, and detached scalars."""
+        replay = policy.replay(batch.trace)
+        loss, stats = self.surrogate(replay, batch)
+        if self.transition.timestep_weight == "noise":
+            loss = loss * noise_weight(replay.std)
+        if "reference" in batch.views:
+            kl = divergence(replay.mean, batch.views["reference"], self._kl_std(replay.std, batch.trace))
+            loss = loss + self.transition.kl_loss_coef * kl
+            stats["kl_ref"] = kl.detach().mean()
+        return loss, stats
+
+    def together(self, values: Tensor) -> Tensor:
+        """Values [B, W] of each step, or, where a sample has one ratio for all of its steps, their mean at each."""
+        if self.transition.importance == "step":
+            return values
+        return values.mean(1, keepdim=True).expand_as(values)
+
+    def _kl_std(self, std: Tensor, trace: FlowTrace) -> Tensor:
+        """[W] what the KL divides by: the transitions' std, or the `sde`'s scale without its time step."""
+        if self.transition.kl_convention == "flow_grpo" and trace.sampler.sde_type == "sde":
+            return std / torch.sqrt(-trace.delta)
+        return std
+
+
+def divergence(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
+    """KL [B, W] of transitions with the means [B, W, ...] and one std [W] for all samples."""
+    b, w = mean.shape[:2]
+    return gaussian_kl(mean.flatten(0, 1), other_mean.flatten(0, 1), std.repeat(b)).view(b, w)

@@ -1,0 +1,44 @@
+"""Best of n: supervised fine-tuning on the policy's own best images, as a baseline.
+
+    L = mean over the k best images of each prompt and noise levels of  mean (v - u)^2 + lambda mean (v - v_ref)^2
+
+with u = noise - x_0. It is RAFT (https://arxiv.org/abs/2304.06767) with the flow-matching loss of rectified flow
+(SD3, https://arxiv.org/abs/2403.03206).
+
+Deviation from the paper: prompts whose images all have one reward are left out, since none of them is the best.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from phalanx.algorithms._forward import ForwardConfig, ForwardRule, mean_square
+from phalanx.config.load import arg
+from phalanx.functional.advantage import rank_in_group
+from phalanx.types import Batch, Policy
+
+
+@dataclass
+class Config(ForwardConfig):
+    """Keys of `algorithm` where its name is sft."""
+
+    best: int = arg(1, "images of each prompt that are trained on: those of the highest rewards", ge=1)
+
+
+class Rule(ForwardRule):
+    """The algorithm, pure: see phalanx.types.Algorithm."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.config = config
+
+    def counts(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[N] bool: the best of each group whose rewards differ; of equals, those of lower number."""
+        return super().counts(reward, group_id) & (rank_in_group(-reward, group_id) < self.config.best)
+
+    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [B, W] of each sample and noise level, before its weight, and detached scalars."""
+        assert batch.noised is not None
+        velocity = policy.predict(batch.trace, batch.noised)
+        error = mean_square(velocity - batch.noised.target(batch.trace.clean))
+        return self.penalise(error, velocity, batch, {"flow_loss": error.detach().mean()})

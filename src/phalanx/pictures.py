@@ -1,0 +1,58 @@
+"""Images of data files: found at once, and read when they are wanted, so that a data set need not fit into memory."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+FORMS = "the bytes of an image file, its path beside the data file, or {bytes, path}"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of a data file. `where` names its place in messages.
+
+    `source()` is what the file, which lies in `folder`, holds of it: bytes, a path, or, as Hugging Face stores images,
+    {"bytes": ..., "path": ...} with one of them.
+    """
+
+    source: Callable[[], Any]
+    folder: Path
+    where: str
+
+    def pixels(self, height: int, width: int) -> Tensor:
+        """[3, H, W]; see `to_size`. Raises ValueError, with one line, where there is no image that can be read."""
+        try:
+            with Image.open(self._file(self.source())) as image:
+                return to_size(image.convert("RGB"), height, width)
+        except UnidentifiedImageError:
+            raise ValueError(f"{self.where}: the image cannot be read: its format is unknown") from None
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: of a damaged PNG
+            raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
+
+    def _file(self, value: Any) -> Path | BytesIO:
+        """What Image.open takes."""
+        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+            value = value["path"] if value["bytes"] is None else value["bytes"]
+        if isinstance(value, bytes):
+            return BytesIO(value)
+        if isinstance(value, str):
+            return self.folder / value
+        raise ValueError(f"{self.where} is of type {type(value).__name__}; right is {FORMS}")
+
+
+def to_size(image: Image.Image, height: int, width: int) -> Tensor:
+    """An RGB image as [3, H, W] float32 in 0..1: scaled to cover height x width, and cut in the middle."""
+    scale = max(height / image.height, width / image.width)
+    if scale != 1:
+        size = (max(round(image.width * scale), width), max(round(image.height * scale), height))
+        image = image.resize(size, Image.Resampling.LANCZOS)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    image = image.crop((left, top, left + width, top + height))
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255

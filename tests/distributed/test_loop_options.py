@@ -1,0 +1,151 @@
+"""Options of the loop that every algorithm has: groups drawn again, a reference that follows, sums of rewards."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.config.schema import TrainConfig
+from phalanx.functional.advantage import informative
+from tests.jobs import full_weights, tiny_config
+from tests.ranks import run_ranks
+
+REWARDS = '''"""Rewards of tests."""
+
+
+def picky(images, prompts, metadata):
+    """It has no opinion on some prompts."""
+    return [image.mean().item() if len(prompt) % 2 else 1.0 for image, prompt in zip(images, prompts)]
+
+
+def bright(images, prompts, metadata):
+    return images.mean((1, 2, 3))
+
+
+def thousands(images, prompts, metadata):
+    return -1000 * images[:, 0].mean((1, 2))
+'''
+
+
+def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+    (folder / "rewards.py").write_text(REWARDS)
+    return tiny_config(model, folder, "rollout.micro_batch_size_per_gpu=4", "model.lora_rank=4", *overrides)
+
+
+def reward(folder: Path, *names: str) -> str:
+    return "reward.functions=[" + ",".join(f"{{path: '{folder}/rewards.py:{n}'}}" for n in names) + "]"
+
+
+def drawn_again(cfg: TrainConfig) -> dict[str, Any]:
+    """A step's samples as they were drawn at first, and what the loop makes of them."""
+    from phalanx.trainer import Trainer
+
+    t = Trainer(cfg)
+    with t.rollout.awake():
+        first = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+    before = t.terms()
+    samples, after, row = t.redraw(first, before, 0)
+    update = t.update(samples, t.rewarded(after, 0)[0], 0)
+    found = {
+        "before": before["picky"],
+        "after": after["picky"],
+        "bright": after["bright"],
+        "row": row | update,
+        "index": samples.index,
+    }
+    for name, these in (("first", first), ("samples", samples)):
+        trace = these.trace
+        found[name] = [these.outputs, these.log_prob, trace.latents, trace.means, trace.clean]
+    return found
+
+
+@pytest.mark.parametrize("times", [2, 3])
+def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, tmp_path: Path) -> None:
+    functions = reward(tmp_path, "picky", "bright").replace("bright'", "bright', weight: 0")
+    cfg = configure(sd3_folder, tmp_path, functions, f"rollout.max_num_gen_batches={times}")
+    (alone,) = run_ranks(drawn_again, 1, cfg)
+    groups = torch.arange(16) // 4
+    stale = ~informative(alone["before"], groups)
+    assert 0 < stale.sum() < 16, alone["before"]  # the reward is chosen so
+    for old, new in zip(alone["first"], alone["samples"], strict=True):
+        changed = (old != new).flatten(1).any(1)
+        assert torch.equal(changed, stale)
+    # what was scored is what is kept, and the log-probs are the new samples' own
+    means = torch.stack([image.mean() for image in alone["samples"][0]])
+    torch.testing.assert_close(alone["bright"], means)
+    torch.testing.assert_close(alone["after"], torch.where(stale, 1.0, means))
+    assert alone["row"]["actor/first_ratio_error"] == 0
+    assert alone["row"]["rollout/resampled_ratio"] == (times - 1) * stale.sum() / 16
+    for world in (2, 4):
+        parts = run_ranks(drawn_again, world, cfg)
+        for i, whole in enumerate(alone["samples"]):
+            assert torch.equal(torch.cat([part["samples"][i] for part in parts]), whole)
+        assert all(torch.equal(part["bright"], alone["bright"]) for part in parts)
+        assert all(part["row"]["rollout/resampled_ratio"] == alone["row"]["rollout/resampled_ratio"] for part in parts)
+
+
+def two_references(cfg: TrainConfig) -> list[dict[str, torch.Tensor]]:
+    """The reference and the weights after each of three steps."""
+    from phalanx.trainer import Trainer
+
+    t = Trainer(cfg)
+    found: list[dict[str, torch.Tensor]] = []
+    plain = t.after_step
+
+    def after_step(step: int) -> None:
+        plain(step)
+        found.append({k: v.detach().clone() for k, v in t.averages["reference"].values.items()})
+        found.append(full_weights(t.policy.parameters))
+
+    t.after_step = after_step  # type: ignore[method-assign]
+    t.fit()
+    return found
+
+
+def test_the_reference_follows_every_k_steps(sd3_folder: Path, tmp_path: Path) -> None:
+    keys = ("algorithm.kl_loss_coef=0.1", "actor.ref_model_sync_steps=2", "trainer.total_training_steps=3")
+    cfg = configure(sd3_folder, tmp_path, reward(tmp_path, "bright"), *keys, "parallel.fsdp_size=1")
+    (found,) = run_ranks(two_references, 1, cfg)
+    first, one, second, two, third, three = found
+    name = next(k for k in one if "lora_B" in k)
+    assert (first[name] == 0).all()  # the base
+    assert one[name].abs().max() > 0 and not torch.equal(two[name], three[name])
+    for k in one:
+        assert torch.equal(second[k], two[k]) and torch.equal(third[k], two[k])
+
+
+def rewards_of_a_step(cfg: TrainConfig) -> dict[str, Any]:
+    from phalanx.trainer import Trainer
+
+    t = Trainer(cfg)
+    with t.rollout.awake():
+        t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+    terms = t.terms()
+    trained, row = t.rewarded(terms, 1)
+    return {"terms": terms, "trained": trained, "row": row}
+
+
+def test_terms_are_clipped_weighted_by_step_and_normalised(sd3_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "rewards.py"
+    functions = (
+        f"reward.functions=[{{path: '{file}:bright', weight: 2, initial_weight: 0, weight_steps: 4}},"
+        f"{{path: '{file}:thousands', clip: [-505, -480]}}]"
+    )
+    cfg = configure(sd3_folder, tmp_path, functions)
+    parts = run_ranks(rewards_of_a_step, 2, cfg)
+    terms = parts[0]["terms"]
+    plain = 0.5 * terms["bright"] + terms["thousands"].clamp(-505, -480)
+    torch.testing.assert_close(parts[0]["trained"], plain)
+    assert parts[0]["row"]["reward/mean"] == pytest.approx(float(plain.mean()))
+    normalised = run_ranks(rewards_of_a_step, 2, configure(sd3_folder, tmp_path, functions, "reward.normalize=group"))
+    trained = normalised[0]["trained"].view(4, 4)
+    torch.testing.assert_close(trained.mean(1), torch.zeros(4), atol=1e-5, rtol=0)
+    assert normalised[0]["row"]["reward/mean"] == pytest.approx(float(plain.mean()))
+    for group in range(4):
+        own = slice(4 * group, 4 * group + 4)
+        expected = torch.zeros(4)
+        for values, weight in ((terms["bright"], 0.5), (terms["thousands"].clamp(-505, -480), 1.0)):
+            centred = values[own].double() - values[own].double().mean()
+            expected = expected + weight * centred / (centred.square().mean().sqrt() + 1e-4)
+        torch.testing.assert_close(trained[group], expected.float(), atol=1e-4, rtol=1e-4)

@@ -1,0 +1,195 @@
+"""Diffusion-DPO in the loop, on pairs that were sampled and on pairs of the data."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.config import ConfigError, load
+from phalanx.config.schema import TrainConfig
+from phalanx.trainer import Trainer, check
+from tests.jobs import PROMPTS, base_overrides, fit, one_step
+from tests.pairs import rows, write_parquet
+from tests.ranks import RankError, run_ranks
+
+LORA = "model.lora_rank=4"
+OFFLINE = ("rollout.engine=dataset", "rollout.n=2", "reward.functions=[{name: preferred}]", "data.max_prompt_length=32")
+
+
+def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+    """A tiny job of diffusion_dpo."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
+    fixed = ["rollout.micro_batch_size_per_gpu=4", "algorithm.name=diffusion_dpo", "algorithm.beta=100"]
+    return load(TrainConfig, None, [*base, *fixed, *overrides])
+
+
+def offline(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+    """The same on pairs of the data."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = write_parquet(folder / "pairs.parquet", rows())
+    return configure(model, folder, *OFFLINE, f"data.train_files=[{file}]", "rollout.guidance_scale=1", *overrides)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `datasets` keeps its copies of Parquet files."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def assert_same_step(one: list[dict[str, Any]], two: list[dict[str, Any]], lr: float) -> None:
+    assert torch.equal(one[0]["images"], torch.cat([part["images"] for part in two]))
+    assert torch.equal(one[0]["reward"], two[0]["reward"])
+    row, other = one[0]["row"], two[0]["row"]
+    assert row["actor/grad_norm"] > 1e-4
+    for key in ("actor/grad_norm", "actor/margin", "actor/accuracy"):
+        assert other[key] == pytest.approx(row[key], rel=1e-4, abs=1e-6), key
+    far = total = 0
+    for name, value in one[0]["weights"].items():
+        gap = (value - two[0]["weights"][name]).abs()
+        # Adam divides by the gradient's size, so where that is rounding noise a weight may go the other way
+        assert gap.max() <= 2.1 * 2 * lr, name
+        far += int(gap.gt(lr / 20).sum())
+        total += gap.numel()
+    assert far <= 0.01 * total
+
+
+@pytest.mark.parametrize("kind", [(), (LORA, "algorithm.kl_loss_coef=0.01")], ids=["full", "lora"])
+def test_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
+    one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, *kind))
+    cfg = configure(sd3_folder, tmp_path, *kind, "parallel.fsdp_size=2")
+    assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+    # one image a pass is one pair a pass; three would cut a pair in two
+    for micro in (1, 4):
+        cfg = configure(sd3_folder, tmp_path, *kind, f"actor.ppo_micro_batch_size_per_gpu={micro}")
+        assert_same_step(one, run_ranks(one_step, 1, cfg), cfg.optim.lr)
+
+
+def test_odd_micro_batches_keep_pairs(sd3_folder: Path, tmp_path: Path) -> None:
+    """3 of 6 images a pass: the reference's views and the loss see whole pairs."""
+    numbers = ("rollout.n=6", "rollout.micro_batch_size_per_gpu=6")
+    one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, *numbers))
+    cfg = configure(sd3_folder, tmp_path, *numbers, "actor.ppo_micro_batch_size_per_gpu=3")
+    assert_same_step(one, run_ranks(one_step, 1, cfg), cfg.optim.lr)
+
+
+def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
+    """Other latents, a padded text and true guidance."""
+    one = run_ranks(one_step, 1, configure(qwen_folder, tmp_path, LORA, "algorithm.train_timesteps=1"))
+    cfg = configure(qwen_folder, tmp_path, LORA, "algorithm.train_timesteps=1", "parallel.fsdp_size=2")
+    assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+
+
+def first_update(cfg: TrainConfig) -> dict[str, Any]:
+    """Before anything was learnt: the views of the reference, the policy's own, and the losses of the pairs."""
+    t = Trainer(cfg)
+    with t.rollout.awake():
+        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+    reward = t.rewarded(t.terms(), 0)[0]
+    losses, views = [], []
+    rule_loss = t.algorithm.loss
+
+    def watched(policy: Any, batch: Any) -> Any:
+        loss, stats = rule_loss(policy, batch)
+        losses.append(loss.detach())
+        views.append((t.algorithm.view(policy, batch).detach() - batch.views["reference"]).abs().max())
+        return loss, stats
+
+    t.algorithm.loss = watched  # type: ignore[method-assign]
+    t.plan = t.plan.__class__(**{**vars(t.plan), "updates": 1})
+    t.update(samples, reward, 0)
+    return {"losses": torch.cat(losses), "apart": float(max(views)), "pairs": t.algorithm.units(reward, t.group_id)}
+
+
+def test_it_begins_at_the_reference(sd3_folder: Path, tmp_path: Path) -> None:
+    """Views and training see the same noise in the same places: the policy is the reference to the last bit."""
+    seen = run_ranks(first_update, 1, configure(sd3_folder, tmp_path))[0]
+    assert seen["apart"] == 0.0
+    assert seen["losses"].shape == (4, 2)
+    torch.testing.assert_close(seen["losses"], torch.full((4, 2), 2.0).log(), rtol=0, atol=1e-7)
+
+
+def test_whole_prompts_divide_over_the_ranks(sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    with pytest.raises(ConfigError) as error:
+        check(configure(sd3_folder, tmp_path))
+    assert str(error.value) == (
+        "actor.ppo_mini_batch_size: 2 whole prompts do not divide over 4 ranks; "
+        "nearest that work: actor.ppo_mini_batch_size=4"
+    )
+
+
+# --- pairs of the data
+
+
+def test_offline_layouts_agree(sd3_folder: Path, tmp_path: Path) -> None:
+    one = run_ranks(one_step, 1, offline(sd3_folder, tmp_path))
+    cfg = offline(sd3_folder, tmp_path, "parallel.fsdp_size=2")
+    assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+    assert one[0]["reward"].view(4, 2).sum(1).tolist() == [1.0] * 4
+    assert {0.0, 1.0} == set(one[0]["reward"][::2].tolist())  # either comes first
+    assert one[0]["log_prob"].shape == (8, 0) and one[0]["latents"].shape == (8, 1, 4, 8, 8)
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_it_learns_what_is_preferred(sd3_folder: Path, tmp_path: Path) -> None:
+    """At fixed levels the loss falls and the winners' implicit rewards rise; validation samples with the policy."""
+    (tmp_path / "held_out.txt").write_text('a "sign"\nanother "one"\n')
+    cfg = offline(
+        sd3_folder,
+        tmp_path,
+        LORA,
+        "optim.lr=3e-3",
+        "trainer.total_training_steps=12",
+        "trainer.test_freq=12",
+        f"data.val_files=[{tmp_path / 'held_out.txt'}]",
+        "reward.functions=[{name: preferred}, {name: jpeg_incompressibility, weight: 0}]",
+    )
+    run_ranks(fit, 2, cfg)
+    found = metrics(tmp_path)
+    steps = [row for row in found if "actor/margin" in row]
+    assert len(steps) == 12
+    assert all(row["reward/mean"] == 0.5 and row["reward/zero_std_ratio"] == 0 for row in steps)
+    assert steps[0]["actor/margin"] < 0.2 and steps[-1]["actor/margin"] > 1.0
+    assert steps[-1]["actor/accuracy"] > 0.9
+    assert found[-1]["val/held_out/reward/preferred"] == 0.0
+    assert found[-1]["val/held_out/reward/jpeg_incompressibility"] > 0
+
+
+@pytest.mark.parametrize("name", ["sft", "rwr", "awm"])
+def test_other_rules_on_the_same_data(name: str, sd3_folder: Path, tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "pairs.parquet", rows())
+    base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
+    own = (f"data.train_files=[{file}]", f"algorithm.name={name}", "actor.ppo_mini_batch_size=4", LORA)
+    row = run_ranks(one_step, 1, load(TrainConfig, None, [*base, *OFFLINE, *own]))[0]["row"]
+    assert row["actor/grad_norm"] > 1e-4 and row["actor/updates_skipped"] == 0
+
+
+def test_an_image_that_cannot_be_read_ends_all_ranks(sd3_folder: Path, tmp_path: Path) -> None:
+    table = rows()
+    table[2]["rejected"] = b"no picture"
+    file = write_parquet(tmp_path / "bad.parquet", table)
+    cfg = offline(sd3_folder, tmp_path, f"data.train_files=[{file}]", "parallel.fsdp_size=1")
+    with pytest.raises(RankError) as error:
+        run_ranks(fit, 2, cfg)
+    said = f"JobError: rank {{}}: data.train_files: {file}, row 2: rejected: the image cannot be read: its format is unknown"
+    assert sum(str(error.value).count(said.format(rank)) for rank in range(2)) == 2, error.value
+
+
+def test_offline_resume(sd3_folder: Path, tmp_path: Path) -> None:
+    """The images of a step are a function of the step: a run in two parts is a run in one."""
+    keys = (LORA, "trainer.save_freq=1", "trainer.max_checkpoints=4")
+    whole = run_ranks(fit, 1, offline(sd3_folder, tmp_path / "whole", *keys, "trainer.total_training_steps=3"))[0]
+    run_ranks(fit, 1, offline(sd3_folder, tmp_path / "parts", *keys, "trainer.total_training_steps=2"))
+    parts = run_ranks(fit, 1, offline(sd3_folder, tmp_path / "parts", *keys, "trainer.total_training_steps=3"))[0]
+    for name, value in whole.items():
+        assert torch.equal(value, parts[name]), name

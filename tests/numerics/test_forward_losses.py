@@ -1,0 +1,311 @@
+"""Losses on the forward process against numbers worked by hand and the papers' formulas in float64."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.algorithms import awm, diffusion_nft, rwr, sft
+from phalanx.algorithms._forward import mean_square
+from phalanx.config import ConfigError
+from phalanx.functional.advantage import group_advantage, group_weights
+from phalanx.functional.forward_losses import negative_aware, optimality
+from phalanx.types import Batch, FlowTrace, Noised
+
+SHAPE = (3, 2, 4, 5)  # B, W, and a latent's own
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Fixed:
+    """A policy whose velocities are given, and can be asked for a gradient."""
+
+    def __init__(self, velocity: Tensor) -> None:
+        self.velocity = velocity.clone().requires_grad_()
+
+    def predict(self, trace: FlowTrace, noised: Noised) -> Tensor:
+        return self.velocity
+
+
+def batch_of(clean: Tensor, noised: Noised, advantage: Tensor, **views: Tensor) -> Batch:
+    """What a forward-process algorithm is given, without the sampled transitions, which it must not need."""
+    count = len(clean)
+    trace = cast(FlowTrace, SimpleNamespace(clean=clean))
+    return Batch(trace, clean.new_zeros(count, 0), advantage, torch.ones(count, noised.levels.shape[1]), views, noised)
+
+
+def random_batch(advantage: Tensor, **views: Tensor) -> tuple[Batch, Tensor]:
+    """A batch of SHAPE, and u = noise - x_0 of it in float64."""
+    clean, noise = normal(SHAPE[0], *SHAPE[2:], seed=10), normal(*SHAPE, seed=11)
+    levels = torch.rand(SHAPE[:2], generator=torch.Generator().manual_seed(12))
+    return batch_of(clean, Noised(noise, levels), advantage, **views), noise.double() - clean.double()[:, None]
+
+
+def loss_of(rule: Any, policy: Fixed, batch: Batch) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    """A rule's loss [B, W], its scalars, and the gradient of the loss' sum in the velocity."""
+    loss, stats = rule.loss(policy, batch)
+    assert loss.shape == batch.weight.shape and loss.dtype == torch.float32
+    assert not any(value.requires_grad for value in stats.values())
+    (grad,) = torch.autograd.grad(loss.sum(), policy.velocity)
+    return loss.detach(), stats, grad
+
+
+def test_noised_images_by_hand() -> None:
+    noised = Noised(torch.tensor([[[4.0, 0.0], [8.0, 1.0]]]), torch.tensor([[0.25, 1.0]]))
+    clean = torch.tensor([[0.0, 4.0]])
+    assert noised.latents(clean).tolist() == [[[1.0, 3.0], [8.0, 1.0]]]  # 3/4 x_0 + 1/4 noise, and noise alone
+    assert noised.target(clean).tolist() == [[[4.0, -4.0], [8.0, -3.0]]]
+
+
+# --- DiffusionNFT
+
+
+def test_optimality_by_hand() -> None:
+    # clip(A, -4, 4) / 8 + 1/2
+    advantage = torch.tensor([0.0, 1.0, -1.0, 4.0, -4.0, 9.0, -9.0])
+    assert optimality(advantage, 4.0).tolist() == [0.5, 0.625, 0.375, 1.0, 0.0, 1.0, 0.0]
+
+
+def test_negative_aware_by_hand() -> None:
+    # t = beta = 1/2, v = (4, 2), v_old = (1, 1), u = (0, -1)
+    # v+ = (2.5, 1.5), off in x_0 by (1.25, 1.25): squares 1.5625, over their mean size 1.25: 1.25
+    # v- = (-.5, .5), off by (-.25, .75): mean square (.0625 + .5625) / 2 = .3125, over the mean size .5: .625
+    # r = 3/4: (.75 x 1.25 + .25 x .625) / .5 = 2.1875
+    velocity = torch.tensor([[[4.0, 2.0]]], requires_grad=True)
+    old, target = torch.tensor([[[1.0, 1.0]]]), torch.tensor([[[0.0, -1.0]]])
+    levels, good = torch.tensor([[0.5]]), torch.tensor([0.75])
+    loss, positive, negative = negative_aware(velocity, old, target, levels, good, beta=0.5)
+    assert (loss.item(), positive.item(), negative.item()) == (2.1875, 1.25, 0.625)
+    # d l+ / dv = 2 (1.25, 1.25) x t beta / 2 dims / 1.25 = (.25, .25): the denominator has no gradient
+    # d l- / dv = 2 (-.25, .75) x -t beta / 2 dims / .5 = (.125, -.375)
+    # (.75 d l+ + .25 d l-) / .5 = (.4375, .1875)
+    loss.sum().backward()
+    assert velocity.grad.tolist() == [[[0.4375, 0.1875]]]
+
+
+@pytest.mark.parametrize(("good", "branch"), [(1.0, 1.25), (0.0, 0.625)])
+def test_each_branch_alone(good: float, branch: float) -> None:
+    """The best image teaches v+ alone and the worst v- alone: as above, with r = 1 and r = 0, over beta = 1/2."""
+    args = [torch.tensor([[x]]) for x in ([4.0, 2.0], [1.0, 1.0], [0.0, -1.0])]
+    loss, _, _ = negative_aware(*args, torch.tensor([[0.5]]), torch.tensor([good]), beta=0.5)
+    assert loss.item() == 2 * branch
+
+
+def paper_loss(v: Tensor, old: Tensor, batch: Batch, r: Tensor, beta: float, weights: Any) -> tuple[Tensor, Any]:
+    """Algorithm 1 as it is written, with x_t and x_0, in the dtype of `v`; `weights` None: computed, and returned."""
+    clean, noised = batch.trace.clean.to(v.dtype)[:, None], batch.noised
+    t = noised.t.to(v.dtype)
+    x_t = (1 - t) * clean + t * noised.noise.to(v.dtype)
+    images = [x_t - t * (beta * v + (1 - beta) * old), x_t - t * ((1 + beta) * old - beta * v)]
+    if weights is None:
+        weights = [(x - clean).abs().flatten(2).mean(2).clamp(min=1e-5).detach() for x in images]
+    positive, negative = (((x - clean) ** 2).flatten(2).mean(2) / w for x, w in zip(images, weights, strict=True))
+    return (r[:, None] * positive + (1 - r[:, None]) * negative) / beta, weights
+
+
+@pytest.mark.parametrize("beta", [0.1, 1.0, 3.0])
+@pytest.mark.parametrize("penalty", [0.0, 0.3])
+def test_diffusion_nft(beta: float, penalty: float) -> None:
+    """Value and gradient of the whole rule against the paper in float64; the gradient by central differences too."""
+    advantage = torch.tensor([1.5, -0.7, 0.2])
+    old, ref, v = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2), normal(*SHAPE, seed=3)
+    views = {"old": old} | ({"reference": ref} if penalty else {})
+    batch, _ = random_batch(advantage, **views)
+    rule = diffusion_nft.Rule(diffusion_nft.Config(beta=beta, adv_clip_max=2.0, kl_loss_coef=penalty))
+    assert rule.others == tuple(views) and rule.behaviour == "old" and rule.averages == ("old",)
+    loss, stats, grad = loss_of(rule, Fixed(v), batch)
+
+    r = advantage.double() / 4 + 0.5
+    w = v.double().requires_grad_()
+    values, weights = paper_loss(w, old.double(), batch, r, beta, None)
+    expected = 2.0 * values + penalty * ((w - ref.double()) ** 2).flatten(2).mean(2)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    (slope,) = torch.autograd.grad(expected.sum(), w)
+    torch.testing.assert_close(grad.double(), slope, rtol=1e-4, atol=1e-6)
+    for at in [(0, 0, 0, 0), (1, 1, 2, 3), (2, 0, 3, 4)]:
+        ends = []
+        for h in (1e-6, -1e-6):
+            moved = v.double().clone()
+            moved[at] += h
+            value, _ = paper_loss(moved, old.double(), batch, r, beta, weights)
+            ends.append((2.0 * value + penalty * ((moved - ref.double()) ** 2).flatten(2).mean(2)).sum().item())
+        assert grad[at].item() == pytest.approx((ends[0] - ends[1]) / 2e-6, rel=1e-4, abs=1e-7)
+
+    distance = {"old_distance": ((v - old) ** 2).mean()} | ({"kl_ref": ((v - ref) ** 2).mean()} if penalty else {})
+    for name, value in distance.items():
+        assert stats[name].item() == pytest.approx(value.item(), rel=1e-5)
+    assert ("kl_ref" in stats) == (penalty > 0)
+
+
+def test_diffusion_nft_begins_as_advantage_weighted_matching() -> None:
+    """At v = v_old both branches are one, and the gradient is that of A mean (x_0 error)^2 / mean |x_0 error|, whatever
+    beta and the limit are.
+    """
+    advantage = torch.tensor([1.0, -2.0, 0.0])
+    old = normal(*SHAPE, seed=1)
+    batch, u = random_batch(advantage, old=old)
+    w = old.double().requires_grad_()
+    e = batch.noised.t.double() * (w - u)
+    wanted = advantage[:, None] * (e**2).flatten(2).mean(2) / e.detach().abs().flatten(2).mean(2)
+    (slope,) = torch.autograd.grad(wanted.sum(), w)
+    for beta, limit in [(0.1, 5.0), (1.0, 2.0), (2.0, 10.0)]:
+        rule = diffusion_nft.Rule(diffusion_nft.Config(beta=beta, adv_clip_max=limit))
+        _, stats, grad = loss_of(rule, Fixed(old), batch)
+        torch.testing.assert_close(grad.double(), slope, rtol=1e-3, atol=1e-6)
+        assert stats["loss_positive"].item() == pytest.approx(stats["loss_negative"].item(), rel=1e-5)
+        assert stats["old_distance"].item() == 0
+
+
+def test_a_perfect_prediction_has_a_finite_loss() -> None:
+    """The adaptive weight's denominator is bounded: no error, no loss, no gradient."""
+    batch, u = random_batch(torch.ones(3), old=normal(*SHAPE, seed=1))
+    v = u.float()
+    batch = replace(batch, views={"old": v})
+    loss, _, grad = loss_of(diffusion_nft.Rule(diffusion_nft.Config()), Fixed(v), batch)
+    assert loss.abs().max() < 1e-5 and grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, {1: 0.001, 100: 0.1, 500: 0.5, 501: 0.5, 9000: 0.5}),
+        ({"old_decay": "zero"}, {1: 0.0, 500: 0.0}),
+        ({"old_decay": "late"}, {1: 0.0, 75: 0.0, 76: 0.0075, 175: 0.75, 208: 0.9975, 209: 0.999, 900: 0.999}),
+        ({"old_decay": "late", "old_decay_flat": 2}, {2: 0.0, 3: 0.0075, 4: 0.015, 300: 0.999}),
+        ({"old_decay_rate": 0.25, "old_decay_limit": 0.9}, {1: 0.25, 2: 0.5, 3: 0.75, 4: 0.9}),
+        ({"old_decay_limit": 0.0}, {1: 0.0, 500: 0.0}),
+    ],
+)
+def test_decay_of_the_old_policy(keys: dict[str, Any], expected: dict[int, float]) -> None:
+    rule = diffusion_nft.Rule(diffusion_nft.Config(**keys))
+    assert {step: rule.decay("old", step) for step in expected} == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize(("key", "value"), [("rate", 0.1), ("flat", 3), ("limit", 0.5)])
+def test_a_schedule_without_numbers_takes_none(key: str, value: float) -> None:
+    with pytest.raises(ConfigError) as error:
+        diffusion_nft.Rule(diffusion_nft.Config(old_decay="zero", **{f"old_decay_{key}": value}))
+    assert str(error.value) == (
+        f"algorithm.old_decay_{key}: {value} has no effect with algorithm.old_decay=zero; "
+        "set old_decay to slow or late, or leave it out"
+    )
+
+
+# --- advantage weighted matching
+
+
+def test_awm_by_hand() -> None:
+    # one dim, x_0 = 0 and noise 1, so u = 1; v_old = 2, an error of 1
+    # v = 1: error 0, rho = e; v = 2: rho = 1; v = 3: error 4, rho = e^-3
+    # eps .5 clips rho to .5 .. 1.5: A = 2: -2 min(rho, 1.5) = -3, -2, -2 e^-3; A = -1: max(rho, .5) = e, 1, .5
+    noised = Noised(torch.ones(2, 3, 1), torch.full((2, 3), 0.3))
+    batch = batch_of(torch.zeros(2, 1), noised, torch.tensor([2.0, -1.0]), policy=torch.full((2, 3, 1), 2.0))
+    policy = Fixed(torch.tensor([[1.0, 2.0, 3.0]] * 2)[..., None])
+    rule = awm.Rule(awm.Config(clip_ratio=0.5))
+    assert rule.others == ("policy",) and rule.behaviour is None and rule.averages == ()
+    loss, stats, grad = loss_of(rule, policy, batch)
+    low = math.exp(-3)
+    expected = torch.tensor([[-3.0, -2.0, -2 * low], [math.e, 1.0, 0.5]])
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    # d rho / dv = -2 (v - 1) rho; clipped: 0
+    slopes = torch.tensor([[0.0, 4.0, 8 * low], [0.0, -2.0, 0.0]])
+    torch.testing.assert_close(grad[..., 0], slopes, rtol=1e-6, atol=1e-9)
+    assert stats["ratio_error"].item() == pytest.approx(math.e - 1, rel=1e-6)
+    assert stats["flow_loss"].item() == pytest.approx(5 / 3)
+
+
+def test_awm_begins_with_the_policy_gradient() -> None:
+    advantage = torch.tensor([1.0, -2.0, 0.5])
+    v, ref = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2)
+    batch, u = random_batch(advantage, policy=v.clone(), reference=ref)
+    rule = awm.Rule(awm.Config(kl_loss_coef=0.25))
+    assert rule.others == ("policy", "reference")
+    loss, stats, grad = loss_of(rule, Fixed(v), batch)
+    w = v.double().requires_grad_()
+    kl = ((w - ref.double()) ** 2).flatten(2).mean(2)
+    matching = advantage[:, None] * ((w - u) ** 2).flatten(2).mean(2)
+    (slope,) = torch.autograd.grad((matching + 0.25 * kl).sum(), w)
+    torch.testing.assert_close(grad.double(), slope, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(loss.double(), -advantage.double()[:, None] + 0.25 * kl.detach(), rtol=1e-5, atol=1e-6)
+    assert stats["ratio_error"].item() == 0 and stats["clipfrac"].item() == 0
+    assert stats["kl_ref"].item() == pytest.approx(kl.mean().item(), rel=1e-5)
+
+
+# --- supervised baselines
+
+
+def test_group_weights_by_hand() -> None:
+    # group 3: exp 0, ln 2, ln 3 = 1, 2, 3, of mean 2; group 8: ln 5 and one that is not kept; group 9: none is kept
+    value = torch.tensor([0.0, math.log(2), math.log(5), 700.0, math.log(3), 1.0])
+    group = torch.tensor([3, 3, 8, 8, 3, 9])
+    keep = torch.tensor([True, True, True, False, True, False])
+    assert group_weights(value, group, keep).tolist() == pytest.approx([0.5, 1.0, 1.0, 0.0, 1.5, 0.0])
+
+
+def test_group_weights_do_not_overflow() -> None:
+    value, group = torch.tensor([5e4, 5e4, -5e4, -5e4]), torch.tensor([0, 0, 0, 1])
+    assert group_weights(value, group, torch.ones(4, dtype=torch.bool)).tolist() == [1.5, 1.5, 0.0, 1.0]
+
+
+REWARD = torch.tensor([0.0, 1.0, 0.5, 0.5, 0.5, 0.25, 1.0, 1.0])
+GROUP = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
+
+
+@pytest.mark.parametrize("temperature", [0.25, 1.0, 100.0])
+def test_rwr_weights(temperature: float) -> None:
+    """A softmax of the advantages over the prompt's images; none for the group of equal rewards."""
+    rule = rwr.Rule(rwr.Config(temperature=temperature))
+    counts = rule.counts(REWARD, GROUP)
+    assert counts.tolist() == [True] * 3 + [False] * 2 + [True] * 3
+    weights = rule.advantage(REWARD, GROUP)
+    a = group_advantage(REWARD, GROUP).double()
+    for rows in (slice(0, 3), slice(5, 8)):
+        expected = 3 * torch.softmax(a[rows] / temperature, 0)
+        torch.testing.assert_close(weights[rows].double(), expected, rtol=1e-6, atol=1e-9)
+    assert weights[3:5].tolist() == [0.0, 0.0]
+
+
+def test_rwr_weights_under_a_filter() -> None:
+    """The mean is 1 over what is trained on: the best and the worst of the first group."""
+    rule = rwr.Rule(rwr.Config(group_filter="top_bottom", group_filter_k=1))
+    weights = rule.advantage(REWARD, GROUP)
+    assert (weights > 0).tolist() == rule.counts(REWARD, GROUP).tolist()
+    assert (weights > 0).tolist()[:3] == [True, True, False]
+    assert weights[:3].sum().item() == pytest.approx(2)
+
+
+def test_sft_counts() -> None:
+    counts = [sft.Rule(sft.Config(best=k)).counts(REWARD, GROUP).tolist() for k in (1, 2, 9)]
+    assert counts[0] == [False, True, False, False, False, False, True, False]  # of equals the first
+    assert counts[1] == [False, True, True, False, False, False, True, True]
+    assert counts[2] == [True] * 3 + [False] * 2 + [True] * 3  # no more than there are
+
+
+@pytest.mark.parametrize("rule", [rwr.Rule(rwr.Config(kl_loss_coef=0.5)), sft.Rule(sft.Config(kl_loss_coef=0.5))])
+def test_weighted_flow_matching(rule: Any) -> None:
+    """Batch.advantage is rwr's weight, and nothing to sft."""
+    weight = torch.tensor([0.5, 0.0, 2.5])
+    v, ref = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2)
+    batch, u = random_batch(weight, reference=ref)
+    assert rule.others == ("reference",)
+    loss, stats, grad = loss_of(rule, Fixed(v), batch)
+    factor = weight.double()[:, None] if isinstance(rule, rwr.Rule) else torch.ones(3, 1, dtype=torch.float64)
+    w = v.double().requires_grad_()
+    expected = factor * ((w - u) ** 2).flatten(2).mean(2) + 0.5 * ((w - ref.double()) ** 2).flatten(2).mean(2)
+    (slope,) = torch.autograd.grad(expected.sum(), w)
+    torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad.double(), slope, rtol=1e-4, atol=1e-6)
+    assert stats["flow_loss"].item() == pytest.approx(((v.double() - u) ** 2).mean().item(), rel=1e-5)
+
+
+def test_mean_square_is_float32() -> None:
+    difference = normal(2, 3, 4, 5, seed=0).bfloat16()
+    out = mean_square(difference)
+    assert out.dtype == torch.float32 and out.shape == (2, 3)
+    torch.testing.assert_close(out.double(), (difference.double() ** 2).flatten(2).mean(2), rtol=1e-6, atol=0)

@@ -1,0 +1,38 @@
+"""The sum of a reward's terms: values by hand."""
+
+import pytest
+import torch
+
+from phalanx.functional.rewards import Share, combine
+
+OCR = torch.tensor([0.0, 1.0, 0.5, 0.5])
+SIZE = torch.tensor([30.0, 10.0, -20.0, 400.0])
+GROUPS = torch.tensor([0, 0, 1, 1])
+
+
+def test_weighted_sum() -> None:
+    total = combine([OCR, SIZE], [Share(2.0), Share(-0.1)])
+    torch.testing.assert_close(total, torch.tensor([-3.0, 1.0, 3.0, -39.0]))
+
+
+def test_scores_are_clipped_before_they_are_weighted() -> None:
+    assert combine([SIZE], [Share(0.5, clip=(0.0, 20.0))]).tolist() == [10, 5, 0, 10]
+
+
+def test_a_weight_goes_on_a_straight_line_and_stays() -> None:
+    share = Share(weight=1.0, initial_weight=0.2, weight_steps=4)
+    assert [share.at(step) for step in (0, 1, 3, 4, 99)] == pytest.approx([0.2, 0.4, 0.8, 1.0, 1.0])
+    assert share.at(None) == 1.0 and Share(weight=3.0, weight_steps=7).at(2) == 3.0
+    assert combine([OCR], [share], step=1).tolist() == pytest.approx([0.0, 0.4, 0.2, 0.2])
+
+
+def test_terms_are_normalised_within_their_group() -> None:
+    # group 0: OCR 0, 1 -> -1, 1 (std .5); SIZE 30, 10 -> 1, -1; group 1: OCR equal -> 0; SIZE -20, 400 -> -1, 1
+    total = combine([OCR, SIZE], [Share(1.0), Share(0.25)], group_id=GROUPS)
+    torch.testing.assert_close(total, torch.tensor([-0.75, 0.75, -0.25, 0.25]), atol=3e-4, rtol=0)
+    # the scale of a term plays no part
+    scaled = combine([OCR, SIZE * 1000], [Share(1.0), Share(0.25)], group_id=GROUPS)
+    torch.testing.assert_close(scaled, total, atol=3e-4, rtol=0)
+    # clipping comes first: 20, 10 of group 0 and 0, 20 of group 1
+    clipped = combine([SIZE], [Share(1.0, clip=(0.0, 20.0))], group_id=GROUPS)
+    torch.testing.assert_close(clipped, torch.tensor([1.0, -1.0, -1.0, 1.0]), atol=3e-4, rtol=0)

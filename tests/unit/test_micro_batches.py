@@ -1,0 +1,52 @@
+"""The micro-batches of an update: every part of a sample goes with it, and corrections reach the loss."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.micro_batches import MicroBatches
+from phalanx.types import Noised, Samples
+from tests.policies import make_policy, make_rollout, one_rank, sample
+
+WINDOW = 2
+
+
+@pytest.fixture(scope="module")
+def samples(sd3_folder: Path) -> Samples:
+    with one_rank() as world:
+        return sample(make_rollout(make_policy(world, sd3_folder), 3))
+
+
+def batches(samples: Samples) -> MicroBatches:
+    number = torch.arange(len(samples.index), dtype=torch.float32)
+    noised = Noised(number[:, None, None].expand(-1, WINDOW, 3), number[:, None].expand(-1, WINDOW) / 10)
+    return MicroBatches(samples, number, torch.device("cpu"), {"old": number * 2}, noised)
+
+
+def test_all_parts_of_a_sample_go_with_it(samples: Samples) -> None:
+    rows = torch.tensor([4, 0, 3])
+    batch = batches(samples).select(rows, torch.tensor([0.5, 0.0, 0.25]), WINDOW)
+    assert samples.log_prob is not None and batch.noised is not None
+    for name in ("latents", "means", "clean", "prompt_index"):
+        assert torch.equal(vars(batch.trace)[name], vars(samples.trace)[name][rows]), name
+    assert torch.equal(batch.log_prob, samples.log_prob[rows])
+    assert batch.advantage.tolist() == [4, 0, 3] and batch.views["old"].tolist() == [8, 0, 6]
+    assert batch.weight.tolist() == [[0.5, 0.5], [0, 0], [0.25, 0.25]]
+    assert batch.noised.noise[:, 0, 0].tolist() == [4, 0, 3]
+    assert torch.equal(batch.noised.levels[:, 1], torch.tensor([4, 0, 3]) / 10)
+
+
+def test_a_correction_multiplies_the_weights(samples: Samples) -> None:
+    factors = torch.tensor([[1.0, 0.0]] * len(samples.index))
+    batch = batches(replace(samples, weight=factors)).select(torch.tensor([1, 2]), torch.tensor([0.5, 0.25]), WINDOW)
+    assert batch.weight.tolist() == [[0.5, 0.0], [0.25, 0.0]]
+
+
+def test_fresh_noise_leads_from_image_to_noise() -> None:
+    clean: Tensor = torch.tensor([[1.0, 2.0], [3.0, -1.0]])
+    noised = Noised(torch.tensor([[[5.0, 0.0]], [[1.0, 1.0]]]), torch.tensor([[0.25], [1.0]]))
+    assert noised.latents(clean).tolist() == [[[2.0, 1.5]], [[1.0, 1.0]]]
+    assert noised.target(clean).tolist() == [[[4.0, -2.0]], [[-2.0, 2.0]]]

@@ -1,0 +1,170 @@
+"""Preference data: every form of an image, what is refused with its exact message, and what stays on disk."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from phalanx.batches import check
+from phalanx.config import ConfigError, load
+from phalanx.config.schema import RolloutConfig, TrainConfig
+from phalanx.data import DataError, PromptRow, load_prompts
+from phalanx.pictures import Picture, to_size
+from phalanx.rewards.preferred import preferred
+from phalanx.rollout import check_engine
+from phalanx.rollout.dataset import PAIR
+from tests.pairs import PROMPTS, picture, png, rows, write_jsonl, write_parquet
+
+KEY = "data.train_files"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where `datasets` keeps its copies of Parquet files."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def parquet_of_bytes(folder: Path) -> str:
+    return str(write_parquet(folder / "pairs.parquet", rows()))
+
+
+def parquet_of_structs(folder: Path) -> str:
+    """Bytes for the one, a path beside the file for the other, as Hugging Face has them."""
+    table = rows()
+    for i, row in enumerate(table):
+        (folder / f"{i}.png").write_bytes(row["rejected"])
+        row["chosen"] = {"bytes": row["chosen"], "path": "elsewhere.png"}
+        row["rejected"] = {"bytes": None, "path": f"{i}.png"}
+    return str(write_parquet(folder / "pairs.parquet", table))
+
+
+def jsonl_of_paths(folder: Path) -> str:
+    return str(write_jsonl(folder / "json"))
+
+
+def dataset_of_images(folder: Path) -> str:
+    """A folder of save_to_disk whose columns are images for `datasets`."""
+    from datasets import Dataset, Features, Value
+    from datasets import Image as ImageFeature
+
+    table = [{name: row[name] for name in ("prompt", *PAIR)} for row in rows()]
+    features = Features({"prompt": Value("string"), "chosen": ImageFeature(), "rejected": ImageFeature()})
+    Dataset.from_list(table, features=features).save_to_disk(folder / "dataset")
+    return str(folder / "dataset")
+
+
+@pytest.mark.parametrize("write", [parquet_of_bytes, parquet_of_structs, jsonl_of_paths, dataset_of_images])
+def test_every_form_holds_the_same_pictures(write: Callable[[Path], str], tmp_path: Path) -> None:
+    found = load_prompts([write(tmp_path)], KEY, images=PAIR)
+    assert [row.text for row in found] == PROMPTS
+    for i, row in enumerate(found):
+        for name in PAIR:
+            expected = to_size(picture(i, name == "chosen"), 32, 32)
+            assert expected.shape == (3, 32, 32)
+            assert torch.equal(row.meta[name].pixels(32, 32), expected), (i, name)
+
+
+def test_other_columns_stay_and_pictures_are_not_read(tmp_path: Path) -> None:
+    table = rows()
+    table[1]["chosen"] = b"no picture"
+    found = load_prompts([str(write_parquet(tmp_path / "pairs.parquet", table))], KEY, images=PAIR)
+    assert [row.meta["source"] for row in found] == [f"test {i}" for i in range(4)]
+    assert all(isinstance(row.meta[name], Picture) for row in found for name in PAIR)
+    found[1].meta["rejected"].pixels(8, 8)
+    with pytest.raises(ValueError, match="row 1: chosen: the image cannot be read: its format is unknown"):
+        found[1].meta["chosen"].pixels(8, 8)
+
+
+def test_without_images_the_columns_are_as_they_were(tmp_path: Path) -> None:
+    table = rows()
+    found = load_prompts([str(write_parquet(tmp_path / "pairs.parquet", table))], KEY)
+    assert found[0] == PromptRow(PROMPTS[0], None, {name: table[0][name] for name in (*PAIR, "source")})
+
+
+def message(*args: Any) -> str:
+    with pytest.raises(DataError) as error:
+        load_prompts(*args, images=PAIR)
+    return str(error.value)
+
+
+def test_missing_columns(tmp_path: Path) -> None:
+    table = [{"prompt": "a", "chosen": b"", "image": b""}]
+    file = str(write_parquet(tmp_path / "p.parquet", table))
+    assert message([file], KEY) == f"{KEY}: {file} has no column 'rejected'; it has prompt, chosen, image"
+    lines = tmp_path / "p.jsonl"
+    lines.write_text('{"prompt": "a", "chosen": "a.png", "rejected": "b.png"}\n{"prompt": "b", "rejected": "b.png"}\n')
+    assert message([str(lines)], KEY) == f"{KEY}: {lines}:2: no 'chosen'; it has prompt, rejected"
+    text = tmp_path / "p.txt"
+    text.write_text("a cat\n")
+    assert message([str(text)], KEY) == (
+        f"{KEY}: {text} is plain text; images (chosen, rejected) come in the other formats"
+    )
+    (tmp_path / "x.parquet").write_bytes(b"nothing")
+    assert message([str(tmp_path / "x.parquet")], KEY).startswith(f"{KEY}: {tmp_path}/x.parquet is no Parquet file: ")
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (b"no picture", "place: the image cannot be read: its format is unknown"),
+        (png(Image.new("RGB", (64, 64)))[:70], "place: the image cannot be read: "),
+        ("none.png", "place: the image cannot be read: [Errno 2] No such file or directory: "),
+        (
+            None,
+            "place is of type NoneType; right is the bytes of an image file, its path beside the data file, or {bytes, path}",
+        ),
+        ({"bytes": None, "path": None}, "place is of type NoneType; right is "),
+        (3, "place is of type int; right is "),
+    ],
+)
+def test_what_is_no_image(value: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError) as error:
+        Picture(lambda: value, tmp_path, "place").pixels(8, 8)
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_pictures_cover_the_size_and_are_cut_in_the_middle() -> None:
+    wide = Image.new("RGB", (40, 10), (255, 0, 0))
+    wide.paste((0, 0, 255), (15, 0, 25, 10))  # the middle
+    pixels = to_size(wide, 10, 10)
+    assert pixels.shape == (3, 10, 10)
+    assert pixels[2].min() == 1.0 and pixels[0].max() == 0.0
+    assert to_size(wide, 20, 30).shape == (3, 20, 30)
+
+
+def test_the_reward_says_what_the_data_says() -> None:
+    meta = [{"preferred": True}, {"preferred": False}, {"preferred": None}]
+    assert preferred(torch.zeros(3, 3, 2, 2), ["a"] * 3, meta) == [1.0, 0.0, 0.0]
+    with pytest.raises(
+        ValueError, match=r'^no data says whether this image of "a" is preferred; set rollout.engine=dataset$'
+    ):
+        preferred(torch.zeros(1, 3, 2, 2), ["a"], [{}])
+
+
+def refusal(folder: Path, *overrides: str) -> str:
+    base = ["model.path=x", f"data.train_files=[{json.dumps(str(folder))}]", "reward.functions=[{name: preferred}]"]
+    run = ["trainer.total_training_steps=1", f"trainer.output_dir={folder}", "rollout.engine=dataset"]
+    with pytest.raises(ConfigError) as error:
+        check(load(TrainConfig, None, [*base, *run, *overrides]))
+    return str(error.value)
+
+
+def test_what_cannot_be_trained_on_pairs(tmp_path: Path) -> None:
+    assert refusal(tmp_path, "algorithm.name=diffusion_dpo") == (
+        "rollout.n: 16 should be 2 where rollout.engine is dataset: the chosen image and the rejected one"
+    )
+    assert refusal(tmp_path, "rollout.n=2") == (
+        "rollout.engine: dataset brings images, and algorithm.name flow_grpo trains on sampled denoising steps; "
+        "take one that trains on images, such as diffusion_dpo"
+    )
+    with pytest.raises(ValueError) as error:
+        check_engine(RolloutConfig(engine="dataset", correction="none"))
+    assert str(error.value) == (
+        "rollout.correction: none has nothing to correct where rollout.engine is dataset; its images have no log-probs"
+    )
