@@ -1,7 +1,7 @@
 """Does each algorithm learn? All on the quickstart's task, with an equal number of images, over several seeds.
 
     make learn
-    python benchmarks/learn.py flow_grpo diffusion_nft --seeds 0 1 --steps 25
+    python benchmarks/learn.py flow_grpo diffusion_nft --seeds 0 --steps 25 --no-docs
 
 Each recipe of learn.yaml is trained on one CPU process, `--jobs` of them side by side, validated as it trains, and its
 last checkpoint samples the held-out prompts again with other noise. These images are scored by the training's OCR, by
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ CONFIG = "configs/flowgrpo/quickstart.yaml"
 HELD_OUT = "assets/digits/held_out.txt"
 VALIDATION = "val/held_out/reward/mean"
 IMAGES_A_PROMPT = 4
+IMAGES_A_STEP = 192  # of every recipe
 TARGET = 0.8
 SCALE = 4  # Tesseract wants larger letters
 MARKS = ("<!-- learning: begin -->", "<!-- learning: end -->")
@@ -43,7 +44,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="recipes of learn.yaml (all)")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=50, help="training steps of 192 images (50)")
+    parser.add_argument("--steps", type=int, default=40, help="training steps of 192 images (40)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, a CPU core each (2)")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "learn")
     parser.add_argument("--no-docs", action="store_true", help="print the table, write nothing below docs/")
@@ -56,6 +57,9 @@ def main() -> None:
     base = sampled(args.output / "base", ["model.path=assets/digits/base", "model.dtype=float32", *picture()])
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = [pool.submit(trained, args.output, name, recipes[name], seed, args.steps) for name, seed in runs]
+        done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+        if any(job.exception() is not None for job in done):
+            pool.shutdown(cancel_futures=True)
         results = [job.result() for job in jobs]
     lines = table(base, results)
     print("\n".join(lines))
@@ -80,7 +84,7 @@ def trained(output: Path, name: str, recipe: list[str], seed: int, steps: int) -
         if {key: result[key] for key in wanted} == wanted:
             return result
     shutil.rmtree(folder, ignore_errors=True)
-    keys = [f"total_training_steps={steps}", "test_freq=5", "save_freq=-1", "log_val_generations=0", f"seed={seed}"]
+    keys = [f"total_training_steps={steps}", "test_freq=5", "log_val_generations=0", f"seed={seed}"]
     keys += ["resume=never", f"output_dir={folder}", f"save_freq={steps}", "logger=[]"]
     start = time.perf_counter()
     task("train_flowgrpo", [CONFIG, *recipe, *(f"trainer.{key}" for key in keys)], output / f"{slug(name)}-{seed}.log")
@@ -178,11 +182,12 @@ def tesseract(images: np.ndarray[Any, Any]) -> list[str]:
         )
         for image in images
     ]
-    file = Path(tempfile.mkstemp(suffix=".tif")[1])
+    folder = tempfile.TemporaryDirectory()
+    file = Path(folder.name) / "pages.tif"
     pages[0].save(file, save_all=True, append_images=pages[1:])
     options = ["--psm", "7", "-c", "tessedit_char_whitelist=0123456789"]
     out = subprocess.run([program, str(file), "stdout", *options], capture_output=True, text=True, check=True).stdout
-    file.unlink()
+    folder.cleanup()
     texts = out.split("\f")[: len(pages)]
     assert len(texts) == len(pages), (len(texts), len(pages))
     return texts
@@ -211,7 +216,7 @@ def reached(curve: list[list[float]]) -> tuple[float | None, float | None]:
     """Images and seconds of training until the validation's mean first reaches the target; None where it never does."""
     for step, value, seconds in curve:
         if value >= TARGET:
-            return step * 192, seconds
+            return step * IMAGES_A_STEP, seconds
     return None, None
 
 
@@ -245,9 +250,19 @@ def curves(results: Iterable[dict[str, Any]], file: Path) -> None:
     for panel, (name, own) in zip(axes.flat, runs.items(), strict=False):
         draw = panel.plot
         for curve in (c for others in runs.values() for c in others):
-            draw([point[0] * 192 for point in curve], [point[1] for point in curve], color="0.87", linewidth=0.8)
+            draw(
+                [point[0] * IMAGES_A_STEP for point in curve],
+                [point[1] for point in curve],
+                color="0.87",
+                linewidth=0.8,
+            )
         for curve in own:
-            draw([point[0] * 192 for point in curve], [point[1] for point in curve], color="tab:blue", linewidth=1.4)
+            draw(
+                [point[0] * IMAGES_A_STEP for point in curve],
+                [point[1] for point in curve],
+                color="tab:blue",
+                linewidth=1.4,
+            )
         panel.set_title(name, fontsize=9)
         panel.axhline(TARGET, color="0.6", linewidth=0.6, linestyle=":")
         panel.tick_params(labelsize=7)

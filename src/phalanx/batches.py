@@ -72,6 +72,11 @@ def check(cfg: TrainConfig) -> None:
         raise ConfigError(
             "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]"
         )
+    if not cfg.algorithm.needs_reward and cfg.rollout.max_num_gen_batches > 1:
+        raise ConfigError(
+            f"rollout.max_num_gen_batches: {cfg.rollout.max_num_gen_batches} goes by rewards, from which "
+            f"{cfg.algorithm.name} does not learn; set it to 1"
+        )
     check_run(cfg)
     if cfg.rollout.engine == "dataset":
         _check_pairs(cfg)
@@ -87,6 +92,10 @@ def check(cfg: TrainConfig) -> None:
 def _check_windowless(cfg: TrainConfig) -> None:
     """Refuse settings of a window's surroundings under an algorithm that has none; raises ConfigError."""
     r, name = cfg.rollout, cfg.algorithm.name
+    if r.correction != "rescore":
+        raise ConfigError(
+            f"rollout.correction: {r.correction} is of log-probs, which {name} does not use; leave it out"
+        )
     if r.ode_compression < 1:
         raise ConfigError(
             f"rollout.ode_compression: {r.ode_compression:g} shortens what follows a window, and {name} has none; "

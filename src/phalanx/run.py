@@ -251,6 +251,11 @@ class Run:
                 self.ema.update(self.optimizer.updates)
         return stats
 
+    @property
+    def stepped(self) -> bool:
+        """Whether this training step changed the weights, or had nothing to learn; False: all its updates were bad."""
+        return self._applied > 0 or self._non_finite == 0
+
     def _count_bad_step(self) -> None:
         """A bad step is one all of whose updates were skipped: the weights stay those of the last good one. Too many
         in a row end the job (trainer.max_bad_steps) with a checkpoint from before them.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx import batches
-from phalanx.config.load import resolve_registry
+from phalanx.config.load import ConfigError, resolve_registry
 from phalanx.config.schema import TrainConfig
 from phalanx.data import PromptStream, held_out_overlap, load_prompts
 from phalanx.distributed import mesh
@@ -79,6 +79,11 @@ class Trainer(Run):
             for e in self.algorithm.experts
         }
         averages = list(self.algorithm.averages)
+        if "reference" not in self.algorithm.others and cfg.actor.ref_model_sync_steps is not None:
+            raise ConfigError(
+                f"actor.ref_model_sync_steps: {cfg.actor.ref_model_sync_steps} has no reference to sync; set "
+                "algorithm.kl_loss_coef > 0, or leave it out"
+            )
         if "reference" in self.algorithm.others:
             if cfg.actor.ref_model_sync_steps is None:
                 self.policy.keep_reference()
@@ -129,7 +134,8 @@ class Trainer(Run):
                 reward, scores = self.rewarded(terms, step)
                 with self.timers("update"):
                     row = self.update(samples, reward, step)
-                    self.after_step(step + 1)
+                    if self.stepped:
+                        self.after_step(step + 1)
                 row |= drift | redrawn | scores | self.performance(samples, time.perf_counter() - start)
                 self.progress.samples_seen += self.plan.samples
                 del samples
@@ -157,7 +163,7 @@ class Trainer(Run):
         if self.rewards is None or times == 1:
             return samples, terms, {}
         for attempt in range(1, times):
-            stale = ~informative(self.rewards.weighted(terms, step), self.group_id)
+            stale = ~informative(self.reward(terms, step), self.group_id)
             if not stale.any():
                 break
             with self.timers("rollout"), self.behaviour(), self.rollout.awake():
@@ -174,10 +180,12 @@ class Trainer(Run):
         """The rewards [N] of the world's samples, and reward/... metrics; zeros and none where there is no reward."""
         if self.rewards is None:
             return torch.zeros(self.plan.samples), {}
-        reward = plain = self.rewards.weighted(terms, step)
-        if self.cfg.reward.normalize == "group":
-            reward = self.rewards.weighted(terms, step, self.group_id)
-        return reward, reward_metrics(plain, terms, self.group_id)
+        return self.reward(terms, step), reward_metrics(self.rewards.weighted(terms, step), terms, self.group_id)
+
+    def reward(self, terms: dict[str, Tensor], step: int) -> Tensor:
+        """The reward [N] that is trained, of its terms [N]."""
+        assert self.rewards is not None
+        return self.rewards.weighted(terms, step, self.group_id if self.cfg.reward.normalize == "group" else None)
 
     def update(self, samples: Samples, reward: Tensor, step: int) -> dict[str, float]:
         """All optimizer steps on the samples of training step `step`. reward [N] is the world's.

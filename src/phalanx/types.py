@@ -239,10 +239,10 @@ class Algorithm(Protocol):
 
     `forward`: it trains on fresh noise added to final images (Batch.noised), not on the sampled transitions.
     `behaviour`: the weights that sample; None: the policy's own. `others`: the weights whose view of the samples the
-    loss wants, in Batch.views: "policy" (as they are before the step's first update), "reference", or names of
-    `averages` or `experts`. `experts`: frozen models beside the policy. `averages`: copies of the weights that the
-    algorithm keeps, in the checkpoint too; after training step number `step` (from 1) each becomes decay * itself +
-    (1 - decay) * the policy's.
+    loss wants, in Batch.views: "policy" (as they are before the step's first update, with `forward` before that of each
+    pass), "reference", or names of `averages` or `experts`. `experts`: frozen models beside the policy. `averages`:
+    copies of the weights that the algorithm keeps, in the checkpoint too; after training step number `step` (from 1)
+    each becomes decay * itself + (1 - decay) * the policy's.
     """
 
     forward: bool

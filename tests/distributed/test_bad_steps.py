@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.config import load
 from phalanx.config.schema import TrainConfig
 from phalanx.types import Batch, JobError, Policy
-from tests.jobs import fit, full_weights, tiny_config
+from tests.jobs import PROMPTS, base_overrides, fit, full_weights, tiny_config
 from tests.ranks import run_ranks
 
 SETTINGS = ("model.lora_rank=4", "actor.ema.decay=0.9", "trainer.total_training_steps=6", "trainer.save_freq=1")
@@ -69,6 +70,39 @@ def test_a_bad_update_is_skipped_on_all_ranks(
     for r in ranks:
         assert all(t.isfinite().all() for part in ("weights", "ema") for t in r[part].values())
     assert all(torch.equal(ranks[0]["weights"][name], value) for name, value in ranks[1]["weights"].items())
+
+
+def bad_at_the_end(cfg: TrainConfig) -> dict[str, dict[str, Tensor]]:
+    """The old policy's weights when the run gives up, and those of the checkpoint that it leaves."""
+    from phalanx.trainer import Trainer
+
+    trainer = Trainer(cfg)
+    spoil(trainer, float("nan"), (2, 3))
+    found: dict[str, dict[str, Tensor]] = {}
+    plain = trainer.end_step
+
+    def end_step(step: int, row: dict[str, float]) -> None:
+        found[f"after {step}"] = full_weights(trainer.averages["old"].values)
+        plain(step, row)
+
+    trainer.end_step = end_step  # type: ignore[method-assign]
+    with pytest.raises(JobError):
+        trainer.fit()
+    trainer.checkpointer.wait()
+    found["kept"] = full_weights(Trainer(cfg).averages["old"].values)
+    return found
+
+
+def test_an_algorithms_own_weights_stay_those_of_the_good_step(sd3_folder: Path, tmp_path: Path) -> None:
+    keys = ["algorithm.name=diffusion_nft", "algorithm.old_decay_rate=0.2", "rollout.noise_level=0"]
+    keys += ["parallel.fsdp_size=1", "trainer.max_bad_steps=2", "trainer.save_freq=10"]
+    base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    for found in run_ranks(bad_at_the_end, 2, load(TrainConfig, None, [*base, *SETTINGS, *keys])):
+        name = next(k for k in found["kept"] if "lora_B" in k)
+        assert not torch.equal(found["after 1"][name], found["after 2"][name])
+        for step in ("after 3", "after 4", "kept"):
+            assert all(torch.equal(found[step][k], v) for k, v in found["after 2"].items()), step
 
 
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint_from_before(sd3_folder: Path, tmp_path: Path) -> None:

@@ -33,6 +33,9 @@ def test_terms_are_normalised_within_their_group() -> None:
     # the scale of a term plays no part
     scaled = combine([OCR, SIZE * 1000], [Share(1.0), Share(0.25)], group_id=GROUPS)
     torch.testing.assert_close(scaled, total, atol=3e-4, rtol=0)
+    # terms that cancel leave nothing
+    opposite = combine([OCR, -3 * OCR], [Share(1.0), Share(1.0)], group_id=GROUPS)
+    assert opposite.abs().max() < 1e-5
     # clipping comes first: 20, 10 of group 0 and 0, 20 of group 1
     clipped = combine([SIZE], [Share(1.0, clip=(0.0, 20.0))], group_id=GROUPS)
     torch.testing.assert_close(clipped, torch.tensor([1.0, -1.0, -1.0, 1.0]), atol=3e-4, rtol=0)

@@ -114,6 +114,22 @@ def job(tmp_path: Path, *overrides: str) -> TrainConfig:
             "rollout.noise_level 0.7; set it to 0, or rollout.solver=euler",
         ),
         (
+            ("algorithm.name=sft", "algorithm.group_filter=top_bottom"),
+            "algorithm.group_filter: top_bottom means nothing to algorithm.name=sft; leave it out",
+        ),
+        (
+            ("algorithm.name=diffusion_dpo", "algorithm.adv_clip_max=3"),
+            "algorithm.adv_clip_max: 3.0 means nothing to algorithm.name=diffusion_dpo; leave it out",
+        ),
+        (
+            ("algorithm.name=awm", "rollout.engine=vllm_omni", "rollout.correction=rejection"),
+            "rollout.correction: rejection is of log-probs, which awm does not use; leave it out",
+        ),
+        (
+            ("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.max_num_gen_batches=2"),
+            "rollout.max_num_gen_batches: 2 goes by rewards, from which opd does not learn; set it to 1",
+        ),
+        (
             ("algorithm.name=diffusion_nft", "rollout.init_same_noise=true"),
             "rollout.init_same_noise: true makes all images of a prompt equal, since diffusion_nft samples without noise; "
             "set it to false",

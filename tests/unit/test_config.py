@@ -10,7 +10,7 @@ import pytest
 
 from phalanx.cli import parse
 from phalanx.config import ConfigError, load, save
-from phalanx.config.load import arg, resolve_registry, rows
+from phalanx.config.load import arg, help_text, resolve_registry, rows
 from phalanx.config.schema import FlowMatchingTaskConfig, TrainConfig
 from phalanx.config.tasks import SampleConfig
 from tests.ranks import ROOT, launch_environment
@@ -180,6 +180,8 @@ def test_another_algorithm_begins_with_its_own_defaults(tmp_path: Path) -> None:
     assert (same.clip_ratio, same.adv_clip_max) == (0.25, 2.0)
     file.write_text("algorithm: {clip_ratio: 0.25}\n")  # the default algorithm's
     assert train("algorithm.name=cps", path=file).algorithm.clip_ratio != 0.25
+    assert train("algorithm={name: cps}", path=file).algorithm.clip_ratio != 0.25
+    assert train("algorithm.name='flow_grpo'", path=file).algorithm.clip_ratio == 0.25  # the same in quotes
     assert train(path=file).algorithm.clip_ratio == 0.25
 
 
@@ -188,6 +190,9 @@ def test_an_algorithm_sets_defaults_elsewhere(tmp_path: Path) -> None:
     assert train("algorithm.name=cps", "rollout.sde_type=sde").rollout.sde_type == "sde"
     assert train("algorithm.name=sft").rollout.noise_level == 0.0
     assert train().rollout.noise_level == 0.7
+    shown = help_text(TrainConfig, "", None, ["algorithm.name=cps"])
+    assert "\n  rollout.sde_type: str = cps\n" in shown
+    assert "\n  rollout.noise_level: float = 0.8\n" in shown
 
 
 def test_an_algorithm_out_of_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,19 +1,22 @@
 """What the algorithms share: advantages within prompt groups, and which samples are trained on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.config.load import arg
-from phalanx.config.schema import AlgorithmConfig
+from phalanx.config.load import ConfigError, arg
+from phalanx.config.schema import AlgorithmConfig, RolloutConfig
 from phalanx.functional.advantage import group_advantage, informative, top_and_bottom
 from phalanx.types import Batch, Expert, Policy
 
 
 @dataclass
 class GroupConfig(AlgorithmConfig):
-    """Keys of `algorithm` that all algorithms with advantages have."""
+    """Keys of `algorithm` that all algorithms with advantages have, but those that `unused` names."""
+
+    unused: ClassVar[tuple[str, ...]] = ()
 
     adv_clip_max: float = arg(5.0, "advantages are clamped to +- this", gt=0)
     global_std: bool = arg(False, "divide advantages by the std of all rewards, not of the group's")
@@ -22,6 +25,15 @@ class GroupConfig(AlgorithmConfig):
         "all", "train on all images of a prompt, or on the best and worst alone", choices=("all", "top_bottom")
     )
     group_filter_k: int = arg(4, "images of each end that group_filter=top_bottom keeps", ge=1)
+
+    def check(self, rollout: RolloutConfig) -> None:
+        """Raise ConfigError for a key that means nothing to this algorithm, where it is set."""
+        defaults = {f.name: f.default for f in fields(self)}
+        for key in self.unused:
+            if vars(self)[key] != defaults[key]:
+                raise ConfigError(
+                    f"algorithm.{key}: {vars(self)[key]} means nothing to algorithm.name={self.name}; leave it out"
+                )
 
 
 class GroupRule:

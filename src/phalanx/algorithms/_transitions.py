@@ -42,6 +42,7 @@ class TransitionConfig(GroupConfig):
 
     def check(self, rollout: RolloutConfig) -> None:
         """Raise ConfigError for stochastic steps that make no sense here, and options that exclude one another."""
+        super().check(rollout)
         if rollout.sde_type not in self.sde_types:
             raise ConfigError(
                 f"rollout.sde_type: {rollout.sde_type} makes no sense under algorithm.name={self.name}; should be "

@@ -10,6 +10,7 @@ Deviations from the paper and its authors' code:
 1. Noise levels have equal weights, as in the paper; the authors' recipes take t times a power of the error.
 2. There is no second penalty on leaving a moving average of the policy.
 3. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator.
+4. With actor.ppo_epochs > 1 the old predictions are those before each pass, since each has fresh noise.
 """
 
 from dataclasses import dataclass

@@ -31,6 +31,10 @@ from phalanx.types import Batch, Noised, Policy
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is diffusion_dpo."""
 
+    unused: ClassVar[tuple[str, ...]] = (
+        "adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k",
+    )  # fmt: skip
+
     samples_together: ClassVar[int] = 2
 
     beta: float = arg(2000.0, "how much a pair's difference of errors counts", gt=0)

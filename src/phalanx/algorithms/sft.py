@@ -9,6 +9,7 @@ Deviation from the paper: prompts whose images all have one reward are left out,
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -21,6 +22,10 @@ from phalanx.types import Batch, Policy
 @dataclass
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is sft."""
+
+    unused: ClassVar[tuple[str, ...]] = (
+        "adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k",
+    )  # fmt: skip
 
     best: int = arg(1, "images of each prompt that are trained on: those of the highest rewards", ge=1)
 

@@ -67,6 +67,8 @@ def arg(default: Any, help: str, *, path: bool = False, **bounds: Any) -> Any:
 def resolve_registry(package: str, name: str, key: str) -> Any:
     """The module or object that `name` stands for: a module of `package`, a dotted module, or `file.py[:Name]`."""
     target, _, attribute = name.partition(":")
+    if target.startswith(".") and not target.endswith(".py"):
+        raise ConfigError(f"{key}: {name!r} is no module's name; known: {', '.join(known_modules(package))}")
     try:
         if target.endswith(".py"):
             path = Path(target).expanduser().resolve()
@@ -165,7 +167,7 @@ def rows(schema: type, classes: dict[str, type] | None = None, prefix: str = "")
             yield from rows(hint, None, key + ".")  # type: ignore[arg-type]
             continue
         default = default_of(f)
-        text = "required" if default == "???" else default if isinstance(default, str) else shown(default)
+        text = "required" if default == "???" else _text(default)
         help = f.metadata["help"] if "help" in f.metadata else ""  # a user's own field may be a plain one
         bounds: Bounds = f.metadata["bounds"] if "bounds" in f.metadata else Bounds()
         if bounds.choices:
@@ -184,13 +186,22 @@ def help_text(
     usage = "usage: sh train.sh tasks/<task>.py [config.yaml] [key=value ...]"
     lines = [description.strip(), "", usage, *(f"  {line}" for line in options), ""]
     section = ""
-    for row in rows(schema, _section_classes(schema, user)):
+    classes = _section_classes(schema, user)
+    wanted: dict[str, Any] = {}
+    for section_class in classes.values():
+        wanted |= section_class.DEFAULTS  # type: ignore[attr-defined]
+    for row in rows(schema, classes):
         head = row.key.split(".")[0]
         if head != section:
             lines += ["", head]
             section = head
-        lines += [f"  {row.key}: {row.type} = {row.default}", f"      {row.help}"]
+        default = _text(wanted[row.key]) if row.key in wanted else row.default
+        lines += [f"  {row.key}: {row.type} = {default}", f"      {row.help}"]
     return "\n".join(lines)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else shown(value)
 
 
 def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
@@ -264,12 +275,26 @@ def _drop_other_sections(schema: type, user: DictConfig, overrides: list[str]) -
     defaults.
     """
     for f in fields(schema):
-        names = [value for item in overrides for key, _, value in [item.partition("=")] if key == f"{f.name}.name"]
+        names = [name for item in overrides if (name := _named(f.name, item)) is not None]
         section = user[f.name] if "registry" in f.metadata and f.name in user else None
         if not names or not isinstance(section, DictConfig):
             continue
         if names[-1] != (section["name"] if "name" in section else default_of(f).name):
             del user[f.name]
+
+
+def _named(section: str, override: str) -> str | None:
+    """The name that an override gives to a section, such as `algorithm.name=cps` or `algorithm={name: cps}`."""
+    key, _, text = override.partition("=")
+    if key not in (section, f"{section}.name"):
+        return None
+    try:
+        value = yaml.safe_load(text)
+    except yaml.MarkedYAMLError:
+        return None  # what is wrong is said where the override is merged
+    if key == section:
+        value = value["name"] if isinstance(value, dict) and "name" in value else None
+    return None if value is None else str(value)
 
 
 def _section_classes(schema: type, user: DictConfig) -> dict[str, type]:

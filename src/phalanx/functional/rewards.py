@@ -7,6 +7,8 @@ from torch import Tensor
 
 from phalanx.functional.advantage import group_advantage
 
+_EPS = 1e-6  # far below any spread of scores: terms that cancel leave nothing that would be normalised again
+
 
 @dataclass(frozen=True)
 class Share:
@@ -38,6 +40,6 @@ def combine(
     total = torch.zeros_like(terms[0])
     for values, share in zip(terms, shares, strict=True):
         part = values if share.clip is None else values.clamp(*share.clip)
-        part = part if group_id is None else group_advantage(part, group_id)
+        part = part if group_id is None else group_advantage(part, group_id, eps=_EPS)
         total = total + share.at(step) * part
     return total

@@ -94,6 +94,8 @@ def _share(entry: RewardFunctionConfig, key: str) -> Share:
         raise ConfigError(f"{key}.clip: {clip} should be two numbers, the smaller first, e.g. [0, 1]")
     if entry.initial_weight is not None and entry.weight_steps == 0:
         raise ConfigError(f"{key}.initial_weight: {entry.initial_weight:g} needs {key}.weight_steps > 0")
+    if entry.initial_weight is None and entry.weight_steps > 0:
+        raise ConfigError(f"{key}.weight_steps: {entry.weight_steps} needs {key}.initial_weight")
     return Share(entry.weight, None if clip is None else (clip[0], clip[1]), entry.initial_weight, entry.weight_steps)
 
 
