@@ -16,7 +16,7 @@ IN_VENV = PATH="$(BIN):$$PATH"
 ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora test test-vllm faults check bench base docs clean
+.PHONY: help quickstart quickstart-lora test test-vllm faults check bench learn base docs clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
@@ -26,6 +26,7 @@ help:
 	@echo "make faults           what can go wrong, with 20 random kills in one run, under 15 minutes"
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
+	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make docs             build the documentation into site/"
 	@echo "make clean            remove the environment, caches and the site; runs in outputs/ stay"
@@ -53,6 +54,10 @@ check: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed
 	@$(ON_CPU) sh train.sh benchmarks/step.py $(BENCH_CONFIG) $(ARGS)
+
+# Tesseract (apt-get install tesseract-ocr) judges beside the training's OCR.
+learn: $(VENV)/.installed-base
+	@$(ON_CPU) python benchmarks/learn.py $(ARGS)
 
 base: $(VENV)/.installed-base
 	@$(TWO_RANKS) sh train.sh tasks/make_base.py

@@ -250,19 +250,9 @@ def curves(results: Iterable[dict[str, Any]], file: Path) -> None:
     for panel, (name, own) in zip(axes.flat, runs.items(), strict=False):
         draw = panel.plot
         for curve in (c for others in runs.values() for c in others):
-            draw(
-                [point[0] * IMAGES_A_STEP for point in curve],
-                [point[1] for point in curve],
-                color="0.87",
-                linewidth=0.8,
-            )
+            draw(*axes_of(curve), color="0.87", linewidth=0.8)
         for curve in own:
-            draw(
-                [point[0] * IMAGES_A_STEP for point in curve],
-                [point[1] for point in curve],
-                color="tab:blue",
-                linewidth=1.4,
-            )
+            draw(*axes_of(curve), color="tab:blue", linewidth=1.4)
         panel.set_title(name, fontsize=9)
         panel.axhline(TARGET, color="0.6", linewidth=0.6, linestyle=":")
         panel.tick_params(labelsize=7)
@@ -272,6 +262,11 @@ def curves(results: Iterable[dict[str, Any]], file: Path) -> None:
     figure.supylabel("OCR of held-out numbers", fontsize=8)
     figure.tight_layout()
     figure.savefig(file, dpi=110)
+
+
+def axes_of(curve: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Images and scores of a run's validations."""
+    return [step * IMAGES_A_STEP for step, _, _ in curve], [value for _, value, _ in curve]
 
 
 def insert(page: Path, lines: list[str]) -> None:

@@ -47,10 +47,13 @@ def flux_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def judge_model(pytestconfig: pytest.Config) -> Path:
-    """The tiny judge, taught once a machine: pytest's cache keeps it as long as tiny_vlm.py stays the same; read only."""
+    """The tiny judge, taught once a machine: pytest's cache keeps it as long as tiny_vlm.py and the questions stay the
+    same; read only.
+    """
     from tests import tiny_vlm
 
-    digest = hashlib.sha256(Path(tiny_vlm.__file__).read_bytes()).hexdigest()[:16]
+    sources = (Path(tiny_vlm.__file__).read_text(), *tiny_vlm.QUESTIONS)
+    digest = hashlib.sha256("\0".join(sources).encode()).hexdigest()[:16]
     folder = Path(pytestconfig.cache.mkdir("tiny_vlm")) / digest
     if not folder.is_dir():
         made = folder.with_suffix(f".{os.getpid()}")

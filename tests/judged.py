@@ -1,16 +1,103 @@
-"""Training jobs with a judge that can be checked: it is shown pictures in the place of the sampled images."""
+"""A judge that can be checked: asked by itself about pictures, and in training jobs, where it is shown pictures in the
+place of the sampled images.
+"""
 
+import os
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+import torch.distributed as dist
 
+from phalanx.config.schema import RewardModelConfig
+from phalanx.rewards import RewardError
+from phalanx.rewards._base import pil_image
+from phalanx.rewards.unified_reward import UnifiedReward
+from phalanx.rewards.vlm_ocr import VlmOcr
 from phalanx.types import Prompt
 from tests.jobs import one_step, tiny_config
-from tests.tiny_vlm import COLOURS, PICTURES, name, picture
+from tests.tiny_vlm import COLOURS, PICTURES, grades, name, picture
 
 PROMPTS = [f'the word "{colour}" on a wall' for colour in COLOURS] + ['"black"']
+QUESTIONS = (VlmOcr.template, UnifiedReward.template.format(prompt="a red thing"))
+RAGGED = [[0, 1, 2, 3, 4, 5, 6], [7], [], [8, 9, 10, 11, 12, 13, 14]]  # each rank's share of PICTURES
 JUDGE = ("reward.model.dtype=float32", "reward.model.max_model_len=512", "reward.model.max_tokens=40")
+
+
+def process_state() -> list[Any]:
+    """What engines could change in passing."""
+    return [
+        (torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()),
+        (dict(os.environ), torch.get_num_threads(), torch.get_float32_matmul_precision()),
+    ]
+
+
+def images_of(share: list[int]) -> torch.Tensor:
+    """A share of PICTURES as images, uint8 [n, 3, H, W]."""
+    images = [(picture(*PICTURES[i]) * 255).byte() for i in share]
+    return torch.stack(images) if images else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+
+
+def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...] = QUESTIONS) -> list[list[str]]:
+    """On each rank: ask twice about its share of PICTURES; returns the answers of both times."""
+    from phalanx.rewards._model import RewardModel
+
+    own = shares[dist.get_rank()]
+    before = process_state()
+    model = RewardModel(cfg, timeout_s=60.0)
+    asked = [(i, text) for i in range(len(own)) for text in questions]
+    answers = [model.ask(images_of(own), asked) for _ in range(2)]
+    assert process_state() == before
+    total = torch.ones(1)
+    dist.all_reduce(total)  # our world lives on
+    assert total.item() == dist.get_world_size()
+    return answers
+
+
+def expected(share: list[int]) -> list[str]:
+    """The right answers to QUESTIONS about a share of PICTURES."""
+    return [text for colour, lit in (PICTURES[i] for i in share) for text in (name(colour, lit), grades(1 + lit))]
+
+
+def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[list[str], int]:
+    """Ask QUESTIONS about some of `count` PICTURES; returns the answers, and how many images were made PIL's."""
+    from phalanx.rewards import _transformers, _vllm
+    from phalanx.rewards._model import RewardModel
+
+    made: list[Any] = []
+
+    def counted(image: torch.Tensor) -> Any:
+        made.append(pil_image(image))
+        return made[-1]
+
+    _transformers.pil_image = _vllm.pil_image = counted  # in this forked rank alone
+    model = RewardModel(cfg, timeout_s=60.0)
+    answers = model.ask(images_of(list(range(count))), [(i, text) for i in numbers for text in QUESTIONS])
+    return answers, len(made)
+
+
+def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...]) -> str:
+    """On each rank: what is said of questions that the model cannot be asked."""
+    with pytest.raises(RewardError) as error:
+        ask(cfg, shares, questions)
+    return str(error.value)
+
+
+def mistake(cfg: RewardModelConfig) -> str:
+    """On each rank: what is said of a model that cannot be loaded."""
+    from phalanx.rewards._model import RewardModel
+
+    with pytest.raises(ValueError) as error:
+        RewardModel(cfg, timeout_s=60.0)
+    return str(error.value)
+
+
+def cut(text: str) -> str:
+    """The content of a file whose download ended half way."""
+    return text[: len(text) // 2]
 
 
 def settings(judge: Path, *functions: str) -> list[str]:

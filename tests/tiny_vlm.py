@@ -32,6 +32,7 @@ COLOURS = ("red", "green", "blue")
 BLACK = "black"
 LEARNT = 0.005  # mean loss of a token of the answers; one wrong grade among the pictures costs ten times that
 PICTURES = [(colour, lit) for colour in range(3) for lit in range(5)]
+QUESTIONS = (VlmOcr.template, UnifiedReward.template)
 SIZE = 32  # pixels of an image, which the model sees as one token
 CHAT = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"

@@ -16,7 +16,10 @@ class BatchPlan:
 
     samples over the world; per_rank; updates: optimizer steps a pass; micro: samples of a forward and backward pass;
     window: trained denoising steps or noise levels; rollout_micro: samples of a rollout micro-batch; stochastic:
-    denoising steps from which the trained ones are taken.
+    denoising steps from which the trained ones are taken. epochs: passes over the samples; forward: each of them trains
+    on noise of its own.
+
+    A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one.
     """
 
     samples: int
@@ -26,6 +29,49 @@ class BatchPlan:
     window: int
     rollout_micro: int
     stochastic: int
+    units: int
+    together: int = 1
+    epochs: int = 1
+    forward: bool = False
+
+    @property
+    def micro_units(self) -> int:
+        """Units of a forward and backward pass: whole ones, and at least one."""
+        return max(self.micro // self.together, 1)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of an optimizer step on a rank, where all samples count."""
+        return math.ceil(self.units // self.updates / self.micro_units)
+
+    @property
+    def view_rounds(self) -> int:
+        """How often in a step other weights view the samples that are trained: anew where the noise is another."""
+        return self.epochs if self.forward else 1
+
+    @property
+    def view_passes(self) -> int:
+        """Micro-batches of a rank that each of other weights views in a step."""
+        return self.view_rounds * math.ceil(self.units / self.micro_units)
+
+    @property
+    def view_micro(self) -> int:
+        """Samples of the first of them, which is the largest."""
+        return min(self.micro_units, self.units) * self.together
+
+    @property
+    def viewed(self) -> int:
+        """Samples of a rank that each of other weights views in a step, once for each time."""
+        return self.view_rounds * self.units * self.together
+
+    @property
+    def trained(self) -> int:
+        """Samples of a rank that are trained in a step, once for each time; where all of them count."""
+        return self.epochs * self.updates * self.first(self.passes)
+
+    def first(self, passes: int) -> int:
+        """Samples of the first so many micro-batches of an optimizer step on a rank."""
+        return min(passes * self.micro_units, self.units // self.updates) * self.together
 
     @property
     def exact(self) -> bool:
@@ -59,6 +105,10 @@ def plan(cfg: TrainConfig, world_size: int) -> BatchPlan:
         window=numbers.window,
         rollout_micro=numbers.rollout_micro,
         stochastic=stochastic,
+        units=samples // world_size if numbers.together == 1 else numbers.prompts // world_size,
+        together=numbers.together,
+        epochs=cfg.actor.ppo_epochs,
+        forward=cfg.algorithm.trained_steps(cfg.rollout) is not None,
     )
 
 
@@ -236,15 +286,28 @@ class _Numbers:
 
     def mend(self, keys: tuple[str, ...]) -> str:
         """The nearest values of the first of `keys` with which nothing is left to mend; of two keys if need be."""
+        if self.together > 1:  # more images of a prompt would be no more that are trained
+            keys = (*(key for key in keys if key != "n"), "mini")
         for key in keys:
             near = self._near(key)
             if near:
                 return f"{_KEYS[key]}={near}"
+        if self.together > 1:
+            return self._whole_prompts()
         for mini in sorted(_divisors(self.prompts), key=lambda d: abs(d - self.mini)):
             near = replace(self, mini=mini)._near("n")
             if near:
                 return f"{_KEYS['mini']}={mini} with {_KEYS['n']}={near}"
         raise AssertionError(f"some number of images always fits: {self}")
+
+    def _whole_prompts(self) -> str:
+        """The nearest prompts of an optimizer step, and of a training step, that are equally many on each rank."""
+        minis = range(self.world, self.mini + self.world * (self.micro + 1), self.world)  # world x micro always works
+        for mini in sorted(minis, key=lambda m: abs(m - self.mini)):
+            near = replace(self, mini=mini)._near("prompts")
+            if near:
+                return f"{_KEYS['mini']}={mini} with {_KEYS['prompts']}={near}"
+        raise AssertionError(f"some number of prompts always fits: {self}")
 
     def _near(self, key: str) -> str:
         """The values of a number next to its own, below and above, that work: "4 or 6"; empty where there are none."""

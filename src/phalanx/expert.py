@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from phalanx.config.schema import ModelConfig, TrainConfig
+from phalanx.config.schema import ModelConfig, RolloutConfig, TrainConfig
 from phalanx.distributed.mesh import World
-from phalanx.models.family import model_index
+from phalanx.models.family import FlowModel, model_index
 from phalanx.models.flow import FlowPolicy, build_policy
 from phalanx.rollout.policy import PolicyRollout
 from phalanx.types import Expert, Samples
@@ -19,10 +19,25 @@ def check_expert(expert: Expert, config: ModelConfig) -> None:
     try:
         kind = model_index(expert.path)["_class_name"]
     except ValueError as error:
-        raise _about(expert, error) from error
-    own = model_index(config.path)["_class_name"]
+        raise about(expert, error) from error
+    check_kind(expert, kind, model_index(config.path)["_class_name"])
+
+
+def check_kind(expert: Expert, kind: str, own: str) -> None:
+    """Raise ValueError where the expert's pipeline is another than the policy's `own`."""
     if kind != own:
         raise ValueError(f"{expert.key}: {expert.path!r} is a {kind}; it should be a {own}, as model.path is")
+
+
+def expert_model(config: ModelConfig, path: str) -> ModelConfig:
+    """How an expert is loaded: whole weights, of which none are trained."""
+    return replace(config, path=path, lora_rank=0, gradient_checkpointing=False)
+
+
+def expert_rollout(config: RolloutConfig, expert: Expert, model: FlowModel) -> RolloutConfig:
+    """How an expert would have sampled: with its own guidance."""
+    guidance: dict[str, Any] = {} if expert.guidance is None else {model.guidance_key: expert.guidance}
+    return replace(config, **guidance)
 
 
 class LoadedExpert:
@@ -34,19 +49,28 @@ class LoadedExpert:
 
     def __init__(self, expert: Expert, cfg: TrainConfig, student: FlowPolicy, world: World, micro: int) -> None:
         """All ranks in step. Raises ValueError for a model that cannot judge the policy's latents."""
-        model = replace(cfg.model, path=expert.path, lora_rank=0, gradient_checkpointing=False)
         try:
             self.policy = build_policy(
-                model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=False, frozen=True
+                expert_model(cfg.model, expert.path),
+                cfg.parallel,
+                cfg.data,
+                world,
+                seed=cfg.trainer.seed,
+                detach_uncond=False,
+                frozen=True,
             )
         except ValueError as error:
-            raise _about(expert, error) from error
+            raise about(expert, error) from error
         own, theirs = student.model, self.policy.model
         if not _alike([own.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
             raise ValueError(f"{expert.key}: {expert.path!r} has another VAE than model.path, so other latents")
         self.policy.share(student, text=_alike(own.text_encoders, theirs.text_encoders))
-        guidance: dict[str, Any] = {} if expert.guidance is None else {theirs.guidance_key: expert.guidance}
-        self.rollout = PolicyRollout(self.policy, replace(cfg.rollout, **guidance), world, micro)
+        self.rollout = PolicyRollout(self.policy, expert_rollout(cfg.rollout, expert, theirs), world, micro)
+
+    def view_flops(self, text_length: int) -> int:
+        """FLOPs of its view of a sample, at one noise level."""
+        s = self.rollout.sampler
+        return self.policy.model.flops(s.height, s.width, text_length) * (2 if s.guided else 1)
 
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples as the expert would have sampled them: with its own embeddings and guidance."""
@@ -70,6 +94,6 @@ def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, at
     return True
 
 
-def _about(expert: Expert, error: ValueError) -> ValueError:
+def about(expert: Expert, error: ValueError) -> ValueError:
     """A message on model.path, about the expert."""
     return ValueError(f"{expert.key}: {str(error).removeprefix('model.path: ')}")

@@ -79,7 +79,7 @@ def step_flops(
     updates_per_sample: float = 1,
     lora: bool,
     checkpointing: bool,
-    views: int,
+    views: float,
     detach_uncond: bool,
 ) -> int:
     """FLOPs of one training step over the world, from those of one forward pass of one sample and guidance branch.
@@ -87,7 +87,7 @@ def step_flops(
     With `branches` = 2 under classifier-free guidance (else 1), each sample costs, in forward passes:
 
     - rollout: `steps * branches`;
-    - each of `views`, the passes with other weights (such as the reference's), once a sample: `window * branches`;
+    - each of `views`, the passes of a sample with other weights (such as the reference's): `window * branches`;
     - each of `updates_per_sample` updates (`ppo_epochs`), for each of the `window` trained steps:
       `branches` for the replay, and for every branch that has a gradient (one of two if `detach_uncond`)
       2 for the backward pass of a full fine-tune or 1 for a LoRA, and 1 more for recomputation if `checkpointing`.

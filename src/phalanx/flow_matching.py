@@ -132,8 +132,8 @@ class FlowMatching(Run):
         return replace(self.sampler, guidance=1.0)
 
     def _shift(self, t: Tensor) -> Tensor:
-        """The static shift of the model's own noise schedule."""
-        shift = self.policy.model.shift()
+        """Moved as the model's own noise schedule is, at the size of the images."""
+        shift = self.policy.model.shift(self.sampler.height, self.sampler.width)
         return shift * t / (1 + (shift - 1) * t)
 
     def _latent(self, i: int) -> Tensor:

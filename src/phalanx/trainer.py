@@ -96,6 +96,7 @@ class Trainer(Run):
         self.prepare(steps, steps * self.plan.updates * cfg.actor.ppo_epochs, averages)
         self.group_id = torch.arange(self.plan.samples) // cfg.rollout.n
         self._forward_flops: int | None = None
+        self._view_costs: list[float] = []  # of each of the algorithm's others, in passes of the policy's own
         self._trained = 0
         if self.world.rank == 0:
             held_out_overlap(rows, [p for prompts in self.val_sets.values() for p in prompts])
@@ -198,7 +199,7 @@ class Trainer(Run):
         advantage = algorithm.advantage(reward, self.group_id)
         units = algorithm.units(reward, self.group_id)
         counts = algorithm.counts(reward, self.group_id)[units].all(1)
-        per_rank, together = len(units) // world.size, units.shape[1]
+        per_rank = len(units) // world.size
         mine_of_all = slice(world.rank * per_rank, (world.rank + 1) * per_rank)
         local_units = units[mine_of_all] - world.rank * plan.per_rank
         rows: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
@@ -218,8 +219,7 @@ class Trainer(Run):
                 keep = counts[mine_of_all][mine]
                 order = mine[torch.sort(~keep, stable=True).indices]  # those that count first: the rest may be skipped
                 weight = counts.float()[mine_of_all] / (int(chosen.sum()) * plan.window)
-                size = max(plan.micro // together, 1)
-                micros = order.split(size)[: math.ceil(busiest / size)]
+                micros = order.split(plan.micro_units)[: math.ceil(busiest / plan.micro_units)]
                 rows.append([])
                 total = torch.zeros((), device=world.device)
                 for i, part in enumerate(micros):
@@ -231,7 +231,7 @@ class Trainer(Run):
                     total += loss.detach()
                     rows[-1].append(stats)
                 steps.append(self.step_optimizer(total))
-        self._trained = sum(len(update) for update in rows) * plan.micro  # samples, those skipped left out
+        self._trained = sum(plan.first(len(update)) for update in rows)  # samples, those skipped left out
         return self._actor_metrics(rows, steps)
 
     def after_step(self, step: int) -> None:
@@ -266,8 +266,9 @@ class Trainer(Run):
         schedule = model.schedule(sampler.num_inference_steps, sampler.height, sampler.width)[0][:-1]
         streams = [torch.Generator().manual_seed(fold_in(seed, "level")) for seed in seeds]
         uniform = torch.stack([torch.rand(max(len(schedule), self.plan.window), generator=g) for g in streams])
+        shift = model.shift(sampler.height, sampler.width)
         levels = noise_levels(
-            uniform, self.plan.window, schedule, distribution=c.algorithm.level_distribution, shift=model.shift()
+            uniform, self.plan.window, schedule, distribution=c.algorithm.level_distribution, shift=shift
         )
         return Noised(noise, levels.to(device))
 
@@ -277,7 +278,7 @@ class Trainer(Run):
         together: [B, ...] by name, with the samples in their places.
         """
         found = {}
-        size, rows = max(self.plan.micro // units.shape[1], 1), units.flatten()
+        size, rows = self.plan.micro_units, units.flatten()
         for name in self.algorithm.others:
             policy, theirs = self.policy, batches
             weights: AbstractContextManager[None] = nullcontext()
@@ -327,6 +328,11 @@ class Trainer(Run):
         if self._forward_flops is None:
             length = samples.trace.embeds["prompt_embeds"].shape[1]
             self._forward_flops = self.policy.model.flops(c.rollout.height, c.rollout.width, length)
+            own = self._forward_flops * (2 if self.rollout.sampler.guided else 1)
+            self._view_costs = [
+                self.experts[name].view_flops(length) / own if name in self.experts else 1.0
+                for name in self.algorithm.others
+            ]
         peak = peak_flops(self.world.device, self.policy.model.dtype)
         if peak is not None:
             flops = step_flops(
@@ -338,7 +344,7 @@ class Trainer(Run):
                 updates_per_sample=self._trained / plan.per_rank,
                 lora=c.model.lora_rank > 0,
                 checkpointing=c.model.gradient_checkpointing,
-                views=len(self.algorithm.others) if self._trained > 0 else 0,
+                views=sum(self._view_costs) * plan.viewed / plan.per_rank if self._trained > 0 else 0,
                 detach_uncond=c.actor.detach_uncond,
             )
             row["perf/mfu"] = flops / (seconds * self.world.size * peak)

@@ -98,8 +98,9 @@ def fresh_noise(cfg: TrainConfig) -> dict[str, tuple[Tensor, Tensor]]:
         for step, epoch in ((0, 0), (0, 1), (1, 0)):
             noised = t.noised(samples, step, epoch)
             found[f"{distribution} {step} {epoch}"] = (noised.noise, noised.levels)
-    schedule = t.policy.model.schedule(cfg.rollout.num_inference_steps, cfg.rollout.height, cfg.rollout.width)[0][:-1]
-    return found | {"of the model": (schedule, torch.tensor(t.policy.model.shift()))}
+    size = cfg.rollout.height, cfg.rollout.width
+    schedule, _ = t.policy.model.schedule(cfg.rollout.num_inference_steps, *size)
+    return found | {"of the model": (schedule[:-1], torch.tensor(t.policy.model.shift(*size)))}
 
 
 def test_fresh_noise_is_a_function_of_the_sample(sd3_folder: Path, tmp_path: Path) -> None:

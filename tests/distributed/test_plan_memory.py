@@ -25,7 +25,6 @@ from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
 from phalanx.distributed.collectives import all_gather
 from phalanx.distributed.fsdp import local
 from phalanx.flow_matching import FlowMatching
-from phalanx.functional.advantage import informative
 from phalanx.plan.blueprint import family_name
 from phalanx.plan.jobs import Planned, planned
 from phalanx.plan.layout import Cluster, traffic
@@ -91,7 +90,7 @@ def train(t: Trainer) -> None:
     with t.rollout.awake():
         samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
     reward = all_gather(t.score()[0])
-    t.update(samples, t.algorithm.advantage(reward, t.group_id), informative(reward, t.group_id))
+    t.update(samples, reward, 0)
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
@@ -199,7 +198,8 @@ def measure(cfg: TrainConfig) -> dict[str, int]:
         t.optimizer.step = heap.during("optimizer", step)  # type: ignore[method-assign]
         t.policy.model.decode = heap.during("rollout: decode", t.policy.model.decode)
         t.rollout.sample = heap.during("rollout: sample", t.rollout.sample)  # type: ignore[method-assign]
-        t.reference_means = heap.during("reference", t.reference_means)  # type: ignore[method-assign]
+        if t.algorithm.others:
+            t.views = heap.during("reference", t.views)  # type: ignore[method-assign]
         t.update = heap.during("update", t.update)  # type: ignore[method-assign]
         train(t)
     return found | heap.most

@@ -1,57 +1,41 @@
 """The reward model in plain transformers over several ranks: its answers are right, and the same wherever it stands."""
 
-import random
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from phalanx.config.schema import RewardModelConfig
 from phalanx.data import PromptStream, load_prompts
-from phalanx.rewards import RewardError
 from phalanx.rewards.unified_reward import UnifiedReward
 from phalanx.rewards.vlm_ocr import VlmOcr
-from tests.judged import config, read, settings, step_and_terms
+from tests.judged import (
+    QUESTIONS,
+    RAGGED,
+    ask,
+    config,
+    converted,
+    cut,
+    expected,
+    images_of,
+    mistake,
+    read,
+    refused,
+    settings,
+    step_and_terms,
+)
 from tests.ranks import run_ranks
-from tests.tiny_vlm import PICTURES, grades, name, picture
+from tests.tiny_vlm import grades
 
-QUESTIONS = (VlmOcr.template, UnifiedReward.template.format(prompt="a red thing"))
-RAGGED = [[0, 1, 2, 3, 4, 5, 6], [7], [], [8, 9, 10, 11, 12, 13, 14]]
 ENGINE = "reward.model.engine=transformers"
 
 
 def section(model: Path, **settings: Any) -> RewardModelConfig:
     wanted = {"max_model_len": 512, "max_tokens": 40, "dtype": "float32", **settings}
     return RewardModelConfig(path=str(model), engine="transformers", **wanted)
-
-
-def random_states() -> list[Any]:
-    return [torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()]
-
-
-def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...] = QUESTIONS) -> list[list[str]]:
-    """On each rank: ask twice about its share of PICTURES; returns the answers of both times."""
-    from phalanx.rewards._model import RewardModel
-
-    own = [PICTURES[i] for i in shares[dist.get_rank()]]
-    before = random_states()
-    model = RewardModel(cfg, timeout_s=60.0)
-    images = [(picture(*each) * 255).byte() for each in own]
-    stack = torch.stack(images) if images else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
-    answers = [model.ask(stack, [(i, text) for i in range(len(own)) for text in questions]) for _ in range(2)]
-    assert random_states() == before
-    total = torch.ones(1)
-    dist.all_reduce(total)  # our world lives on
-    assert total.item() == dist.get_world_size()
-    return answers
-
-
-def expected(share: list[int]) -> list[str]:
-    return [text for colour, lit in (PICTURES[i] for i in share) for text in (name(colour, lit), grades(1 + lit))]
 
 
 @pytest.mark.parametrize(
@@ -99,26 +83,12 @@ def test_answers_end_at_their_limits(judge_model: Path) -> None:
     assert len(shorter) < len(cut) < len(whole) and cut.startswith(shorter) and whole.startswith(cut)
 
 
-def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...]) -> str:
-    with pytest.raises(RewardError) as error:
-        ask(cfg, shares, questions)
-    return str(error.value)
-
-
 def test_a_question_that_is_too_long_is_told_on_all_ranks(judge_model: Path) -> None:
     cfg = section(judge_model, max_model_len=20, placement="ranks 1-1")
     got = run_ranks(refused, 2, cfg, [[1], []], (UnifiedReward.template.format(prompt=" ".join("x" * 30)),))
     assert got[0] == got[1]
     assert got[0].startswith("reward.model.max_model_len: a question with its image has ")
     assert got[0].endswith(" tokens, and 20 are allowed with the answer; raise it, or make questions or images smaller")
-
-
-def mistake(cfg: RewardModelConfig) -> str:
-    from phalanx.rewards._model import RewardModel
-
-    with pytest.raises(ValueError) as error:
-        RewardModel(cfg, timeout_s=60.0)
-    return str(error.value)
 
 
 def test_heads_that_do_not_divide_are_refused(judge_model: Path) -> None:
@@ -130,6 +100,39 @@ def test_heads_that_do_not_divide_are_refused(judge_model: Path) -> None:
         ]
         * 3
     )
+
+
+def test_pictures_are_made_of_the_images_that_a_batch_asks_about(judge_model: Path) -> None:
+    cfg = section(judge_model, micro_batch_size=4)
+    assert run_ranks(converted, 1, cfg, 7, [5, 2]) == [(expected([5, 2]), 2)]  # one batch
+    cfg = section(judge_model, micro_batch_size=1)
+    assert run_ranks(converted, 1, cfg, 7, [5, 2]) == [(expected([5, 2]), 4)]
+
+
+def slept(cfg: RewardModelConfig) -> tuple[list[str], int]:
+    """What a model that sleeps says, and of its weights in the blocks the number that are divided."""
+    from torch.distributed.tensor import DTensor
+
+    from phalanx.rewards._model import RewardModel
+    from phalanx.rewards._sleeping import Sleeping
+    from phalanx.rewards._transformers import TransformersEngine
+
+    model = RewardModel(cfg, timeout_s=60.0)
+    assert isinstance(model._engine, TransformersEngine)
+    inner = model._engine._model
+    model._engine._sleeping = Sleeping(inner, torch.device("cpu"))
+    before = dict(inner.named_parameters())
+    answers = [model.ask(images_of([5]), [(0, text) for text in QUESTIONS]) for _ in range(2)]
+    assert answers[0] == answers[1]
+    after = dict(inner.named_parameters())
+    assert list(after) == list(before) and all(after[n] is before[n] and not after[n].requires_grad for n in after)
+    return answers[0], sum(isinstance(weight, DTensor) for weight in after.values())
+
+
+def test_a_model_sleeps_whole_or_divided(judge_model: Path) -> None:
+    assert run_ranks(slept, 1, section(judge_model)) == [(expected([5]), 0)]
+    both = run_ranks(slept, 2, section(judge_model, tensor_parallel_size=2))
+    assert both[0] == both[1] and both[0][0] == expected([5]) and both[0][1] > 0
 
 
 def divided(kind: str, tp: int) -> tuple[float, float]:
@@ -218,6 +221,37 @@ def test_what_cannot_be_loaded_is_told_in_one_line(judge_model: Path, tmp_path: 
     assert str(error.value) == (
         f"reward.model.path: {str(silent)!r} has no chat template for images, so that it cannot be asked"
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "reason"),
+    [
+        ("model.safetensors", cut, "does not load: SafetensorError: Error while deserializing header: "),
+        (
+            "config.json",
+            lambda text: text.replace('"intermediate_size": 128', '"intermediate_size": 96'),
+            "is no whole model: its model.language_model.layers.0.mlp.down_proj.weight is [64, 128] rather than [64, 96]",
+        ),
+        ("tokenizer.json", cut, "does not load: JSONDecodeError: "),
+        ("tokenizer.json", lambda text: "{}", "does not load: KeyError: 'added_tokens'"),
+        ("tokenizer.json", lambda text: text.replace('"WordLevel"', '"Words"'), "does not load: "),
+    ],
+    ids=["cut weights", "other sizes", "cut tokenizer", "empty tokenizer", "unknown tokenizer"],
+)
+def test_what_is_broken_is_told_in_one_line(
+    judge_model: Path, tmp_path: Path, file: str, change: Callable[[str], str], reason: str
+) -> None:
+    from phalanx.rewards._transformers import _load_model, load_processor
+
+    folder = tmp_path / "model"
+    shutil.copytree(judge_model, folder)
+    whole = (folder / file).read_bytes().decode("latin-1")
+    (folder / file).write_bytes(change(whole).encode("latin-1"))
+    assert (folder / file).read_bytes() != whole.encode("latin-1")
+    with pytest.raises(ValueError) as error:
+        load_processor(str(folder)) if file == "tokenizer.json" else _load_model(str(folder), "float32")
+    assert str(error.value).startswith(f"reward.model.path: {str(folder)!r} {reason}")
+    assert "\n" not in str(error.value)
 
 
 def test_a_judge_in_a_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:

@@ -158,15 +158,18 @@ def sharded(folder: Path, lora_rank: int, keys: dict[str, Any]) -> tuple[Tensor,
     return samples.log_prob, torch.cat(replays).detach(), float(policy.sharded.clip_gradients(0.0))
 
 
-@pytest.mark.parametrize(
-    ("lora_rank", "keys"),
-    [
-        (0, {}),
-        (4, {}),
-        (4, {"lora_sharding": "replicate"}),
-        (4, {"rollout_unsharded": False, "reshard_after_forward": False}),
-    ],
-)
+SHARDINGS: list[tuple[int, dict[str, Any]]] = [
+    (0, {}),
+    (4, {}),
+    (4, {"lora_sharding": "replicate"}),
+    (4, {"rollout_unsharded": False, "reshard_after_forward": False}),
+]
+# how LoRAs are laid out does not depend on the family: two have all, the others a LoRA and the full model
+SHARDED = [(family, *case) for family in ("sd3", "qwen") for case in SHARDINGS]
+SHARDED += [(family, *case) for family in ("flux", "z_image") for case in SHARDINGS[:2]]
+
+
+@pytest.mark.parametrize(("folder", "lora_rank", "keys"), SHARDED, indirect=["folder"])
 def test_log_probs_are_exact_on_sharded_weights(folder: Path, lora_rank: int, keys: dict[str, Any]) -> None:
     """Also where some trained layers, the last block's own of the text, have no gradient."""
     two: list[tuple[Tensor, Tensor, float]] = run_ranks(sharded, 2, folder, lora_rank, keys)

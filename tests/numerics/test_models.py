@@ -1,8 +1,10 @@
 """The model families against diffusers' own pipelines, and what a policy makes of their weights."""
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,26 @@ def test_prompts_are_cut_where_the_stock_pipeline_cuts_them(world: World, folder
     assert (ours - longer).abs().max() > 1e-3
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_transformer_sees_the_timesteps_of_the_stock_pipeline(
+    world: World, folder: Folder, family: str, dtype: str
+) -> None:
+    """Pipelines round them to the model's dtype on the way, each at another place."""
+    rollout = ode_rollout(make_policy(world, folder(family), dtype=dtype), 1.0, num_inference_steps=25)
+    pipeline = load_pipeline(folder(family)).to({"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype])
+    seen: list[list[float]] = []
+    for transformer in (rollout.policy.model.transformer, pipeline.transformer):
+        times = seen.append([]) or seen[-1]
+        module = transformer.t_embedder if family == "z_image" else transformer.time_text_embed
+        module.register_forward_pre_hook(lambda module, args, times=times: times.append(args[0][0].item()))
+    _, latents = our_images(rollout, PROMPTS[:1])
+    stock_images(pipeline, rollout, PROMPTS[:1], latents, MAX_LENGTH)
+    assert len(seen[0]) == 25
+    assert seen[0] == pytest.approx(seen[1], rel=1e-5)  # bfloat16 is off by up to 4e-3
+
+
 def test_one_length_of_prompts_needs_no_mask(world: World, folder: Folder) -> None:
     policy = make_policy(world, folder("qwen"))
     same = [Prompt("1 2", 0, {}, negative="3 4"), Prompt("5 6", 1, {}, negative="7 8")]
@@ -166,6 +188,33 @@ def test_the_schedule_of_flux_is_shifted_by_size(world: World, folder: Folder) -
     torch.testing.assert_close(sigmas[:-1].double(), mu.exp() / (mu.exp() + 1 / t - 1), rtol=0, atol=1e-6)
     assert sigmas[-1] == 0
     torch.testing.assert_close(timesteps, sigmas[:-1] * 1000)
+
+
+@pytest.mark.parametrize("family", ["qwen", "flux", "z_image"])
+@pytest.mark.parametrize("kind", ["exponential", "linear", "static"])
+def test_the_shift_is_that_of_the_schedule(world: World, folder: Folder, family: str, kind: str) -> None:
+    """Even levels, moved by it, are the schedule's before they are stretched to a terminal."""
+    model = make_policy(world, folder(family)).model
+    scheduler = model.pipeline.scheduler
+    assert scheduler.config.use_dynamic_shifting == (family != "z_image")
+    keys = {"use_dynamic_shifting": False, "shift": 2.5} if kind == "static" else {"time_shift_type": kind}
+    model.pipeline.scheduler = type(scheduler).from_config(scheduler.config, shift_terminal=None, **keys)
+    even = torch.arange(5, 0, -1) / 5
+    found = set()
+    for size in ((32, 48), (256, 256)):
+        s = model.shift(*size)
+        torch.testing.assert_close(s * even / (1 + (s - 1) * even), model.schedule(5, *size)[0][:-1], rtol=1e-5, atol=0)
+        found.add(s)
+    assert len(found) == (1 if kind == "static" or family == "z_image" else 2)
+
+
+def test_the_shift_of_sd3(world: World, folder: Folder) -> None:
+    """The scheduler's own, or mu by hand: 24 tokens on the line from (256, 0.5) to (4096, 1.15)."""
+    model = make_policy(world, folder("sd3")).model
+    assert model.shift(32, 48) == 3.0
+    config = model.pipeline.scheduler.config
+    model.pipeline.scheduler = type(model.pipeline.scheduler).from_config(config, use_dynamic_shifting=True)
+    assert model.shift(32, 48) == pytest.approx(math.exp(0.5 + (24 - 256) * (1.15 - 0.5) / (4096 - 256)))
 
 
 def test_guidance_of_qwen_image_keeps_the_length_of_each_token(world: World, folder: Folder) -> None:
@@ -232,9 +281,19 @@ def test_texts_of_z_image_are_filled_up(world: World, folder: Folder) -> None:
     x, t = torch.randn(3, *policy.model.latent_shape(32, 48), generator=torch.Generator().manual_seed(0)), torch.ones(3)
     one = policy.model.velocity(x[:2], 500 * t[:2], alone, 32, 48)
     torch.testing.assert_close(policy.model.velocity(x, 500 * t, beside, 32, 48)[:2], one, rtol=0, atol=1e-5)
+
+
+def test_prompts_longer_than_z_image_takes(world: World, folder: Folder) -> None:
+    """They are refused before anything is encoded; the positions of 96 are there."""
     with pytest.raises(ValueError) as error:
-        policy.model.encode(["x"], torch.device("cpu"), 97)
+        make_policy(world, folder("z_image"), max_prompt_length=97)
     assert str(error.value) == "data.max_prompt_length: 97 is more than the model's 96 tokens"
+    longest = make_policy(world, folder("z_image"), max_prompt_length=96)
+    rollout = make_rollout(longest, 1)
+    embeds = rollout.collate([Prompt("x" * 96, 0, {})], negatives=False)
+    assert embeds["text_mask"].shape == (1, 96) and embeds["text_mask"].all()
+    latents = torch.zeros(1, *longest.model.latent_shape(32, 48))
+    assert longest.model.velocity(latents, torch.ones(1), embeds, 32, 48).isfinite().all()
 
 
 def test_guidance_of_sd3(world: World, folder: Folder) -> None:
@@ -491,10 +550,11 @@ def test_the_moving_average_is_used_and_put_back(world: World, folder: Folder, l
 
 
 @torch.no_grad()
-def compiled(path: Path) -> tuple[Tensor, Tensor, int]:
+def compiled(path: Path, backend: str) -> tuple[Tensor, Tensor, int]:
     from torch._dynamo.utils import counters
 
     with one_rank() as world, torch._inductor.config.patch(compile_threads=1):
+        torch.compile = partial(torch.compile, backend=backend)
         plain, fast = (velocity(make_policy(world, path, lora_rank=2, compile=c)) for c in (False, True))
         return plain, fast, counters["stats"]["unique_graphs"]
 
@@ -503,6 +563,16 @@ def compiled(path: Path) -> tuple[Tensor, Tensor, int]:
 def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a rank of its own: the compiler leaves threads and processes behind."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    [(plain, fast, graphs)] = run_ranks(compiled, 1, qwen_folder, timeout=240)
+    [(plain, fast, graphs)] = run_ranks(compiled, 1, qwen_folder, "inductor", timeout=240)
     assert graphs == 1  # the blocks share it
     torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5)
+
+
+# SD3's last block has no text after it; FLUX has blocks of two streams and of one, whose first gets other strides than
+# those after it; Z-Image's are of the image, the text, and both
+@pytest.mark.parametrize(("family", "graphs"), [("sd3", 2), ("flux", 3), ("z_image", 3)])
+def test_blocks_of_each_family_can_be_compiled(folder: Folder, family: str, graphs: int) -> None:
+    """Each kind of block is one graph, which runs as it is: to make code of it takes the compiler much longer."""
+    [(plain, fast, found)] = run_ranks(compiled, 1, folder(family), "eager", timeout=240)
+    assert found == graphs
+    assert torch.equal(fast, plain)

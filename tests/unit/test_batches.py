@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from phalanx import batches
+from phalanx.algorithms import diffusion_dpo, flow_grpo
 from phalanx.batches import BatchPlan
 from phalanx.config import ConfigError, load
 from phalanx.config.schema import RewardFunctionConfig, TrainConfig
+from phalanx.distributed import mesh
 
 KEYS = {
     "data.train_batch_size": "prompts",
@@ -19,6 +21,11 @@ KEYS = {
     "actor.ppo_micro_batch_size_per_gpu": "micro",
     "rollout.micro_batch_size_per_gpu": "rollout",
 }
+
+
+QUICKSTART: dict[str, int] = {
+    "samples": 192, "per_rank": 96, "updates": 2, "micro": 48, "window": 2, "stochastic": 2, "units": 96,
+}  # fmt: skip
 
 
 def config(
@@ -44,13 +51,13 @@ def refusal(world: int, **numbers: Any) -> str:
 def test_the_quickstart_on_two_ranks() -> None:
     # 12 prompts x 16 = 192 images, 96 a rank, 2 updates of 6 prompts; 48 x 2 steps sampled and replayed together
     plan = batches.plan(config(), 2)
-    assert plan == BatchPlan(samples=192, per_rank=96, updates=2, micro=48, window=2, rollout_micro=96, stochastic=2)
+    assert plan == BatchPlan(**{**QUICKSTART, "rollout_micro": 96})
     assert plan.exact
 
 
 def test_a_rollout_batch_of_its_own_is_not_exact() -> None:
     plan = batches.plan(config(rollout=32), 2)
-    assert plan == BatchPlan(samples=192, per_rank=96, updates=2, micro=48, window=2, rollout_micro=32, stochastic=2)
+    assert plan == BatchPlan(**{**QUICKSTART, "rollout_micro": 32})
     assert not plan.exact
     assert batches.plan(config(rollout=96), 2).exact
 
@@ -278,6 +285,122 @@ def test_every_suggestion_works_and_is_the_nearest() -> None:
         assert [v for v in works if v < own][-1:] == [v for v in suggested if v < own], (numbers, advice)
         assert [v for v in works if own < v < suggested[-1]] == [], (numbers, advice)
     assert 500 < refused < 1450
+
+
+# --- pairs
+
+
+def pairs(**numbers: Any) -> TrainConfig:
+    """diffusion_dpo: the best and the worst of a prompt's images, at two noise levels, are trained as one."""
+    cfg = config(**numbers)
+    cfg.algorithm = diffusion_dpo.Config()
+    return cfg
+
+
+def test_the_units_of_pairs() -> None:
+    """12 prompts x 16 images in 2 updates: a rank trains 3 pairs an update, and views all 6 at once."""
+    plan = batches.plan(pairs(micro=4, rollout=8), 2)
+    assert (plan.per_rank, plan.units, plan.together) == (96, 6, 2)
+    assert (plan.micro_units, plan.passes, plan.trained) == (2, 2, 12)
+    assert (plan.view_passes, plan.view_micro, plan.viewed) == (3, 4, 12)
+    assert [plan.first(passes) for passes in (1, 2)] == [4, 6]  # the last micro-batch is a single pair
+    for micro, units in ((1, 1), (3, 1), (6, 3), (48, 24)):
+        assert batches.plan(pairs(micro=micro, rollout=8), 2).micro_units == units
+    plain = batches.plan(config(micro=12), 2)
+    assert (plain.micro_units, plain.passes, plain.trained, plain.view_passes, plain.viewed) == (12, 4, 96, 8, 96)
+
+
+def test_views_of_every_epoch() -> None:
+    """Those of the forward process, whose noise is another."""
+    cfg = pairs(micro=4, rollout=8)
+    cfg.actor.ppo_epochs = 3
+    plan = batches.plan(cfg, 2)
+    assert (plan.trained, plan.view_rounds, plan.view_passes, plan.viewed) == (36, 3, 9, 36)
+    cfg.algorithm = flow_grpo.Config()
+    plan = batches.plan(cfg, 2)
+    assert (plan.trained, plan.view_rounds, plan.view_passes, plan.viewed) == (288, 1, 24, 96)
+
+
+@pytest.mark.parametrize(
+    ("world", "numbers", "message"),
+    [
+        (
+            8,
+            {"n": 4, "mini": 4, "micro": 2},
+            "actor.ppo_mini_batch_size: 4 whole prompts do not divide over 8 ranks; nearest that work: "
+            "actor.ppo_mini_batch_size=8 with data.train_batch_size=8 or 16",
+        ),
+        (
+            3,
+            {"prompts": 4, "n": 3, "mini": 2, "micro": 1, "rollout": 1},
+            "actor.ppo_mini_batch_size: 2 whole prompts do not divide over 3 ranks; nearest that work: "
+            "actor.ppo_mini_batch_size=3 with data.train_batch_size=3 or 6",
+        ),
+        (
+            8,
+            {"prompts": 4, "n": 2, "mini": 4, "micro": 1, "rollout": 1},
+            "actor.ppo_mini_batch_size: 4 whole prompts do not divide over 8 ranks; nearest that work: "
+            "actor.ppo_mini_batch_size=8 with data.train_batch_size=8",
+        ),
+        (
+            3,
+            {"prompts": 4, "n": 2, "mini": 4, "micro": 1, "rollout": 1},
+            "actor.ppo_mini_batch_size: 4 prompts x rollout.n 2 = 8 images of an update do not divide over 3 ranks; "
+            "nearest that work: actor.ppo_mini_batch_size=3 with data.train_batch_size=3 or 6",
+        ),
+        (
+            4,
+            {"prompts": 16, "n": 4, "mini": 2, "micro": 1},
+            "actor.ppo_mini_batch_size: 2 whole prompts do not divide over 4 ranks; nearest that work: "
+            "actor.ppo_mini_batch_size=4",
+        ),
+    ],
+)
+def test_pairs_that_do_not_divide(world: int, numbers: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        batches.plan(pairs(**numbers), world)
+    assert str(error.value) == message
+
+
+def test_every_suggestion_for_pairs_works() -> None:
+    refused = 0
+    for trial in range(600):
+        draw = random.Random(trial)
+        world = draw.choice([1, 2, 3, 8])
+        numbers: dict[str, Any] = {
+            "prompts": draw.choice([1, 4, 7, 12, 16]),
+            "n": draw.choice([2, 2, 5, 8]),
+            "mini": draw.choice([1, 2, 4, 8, 12, 40]),
+            "micro": draw.choice([1, 2, 3, 8]),
+            "rollout": draw.choice([None, 1, 4, 9]),
+        }
+        try:
+            plan = batches.plan(pairs(**numbers), world)
+        except ConfigError as error:
+            advice = str(error).partition("; nearest that work: ")[2]
+        else:
+            assert plan.units * world == numbers["prompts"] and plan.units % plan.updates == 0
+            continue
+        refused += 1
+        choices = re.fullmatch(r"(?:([\w.]+)=(\d+) with )?([\w.]+)=(\d+)(?: or (\d+))?", advice)
+        assert choices is not None, advice
+        also, also_value, key, *values = choices.groups()
+        assert "rollout.n" not in (also, key)  # which pairs of the data do not leave open
+        changed = numbers if also is None else {**numbers, KEYS[also]: int(also_value)}
+        for value in (int(v) for v in values if v is not None):
+            batches.plan(pairs(**{**changed, KEYS[key]: value}), world)
+    assert refused > 200
+
+
+def test_a_smaller_world_that_pairs_do_not_fit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    """Where nodes may come and go, a world in which the job would end is no reason not to start."""
+    cfg = pairs(prompts=4, n=2, mini=4, micro=1, rollout=1)
+    launch = mesh.Launch(0, 4, 0, 1, nodes="3:4")
+    mesh.check_elastic(cfg, launch, lambda size: batches.plan(cfg, size))
+    assert (
+        "with 3 ranks the job would end: actor.ppo_mini_batch_size: 4 prompts x rollout.n 2 = 8 images" in caplog.text
+    )
+    assert "actor.ppo_mini_batch_size=3 with data.train_batch_size=3 or 6" in caplog.text
 
 
 # --- combinations that work in no world

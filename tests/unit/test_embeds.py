@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from phalanx.models import embeds
 from phalanx.models.embeds import EmbedsCache
 from phalanx.models.family import Embeds
-from tests.policies import PROMPTS, make_policy, one_rank
+from tests.policies import MAX_LENGTH, PROMPTS, make_policy, one_rank
 
 
 class Encoder:
@@ -60,6 +60,17 @@ def test_another_model_has_other_embeddings(tmp_path: Path) -> None:
     assert encoder.calls == [["a"]]
 
 
+def test_another_family_has_other_embeddings(sd3_folder: Path, tmp_path: Path) -> None:
+    """A family of one's own may encode the same folder's prompts in another way."""
+    own = tmp_path / "family.py"
+    own.write_text("from phalanx.models import sd3\n\n\nclass Model(sd3.Model):\n    pass\n")
+    with one_rank() as world:
+        for family, files in ((None, 1), (str(own), 2), (str(own), 2)):
+            policy = make_policy(world, sd3_folder, embeds_cache_dir=tmp_path / "cache", family=family)
+            policy.embed(PROMPTS[:1], negatives=False)
+            assert len(list((tmp_path / "cache").rglob("*.safetensors"))) == files
+
+
 def test_memory_forgets_the_prompts_that_were_used_longest_ago(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = 4 * (8 + 4)  # bytes of a prompt of one letter
     monkeypatch.setattr(embeds, "MEMORY_LIMIT", 2 * prompt)
@@ -96,7 +107,7 @@ def test_a_policy_encodes_each_prompt_alone_and_once(
         assert len(list(tmp_path.rglob("*.safetensors"))) == 5  # two share the default negative
         assert same(first[3], first[5]) and not same(first[3], first[4])
         assert {p.device.type for e in policy.model.text_encoders for p in e.parameters()} == {"cpu"}
-        alone = policy.model.encode(["a cat"], torch.device("cpu"), 32)
+        alone = policy.model.encode(["a cat"], torch.device("cpu"), MAX_LENGTH)
         assert same(first[0], alone[0])
 
         later = make_policy(world, folder, embeds_cache_dir=tmp_path)

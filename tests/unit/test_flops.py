@@ -166,6 +166,7 @@ def test_the_factors_of_an_update_are_those_of_a_real_backward_pass(lora: bool, 
         ({"lora": True}, 10 + 2 * (1 + 1)),
         ({"checkpointing": True}, 10 + 2 * (1 + 2 + 1)),
         ({"views": 1}, 10 + 2 + 2 * (1 + 2)),
+        ({"views": 0.5, "updates_per_sample": 0.5}, 10 + 1 + 2 * (1 + 2) // 2),  # of every second sample
         ({"updates_per_sample": 3}, 10 + 3 * 2 * (1 + 2)),
         ({"updates_per_sample": 3, "views": 1}, 10 + 2 + 3 * 2 * (1 + 2)),
         ({"cfg": True}, 20 + 2 * (2 + 2 * 2)),
@@ -176,7 +177,7 @@ def test_the_factors_of_an_update_are_those_of_a_real_backward_pass(lora: bool, 
         ({"cfg": True, "views": 1}, 20 + 4 + 2 * (2 + 2 * 2)),
     ],
 )
-def test_step_in_forward_passes(changes: dict[str, bool | int], forwards: int) -> None:
+def test_step_in_forward_passes(changes: dict[str, bool | float], forwards: int) -> None:
     settings = {"cfg": False, "lora": False, "checkpointing": False, "views": 0, "detach_uncond": False}
     assert step_flops(7, samples=5, steps=10, window=2, **{**settings, **changes}) == 7 * 5 * forwards
 

@@ -72,7 +72,7 @@ def test_unified_reward(answer: str, score: float | None) -> None:
 def test_unified_reward_weighs_axes() -> None:
     judge = UnifiedReward(axes={"alignment": 3, "style": 1})
     assert judge.parse(GRADES.format(5, "?", 1), "", {}) == pytest.approx(0.75)
-    assert judge.question("a red dog", {}).endswith("Text Caption: [a red dog]")
+    assert judge.question("a red dog", {}).startswith("An image generator was given this caption:\n[a red dog]\n")
     with pytest.raises(ValueError) as error:
         UnifiedReward(axes={"beauty": 1})
     assert str(error.value) == (

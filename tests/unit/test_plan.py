@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 import pytest
 import torch
@@ -20,12 +21,14 @@ from phalanx.config.schema import FlowMatchingTaskConfig, ParallelConfig, Reward
 from phalanx.models.flow import family_of
 from phalanx.plan import clusters, gpu_of, plan_job
 from phalanx.plan.blueprint import META, family_name, fused_attention, planned_policy
-from phalanx.plan.jobs import planned
+from phalanx.plan.jobs import planned, text_bytes
 from phalanx.plan.layout import Cluster, Layout, Passes, Weight, traffic
 from phalanx.plan.memory import Ledger, Memory, count, peak
 from phalanx.plan.text import Gpu, describe, sizes
+from phalanx.rollout.policy import train_sampler
 from tests.jobs import base_overrides, tiny_config
 from tests.ranks import ROOT, launch_environment
+from tests.tiny import load_pipeline
 
 QUICKSTART = str(ROOT / "configs" / "flowgrpo" / "quickstart.yaml")
 GB = 10**9
@@ -430,6 +433,93 @@ def test_the_weights_that_an_algorithm_keeps(sd3_folder: Path, tmp_path: Path) -
     assert planned_with(*followed).held["algorithm's weights"] == average
 
 
+def taught(student: Path, teacher: Path, folder: Path, *overrides: str) -> TrainConfig:
+    """A job of opd on ranks that share the weights two by two."""
+    base = [o for o in base_overrides(student, folder) if not o.startswith("algorithm.")]
+    algorithm = ["algorithm.name=opd", f"algorithm.teacher_path={teacher}", "rollout.guidance_scale=1"]
+    cfg = load(TrainConfig, None, [*base, *algorithm, "parallel.fsdp_size=2", "model.lora_rank=4", *overrides])
+    cfg.model.family = family_name(cfg.model)
+    return cfg
+
+
+def test_a_teacher(sd3_folder: Path, tmp_path: Path) -> None:
+    """Frozen weights in model.dtype over the ranks of the mesh, and neither gradients nor an optimizer's state."""
+    from diffusers import SD3Transformer2DModel
+
+    parameters = SD3Transformer2DModel.from_pretrained(sd3_folder / "transformer").num_parameters()
+    cluster, cfg = Cluster(1, 2), taught(sd3_folder, sd3_folder, tmp_path)
+    alone = replace(cfg, algorithm=tiny_config(sd3_folder, tmp_path / "other").algorithm)
+    plan, job = planned(cfg, cluster), planned(cfg, cluster).job
+    memory, before = count(job), count(planned(alone, cluster).job)
+    teacher = memory.held["teacher"]
+    assert memory.held == before.held | {"teacher": teacher}
+    # rows that two ranks cannot share are filled up; the table of positions is a buffer, and whole
+    assert parameters * 2 < teacher < 1.02 * parameters * 2 + 16 * 16 * 64 * 4
+    assert memory.host == before.host  # VAE and text encoders are the student's
+    half = memory_of(taught(sd3_folder, sd3_folder, tmp_path, "model.dtype=bfloat16")).held["teacher"]
+    assert parameters < half < 0.55 * teacher + 16 * 16 * 64 * 2
+
+    phases = {phase.name: phase for phase in memory.phases}
+    view, sample = phases["teacher"], phases["rollout: sample"]
+    assert list(phases)[-3:] == ["teacher", "update", "optimizer"] and "reference" not in phases
+    assert parameters * 4 <= view.gathered < sample.gathered  # the student has its LoRA too
+    assert view.activations > 0 and view.gradients == 0
+    text = ((77 + 32) * 64 + 64) * 4  # bytes of a prompt, of which a rank has two
+    assert view.other == job.samples + 2 * text
+    guided = planned(taught(sd3_folder, sd3_folder, tmp_path, "algorithm.teacher_guidance=2"), cluster)
+    (branches,) = [p for p in count(guided.job).phases if p.name == "teacher"]
+    assert branches.other == job.samples + 2 * 2 * text and branches.activations > view.activations
+    assert guided.flops - plan.flops == 16 * 2 * job.policy.model.flops(32, 32, 77 + 32)  # of 16 images, 2 steps
+
+    (messages,) = [
+        t for t in traffic(job.layout, cluster, plan.passes, cfg.parallel, job.experts) if "teacher" in t.what
+    ]
+    assert (messages.what, messages.size) == ("weights of the teacher, gathered", view.gathered // 2)
+    assert section(describe(plan, None), "Batch")[6] == (
+        "forward passes  8 to sample, 4 of the teacher, 4 to train, a rank and step"
+    )
+
+
+def test_what_a_teacher_brings_to_the_host(sd3_folder: Path, sd3_t5_folder: Path, tmp_path: Path) -> None:
+    """Text encoders of its own stay; all that its folder holds is there while it is loaded."""
+    own, theirs = (load_pipeline(folder) for folder in (sd3_folder, sd3_t5_folder))
+    encoders, more = (sum(nbytes(e) for e in text_encoders(p)) for p in (own, theirs))
+    weights = own.transformer.num_parameters() * 4
+    equal = memory_of(taught(sd3_folder, sd3_folder, tmp_path))
+    assert equal.host["text encoders"] == encoders
+    assert equal.loading == encoders + weights + nbytes(own.vae) + encoders
+    other = memory_of(taught(sd3_folder, sd3_t5_folder, tmp_path))
+    assert other.host["text encoders"] == encoders + more
+    assert other.loading == encoders + weights + nbytes(theirs.vae) + more
+    away = memory_of(taught(sd3_folder, sd3_folder, tmp_path, "parallel.param_offload=true"))
+    assert away.host["teacher"] + away.held["teacher"] == equal.held["teacher"]
+    assert away.loading == equal.loading + away.host["weights"]
+
+
+def nbytes(module: nn.Module) -> int:
+    return sum(t.nbytes for t in [*module.parameters(), *module.buffers()])
+
+
+def text_encoders(pipeline: Any) -> list[nn.Module]:
+    return [
+        pipeline.components[name]
+        for name in ("text_encoder", "text_encoder_2", "text_encoder_3")
+        if pipeline.components[name] is not None
+    ]
+
+
+@pytest.mark.parametrize("fault", ["nowhere", "family"])
+def test_a_teacher_that_cannot_be(fault: str, sd3_folder: Path, qwen_folder: Path, tmp_path: Path) -> None:
+    path = qwen_folder if fault == "family" else Path("/nowhere/at/all")
+    with pytest.raises(ValueError) as error:
+        planned(taught(sd3_folder, path, tmp_path), Cluster(1, 2))
+    reason = {
+        "nowhere": "no such folder",
+        "family": "is a QwenImagePipeline; it should be a StableDiffusion3Pipeline, as model.path is",
+    }[fault]
+    assert str(error.value) == f"algorithm.teacher_path: '{path}'{':' * (fault == 'nowhere')} {reason}"
+
+
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_copy_of_a_sampling_engine(keys: list[str], sd3_folder: Path, tmp_path: Path) -> None:
     """The transformer without its LoRA, whole and in model.dtype on each rank, while it samples."""
@@ -494,6 +584,33 @@ def test_the_blueprint_is_the_model(
     assert base == tensors(real.transformer)
     assert bool(lora) == bool(cfg.model.lora_rank)
     assert all(t.is_meta for m in [drawn.transformer, drawn.vae, *drawn.text_encoders] for t in m.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "numbers"),  # of a prompt's embeddings: tokens of 64, and what FLUX's CLIP pools to 32
+    [
+        ("flux", ["data.max_prompt_length=1"], 64 + 32),
+        ("flux", ["rollout.height=8", "rollout.width=8"], 32 * 64 + 32),  # one image token
+        ("qwen", ["data.max_prompt_length=1", "rollout.height=8", "rollout.width=8"], 64),
+    ],
+)
+def test_texts_and_images_of_one_token(
+    family: str, keys: list[str], numbers: int, request: pytest.FixtureRequest, config_only: ConfigOnly, tmp_path: Path
+) -> None:
+    """What all rows share, such as FLUX's positions [1, 3] of one token, is not taken for what each row has."""
+    cfg = tiny_config(config_only(request.getfixturevalue(f"{family}_folder")), tmp_path / "job", *keys)
+    assert "  update " in plan_job(cfg, {})
+    cfg.model.family = family_name(cfg.model)
+    policy = planned(cfg, Cluster(1, 1)).job.policy
+    sampler = train_sampler(cfg.rollout, policy.model)
+    assert text_bytes(policy, sampler, cfg.data.max_prompt_length) == 4 * numbers
+
+
+def test_a_prompt_length_that_the_model_refuses(z_image_folder: Path, config_only: ConfigOnly, tmp_path: Path) -> None:
+    cfg = tiny_config(config_only(z_image_folder), tmp_path / "job", "data.max_prompt_length=97")
+    with pytest.raises(ValueError) as error:
+        plan_job(cfg, {})
+    assert str(error.value) == "data.max_prompt_length: 97 is more than the model's 96 tokens"
 
 
 def tensors(module: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype]]:

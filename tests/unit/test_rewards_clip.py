@@ -1,5 +1,8 @@
 """The rewards with a CLIP, at tiny size with random weights, against transformers' own processor and forward pass."""
 
+import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import Tensor
 from phalanx.config.schema import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import DeviceReward, RewardSet
 from phalanx.types import Prompt
+from tests.judged import cut
 from tests.tiny import clip_tokenizer
 
 EDGE = 28  # pixels of the tiny CLIP
@@ -206,6 +210,70 @@ def test_weights_of_another_model(tmp_path: Path, clip_folder: Path) -> None:
         f"reward.functions[0] (clip_score): model='{tmp_path}' is no CLIP model: "
         "it has no text_model.embeddings.position_embedding.weight"
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "reason"),
+    [
+        ("model.safetensors", cut, "does not load as CLIPModel: SafetensorError: Error while deserializing header: "),
+        (
+            "config.json",
+            lambda text: text.replace('"projection_dim": 24', '"projection_dim": 12'),
+            "is no CLIP model: its text_projection.weight is [24, 32] rather than [12, 32]",
+        ),
+        ("config.json", cut, "does not load as CLIPModel: It looks like the config file at "),
+        ("processor_config.json", cut, "does not load as AutoImageProcessor: It looks like the config file at "),
+        ("tokenizer.json", cut, "does not load as AutoTokenizer: JSONDecodeError: "),
+        ("tokenizer.json", lambda text: "{}", "does not load as AutoTokenizer: KeyError: 'added_tokens'"),
+        ("tokenizer.json", lambda text: text.replace('"BPE"', '"Words"'), "does not load as AutoTokenizer: "),
+    ],
+)
+def test_broken_downloads(
+    tmp_path: Path, clip_folder: Path, file: str, change: Callable[[str], str], reason: str
+) -> None:
+    folder = tmp_path / "clip"
+    shutil.copytree(clip_folder, folder)
+    whole = (folder / file).read_bytes().decode("latin-1")
+    (folder / file).write_bytes(change(whole).encode("latin-1"))
+    assert (folder / file).read_bytes() != whole.encode("latin-1")
+    message = error_of("clip_score", model=folder)
+    assert message.startswith(f"reward.functions[0] (clip_score): model='{folder}' {reason}")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"image_processor_type": "ViTImageProcessor"},
+        {"image_processor_type": "SiglipImageProcessor"},
+        {"image_processor_type": "CLIPImageProcessor", "crop_size": None},
+        {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False},
+        {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": EDGE - 1}, "crop_size": EDGE},
+        {"image_processor_type": "CLIPImageProcessor", "resample": 2},
+        {"image_processor_type": "CLIPImageProcessor", "rescale_factor": 1.0},
+    ],
+)
+def test_a_processor_that_is_not_clips(tmp_path: Path, clip_folder: Path, other: dict[str, Any]) -> None:
+    folder = tmp_path / "clip"
+    shutil.copytree(clip_folder, folder)
+    (folder / "processor_config.json").unlink()
+    (folder / "preprocessor_config.json").write_text(json.dumps(other))
+    assert error_of("clip_score", model=folder) == (
+        "reward.functions[0] (clip_score): the image processor is not CLIP's: bicubic resize, centre crop, rescaling, "
+        "normalisation"
+    )
+
+
+@pytest.mark.parametrize("lacking", ["crop_size", "size", "image_mean", "do_center_crop", "resample", "rescale_factor"])
+def test_processors_that_lack_a_value(clip_folder: Path, lacking: str) -> None:
+    from transformers import AutoImageProcessor
+
+    from phalanx.rewards._clip import pixels_of
+
+    config = AutoImageProcessor.from_pretrained(clip_folder).to_dict()
+    pixels_of(config, torch.device("cpu"))
+    for less in ({k: v for k, v in config.items() if k != lacking}, {**config, lacking: None}):
+        with pytest.raises(ValueError, match="the image processor is not CLIP's"):
+            pixels_of(less, torch.device("cpu"))
 
 
 def test_bad_predictors(tmp_path: Path, clip_folder: Path) -> None:

@@ -1,61 +1,20 @@
 """The reward model in vLLM over several ranks: its answers are right, and the same whatever the placement."""
 
-import os
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
 
 from phalanx.config.schema import RewardModelConfig
-from phalanx.rewards import RewardError
 from phalanx.rewards.unified_reward import UnifiedReward
 from phalanx.rewards.vlm_ocr import VlmOcr
+from tests.judged import RAGGED, ask, converted, expected, mistake, refused
 from tests.ranks import run_ranks
-from tests.tiny_vlm import PICTURES, grades, name, picture
-
-QUESTIONS = (VlmOcr.template, UnifiedReward.template.format(prompt="a red thing"))
 
 
 def section(model: Path, **settings: Any) -> RewardModelConfig:
     return RewardModelConfig(path=str(model), dtype="float32", **{"max_model_len": 512, "max_tokens": 40, **settings})
-
-
-def process_state() -> list[Any]:
-    """What vLLM changes in passing."""
-    arrays = np.random.get_state()
-    return [
-        (torch.get_rng_state().tolist(), str(arrays), random.getstate()),
-        (dict(os.environ), torch.set_num_threads, torch.get_num_threads(), torch.get_float32_matmul_precision()),
-    ]
-
-
-def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...] = QUESTIONS) -> list[list[str]]:
-    """On each rank: ask twice about its share of PICTURES; returns the answers of both times."""
-    from phalanx.rewards._model import RewardModel
-
-    own = [PICTURES[i] for i in shares[dist.get_rank()]]
-    before = process_state()
-    model = RewardModel(cfg, timeout_s=60.0)
-    images = [(picture(*each) * 255).byte() for each in own]
-    stack = torch.stack(images) if images else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
-    answers = [model.ask(stack, [(i, text) for i in range(len(own)) for text in questions]) for _ in range(2)]
-    assert process_state() == before
-    total = torch.ones(1)
-    dist.all_reduce(total)  # our world lives on
-    assert total.item() == dist.get_world_size()
-    return answers
-
-
-def expected(share: list[int]) -> list[str]:
-    return [text for colour, lit in (PICTURES[i] for i in share) for text in (name(colour, lit), grades(1 + lit))]
-
-
-RAGGED = [[0, 1, 2, 3, 4, 5, 6], [7], [], [8, 9, 10, 11, 12, 13, 14]]
 
 
 @pytest.mark.parametrize(
@@ -92,12 +51,6 @@ def test_sampled_answers_depend_on_the_question_and_the_seed_alone(judge_model: 
     assert other[0] == other[1] != alone[0]
 
 
-def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...]) -> str:
-    with pytest.raises(RewardError) as error:
-        ask(cfg, shares, questions)
-    return str(error.value)
-
-
 def test_a_question_that_is_too_long_is_told_on_all_ranks(judge_model: Path) -> None:
     cfg = section(judge_model, max_model_len=32, max_tokens=8, placement="ranks 1-1")
     question = UnifiedReward.template.format(prompt=" ".join("x" * 30))
@@ -106,12 +59,8 @@ def test_a_question_that_is_too_long_is_told_on_all_ranks(judge_model: Path) -> 
     assert got[0].startswith("reward.model: ") and " 32 tokens" in got[0] and "\n" not in got[0]
 
 
-def mistake(cfg: RewardModelConfig) -> str:
-    from phalanx.rewards._model import RewardModel
-
-    with pytest.raises(ValueError) as error:
-        RewardModel(cfg, timeout_s=60.0)
-    return str(error.value)
+def test_pictures_are_made_of_the_images_that_are_asked_about(judge_model: Path) -> None:
+    assert run_ranks(converted, 1, section(judge_model), 7, [5, 2], timeout=200) == [(expected([5, 2]), 2)]
 
 
 @pytest.mark.parametrize(
@@ -128,4 +77,16 @@ def test_what_vllm_does_not_take_is_told_in_one_line(
         (folder / "config.json").write_text(config)
     (message,) = run_ranks(mistake, 1, section(folder, **settings), timeout=200)
     assert message.startswith(f"reward.model: vLLM does not take {str(folder)!r} as it is set: ")
+    assert "\n" not in message
+
+
+def test_cut_weights_are_told_in_one_line(judge_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(judge_model, folder)
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    (message,) = run_ranks(mistake, 1, section(folder), timeout=200)
+    assert message.startswith(
+        f"reward.model: vLLM does not take {str(folder)!r} as it is set: Error while deserializing"
+    )
     assert "\n" not in message

@@ -1,6 +1,7 @@
 """What a family of flow-matching models must provide; a new family is one file with a class `Model`."""
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.config.schema import ModelConfig
 from phalanx.flops import forward_flops
-from phalanx.models.folder import check_components, check_tensors, read_json
+from phalanx.models.folder import check_components, check_tensors, read_index
 
 Embeds = dict[str, Tensor]
 
@@ -25,6 +26,7 @@ class FlowModel:
     lora_targets: Sequence[str]
     default_negative: str
     masks_text: bool = False  # whether attention takes a mask where prompts differ in length
+    shared_inputs: Sequence[str] = ()  # of `forward_inputs`, those that all rows of a batch share
 
     pipeline: Any
     transformer: Any
@@ -57,8 +59,14 @@ class FlowModel:
         c = self.transformer.config
         return c.num_attention_heads, c.attention_head_dim
 
+    def check_length(self, max_length: int) -> None:
+        """Raise ValueError where the model cannot take prompts of `max_length` tokens; before any is encoded."""
+
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """Text embeddings of each prompt, on the CPU, without padding: `prompt_embeds` [L, D] and others."""
+        """Text embeddings of each prompt, on the CPU: `prompt_embeds` [L, D] and others.
+
+        There is no padding that attention would have to mask; what the model attends to as it was trained stays.
+        """
         raise AssertionError
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
@@ -73,17 +81,28 @@ class FlowModel:
         """`schedule` as pipelines with `calculate_shift` make it: even levels 1 .. 1/N, then the scheduler's shift,
         which depends on the image's `tokens` where the folder says so (`use_dynamic_shifting`).
         """
-        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-
-        scheduler = self.pipeline.scheduler
-        c = scheduler.config
-        mu = calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / num_inference_steps, num_inference_steps), mu=mu)
+        scheduler, even = self.pipeline.scheduler, np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
-    def shift(self) -> float:
-        """The static shift of noise levels in training: the scheduler's own."""
-        return float(self.pipeline.scheduler.config.shift)
+    def dynamic_shift(self, tokens: int) -> float:
+        """diffusers' mu of an image of so many tokens."""
+        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+        c = self.pipeline.scheduler.config
+        return calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
+
+    def tokens(self, height: int, width: int) -> int:
+        """Image tokens of the transformer."""
+        raise AssertionError
+
+    def shift(self, height: int, width: int) -> float:
+        """s by which the scheduler moves the noise levels of an image: s t / (1 + (s - 1) t)."""
+        c = self.pipeline.scheduler.config
+        if not c.use_dynamic_shifting:
+            return float(c.shift)
+        mu = self.dynamic_shift(self.tokens(height, width))
+        return math.exp(mu) if c.time_shift_type == "exponential" else mu
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         """Shape of one sample's latent; raises ValueError where the model cannot make such an image."""
@@ -116,9 +135,29 @@ class FlowModel:
     def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
         """Arguments of the transformer's forward pass for one sample, of the right shapes, to count its arithmetic.
 
-        Tensors are [1, ...]; one whose first dim is another is shared by all rows of a batch.
+        Tensors are [1, ...], but for those of `shared_inputs`, which a batch of any number of rows has once.
         """
         raise AssertionError
+
+
+class PackedModel(FlowModel):
+    """A model of packed latents [N, (H/u)(W/u), C]: a token is a patch of 2 x 2 of the VAE's, u pixels a side."""
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        return self.linear_schedule(num_inference_steps, self.tokens(height, width))
+
+    def tokens(self, height: int, width: int) -> int:
+        rows, columns = self.grid(height, width)
+        return rows * columns
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return (self.tokens(height, width), self.transformer.config.in_channels)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of image tokens; raises ValueError where the model cannot make such an image."""
+        unit = self.pipeline.vae_scale_factor * 2  # what the pipelines' _pack_latents does, whatever patch_size says
+        check_size(height, width, unit)
+        return height // unit, width // unit
 
 
 def decode_kl(vae: Any, latents: Tensor) -> Tensor:
@@ -153,12 +192,7 @@ def model_index(path: str) -> dict[str, Any]:
         if path.count("/") == 1 and not path.startswith((".", "/", "~")):
             return _hub_index(path)
         raise ValueError(f"model.path: {path!r}: no such folder")
-    file = folder / "model_index.json"
-    if not file.is_file():
-        raise ValueError(f"model.path: {path!r} is no diffusers model folder: it has no model_index.json")
-    index = read_json(file)
-    if not isinstance(index, dict) or "_class_name" not in index:
-        raise ValueError(f"model.path: {file} names no _class_name")
+    index = read_index(folder)
     check_components(folder, index)
     return index
 

@@ -26,19 +26,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def family_of(config: ModelConfig) -> type[FlowModel]:
     """The class `Model` of the model's family; raises ValueError where no family knows the folder's pipeline."""
-    if config.family is not None:
-        found = resolve_registry("phalanx.models", config.family, "model.family")
-        if "Model" not in vars(found):
-            raise ValueError(f"model.family: {config.family!r} has no class Model")
-        return vars(found)["Model"]
-    name = model_index(config.path)["_class_name"]
-    known = {}
+    name = known_family(config.path, model_index(config.path)) if config.family is None else config.family
+    found = resolve_registry("phalanx.models", name, "model.family")
+    if "Model" not in vars(found):
+        raise ValueError(f"model.family: {name!r} has no class Model")
+    return vars(found)["Model"]
+
+
+def known_family(path: str, index: dict[str, Any]) -> str:
+    """The module of phalanx.models for the pipeline of a folder's model_index.json; raises ValueError without one."""
+    name, known = index["_class_name"], {}
     for module in known_modules("phalanx.models"):
         found = vars(resolve_registry("phalanx.models", module, "model.family"))
         if "Model" in found:
-            known[found["Model"].pipeline_class] = found["Model"]
+            known[found["Model"].pipeline_class] = module
     if name not in known:
-        raise ValueError(f"model.path: {config.path!r} is a {name}; supported: {', '.join(sorted(known))}")
+        raise ValueError(f"model.path: {path!r} is a {name}; supported: {', '.join(sorted(known))}")
     return known[name]
 
 
@@ -57,22 +60,23 @@ class FlowPolicy:
         detach_uncond: bool = False,
         frozen: bool = False,
     ) -> None:
-        """`frozen`: nothing of it is trained."""
+        """`frozen`: nothing of it is trained. Raises ValueError where the model refuses what the sections ask of it."""
         self.model, self.world, self.config = model, world, config
         self.detach_uncond = detach_uncond
         self.lora = config.lora_rank > 0
+        model.check_length(data.max_prompt_length)
         _freeze_and_adapt(model, config, seed, world.device, frozen)
         self.sharded = Sharded(model.transformer, model.blocks(), world, parallel, model.dtype)
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}
-        identity = f"{config.path} {config.dtype} {data.max_prompt_length}"
+        identity = f"{config.path} {config.family} {config.dtype} {data.max_prompt_length}"
         self._max_length = data.max_prompt_length
         self._embeds = EmbedsCache(self._encode, identity, data.embeds_cache_dir)
 
     # -- text -----------------------------------------------------------------------------------------------------
 
     def embed(self, prompts: list[Prompt], negatives: bool = True) -> list[Embeds]:
-        """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU and without padding."""
+        """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU; see FlowModel.encode."""
         texts = [p.text for p in prompts]
         if negatives:
             default = self.model.default_negative

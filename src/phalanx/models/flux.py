@@ -11,10 +11,10 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from torch import Tensor, nn
 
 from phalanx.config.schema import ModelConfig
-from phalanx.models.family import Embeds, FlowModel, check_size, decode_kl, encode_kl
+from phalanx.models.family import Embeds, PackedModel, decode_kl, encode_kl
 
 
-class Model(FlowModel):
+class Model(PackedModel):
     """FLUX.1: latents [N, (H/16)(W/16), 64], a token for each 2 x 2 patch; `rollout.guidance_scale` is an input of dev,
     `rollout.true_cfg_scale` is classifier-free guidance.
     """
@@ -23,6 +23,7 @@ class Model(FlowModel):
     guidance_key = "true_cfg_scale"
     embedded_guidance_key: str | None = "guidance_scale"
     default_negative = ""
+    shared_inputs = ("txt_ids", "img_ids")
     # the layers of Flow-GRPO's FLUX script: attention and both streams' MLPs, and in single blocks the attention
     lora_targets = (
         "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
@@ -49,24 +50,10 @@ class Model(FlowModel):
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
         return {name: torch.stack([e[name] for e in embeds]) for name in ("prompt_embeds", "pooled")}
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        tokens, _ = self.latent_shape(height, width)
-        return self.linear_schedule(num_inference_steps, tokens)
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        rows, columns = self._grid(height, width)
-        return (rows * columns, self.transformer.config.in_channels)
-
-    def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of image tokens."""
-        unit = self.pipeline.vae_scale_factor * 2  # FLUX packs 2 x 2 latents; its patch_size of 1 is of packed tokens
-        check_size(height, width, unit)
-        return height // unit, width // unit
-
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
             hidden_states=latents.to(self.dtype),
-            timestep=timesteps / 1000,
+            timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
             guidance=embeds["guidance"] if self.embedded_guidance_key is not None else None,
             pooled_projections=embeds["pooled"],
             encoder_hidden_states=embeds["prompt_embeds"],
@@ -76,7 +63,7 @@ class Model(FlowModel):
 
     def _positions(self, height: int, width: int, text_length: int, device: torch.device | None) -> dict[str, Tensor]:
         """Positions [L, 3] float32 of tokens: texts are at 0, image tokens at (0, row, column)."""
-        rows, columns = self._grid(height, width)
+        rows, columns = self.grid(height, width)
         grid = torch.zeros(rows, columns, 3, device=device)
         grid[..., 1] = torch.arange(rows, device=device)[:, None]
         grid[..., 2] = torch.arange(columns, device=device)

@@ -14,6 +14,17 @@ SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 
 
+def read_index(folder: Path) -> dict[str, Any]:
+    """The model_index.json of a local folder, whose components are not looked at; ValueError where there is none."""
+    file = folder / "model_index.json"
+    if not file.is_file():
+        raise ValueError(f"model.path: '{folder}' is no diffusers model folder: it has no model_index.json")
+    index = read_json(file)
+    if not isinstance(index, dict) or "_class_name" not in index:
+        raise ValueError(f"model.path: {file} names no _class_name")
+    return index
+
+
 def check_components(folder: Path, index: dict[str, Any]) -> None:
     """Raise ValueError for the first component of a model_index.json that the folder does not hold as it should."""
     for name, value in index.items():

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from phalanx.config.schema import ModelConfig
-from phalanx.models.family import Embeds, FlowModel, check_size
+from phalanx.models.family import Embeds, PackedModel
 
 
-class Model(FlowModel):
+class Model(PackedModel):
     """Qwen-Image: latents [N, (H/16)(W/16), 64], a token for each 2 x 2 patch; guidance `rollout.true_cfg_scale`."""
 
     pipeline_class = "QwenImagePipeline"
@@ -44,27 +44,13 @@ class Model(FlowModel):
             batch["prompt_embeds_mask"] = torch.arange(length) < lengths[:, None]
         return batch
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        tokens, _ = self.latent_shape(height, width)
-        return self.linear_schedule(num_inference_steps, tokens)
-
-    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
-        rows, columns = self._grid(height, width)
-        return (rows * columns, self.transformer.config.in_channels)
-
-    def _grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of image tokens."""
-        unit = self.pipeline.vae_scale_factor * self.transformer.config.patch_size
-        check_size(height, width, unit)
-        return height // unit, width // unit
-
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
             hidden_states=latents.to(self.dtype),
-            timestep=timesteps / 1000,
+            timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
             encoder_hidden_states=embeds["prompt_embeds"],
             encoder_hidden_states_mask=embeds["prompt_embeds_mask"] if "prompt_embeds_mask" in embeds else None,
-            img_shapes=[[(1, *self._grid(height, width))]] * len(latents),
+            img_shapes=[[(1, *self.grid(height, width))]] * len(latents),
             return_dict=False,
         )[0]
 
@@ -97,5 +83,5 @@ class Model(FlowModel):
             "hidden_states": torch.empty(1, *self.latent_shape(height, width)),
             "timestep": torch.empty(1),
             "encoder_hidden_states": torch.empty(1, text_length, self.transformer.config.joint_attention_dim),
-            "img_shapes": [[(1, *self._grid(height, width))]],
+            "img_shapes": [[(1, *self.grid(height, width))]],
         }

@@ -41,16 +41,13 @@ class Model(FlowModel):
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
         scheduler = self.pipeline.scheduler
-        extra: dict[str, Any] = {}
-        if scheduler.config.use_dynamic_shifting:
-            from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
-
-            c = scheduler.config
-            _, h, w = self.latent_shape(height, width)
-            tokens = h // self.transformer.config.patch_size * (w // self.transformer.config.patch_size)
-            extra["mu"] = calculate_shift(tokens, c.base_image_seq_len, c.max_image_seq_len, c.base_shift, c.max_shift)
-        scheduler.set_timesteps(num_inference_steps, **extra)
+        mu = self.dynamic_shift(self.tokens(height, width)) if scheduler.config.use_dynamic_shifting else None
+        scheduler.set_timesteps(num_inference_steps, mu=mu)
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
+
+    def tokens(self, height: int, width: int) -> int:
+        (_, h, w), patch = self.latent_shape(height, width), self.transformer.config.patch_size
+        return (h // patch) * (w // patch)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         factor, patch = self.pipeline.vae_scale_factor, self.transformer.config.patch_size

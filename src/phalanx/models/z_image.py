@@ -128,13 +128,15 @@ class Model(FlowModel):
         c = self.transformer.config
         return c.n_heads, c.dim // c.n_heads
 
-    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """`prompt_embeds` [L, D], L a multiple of UNIT, and `text_mask` [L]: False where the learned token stands."""
+    def check_length(self, max_length: int) -> None:
         limit = self.transformer.config.axes_lens[0] - 2  # positions begin at 1, and the image has the one after
         if _filled(max_length) > limit:
             raise ValueError(
                 f"data.max_prompt_length: {max_length} is more than the model's {limit // UNIT * UNIT} tokens"
             )
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        """`prompt_embeds` [L, D], L a multiple of UNIT, and `text_mask` [L]: False where the learned token stands."""
         # the pipeline puts prompts into the template of a chat, in place
         found, _ = self.pipeline.encode_prompt(
             list(texts), device=device, do_classifier_free_guidance=False, max_sequence_length=max_length
@@ -158,8 +160,11 @@ class Model(FlowModel):
         return batch
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        return self.linear_schedule(num_inference_steps, self.tokens(height, width))
+
+    def tokens(self, height: int, width: int) -> int:
         _, h, w = self.latent_shape(height, width)
-        return self.linear_schedule(num_inference_steps, h // PATCH * (w // PATCH))
+        return (h // PATCH) * (w // PATCH)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         factor, c = self.pipeline.vae_scale_factor, self.transformer.config

@@ -15,13 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.config.load import known_modules, resolve_registry
 from phalanx.config.schema import ModelConfig, RunConfig
 from phalanx.distributed.mesh import World
 from phalanx.models import sd3
 from phalanx.models.family import Embeds, FlowModel
-from phalanx.models.flow import DTYPES, FlowPolicy, family_of
-from phalanx.models.folder import read_json
+from phalanx.models.flow import DTYPES, FlowPolicy, family_of, known_family
+from phalanx.models.folder import read_index, read_json
 
 META = torch.device("meta")
 _LIBRARIES = ("diffusers", "transformers")
@@ -41,7 +40,7 @@ class _Blueprint(FlowModel):
         folder, self.dtype = Path(config.path), dtype
         parts: dict[str, Any] = {
             name: _component(folder, name, *entry)
-            for name, entry in _index(folder).items()
+            for name, entry in read_index(folder).items()
             if isinstance(entry, list) and len(entry) == 2
         }
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
@@ -55,29 +54,30 @@ class _Blueprint(FlowModel):
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         """The transformer on as many rows as `latents` has, with texts of `text_length` tokens."""
         row = self.forward_inputs(height, width, self.text_length)
-        return self.transformer(**{name: self._rows(v, len(latents)) for name, v in row.items()}, return_dict=False)[0]
+        n = len(latents)
+        rows = {name: v if name in self.shared_inputs else self._rows(v, n) for name, v in row.items()}
+        return self.transformer(**rows, return_dict=False)[0]
 
     def _rows(self, value: Any, n: int) -> Any:
         """An argument for one row, made one for `n`."""
         if not isinstance(value, Tensor):
             return value * n if isinstance(value, list) else value
-        if value.shape[0] != 1:
-            return value
         computed = value.dim() > 1 and value.is_floating_point()  # neither timesteps nor masks
         return torch.empty(n, *value.shape[1:], dtype=self.dtype if computed else value.dtype)
 
 
-def planned_policy(cfg: RunConfig, *, detach_uncond: bool) -> FlowPolicy:
-    """The policy as training builds it, of one rank that holds all weights, on the meta device.
+def planned_policy(cfg: RunConfig, *, detach_uncond: bool, frozen: bool = False) -> FlowPolicy:
+    """The policy as training builds it, of one rank that holds all weights, on the meta device. `frozen`: nothing of it
+    is trained.
 
     `cfg.model.path` is a local folder (`fetch`) and `cfg.model.family` is set (`family_name`). Raises ValueError, with
-    one line, for a folder that cannot be read.
+    one line, for a folder that cannot be read, and as FlowPolicy does.
     """
     dtype = DTYPES[cfg.model.dtype]
     kind = type("Blueprint", (_Blueprint, family_of(cfg.model)), {})
     with META:
         try:
-            model = kind(cfg.model, dtype, dtype if cfg.model.lora_rank > 0 else torch.float32)
+            model = kind(cfg.model, dtype, dtype if cfg.model.lora_rank > 0 or frozen else torch.float32)
         except (OSError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
             if not reason.startswith("model.path: "):
@@ -87,8 +87,9 @@ def planned_policy(cfg: RunConfig, *, detach_uncond: bool) -> FlowPolicy:
         # neither of these changes what is kept in memory, and none can be done without numbers
         config = replace(cfg.model, attn_backend=None, compile=False, lora_init="gaussian")
         world = cast(World, SimpleNamespace(device=META, size=1, shard_size=1))
+        seed = cfg.trainer.seed
         return FlowPolicy(
-            model, world, config, cfg.parallel, cfg.data, seed=cfg.trainer.seed, detach_uncond=detach_uncond
+            model, world, config, cfg.parallel, cfg.data, seed=seed, detach_uncond=detach_uncond, frozen=frozen
         )
 
 
@@ -117,15 +118,7 @@ def family_name(config: ModelConfig) -> str:
     """`model.family`, or the module whose family the folder's pipeline is of; ValueError where there is none."""
     if config.family is not None:
         return config.family
-    name = _index(Path(config.path))["_class_name"]
-    known = {}
-    for module in known_modules("phalanx.models"):
-        found = vars(resolve_registry("phalanx.models", module, "model.family"))
-        if "Model" in found:
-            known[found["Model"].pipeline_class] = module
-    if name not in known:
-        raise ValueError(f"model.path: {config.path!r} is a {name}; supported: {', '.join(sorted(known))}")
-    return known[name]
+    return known_family(config.path, read_index(Path(config.path)))
 
 
 @contextmanager
@@ -145,16 +138,6 @@ def fused_attention() -> Iterator[None]:
         yield
     finally:
         F.scaled_dot_product_attention = plain
-
-
-def _index(folder: Path) -> dict[str, Any]:
-    file = folder / "model_index.json"
-    if not file.is_file():
-        raise ValueError(f"model.path: '{folder}' is no diffusers model folder: it has no model_index.json")
-    index = read_json(file)
-    if not isinstance(index, dict) or "_class_name" not in index:
-        raise ValueError(f"model.path: {file} names no _class_name")
-    return index
 
 
 def _component(folder: Path, name: str, library: str | None, kind: str | None) -> Any:

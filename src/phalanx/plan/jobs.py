@@ -2,6 +2,8 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -10,14 +12,16 @@ from phalanx import batches
 from phalanx.config.load import resolve_registry
 from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
 from phalanx.distributed import mesh
+from phalanx.expert import about, check_kind, expert_model, expert_rollout
 from phalanx.flops import step_flops
 from phalanx.functional.window import visited_levels
 from phalanx.models.flow import FlowPolicy
-from phalanx.plan.blueprint import META, planned_policy, text_length
-from phalanx.plan.layout import Cluster, Layout, Passes
+from phalanx.models.folder import read_index
+from phalanx.plan.blueprint import META, fetch, planned_policy, text_length
+from phalanx.plan.layout import Cluster, Layout, Passes, PlannedExpert
 from phalanx.plan.memory import Job, no_embeds, velocity
 from phalanx.rollout.policy import train_sampler, val_sampler
-from phalanx.types import FlowTrace, Noised, Sampler
+from phalanx.types import Algorithm, Expert, FlowTrace, Noised, Sampler
 
 Rows = list[tuple[str, str]]
 ENCODED_TOGETHER = 64  # images, by phalanx.flow_matching where it caches latents
@@ -68,21 +72,21 @@ def _reinforcement(cfg: TrainConfig, cluster: Cluster) -> Planned:
     policy = planned_policy(cfg, detach_uncond=cfg.actor.detach_uncond)
     sampler, length = train_sampler(c, policy.model), text_length(policy.model, cfg)
     latent = math.prod(policy.model.latent_shape(sampler.height, sampler.width)) * 4
-    rule = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(cfg.algorithm)
+    rule: Algorithm = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(cfg.algorithm)
+    experts = [_expert(cfg, e, plan, cluster) for e in rule.experts]
+    own_others = len(rule.others) - len(experts)
 
     def scored() -> Tensor:
         """A pass over a micro-batch's trained steps, without gradients."""
-        return velocity(policy, sampler, plan.micro * plan.window)
+        return velocity(policy, sampler, plan.view_micro * plan.window)
 
-    reference = scored if rule.others else None
+    reference = scored if own_others else None
     follows = cfg.actor.ref_model_sync_steps is not None
     copied = c.engine == "vllm_omni"  # and its samples are scored again, unless they are taken as they are
     rescoring = scored if copied and c.correction != "none" and not rule.forward else None
 
     embeds = text_bytes(policy, sampler, length) * _prompts(plan.per_rank, c.n) * (2 if sampler.guided else 1)
     means = plan.window * (1 + len(rule.others)) + 1  # of the rollout, and of other weights; the final latents
-    passes = plan.per_rank // (plan.updates * plan.micro)
-    updates = plan.updates * cfg.actor.ppo_epochs
     from_data = c.engine == "dataset"  # images are encoded, not sampled
     taken = 0 if from_data else _denoising_steps(cfg, plan)
     split = sampler.guided and cfg.actor.detach_uncond  # the branches of guidance are passes of their own
@@ -92,7 +96,7 @@ def _reinforcement(cfg: TrainConfig, cluster: Cluster) -> Planned:
         layout=Layout.of(policy, cfg.parallel, cluster.ranks, width_of(cfg, cluster)),
         ema=cfg.actor.ema.decay is not None,
         loss=lambda: _loss(policy, sampler, plan, rule.forward),
-        passes=passes,
+        passes=plan.passes,
         together=plan.rollout_micro,
         sampler=None if from_data else sampler,
         encoded=plan.rollout_micro if from_data else 0,
@@ -104,29 +108,60 @@ def _reinforcement(cfg: TrainConfig, cluster: Cluster) -> Planned:
         behaviour=rule.behaviour is not None,
         samples=plan.per_rank * latent * (plan.stochastic + 1 + means) + embeds,
         pictures=plan.per_rank * 3 * sampler.height * sampler.width * 4,
+        experts=experts,
     )
     counts = Passes(
         sampling=plan.per_rank // plan.rollout_micro * taken * (2 if split else 1),
-        reference=passes * plan.updates * (2 if split else 1) * len(rule.others),
-        updates=updates,
-        passes=passes,
+        reference=plan.view_passes * (2 if split else 1) * own_others,
+        updates=plan.updates * plan.epochs,
+        passes=plan.passes,
         forwards=2 if split else 1,
         rescoring=plan.per_rank // plan.micro * (2 if split else 1) if rescoring is not None else 0,
         copied=copied,
+        rounds=plan.view_rounds * own_others,
     )
+    forward = policy.model.flops(sampler.height, sampler.width, length)
+    views = own_others + sum(e.flops for e in experts) / (forward * (2 if sampler.guided else 1))
     flops = step_flops(
-        policy.model.flops(sampler.height, sampler.width, length),
+        forward,
         samples=plan.samples,
         steps=taken,
         window=plan.window,
         cfg=sampler.guided,
-        updates_per_sample=cfg.actor.ppo_epochs,
+        updates_per_sample=plan.trained / plan.per_rank,
         lora=cfg.model.lora_rank > 0,
         checkpointing=cfg.model.gradient_checkpointing,
-        views=len(rule.others),
+        views=views * plan.viewed / plan.per_rank,
         detach_uncond=cfg.actor.detach_uncond,
     )
-    return Planned(cluster, job, counts, _batch(cfg, plan, sampler, counts, length), flops, plan)
+    return Planned(cluster, job, counts, _batch(cfg, plan, sampler, job, counts, length), flops, plan)
+
+
+def _expert(cfg: TrainConfig, expert: Expert, plan: batches.BatchPlan, cluster: Cluster) -> PlannedExpert:
+    """As phalanx.expert.LoadedExpert."""
+    try:
+        folder = fetch(expert.path)
+        kind = read_index(Path(folder))["_class_name"]
+    except ValueError as error:
+        raise about(expert, error) from error
+    check_kind(expert, kind, read_index(Path(cfg.model.path))["_class_name"])
+    own = replace(cfg, model=expert_model(cfg.model, folder))
+    try:
+        policy = planned_policy(own, detach_uncond=False, frozen=True)
+    except ValueError as error:
+        raise about(expert, error) from error
+    sampler = train_sampler(expert_rollout(cfg.rollout, expert, policy.model), policy.model)
+    length, branches = text_length(policy.model, cfg), 2 if sampler.guided else 1
+    return PlannedExpert(
+        name=expert.name,
+        policy=policy,
+        layout=Layout.of(policy, cfg.parallel, cluster.ranks, width_of(cfg, cluster)),
+        view=partial(velocity, policy, sampler, plan.view_micro * plan.window),
+        passes=plan.view_passes,
+        rounds=plan.view_rounds,
+        embeds=text_bytes(policy, sampler, length) * _prompts(plan.per_rank, cfg.rollout.n) * branches,
+        flops=policy.model.flops(sampler.height, sampler.width, length) * branches,
+    )
 
 
 def _denoising_steps(cfg: TrainConfig, plan: batches.BatchPlan) -> int:
@@ -142,36 +177,38 @@ def _loss(policy: FlowPolicy, sampler: Sampler, plan: batches.BatchPlan, forward
     """The forward pass of a micro-batch's trained steps, or `forward` of its noised images, to a number that depends on
     all that a loss can ask of it.
     """
-    shape = policy.model.latent_shape(sampler.height, sampler.width)
+    shape, images = policy.model.latent_shape(sampler.height, sampler.width), plan.first(1)
     steps = max(plan.stochastic, plan.window)
     trace = FlowTrace(
         sampler=sampler,
-        latents=torch.empty(plan.micro, steps + 1, *shape),
-        means=torch.empty(plan.micro, plan.window, *shape),
-        clean=torch.empty(plan.micro, *shape),
+        latents=torch.empty(images, steps + 1, *shape),
+        means=torch.empty(images, plan.window, *shape),
+        clean=torch.empty(images, *shape),
         sigmas=torch.empty(steps + 1),
         timesteps=torch.empty(steps),
         sigma_max=1.0,
         trained=torch.arange(plan.window),
         embeds=no_embeds(),
-        prompt_index=torch.zeros(plan.micro, dtype=torch.long),
+        prompt_index=torch.zeros(images, dtype=torch.long),
         evaluations=sampler.num_inference_steps,
     )
     if forward:
-        noised = Noised(torch.empty(plan.micro, plan.window, *shape), torch.empty(plan.micro, plan.window))
+        noised = Noised(torch.empty(images, plan.window, *shape), torch.empty(images, plan.window))
         return torch.square(policy.predict(trace, noised) - noised.target(trace.clean)).mean()
     replay = policy.replay(trace)
     return replay.log_prob.sum() + replay.mean.sum()
 
 
-def _batch(cfg: TrainConfig, plan: batches.BatchPlan, sampler: Sampler, counts: Passes, length: int) -> Rows:
+def _batch(cfg: TrainConfig, plan: batches.BatchPlan, sampler: Sampler, job: Job, counts: Passes, length: int) -> Rows:
     """The arithmetic of a step in words."""
     branches = 2 if sampler.guided else 1
     together = branches // counts.forwards  # branches of guidance that share a forward pass
     both = f" x {together} branches of guidance" if together > 1 else ""
-    rows, prompts = plan.micro * plan.window * together, _prompts(plan.per_rank, cfg.rollout.n)
+    images, prompts = plan.first(1), _prompts(plan.per_rank, cfg.rollout.n)
+    rows = images * plan.window * together
     again = f"{counts.rescoring} to score samples again, " if counts.rescoring else ""
     reference = f"{counts.reference} of the reference, " if counts.reference else ""
+    experts = "".join(f"{e.passes} of the {e.name}, " for e in job.experts)
     train = counts.updates * counts.passes * counts.forwards
     total = cfg.trainer.total_training_steps
     run = "as many steps as trainer.total_epochs and the prompts make"
@@ -182,9 +219,12 @@ def _batch(cfg: TrainConfig, plan: batches.BatchPlan, sampler: Sampler, counts: 
         ("a rank", f"{_n(plan.per_rank, 'image')} of {_n(prompts, 'prompt')}"),
         ("rollout", f"{_n(plan.per_rank // plan.rollout_micro, 'micro-batch')} of {plan.rollout_micro} images{both}"),
         ("updates", f"{counts.updates} a step, each of {_n(counts.passes, 'micro-batch')}"),
-        ("micro-batch", f"{_n(plan.micro, 'image')} x {_n(plan.window, 'trained step')}{both} = {_n(rows, 'row')}"),
+        ("micro-batch", f"{_n(images, 'image')} x {_n(plan.window, 'trained step')}{both} = {_n(rows, 'row')}"),
         ("texts", f"{_n(length, 'token')}, the most that there can be"),
-        ("forward passes", f"{counts.sampling} to sample, {again}{reference}{train} to train, a rank and step"),
+        (
+            "forward passes",
+            f"{counts.sampling} to sample, {again}{reference}{experts}{train} to train, a rank and step",
+        ),
         ("run", run),
     ]
 
@@ -205,8 +245,8 @@ def text_bytes(policy: FlowPolicy, sampler: Sampler, length: int) -> int:
     model = policy.model
     with META:
         inputs = model.forward_inputs(sampler.height, sampler.width, length)
-    others = ("hidden_states", "timestep", "guidance")
-    texts = [v for k, v in inputs.items() if isinstance(v, Tensor) and v.shape[0] == 1 and k not in others]
+    others = {"hidden_states", "timestep", "guidance", *model.shared_inputs}
+    texts = [v for k, v in inputs.items() if isinstance(v, Tensor) and k not in others]
     return sum(t.numel() for t in texts) * model.dtype.itemsize
 
 

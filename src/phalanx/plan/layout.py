@@ -1,8 +1,9 @@
 """Which part of weights and gradients a rank holds: arithmetic over what phalanx.distributed.fsdp makes."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -143,8 +144,9 @@ class Cluster:
 @dataclass(frozen=True)
 class Passes:
     """What a rank runs in a training step: `sampling` forward passes of the rollout, those that score its samples again
-    and of a `reference`, and `updates` optimizer steps of `passes` backward passes each, with `forwards` forward passes
-    each. `copied`: an engine samples on weights of its own, which get the policy's before.
+    and of a `reference` (in so many `rounds`, between which gathered weights go), and `updates` optimizer steps of
+    `passes` backward passes each, with `forwards` forward passes each. `copied`: an engine samples on weights of its
+    own, which get the policy's before.
     """
 
     sampling: int
@@ -154,6 +156,24 @@ class Passes:
     forwards: int
     rescoring: int = 0
     copied: bool = False
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class PlannedExpert:
+    """A frozen model beside the policy, such as a teacher, in `passes` forward passes of a rank and step, in so many
+    `rounds`; `view` is one of them. `embeds` are bytes of its embeddings, on the device for its views alone;
+    `flops` are those of its view of a sample, at one noise level.
+    """
+
+    name: str
+    policy: FlowPolicy
+    layout: Layout
+    view: Callable[[], Any]
+    passes: int
+    rounds: int
+    embeds: int
+    flops: int
 
 
 @dataclass(frozen=True)
@@ -165,7 +185,9 @@ class Traffic:
     nodes: bool
 
 
-def traffic(layout: Layout, cluster: Cluster, passes: Passes, parallel: ParallelConfig) -> list[Traffic]:
+def traffic(
+    layout: Layout, cluster: Cluster, passes: Passes, parallel: ParallelConfig, experts: Sequence[PlannedExpert] = ()
+) -> list[Traffic]:
     """The messages of a training step that are not negligible, each as a ring sends them.
 
     Rings over n ranks: a gather of b bytes brings (n - 1) / n b to each rank, a reduce-scatter of b takes as much, an
@@ -177,11 +199,9 @@ def traffic(layout: Layout, cluster: Cluster, passes: Passes, parallel: Parallel
     spread = any(map(cluster.crosses, cluster.replicate_groups(width)))
     everything, blocks = sum(units), sum(units[:-1])
     sampling = 0 if passes.copied else passes.sampling
-    runs = [n for n in (sampling, passes.rescoring, passes.reference) if n]  # the root is gathered once in each
-    if parallel.rollout_unsharded or not parallel.reshard_after_forward:
-        sampled = everything * len(runs)
-    else:
-        sampled = sum(blocks * n + units[-1] for n in runs)
+    once = parallel.rollout_unsharded or not parallel.reshard_after_forward
+    runs = ((sampling, 1), (passes.rescoring, 1), (passes.reference, passes.rounds))
+    sampled = sum(_gathers(units, n, rounds, once=once) for n, rounds in runs if n)
     again = blocks * passes.forwards if parallel.reshard_after_forward else 0  # other forward passes, and the backward
     trained = (everything + again) * passes.passes * passes.updates
     reduced = layout.reduced() * passes.updates
@@ -191,9 +211,24 @@ def traffic(layout: Layout, cluster: Cluster, passes: Passes, parallel: Parallel
     found = [
         Traffic("weights, gathered for the engine", copied * (width - 1) // width, apart),
         Traffic(to_sample, sampled * (width - 1) // width, apart),
+        *(
+            Traffic(
+                f"weights of the {e.name}, gathered",
+                _gathers(e.layout.units(), e.passes, e.rounds, once=once) * (width - 1) // width,
+                apart,
+            )
+            for e in experts
+        ),
         Traffic("weights, gathered to train", trained * (width - 1) // width, apart),
         Traffic("gradients, reduced to their parts", reduced * (width - 1) // width, apart),
         Traffic("gradients, summed over copies", 2 * reduced // width * (copies - 1) // copies, spread),
         Traffic("gradients of replicated weights", 2 * message * (layout.ranks - 1) // layout.ranks, cluster.nodes > 1),
     ]
     return [item for item in found if item.size]
+
+
+def _gathers(units: list[int], passes: int, rounds: int, *, once: bool) -> int:
+    """Bytes of the weights that are gathered for forward passes without gradients: all `once` a round, or the blocks in
+    each pass and the root in each round.
+    """
+    return sum(units) * rounds if once else sum(units[:-1]) * passes + units[-1] * rounds

@@ -9,7 +9,7 @@ context, buffers of NCCL, and models that rewards keep there.
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -19,12 +19,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from phalanx.config.schema import OptimConfig, RunConfig
+from phalanx.config.schema import OptimConfig, ParallelConfig, RunConfig
+from phalanx.models.family import FlowModel
 from phalanx.models.flow import FlowPolicy
 from phalanx.optim import Optimizer
 from phalanx.plan.blueprint import META, fused_attention
 from phalanx.plan.engines import RewardModel, engine_copy, reward_model
-from phalanx.plan.layout import Layout, Weight
+from phalanx.plan.layout import Layout, PlannedExpert, Weight
 from phalanx.types import Sampler
 
 
@@ -86,6 +87,7 @@ class Job:
     `encoded` images go through the VAE at once, before training. `samples` are the bytes that a step's samples keep on
     the device, and `pictures` those on the host. `averages` copies of the weights belong to the algorithm beside the
     one of `ema`; `behaviour`: one of them samples; `first_weights`: the reference is the weights as they were at first.
+    `experts` are there beside it.
     """
 
     cfg: RunConfig
@@ -105,6 +107,7 @@ class Job:
     averages: int = 0
     first_weights: bool = False
     behaviour: bool = False
+    experts: Sequence[PlannedExpert] = ()
 
     @property
     def copies_reference(self) -> bool:
@@ -167,7 +170,7 @@ def count(job: Job, gpu_memory: int | None = None) -> Memory:
     tensors. Of the ranks, it is one that holds a part of the reward model, where there is one.
     """
     layout, model, reward = job.layout, job.policy.model, reward_model(job.cfg, gpu_memory)
-    here, away = _places(job)
+    here, away = _places(job.cfg.parallel, layout)
     states = optimizer_state(job.policy, job.cfg.optim)
 
     def state(weights: list[Weight]) -> int:
@@ -177,7 +180,7 @@ def count(job: Job, gpu_memory: int | None = None) -> Memory:
         return sum(w.part(layout.width) * 4 for w in weights if w.trained)
 
     rests = [] if job.cfg.parallel.optimizer_offload else here
-    encoders = sum(nbytes([*e.parameters(), *e.buffers()]) for e in model.text_encoders)
+    encoders, others = text_encoders(model), [own_encoders(job.policy, e.policy) for e in job.experts]
     vae, copy = nbytes([*model.vae.parameters(), *model.vae.buffers()]), engine_copy(job.cfg, layout)
     held = {
         "frozen weights": layout.kept(w for w in here if not w.trained),
@@ -187,11 +190,13 @@ def count(job: Job, gpu_memory: int | None = None) -> Memory:
         "moving average": average(rests) * job.ema,
         "algorithm's weights": average(rests) * job.averages,
         "VAE": vae,
+        **{e.name: _beside(job, e)[0] for e in job.experts},
         "reward model": reward.held if reward is not None else 0,
     }
     host = {
-        "text encoders": encoders,
+        "text encoders": encoders + sum(others),
         "weights": layout.kept(away),
+        **{e.name: _beside(job, e)[1] for e in job.experts},
         "optimizer's state": state(layout.trained) - state(rests),
         "moving average": (average(layout.trained) - average(rests)) * job.ema,
         "algorithm's weights": (average(layout.trained) - average(rests)) * job.averages,
@@ -201,11 +206,15 @@ def count(job: Job, gpu_memory: int | None = None) -> Memory:
     }
     trained = [w for w in here if w.trained]
     # the copy of an engine is made on the CPU, when the model has gone to the device
-    loading = max(sum(w.numel * w.kept.itemsize for w in layout.weights) + vae, copy) + encoders
+    loading = max(_whole(layout) + vae, copy) + encoders
+    for i, e in enumerate(job.experts):  # one after the other, each with encoders and VAE, equal ones too
+        there = host["text encoders"] - sum(others[i:]) + host["weights"] + sum(host[f.name] for f in job.experts[:i])
+        vae = nbytes([*e.policy.model.vae.parameters(), *e.policy.model.vae.buffers()])
+        loading = max(loading, there + _whole(e.layout) + vae + text_encoders(e.policy.model))
     return Memory(
         held={name: size for name, size in held.items() if size},
         phases=[
-            Phase("encode prompts", other=encoders),
+            Phase("encode prompts", other=max([encoders, *others])),
             *_sampling(job, layout.kept(trained), copy),
             *([Phase("judge", other=job.samples + reward.awake - reward.held)] if reward is not None else []),
             *_scoring(job, layout.kept(trained)),
@@ -219,14 +228,38 @@ def count(job: Job, gpu_memory: int | None = None) -> Memory:
     )
 
 
-def _places(job: Job) -> tuple[list[Weight], list[Weight]]:
+def text_encoders(model: FlowModel) -> int:
+    """Bytes of a model's text encoders."""
+    return sum(nbytes([*e.parameters(), *e.buffers()]) for e in model.text_encoders)
+
+
+def own_encoders(policy: FlowPolicy, expert: FlowPolicy) -> int:
+    """Bytes of the text encoders that an expert does not share with the policy. Those of equal shapes are taken for
+    equal, as only their numbers could tell.
+    """
+    both = ([e.state_dict() for e in p.model.text_encoders] for p in (policy, expert))
+    own, theirs = ([{name: t.shape for name, t in state.items()} for state in found] for found in both)
+    return 0 if own == theirs else text_encoders(expert.model)
+
+
+def _beside(job: Job, expert: PlannedExpert) -> tuple[int, int]:
+    """Bytes of an expert on the device throughout, and in the host's memory."""
+    here, away = _places(job.cfg.parallel, expert.layout)
+    return expert.layout.kept(here) + nbytes(expert.policy.model.transformer.buffers()), expert.layout.kept(away)
+
+
+def _whole(layout: Layout) -> int:
+    return sum(w.numel * w.kept.itemsize for w in layout.weights)
+
+
+def _places(parallel: ParallelConfig, layout: Layout) -> tuple[list[Weight], list[Weight]]:
     """The weights that stay on the device, and those that FSDP's offload keeps on the host.
 
     It takes along what belongs to a weight: gradient, moments, average.
     """
-    offload = job.cfg.parallel.param_offload
-    here = [w for w in job.layout.weights if not (w.sharded and offload)]
-    return here, [w for w in job.layout.weights if w.sharded and offload]
+    offload = parallel.param_offload
+    here = [w for w in layout.weights if not (w.sharded and offload)]
+    return here, [w for w in layout.weights if w.sharded and offload]
 
 
 def optimizer_state(policy: FlowPolicy, config: OptimConfig) -> dict[str, int]:
@@ -247,7 +280,7 @@ def _sampling(job: Job, trained: int, engine: int) -> list[Phase]:
     """
     model, c = job.policy.model, job.cfg.rollout
     throughout, units = job.cfg.parallel.rollout_unsharded, job.layout.units()
-    gathered, at_rest = _gathered(job, throughout=throughout), sum(units) if throughout else units[-1]
+    gathered, at_rest = _gathered(job.layout, throughout=throughout), sum(units) if throughout else units[-1]
     if c.engine != "policy":
         gathered = at_rest = engine
     phases = []
@@ -277,13 +310,17 @@ def _sampling(job: Job, trained: int, engine: int) -> list[Phase]:
 
 def _scoring(job: Job, trained: int) -> list[Phase]:
     """The other phases without gradients; see _sampling."""
-    c, gathered = job.cfg.rollout, _gathered(job, throughout=job.cfg.parallel.rollout_unsharded)
+    c, throughout = job.cfg.rollout, job.cfg.parallel.rollout_unsharded
+    gathered = _gathered(job.layout, throughout=throughout)
     phases = []
     if job.rescoring is not None:
         phases.append(Phase("rescore", gathered, peak(job.rescoring), other=job.samples))
     if job.reference is not None:
         other = job.samples + (trained if job.swaps else 0)
         phases.append(Phase("reference", gathered, peak(job.reference), other=other))
+    for e in job.experts:
+        theirs = _gathered(e.layout, throughout=throughout)
+        phases.append(Phase(e.name, theirs, peak(e.view), other=job.samples + e.embeds))
     if job.encoded:
         images = (job.encoded, 3, c.height, c.width)
         phases.append(Phase("encode images", activations=peak(partial(_encode, job.policy, images))))
@@ -340,7 +377,7 @@ def _update(job: Job) -> Phase:
         hook.remove()
     return Phase(
         "update",
-        gathered=_gathered(job, throughout=not job.cfg.parallel.reshard_after_forward),
+        gathered=_gathered(job.layout, throughout=not job.cfg.parallel.reshard_after_forward),
         activations=ledger.peak - ledger.gradients_at_peak,
         gradients=ledger.gradients_at_peak + layout.reducing(),
         other=job.samples,
@@ -355,7 +392,7 @@ def _optimizer(job: Job, trained: list[Weight], moved: int) -> Phase:
     return Phase("optimizer", gradients=gradients, other=job.samples + stepping)
 
 
-def _gathered(job: Job, *, throughout: bool) -> int:
+def _gathered(layout: Layout, *, throughout: bool) -> int:
     """Gathered weights: all of them `throughout`, or the root's, a block's and the message of the next block."""
-    units = job.layout.units()
+    units = layout.units()
     return sum(units) if throughout else units[-1] + 2 * max(units)

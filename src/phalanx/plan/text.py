@@ -241,7 +241,7 @@ def _mends(p: Planned, memory: Memory) -> Iterator[str]:
         yield "rollout.engine=policy"
     if "optimizer's state" in held and largest.name != "optimizer":
         yield "parallel.optimizer_offload=true"
-    if {"frozen weights", "trained weights", "optimizer's state"} & held.keys():
+    if {"frozen weights", "trained weights", "optimizer's state", *(e.name for e in p.job.experts)} & held.keys():
         if p.layout.width < p.cluster.per_node:
             yield "a larger parallel.fsdp_size"
         if sharded and not cfg.parallel.param_offload:
@@ -254,7 +254,7 @@ def _mends(p: Planned, memory: Memory) -> Iterator[str]:
 
 
 def _messages(p: Planned) -> Iterator[str]:
-    found = traffic(p.layout, p.cluster, p.passes, p.job.cfg.parallel)
+    found = traffic(p.layout, p.cluster, p.passes, p.job.cfg.parallel, p.job.experts)
     if not found:
         yield "  none"
         return

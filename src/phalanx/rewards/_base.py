@@ -62,6 +62,13 @@ def to_uint8(images: Tensor) -> Tensor:
     return images.mul(255).round().clamp(0, 255).to(torch.uint8)
 
 
+def pil_image(image: Tensor) -> Any:
+    """An image, uint8 [3, H, W], as PIL has it."""
+    from PIL import Image
+
+    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())
+
+
 def ground_truth(prompt: str, metadata: dict[str, Any]) -> str:
     """The text that an image of `prompt` is to show; ValueError where the data has none."""
     target = metadata.get("ground_truth")

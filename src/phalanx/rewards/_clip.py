@@ -1,5 +1,6 @@
 """A frozen CLIP on the rank's device: normalised embeddings of image tensors and of prompts."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from phalanx.rewards._base import to_uint8
+from phalanx.rewards._loading import Loading, check_weights
 
 _BICUBIC = 3  # PIL's number, as preprocessor_config.json gives it
+_STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
+_VALUES = ("resample", "rescale_factor", "image_mean", "image_std")
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,9 @@ class Clip:
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
         source = folder_or_hub(model, names[0])
-        clip, info = load_part(
-            CLIPModel, source, names[0], use_safetensors=True, output_loading_info=True, dtype=torch.float32
-        )
-        if info["missing_keys"]:
-            raise ValueError(f"{names[0]}={model!r} is no CLIP model: it has no {sorted(info['missing_keys'])[0]}")
+        told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+        clip, info = load_part(CLIPModel, source, names[0], use_safetensors=True, dtype=torch.float32, **told)
+        check_weights(info, f"{names[0]}={model!r} is no CLIP model")
         clip.requires_grad_(False).eval()
         self._device = torch.device(device)
         self._vision: nn.Module = clip.vision_model.to(device)
@@ -97,20 +99,31 @@ class Clip:
 
 def pixels_of(config: dict[str, Any], device: torch.device) -> Pixels:
     """The preprocessing that a preprocessor_config.json describes; ValueError for steps that CLIP does not have."""
-    size, crop = dict(config["size"]), dict(config["crop_size"])
-    edge = size.get("shortest_edge")
-    exact = (edge, edge) if edge is not None else (size["height"], size["width"])
-    pixels = Pixels(
+    edge = _sizes(config, "size").get("shortest_edge")
+    size = _height_width(config, "size") if edge is None else (edge, edge)
+    crop = _height_width(config, "crop_size")
+    steps = all(config.get(key) for key in (*_STEPS, *_VALUES))  # processors of other models lack some
+    steps = steps and config["resample"] == _BICUBIC and math.isclose(config["rescale_factor"], 1 / 255)
+    if not steps or size is None or crop is None or crop[0] > size[0] or crop[1] > size[1]:
+        raise ValueError("the image processor is not CLIP's: bicubic resize, centre crop, rescaling, normalisation")
+    return Pixels(
         shortest_edge=edge,
-        size=exact,
-        crop=(crop["height"], crop["width"]),
+        size=size,
+        crop=crop,
         mean=torch.tensor(config["image_mean"], device=device).view(3, 1, 1),
         std=torch.tensor(config["image_std"], device=device).view(3, 1, 1),
     )
-    steps = all(config[step] for step in ("do_resize", "do_center_crop", "do_rescale", "do_normalize"))
-    if not steps or config["resample"] != _BICUBIC or pixels.crop[0] > exact[0] or pixels.crop[1] > exact[1]:
-        raise ValueError("the image processor is not CLIP's: bicubic resize, centre crop, rescaling, normalisation")
-    return pixels
+
+
+def _sizes(config: dict[str, Any], key: str) -> dict[str, int | None]:
+    """The lengths in pixels that `size` or `crop_size` gives by their names; none where the processor has none."""
+    return dict(config.get(key) or {})
+
+
+def _height_width(config: dict[str, Any], key: str) -> tuple[int, int] | None:
+    """Both of them in pixels; None where `size` or `crop_size` does not give both."""
+    height, width = map(_sizes(config, key).get, ("height", "width"))
+    return None if height is None or width is None else (height, width)
 
 
 def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:
@@ -125,8 +138,5 @@ def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:
 
 def load_part(cls: Any, source: str, name: str, **options: Any) -> Any:
     """`cls.from_pretrained`, whose errors become one ValueError that names the kwarg `name`."""
-    try:
+    with Loading(f"{name}={source!r} does not load as {cls.__name__}"):
         return cls.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(f"{name}={source!r} does not load as {cls.__name__}: {reason}") from error

@@ -1,7 +1,7 @@
 """The text that HPSv3 was trained with, and Qwen2-VL's chat around it.
 
 The instruction is data of github.com/MizzenAI/HPSv3 (hpsv3/dataset/data_collator_qwen.py; MIT licence, copyright 2024
-HPSv3 Team), to the letter, with its spaces at the ends of lines and its slips: other words give other scores.
+HPSv3 Team; see NOTICE), to the letter, with its spaces at line ends and its slips: other words give other scores.
 """
 
 REWARD_TOKEN = "<|Reward|>"

@@ -1,7 +1,7 @@
 """The reward model in plain transformers, on torch alone: for models that vLLM lacks, and where there is no vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.config.schema import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
+from phalanx.rewards._base import pil_image
+from phalanx.rewards._loading import Loading, check_weights
+from phalanx.rewards._sleeping import Sleeping
 
 Question = tuple[int, str]
 
@@ -27,8 +30,8 @@ class TransformersEngine:
         """
         assert cfg.path is not None
         self._cfg, self._group = cfg, None if mesh is None else mesh.get_group()
-        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        self._sleeps = cfg.sleep and torch.cuda.is_available()
+        cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         with _randomness_kept():
             self._processor = load_processor(cfg.path)
             self._model = _load_model(cfg.path, cfg.dtype)
@@ -36,7 +39,9 @@ class TransformersEngine:
             parallelize(self._model, tensor_parallel_plan(self._model, mesh.size()), mesh)
         self._limit = cfg.max_model_len or self._model.config.get_text_config(decoder=True).max_position_embeddings
         self._set_tokens(cfg.path)
-        self._model.to("cpu" if self._sleeps else self._device)
+        sleeps = cfg.sleep and cuda
+        self._model.to("cpu" if sleeps else self._device)
+        self._sleeping = Sleeping(self._model, self._device) if sleeps else None
 
     def _set_tokens(self, path: str) -> None:
         """Which tokens end an answer and fill a batch; of the model's settings of generation no others are used."""
@@ -56,15 +61,13 @@ class TransformersEngine:
 
         ValueError for a question that leaves no room for an answer within reward.model.max_model_len.
         """
-        from PIL import Image
-
-        pictures = [Image.fromarray(image) for image in images.permute(0, 2, 3, 1).contiguous().numpy()]
         answers = [""] * len(questions)
         # neighbours ask much the same, so that their lengths differ little: of the questions, and mostly of the answers
         order = sorted(range(len(questions)), key=lambda i: len(questions[i][1]))
         size = self._cfg.micro_batch_size
-        with _randomness_kept(), self._awake():
+        with _randomness_kept(), nullcontext() if self._sleeping is None else self._sleeping.awake():
             for batch in (order[i : i + size] for i in range(0, len(order), size)):
+                pictures = {number: pil_image(images[number]) for number in {questions[i][0] for i in batch}}
                 said = self._answer([(pictures[questions[i][0]], questions[i][1]) for i in batch])
                 for i, text in zip(batch, said, strict=True):
                     answers[i] = text
@@ -106,16 +109,6 @@ class TransformersEngine:
             add_special_tokens=not (first and texts[0].startswith(first)),  # templates may bring them
         )
 
-    @contextmanager
-    def _awake(self) -> Iterator[None]:
-        """For the time of the block the weights are on the device."""
-        if self._sleeps:
-            self._model.to(self._device)
-        yield
-        if self._sleeps:
-            self._model.to("cpu")
-            torch.cuda.empty_cache()
-
 
 class Choice:
     """The next token of each answer, as a processor of logits that leaves no other token possible.
@@ -145,7 +138,7 @@ def load_processor(path: str) -> Any:
     from transformers import AutoConfig, AutoProcessor, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    with _one_line(path):
+    with Loading(f"reward.model.path: {path!r} does not load"):
         try:
             processor = AutoProcessor.from_pretrained(path)
         except ImportError:
@@ -166,12 +159,12 @@ def _load_model(path: str, dtype: str) -> Any:
     """The whole model on the CPU, frozen."""
     from transformers import AutoModelForImageTextToText
 
-    with _one_line(path):
+    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with Loading(f"reward.model.path: {path!r} does not load"):
         model, info = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=getattr(torch, dtype), use_safetensors=True, output_loading_info=True
+            path, dtype=getattr(torch, dtype), use_safetensors=True, **told
         )
-    if info["missing_keys"]:
-        raise ValueError(f"reward.model.path: {path!r} has no weights {sorted(info['missing_keys'])[0]}")
+    check_weights(info, f"reward.model.path: {path!r} is no whole model")
     return model.requires_grad_(False).eval()
 
 
@@ -198,16 +191,6 @@ def tensor_parallel_plan(model: Any, tp: int) -> Mapping[str, str]:
         # the matrix is there as a whole for the first layer: nothing is saved by dividing it for the last
         plan.pop(next(name for name, module in model.named_modules() if module is head), None)
     return plan
-
-
-@contextmanager
-def _one_line(path: str) -> Iterator[None]:
-    """What transformers says of a model that it cannot load, as one line."""
-    try:
-        yield
-    except (ImportError, KeyError, OSError, TypeError, ValueError) as error:
-        reason = next(iter(str(error).strip().splitlines()), "")
-        raise ValueError(f"reward.model.path: {path!r} does not load: {type(error).__name__}: {reason}") from error
 
 
 @contextmanager

@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 
 from phalanx.config.schema import RewardModelConfig
 from phalanx.distributed.vllm_groups import VllmGroups
+from phalanx.rewards._base import pil_image
 
 CPU_KV_CACHE = 2**30  # bytes; on GPUs it is what gpu_memory_utilization leaves
 
@@ -29,8 +31,8 @@ class VllmEngine:
 
             try:
                 self._load(cfg, groups, rank, local_rank, cuda)
-            except (OSError, ValueError, VLLMError) as error:  # a ValueError of several lines, where pydantic has it
-                reason = " ".join(str(error).split())
+            except (OSError, SafetensorError, ValueError, VLLMError) as error:
+                reason = " ".join(str(error).split())  # pydantic's have several lines
                 raise ValueError(f"reward.model: vLLM does not take {cfg.path!r} as it is set: {reason}") from error
 
     def _load(self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool) -> None:
@@ -60,10 +62,9 @@ class VllmEngine:
 
     def answer(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[str]:
         """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers."""
-        from PIL import Image
         from vllm.exceptions import VLLMError
 
-        pictures = [Image.fromarray(image) for image in images.permute(0, 2, 3, 1).contiguous().numpy()]
+        pictures = {number: pil_image(images[number]) for number in {number for number, _ in questions}}
         talks = [
             [
                 {

@@ -1,6 +1,7 @@
-"""Reward: grades of a vision-language model for alignment, coherence and style, with UnifiedReward's own question.
+"""Reward: grades of a vision-language model for alignment, coherence and style.
 
-UnifiedReward (arXiv 2503.05236) was trained to answer it; other instructed models do as well. A grade of 1 to 5 becomes
+The axes and the form of the answer are those of UnifiedReward (arXiv 2503.05236), which is not bound to one wording of
+the question; the words are our own. Other instructed models answer it as well. A grade of 1 to 5 becomes
 (grade - 1) / 4, and the score is their weighted mean.
 """
 
@@ -17,16 +18,13 @@ class UnifiedReward(Judge):
     """`axes` gives each axis its weight in the mean, such as {alignment: 2, style: 1}; default: all three alike."""
 
     template = (
-        "You are presented with a generated image and its associated text caption. "
-        "Your task is to analyze the image across multiple dimensions in relation to the caption. Specifically:\n"
-        "Provide overall assessments for the image along the following axes (each rated from 1 to 5):\n"
-        "- Alignment Score: How well the image matches the caption in terms of content.\n"
-        "- Coherence Score: How logically consistent the image is "
-        "(absence of visual glitches, object distortions, etc.).\n"
-        "- Style Score: How aesthetically appealing the image looks, regardless of caption accuracy.\n\n"
-        "Output your evaluation using the format below:\n\n"
-        "Alignment Score (1-5): X\nCoherence Score (1-5): Y\nStyle Score (1-5): Z\n\n"
-        "Your task is provided as follows:\nText Caption: [{prompt}]"
+        "An image generator was given this caption:\n[{prompt}]\n\n"
+        "Grade the image that it made on three axes, each with a number from 1 (worst) to 5 (best):\n"
+        "- Alignment: does the image show what the caption asks for?\n"
+        "- Coherence: does everything in it make sense, without malformed objects, artefacts or contradictions?\n"
+        "- Style: is it a beautiful picture, even if the caption asks for another one?\n\n"
+        "Answer with the following three lines, your grades in the place of X, Y and Z:\n"
+        "Alignment Score (1-5): X\nCoherence Score (1-5): Y\nStyle Score (1-5): Z"
     )
 
     def __init__(self, axes: dict[str, float] | None = None) -> None:

@@ -1,0 +1,54 @@
+"""A frozen model that is on the device only while it is needed."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+class Sleeping:
+    """The weights stay in main memory all the time, and the device has a copy of them while the model is awake.
+
+    Nothing is copied back, since frozen weights do not change; buffers, which are small, may.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        """`model` is frozen and on the CPU; where `device` is a GPU, its weights move to pinned memory."""
+        self._device, self._modules = device, list(model.modules())
+        pin = device.type == "cuda"
+        places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}  # tied weights have several
+        for module in self._modules:
+            for name, weight in module.named_parameters(recurse=False):
+                places.setdefault(weight, []).append((module, name))
+        self._weights: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = []
+        while places:  # one by one, so that they are not all in memory twice
+            weight, slots = places.popitem()
+            weight = nn.Parameter(torch.empty_like(weight, pin_memory=pin).copy_(weight), requires_grad=False)
+            self._weights.append((weight, slots))
+            _put(weight, slots)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """For the time of the block the model is on the device."""
+        try:
+            for weight, slots in self._weights:
+                _put(nn.Parameter(weight.to(self._device, non_blocking=True), requires_grad=False), slots)
+            self._move_buffers(self._device)
+            yield
+        finally:
+            for weight, slots in self._weights:
+                _put(weight, slots)
+            self._move_buffers(torch.device("cpu"))
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def _move_buffers(self, device: torch.device) -> None:
+        for module in self._modules:
+            for name, buffer in list(module.named_buffers(recurse=False)):
+                setattr(module, name, buffer.to(device))
+
+
+def _put(weight: nn.Parameter, slots: list[tuple[nn.Module, str]]) -> None:
+    for module, name in slots:
+        setattr(module, name, weight)

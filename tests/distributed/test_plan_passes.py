@@ -1,0 +1,132 @@
+"""What --plan says of forward passes and arithmetic, against what a training step runs."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.config import load
+from phalanx.config.schema import TrainConfig
+from phalanx.distributed.fsdp import local
+from phalanx.flops import peak_flops
+from phalanx.plan.blueprint import family_name
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster, traffic
+from phalanx.plan.memory import count
+from phalanx.trainer import Trainer
+from tests.distributed.test_plan_memory import Mail
+from tests.jobs import PROMPTS, base_overrides
+from tests.ranks import run_ranks
+from tests.tiny import jitter, load_pipeline
+
+TWO_EPOCHS = "actor.ppo_epochs=2"
+
+
+def configure(model: Path, folder: Path, name: str, *overrides: str) -> TrainConfig:
+    """A tiny job of an algorithm: 4 prompts x 4 images a step in 2 updates."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
+    return load(TrainConfig, None, [*base, f"algorithm.name={name}", "rollout.micro_batch_size_per_gpu=4", *overrides])
+
+
+def step(cfg: TrainConfig) -> dict[str, Any]:
+    """How many samples each forward pass of a training step had, the FLOPs that its utilisation goes by, bytes of weights
+    that came from other ranks, and of experts that are held.
+    """
+    t = Trainer(cfg)
+    seen: dict[str, list[int]] = {"trained": [], "viewed": [], "teacher": []}
+
+    def counted(run: Callable[..., Any], who: str | None) -> Callable[..., Any]:
+        def counting(trace: Any, *args: Any) -> Any:
+            seen[who or ("trained" if torch.is_grad_enabled() else "viewed")].append(len(trace.clean))
+            return run(trace, *args)
+
+        return counting
+
+    policies = [(t.policy, None), *((expert.policy, name) for name, expert in t.experts.items())]
+    for policy, who in policies:
+        policy.replay = counted(policy.replay, who)  # type: ignore[method-assign]
+        policy.predict = counted(policy.predict, who)  # type: ignore[method-assign]
+    with Mail() as mail:
+        with t.rollout.awake():
+            samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+        reward, _ = t.rewarded(t.terms(), 0)
+        t.update(samples, reward, 0)
+    gathered = sum(size for (kind, _), size in mail.received.items() if kind == "gather")
+    peak = peak_flops(t.world.device, t.policy.model.dtype)
+    assert peak is not None
+    experts = [expert.policy.model.transformer for expert in t.experts.values()]
+    held = sum(local(tensor).nbytes for e in experts for tensor in [*e.parameters(), *e.buffers()])
+    return seen | {
+        "gathered": gathered,
+        "held": held,
+        "flops": t.performance(samples, 1.0)["perf/mfu"] * t.world.size * peak,
+    }
+
+
+def compare(cfg: TrainConfig, ranks: int) -> dict[str, list[int]]:
+    """Of one rank, the samples of all passes."""
+    took = run_ranks(step, ranks, cfg)[0]
+    cfg.model.family = family_name(cfg.model)
+    said = planned(cfg, Cluster(1, ranks))
+    counts, plan = said.passes, said.plan
+    assert plan is not None
+    assert len(took["trained"]) == counts.updates * counts.passes
+    assert len(took["viewed"]) == counts.reference
+    assert len(took["teacher"]) == sum(e.passes for e in said.job.experts)
+    others = counts.rounds // plan.view_rounds + len(said.job.experts)
+    views = took["viewed"] + took["teacher"]
+    assert (sum(took["trained"]), sum(views)) == (plan.trained, others * plan.viewed)
+    assert max(took["trained"]) == plan.first(1) and max(views, default=plan.view_micro) == plan.view_micro
+    assert took.pop("flops") == pytest.approx(said.flops)
+    messages = traffic(said.layout, said.cluster, counts, cfg.parallel, said.job.experts)
+    assert took.pop("gathered") == pytest.approx(sum(t.size for t in messages if "gathered" in t.what), rel=1e-3)
+    assert took.pop("held") == sum(count(said.job).held[e.name] for e in said.job.experts)
+    return took
+
+
+def test_transitions(sd3_folder: Path, tmp_path: Path) -> None:
+    """The transitions are the same in both epochs, and viewed once."""
+    cfg = configure(sd3_folder, tmp_path, "flow_grpo", "algorithm.kl_loss_coef=0.1", TWO_EPOCHS)
+    assert compare(cfg, 1) == {"trained": [2] * 16, "viewed": [2] * 8, "teacher": []}
+
+
+def test_views_of_every_epoch(sd3_folder: Path, tmp_path: Path) -> None:
+    """awm looks at the policy's weights before each pass, and at the reference's."""
+    cfg = configure(sd3_folder, tmp_path, "awm", "algorithm.kl_loss_coef=0.1", TWO_EPOCHS, "parallel.fsdp_size=2")
+    assert compare(cfg, 2) == {"trained": [2] * 8, "viewed": [2] * 16, "teacher": []}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micro", "trained", "viewed"),
+    [(1, 4, [4] * 4, [4] * 4), (1, 1, [2] * 8, [2] * 8), (1, 8, [4] * 4, [8] * 2), (2, 2, [2] * 4, [2] * 4)],
+)
+def test_pairs(ranks: int, micro: int, trained: list[int], viewed: list[int], sd3_folder: Path, tmp_path: Path) -> None:
+    """The best and the worst of each prompt's 4 images; an update of 2 pairs has no more than 4 images a pass."""
+    keys = [f"actor.ppo_micro_batch_size_per_gpu={micro}", TWO_EPOCHS]
+    cfg = configure(sd3_folder, tmp_path, "diffusion_dpo", *keys)
+    assert compare(cfg, ranks) == {"trained": trained, "viewed": viewed, "teacher": []}
+
+
+def test_pairs_that_fill_no_micro_batch(sd3_folder: Path, tmp_path: Path) -> None:
+    """3 pairs an update are a pass of 2 and one of 1; all 6 of a step are viewed in 3."""
+    batch = ["data.train_batch_size=6", "actor.ppo_mini_batch_size=3", "actor.ppo_micro_batch_size_per_gpu=4"]
+    cfg = configure(sd3_folder, tmp_path, "diffusion_dpo", *batch)
+    assert compare(cfg, 1) == {"trained": [4, 2] * 2, "viewed": [4] * 3, "teacher": []}
+
+
+def test_a_guided_teacher_of_another_depth(sd3_folder: Path, tmp_path: Path) -> None:
+    """The student, a LoRA over two ranks, samples without guidance; a view of its teacher is two branches of one block."""
+    from diffusers import SD3Transformer2DModel
+
+    pipeline = load_pipeline(sd3_folder)
+    pipeline.transformer = SD3Transformer2DModel.from_config({**pipeline.transformer.config, "num_layers": 1})
+    jitter(pipeline.transformer, seed=1)
+    pipeline.save_pretrained(tmp_path / "teacher")
+    keys = [f"algorithm.teacher_path={tmp_path / 'teacher'}", "algorithm.teacher_guidance=3"]
+    shared = ["parallel.fsdp_size=2", "model.lora_rank=4", "model.dtype=bfloat16", "rollout.guidance_scale=1"]
+    cfg = configure(sd3_folder, tmp_path / "job", "opd", *keys, *shared)
+    assert compare(cfg, 2) == {"trained": [2] * 4, "viewed": [], "teacher": [2] * 4}
