@@ -86,3 +86,12 @@ def fit(cfg: TrainConfig) -> dict[str, torch.Tensor]:
     t = Trainer(cfg)
     t.fit()
     return full_weights(t.policy.parameters)
+
+
+def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], lr: float) -> None:
+    """Weights after two updates at equal gradients: equal but for few, since Adam divides by the gradient's size, so that
+    where it is rounding noise a weight may go the other way.
+    """
+    gaps = torch.cat([(value - other[name]).abs().flatten() for name, value in one.items()])
+    assert gaps.max() <= 2.1 * 2 * lr
+    assert gaps.gt(lr / 20).sum() <= 0.01 * len(gaps)
