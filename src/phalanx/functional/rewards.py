@@ -35,7 +35,7 @@ def combine(
     """The reward [N] of N images: the sum of their terms, each clipped, then times its weight.
 
     With `group_id` [N], each clipped term is first centred and divided by its std within every group, so that no term
-    outweighs another by its scale (GDPO, arXiv 2601.05242, equation 4); a term that is equal for a whole group adds 0.
+    outweighs another by its scale (GDPO, arXiv 2601.05242); a term that is equal for a whole group adds 0.
     """
     total = torch.zeros_like(terms[0])
     for values, share in zip(terms, shares, strict=True):
