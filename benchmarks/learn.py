@@ -87,20 +87,22 @@ def trained(output: Path, name: str, recipe: list[str], seed: int, steps: int) -
     keys = [f"total_training_steps={steps}", "test_freq=5", "log_val_generations=0", f"seed={seed}"]
     keys += ["resume=never", f"output_dir={folder}", f"save_freq={steps}", "logger=[]"]
     start = time.perf_counter()
-    task("train_flowgrpo", [CONFIG, *recipe, *(f"trainer.{key}" for key in keys)], output / f"{slug(name)}-{seed}.log")
+    arguments = [CONFIG, *recipe, *(f"trainer.{key}" for key in keys)]
+    cpu_s = task("train_flowgrpo", arguments, output / f"{slug(name)}-{seed}.log")
+    share = cpu_s / (time.perf_counter() - start)  # of a core: what else the machine does must not count
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     curve, seconds = [], 0.0
     for row in rows:
-        seconds += row.get("perf/step_s", 0.0)
+        seconds += row.get("perf/step_s", 0.0) * share
         if VALIDATION in row:
             curve.append([row["step"], round(row[VALIDATION], 4), round(seconds, 1)])
     result = wanted | {
         "curve": curve,
-        "seconds": round(time.perf_counter() - start, 1),
+        "seconds": round(cpu_s, 1),
         "after": sampled(folder / "samples", [f"checkpoint={folder}"]),
     }
     file.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{name}, seed {seed}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {result['seconds']:.0f} s", flush=True)
+    print(f"{name}, seed {seed}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {result['seconds']:.0f} CPU s", flush=True)
     return result
 
 
@@ -121,14 +123,19 @@ def sampled(folder: Path, source: list[str]) -> dict[str, float]:
     return found
 
 
-def task(name: str, arguments: Sequence[str], log: Path) -> None:
-    """Run a task on one CPU process; what it says goes to `log`, and ends this program where it fails."""
+def task(name: str, arguments: Sequence[str], log: Path) -> float:
+    """Run a task on one CPU process; what it says goes to `log`, and ends this program where it fails. Returns the
+    CPU seconds that it took.
+    """
     environment = os.environ | {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("w") as file:
         command = ["sh", "train.sh", f"tasks/{name}.py", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
-    if done.returncode:
-        sys.exit(f"learn.py: {' '.join(command)}\nended with {done.returncode}; see {log}")
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)  # with its children
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"learn.py: {' '.join(command)}\nended with {process.returncode}; see {log}")
+    return usage.ru_utime + usage.ru_stime
 
 
 def scores(folder: Path) -> dict[str, float]:
@@ -199,7 +206,7 @@ def table(base: dict[str, float], results: Iterable[dict[str, Any]]) -> list[str
     for result in results:
         runs.setdefault(result["name"], []).append(result)
     lines = [
-        f"| recipe | OCR | Tesseract | images to {TARGET:g} | seconds to {TARGET:g} | pixels | colours |",
+        f"| recipe | OCR | Tesseract | images to {TARGET:g} | CPU seconds to {TARGET:g} | pixels | colours |",
         "|---|---|---|---|---|---|---|",
         "| the base | {ocr:.3f} | {tesseract:.3f} | | | {pixels:.3f} | {colours:.3f} |".format(**base),
     ]

@@ -58,7 +58,12 @@ class Run:
         self.val_sets = validation_sets(cfg.data.val_files)
         self.rewards: RewardSet | None = None
         if cfg.reward.functions:
-            self.rewards = RewardSet(cfg.reward, str(self.world.device), cfg.parallel.timeout_s)
+            self.rewards = RewardSet(
+                cfg.reward,
+                str(self.world.device),
+                cfg.parallel.timeout_s,
+                beside=judged_beside(cfg, self.world.shard_size),
+            )
         self.policy = build_policy(
             cfg.model, cfg.parallel, cfg.data, self.world, seed=cfg.trainer.seed, detach_uncond=detach_uncond
         )
@@ -147,7 +152,7 @@ class Run:
         self.go_on(failure)
 
     def ask(self) -> None:
-        """Have the reward model answer the judges' questions about what was submitted, as a phase of its own.
+        """Wait for the reward model's answers to the judges' questions about what was submitted, as a phase of its own.
 
         A question that it cannot be asked ends the job on all ranks.
         """
@@ -323,6 +328,22 @@ class Run:
         if self.world.rank == 0:
             log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
         return progress
+
+
+def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
+    """Whether the reward model answers on a thread while images are sampled, as reward.overlap asks for.
+
+    Not where it stands on all ranks, and nobody would sample meanwhile; nor where the rollout's engine is vLLM's too,
+    whose state is one a process; nor where both would send over NCCL at a time, which may block: a model that is
+    divided among ranks, and a policy whose weights are gathered in each forward pass.
+    """
+    model, alone = cfg.reward.model, cfg.parallel.rollout_unsharded or shard_size == 1
+    return (
+        cfg.reward.overlap
+        and model.placement != "colocate"
+        and cfg.rollout.engine != "vllm_omni"
+        and (alone or model.tensor_parallel_size == 1)
+    )
 
 
 def validation_summary(folder: Path) -> list[str]:

@@ -325,6 +325,8 @@ class Trainer(Run):
         }
         if self.rewards is not None:  # on worker threads; time/reward is what was left to wait for
             row["perf/reward_busy_s"] = self.rewards.busy_s
+            if self.rewards.judge_s is not None:
+                row["perf/judge_busy_s"] = self.rewards.judge_s
         if self._forward_flops is None:
             length = samples.trace.embeds["prompt_embeds"].shape[1]
             self._forward_flops = self.policy.model.flops(c.rollout.height, c.rollout.width, length)

@@ -1,17 +1,20 @@
 """The reward model in plain transformers over several ranks: its answers are right, and the same wherever it stands."""
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from phalanx.config.schema import RewardModelConfig
 from phalanx.data import PromptStream, load_prompts
 from phalanx.rewards.unified_reward import UnifiedReward
 from phalanx.rewards.vlm_ocr import VlmOcr
+from tests.jobs import one_step
 from tests.judged import (
     QUESTIONS,
     RAGGED,
@@ -273,3 +276,60 @@ def test_a_judge_in_a_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -
         assert torch.equal(with_judge["reward"], without["reward"])
         for key, weight in without["weights"].items():
             assert torch.equal(with_judge["weights"][key], weight), key
+
+
+def waiting(cfg: Any, answered: Path) -> dict[str, Any]:
+    """A step whose rank 0 does not begin its last micro-batch before the model has answered about an earlier one."""
+    from phalanx.rewards._transformers import TransformersEngine
+    from phalanx.rollout.policy import PolicyRollout
+
+    generate, answer, calls = PolicyRollout.generate, TransformersEngine.answer, []
+
+    def generate_late(self: PolicyRollout, job: Any) -> Any:
+        calls.append(job)
+        for _ in range(600 if dist.get_rank() == 0 and len(calls) == 2 else 0):
+            if answered.exists():
+                break
+            time.sleep(0.1)
+        else:
+            assert len(calls) == 1 or dist.get_rank() == 1, "nothing was answered while this rank was sampling"
+        return generate(self, job)
+
+    def answer_and_tell(self: TransformersEngine, *about: Any) -> list[str]:
+        said = answer(self, *about)
+        answered.touch()
+        return said
+
+    PolicyRollout.generate, TransformersEngine.answer = generate_late, answer_and_tell  # type: ignore[method-assign]
+    return step_and_terms(cfg)
+
+
+def test_a_model_on_some_ranks_answers_while_others_sample(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+    """The same step comes of it as of asking afterwards."""
+    judges = (*settings(judge_model, "{name: vlm_ocr}"), ENGINE, "reward.model.placement=ranks 1-1")
+    beside = run_ranks(waiting, 2, config(sd3_folder, tmp_path / "a", *judges), tmp_path / "answered", timeout=100)
+    after = run_ranks(step_and_terms, 2, config(sd3_folder, tmp_path / "b", *judges, "reward.overlap=false"))
+    for one, other in zip(beside, after, strict=True):
+        assert one["terms"].keys() == other["terms"].keys()
+        for name, values in one["terms"].items():
+            assert torch.equal(values, other["terms"][name]), name
+        assert len(set(one["reward"].tolist())) >= 3
+        for key, weight in other["weights"].items():
+            assert torch.equal(one["weights"][key], weight), key
+
+
+def failing(cfg: Any) -> str:
+    from phalanx.rewards import RewardError
+
+    with pytest.raises(RewardError) as error:
+        one_step(cfg)
+    return str(error.value)
+
+
+def test_a_question_that_fails_beside_the_sampling_ends_the_job(
+    sd3_folder: Path, judge_model: Path, tmp_path: Path
+) -> None:
+    judges = (*settings(judge_model, "{name: vlm_ocr}"), ENGINE, "reward.model.placement=ranks 1-1")
+    got = run_ranks(failing, 2, config(sd3_folder, tmp_path, *judges, "reward.model.max_model_len=5"))
+    assert got[0] == got[1]
+    assert ": reward.model.max_model_len: a question with its image has " in got[0]  # of the rank that heard it first

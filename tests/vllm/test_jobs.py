@@ -4,6 +4,8 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from tests.faults.jobs import Job, kill, rows
 from tests.jobs import base_overrides, tiny_config
 from tests.judged import settings
@@ -49,10 +51,14 @@ def test_two_replicas_on_four_ranks(sd3_folder: Path, judge_model: Path, tmp_pat
     assert shared_memory() == before
 
 
-def test_a_rank_killed_while_it_scores_ends_the_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("placement", ["colocate", "ranks 2-3"])
+def test_a_rank_killed_while_it_scores_ends_the_job(
+    sd3_folder: Path, judge_model: Path, tmp_path: Path, placement: str
+) -> None:
     before = shared_memory()
     env = {"NPROC_PER_NODE": "4", "PHASE_S": "0.2"}
-    with Job(sd3_folder, tmp_path, *judged(judge_model), "trainer.total_training_steps=50", env=env) as job:
+    many = (f"reward.model.placement={placement}", "trainer.total_training_steps=50")
+    with Job(sd3_folder, tmp_path, *judged(judge_model), *many, env=env) as job:
         pid = job.until(lambda: job.phase(3)[0] if job.phase(3)[1:] == (2, "judge") else 0, timeout=200)
         kill(pid, signal.SIGKILL)
         assert job.wait(60) != 0

@@ -27,11 +27,15 @@ def test_a_judge_changes_nothing_else(sd3_folder: Path, judge_model: Path, tmp_p
             assert torch.equal(with_judge["weights"][key], weight), key
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_scores_are_what_the_model_says(sd3_folder: Path, judge_model: Path, tmp_path: Path, tp: int) -> None:
-    """The scores of a step on 4 ranks."""
+@pytest.mark.parametrize(("tp", "placement"), [(1, "colocate"), (2, "ranks 2-3")])
+def test_scores_are_what_the_model_says(
+    sd3_folder: Path, judge_model: Path, tmp_path: Path, tp: int, placement: str
+) -> None:
+    """The scores of a step on 4 ranks: asked after the sampling, or beside it."""
     judges = settings(judge_model, "{name: vlm_ocr, weight: 2}", "{name: jpeg_compressibility}")
-    cfg = config(sd3_folder, tmp_path, *judges, f"reward.model.tensor_parallel_size={tp}")
+    cfg = config(
+        sd3_folder, tmp_path, *judges, f"reward.model.tensor_parallel_size={tp}", f"reward.model.placement={placement}"
+    )
     got = run_ranks(step_and_terms, 4, cfg, timeout=250)
     images = torch.cat([rank["images"] for rank in got])
     batch = PromptStream(load_prompts(cfg.data.train_files, "data.train_files"), 4, cfg.data.seed).batch(0)

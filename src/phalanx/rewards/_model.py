@@ -1,6 +1,7 @@
 """The reward model over the ranks: the questions of a domain are gathered, answered in one batch, and handed back."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -19,6 +20,10 @@ Question = tuple[int, str]  # the number of an image, and what is asked about it
 
 class Engine(Protocol):
     """One rank's part of a replica; all ranks of the replica answer the same questions in the same order."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """For the time of the block the model is on the device; `answer` needs it."""
+        ...
 
     def answer(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
         """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers.
@@ -54,6 +59,10 @@ class RewardModel:
         holders = None if self._place.replica is None else self._replicas[self._place.replica]
         make = _vllm if cfg.engine == "vllm" else _transformers
         self._engine: Engine | None = make(cfg, holders, launch, timeout_s)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """For the time of the block this rank's part is on the device; `ask` needs it."""
+        return nullcontext() if self._engine is None else self._engine.awake()
 
     def ask(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
         """The answers to this rank's questions about its images, uint8 [b, 3, H, W]; of both there may be none.

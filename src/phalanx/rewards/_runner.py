@@ -1,14 +1,10 @@
 """Runs the configured rewards beside the rollout: micro-batches are scored on worker threads while the next is sampled.
 
 Threads, not processes: onnxruntime, PIL and torch release the interpreter's lock while they compute, and images need no
-copy. The threads are daemons of our own, because `ThreadPoolExecutor` waits at interpreter exit for its threads, and a
-reward that hangs would then hang the job that its time limit has just ended.
+copy.
 """
 
-import queue
-import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -21,6 +17,7 @@ from phalanx.functional.rewards import combine
 from phalanx.rewards._base import Marked, RewardError
 from phalanx.rewards._judge import Reading
 from phalanx.rewards._panel import Panel
+from phalanx.rewards._pool import DaemonPool
 from phalanx.rewards._registry import Term, build_terms
 from phalanx.types import Prompt
 
@@ -36,20 +33,21 @@ class RewardSet:
     `submit` queues a sampled micro-batch, `collect` returns the scores of all of them. CPU rewards run on
     `reward.num_workers` threads from `submit` on (`reward.overlap`), or from `collect` on; rewards on the device
     (DeviceReward) run from `collect` on, one call at a time. Judges need an `ask` in between. After `collect`:
-    `waited_s`, seconds that it waited; `busy_s`, seconds that rewards worked, without those of the reward model;
-    `spans`, (start, end) of each call by `time.perf_counter`.
+    `waited_s`, seconds that it waited; `busy_s`, seconds that rewards worked, without those of the reward model, which
+    are `judge_s`; `spans`, (start, end) of each call by `time.perf_counter`.
     """
 
-    def __init__(self, cfg: RewardConfig, device: str, group_timeout_s: float | None = None) -> None:
+    def __init__(
+        self, cfg: RewardConfig, device: str, group_timeout_s: float | None = None, *, beside: bool = False
+    ) -> None:
         """Resolve and load the rewards; raises ConfigError, one line, for what cannot be used.
 
         `group_timeout_s` is the time limit of collectives between the ranks, which judges need; None: no judges.
+        `beside`: the reward model answers from `submit` on, which all ranks of the world then call equally often.
         """
         self.terms = build_terms(
             cfg.functions, device, None if group_timeout_s is None else cfg.model.unparseable_score
         )
-        judges = {term.name: term.function.judge for term in self.terms if isinstance(term.function, Reading)}
-        self._panel = Panel(judges, cfg.model, group_timeout_s) if judges and group_timeout_s is not None else None
         self._asked = False
         self.waited_s = 0.0
         self.busy_s = 0.0
@@ -60,8 +58,12 @@ class RewardSet:
         if self._device.type == "cuda" and self._device.index is None:
             # A new thread starts on device 0, whatever this one uses.
             self._device = torch.device("cuda", torch.cuda.current_device())
-        self._cpu_pool = _DaemonPool(cfg.num_workers, "reward")
-        self._device_pool = _DaemonPool(1, "reward-device")
+        judges = {term.name: term.function.judge for term in self.terms if isinstance(term.function, Reading)}
+        self._panel: Panel | None = None
+        if judges and group_timeout_s is not None:
+            self._panel = Panel(judges, cfg.model, group_timeout_s, device=self._device, beside=beside)
+        self._cpu_pool = DaemonPool(cfg.num_workers, "reward")
+        self._device_pool = DaemonPool(1, "reward-device")
         self._calls: list[_Call] = []
 
     @property
@@ -93,8 +95,13 @@ class RewardSet:
         """Whether there are judges who have not asked yet, so that `ask` must be called before `collect`."""
         return self._panel is not None and not self._asked
 
+    @property
+    def judge_s(self) -> float | None:
+        """Seconds from questions to answers, of the last `ask`, partly beside the sampling; None without judges."""
+        return None if self._panel is None else self._panel.busy_s
+
     def ask(self) -> None:
-        """Put the judges' questions about all submitted images to the reward model, once before each `collect`.
+        """Have the judges' questions about all submitted images answered, once before each `collect`.
 
         All ranks of the world call it at the same point, on their main threads: it is a collective.
         """
@@ -240,34 +247,3 @@ def _on(prompts: list[Prompt]) -> str:
     texts = list(dict.fromkeys(" ".join(p.text.split()) for p in prompts))
     shown = texts[0] if len(texts[0]) <= _SHOWN else texts[0][:_SHOWN] + "…"
     return f'the prompts "{shown}" (+{len(texts) - 1} more)' if len(texts) > 1 else f'the prompt "{shown}"'
-
-
-class _DaemonPool:
-    """Daemon threads that take calls from one queue; they start with the first call, after any fork."""
-
-    def __init__(self, threads: int, name: str) -> None:
-        self._threads = threads
-        self._name = name
-        self._queue: queue.SimpleQueue[tuple[Future[Rows], Callable[[], Rows]]] | None = None
-
-    def submit(self, function: Callable[[], Rows]) -> "Future[Rows]":
-        if self._queue is None:
-            self._queue = queue.SimpleQueue()
-            for i in range(self._threads):
-                threading.Thread(target=_work, args=(self._queue,), name=f"{self._name}-{i}", daemon=True).start()
-        future: Future[Rows] = Future()
-        self._queue.put((future, function))
-        return future
-
-
-def _work(tasks: "queue.SimpleQueue[tuple[Future[Rows], Callable[[], Rows]]]") -> None:
-    while True:
-        future, function = tasks.get()
-        try:
-            result = function()
-        except BaseException as error:
-            # Whatever a user's reward raises must reach `collect`: this thread has nobody else to tell.
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-        del future, function  # no images are kept while the thread waits

@@ -1,7 +1,7 @@
 """The reward model in plain transformers, on torch alone: for models that vLLM lacks, and where there is no vLLM."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -55,6 +55,10 @@ class TransformersEngine:
         tokenizer.pad_token, tokenizer.padding_side = tokenizer.convert_ids_to_tokens(pad), "left"
         self._model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=pad)
 
+    def awake(self) -> AbstractContextManager[None]:
+        """For the time of the block the weights are on the device."""
+        return nullcontext() if self._sleeping is None else self._sleeping.awake()
+
     @torch.no_grad()
     def answer(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
         """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers.
@@ -65,7 +69,7 @@ class TransformersEngine:
         # neighbours ask much the same, so that their lengths differ little: of the questions, and mostly of the answers
         order = sorted(range(len(questions)), key=lambda i: len(questions[i][1]))
         size = self._cfg.micro_batch_size
-        with _randomness_kept(), nullcontext() if self._sleeping is None else self._sleeping.awake():
+        with _randomness_kept():
             for batch in (order[i : i + size] for i in range(0, len(order), size)):
                 pictures = {number: pil_image(images[number]) for number in {questions[i][0] for i in batch}}
                 said = self._answer([(pictures[questions[i][0]], questions[i][1]) for i in batch])

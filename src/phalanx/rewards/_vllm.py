@@ -1,6 +1,7 @@
 """The reward model in vLLM, inside the rank's own process: no server, no worker processes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -60,6 +61,19 @@ class VllmEngine:
         if self._sleeps:
             self._llm.sleep(level=1)
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """For the time of the block weights and cache are on the GPU."""
+        if not self._sleeps:
+            yield
+            return
+        torch.cuda.empty_cache()  # vLLM takes its memory from the device, not from torch's cache
+        with self._groups.active():
+            self._llm.wake_up()
+        yield
+        with self._groups.active():
+            self._llm.sleep(level=1)
+
     def answer(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[str]:
         """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers."""
         from vllm.exceptions import VLLMError
@@ -78,15 +92,10 @@ class VllmEngine:
             for number, question in questions
         ]
         with self._groups.active():
-            if self._sleeps:
-                torch.cuda.empty_cache()  # vLLM takes its memory from the device, not from torch's cache
-                self._llm.wake_up()
             try:
                 outputs = self._llm.chat(talks, self._sampling, use_tqdm=False)
             except VLLMError as error:
                 raise ValueError(f"reward.model: {error}") from error
-            if self._sleeps:
-                self._llm.sleep(level=1)
         return [output.outputs[0].text for output in outputs]
 
 
