@@ -49,7 +49,10 @@ def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, .
     before = process_state()
     model = RewardModel(cfg, timeout_s=60.0)
     asked = [(i, text) for i in range(len(own)) for text in questions]
-    answers = [model.ask(images_of(own), asked) for _ in range(2)]
+    answers = []
+    for _ in range(2):
+        with model.awake():
+            answers.append(model.ask(images_of(own), asked))
     assert process_state() == before
     total = torch.ones(1)
     dist.all_reduce(total)  # our world lives on
@@ -75,7 +78,8 @@ def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[l
 
     _transformers.pil_image = _vllm.pil_image = counted  # in this forked rank alone
     model = RewardModel(cfg, timeout_s=60.0)
-    answers = model.ask(images_of(list(range(count))), [(i, text) for i in numbers for text in QUESTIONS])
+    with model.awake():
+        answers = model.ask(images_of(list(range(count))), [(i, text) for i in numbers for text in QUESTIONS])
     return answers, len(made)
 
 

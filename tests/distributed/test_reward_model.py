@@ -125,7 +125,11 @@ def slept(cfg: RewardModelConfig) -> tuple[list[str], int]:
     inner = model._engine._model
     model._engine._sleeping = Sleeping(inner, torch.device("cpu"))
     before = dict(inner.named_parameters())
-    answers = [model.ask(images_of([5]), [(0, text) for text in QUESTIONS]) for _ in range(2)]
+    answers = []
+    for _ in range(2):
+        with model.awake():
+            assert all(after is not before[name] for name, after in inner.named_parameters())
+            answers.append(model.ask(images_of([5]), [(0, text) for text in QUESTIONS]))
     assert answers[0] == answers[1]
     after = dict(inner.named_parameters())
     assert list(after) == list(before) and all(after[n] is before[n] and not after[n].requires_grad for n in after)

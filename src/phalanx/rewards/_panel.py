@@ -49,6 +49,7 @@ class Panel:
         self._thread = DaemonPool(1, "reward-model") if beside else None  # one: collectives keep their order
         self._awake, self._is_awake = ExitStack(), False  # the thread's
         self._device = device
+        self._stream: torch.cuda.Stream | None = None
         self._sheets: list[Sheet] = []
         self._asked: list[Future[Answers]] = []
         self._spent_s = self.busy_s = 0.0
@@ -88,9 +89,11 @@ class Panel:
 
     def _ask_beside(self, sheet: Sheet) -> Answers:
         """On the thread: the model stays awake until `_rest`, on a stream of its own."""
+        if self._device.type == "cuda" and self._stream is None:
+            torch.cuda.set_device(self._device)  # a thread begins on the first one
+            self._stream = torch.cuda.Stream()  # one for good: the allocator keeps memory by stream
+            torch.cuda.set_stream(self._stream)
         if not self._is_awake:
-            if self._device.type == "cuda":
-                self._awake.enter_context(torch.cuda.stream(torch.cuda.Stream(self._device)))
             self._awake.enter_context(self._model.awake())
             self._is_awake = True
         return self._answers([sheet])
