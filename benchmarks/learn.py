@@ -5,8 +5,9 @@
 
 Each recipe of learn.yaml is trained on one CPU process, `--jobs` of them side by side, validated as it trains, and its
 last checkpoint samples the held-out prompts again with other noise. These images are scored by the training's OCR, by
-Tesseract, which no recipe has seen (its score shows whether an engine was fooled), and by how much they differ. A run
-whose result is there is not repeated. Results go to docs/learning.json, the table and the curves to docs/algorithms.md.
+Tesseract, which no recipe has seen (its score shows whether an engine was fooled), and by how much they differ. Results
+go to docs/learning.json, the table and the curves to docs/algorithms.md. A run whose result is there is not repeated,
+and with `--keep` no run that docs/learning.json has.
 """
 
 import argparse
@@ -35,6 +36,7 @@ IMAGES_A_PROMPT = 4
 IMAGES_A_STEP = 192  # of every recipe
 TARGET = 0.8
 SCALE = 4  # Tesseract wants larger letters
+RESULTS = ROOT / "docs" / "learning.json"
 MARKS = ("<!-- learning: begin -->", "<!-- learning: end -->")
 
 
@@ -47,6 +49,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40, help="training steps of 192 images (40)")
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, a CPU core each (2)")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "learn")
+    parser.add_argument("--keep", action="store_true", help="take the results that docs/learning.json has as they are")
     parser.add_argument("--no-docs", action="store_true", help="print the table, write nothing below docs/")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(recipes))
@@ -54,6 +57,8 @@ def main() -> None:
         sys.exit(f"learn.py: unknown recipe {unknown[0]!r}; known: {', '.join(recipes)}")
     names = args.names or list(recipes)
     runs = [(name, seed) for seed in args.seeds for name in names]
+    if args.keep:
+        keep(args.output)
     base = sampled(args.output / "base", ["model.path=assets/digits/base", "model.dtype=float32", *picture()])
     with ThreadPoolExecutor(args.jobs) as pool:
         jobs = [pool.submit(trained, args.output, name, recipes[name], seed, args.steps) for name, seed in runs]
@@ -64,9 +69,21 @@ def main() -> None:
     lines = table(base, results)
     print("\n".join(lines))
     if not args.no_docs:
-        (ROOT / "docs" / "learning.json").write_text(json.dumps({"base": base, "runs": results}, indent=1) + "\n")
+        RESULTS.write_text(json.dumps({"base": base, "runs": results}, indent=1) + "\n")
         curves(results, ROOT / "docs" / "images" / "learning.png")
         insert(ROOT / "docs" / "algorithms.md", lines)
+
+
+def keep(output: Path) -> None:
+    """Lay the results of docs/learning.json where those of runs are looked for; newer ones stay."""
+    known = json.loads(RESULTS.read_text())
+    for folder, file, result in [
+        (output / "base", "scores.json", known["base"]),
+        *((output / f"{slug(run['name'])}-{run['seed']}", "result.json", run) for run in known["runs"]),
+    ]:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / file).is_file():
+            (folder / file).write_text(json.dumps(result, indent=1) + "\n")
 
 
 def picture() -> list[str]:
@@ -206,16 +223,16 @@ def table(base: dict[str, float], results: Iterable[dict[str, Any]]) -> list[str
     for result in results:
         runs.setdefault(result["name"], []).append(result)
     lines = [
-        f"| recipe | OCR | Tesseract | images to {TARGET:g} | CPU seconds to {TARGET:g} | pixels | colours |",
-        "|---|---|---|---|---|---|---|",
-        "| the base | {ocr:.3f} | {tesseract:.3f} | | | {pixels:.3f} | {colours:.3f} |".format(**base),
+        f"| recipe | seeds | OCR | Tesseract | images to {TARGET:g} | CPU seconds to {TARGET:g} | pixels | colours |",
+        "|---|---|---|---|---|---|---|---|",
+        "| the base | | {ocr:.3f} | {tesseract:.3f} | | | {pixels:.3f} | {colours:.3f} |".format(**base),
     ]
     for name, found in runs.items():
         images, seconds = zip(*(reached(run["curve"]) for run in found), strict=True)
         cells = [spread([run["after"][key] for run in found], "{:.3f}") for key in ("ocr", "tesseract")]
         cells += [spread(images, "{:.0f}"), spread(seconds, "{:.0f}")]
         cells += [f"{statistics.fmean(run['after'][key] for run in found):.3f}" for key in ("pixels", "colours")]
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        lines.append(f"| `{name}` | {len(found)} | {' | '.join(cells)} |")
     return lines
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_z_image
+from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
+from tests.tiny_edit import tiny_qwen_image_edit
 
 torch.set_num_threads(1)
 
@@ -66,3 +67,15 @@ def judge_model(pytestconfig: pytest.Config) -> Path:
 def z_image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny ZImagePipeline; read only."""
     return tiny_z_image(tmp_path_factory.mktemp("models") / "z_image")
+
+
+@pytest.fixture(scope="session")
+def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny WanPipeline of text to video; read only."""
+    return tiny_wan(tmp_path_factory.mktemp("models") / "wan")
+
+
+@pytest.fixture(scope="session")
+def qwen_edit_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny QwenImageEditPlusPipeline; read only."""
+    return tiny_qwen_image_edit(tmp_path_factory.mktemp("models") / "qwen_image_edit")

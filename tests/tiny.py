@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Qwen2Tokenizer,
         T5EncoderModel,
         T5Tokenizer,
+        UMT5EncoderModel,
     )
 
 QWEN_PREFIX = (
@@ -273,6 +274,75 @@ def tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
         vae=vae,
         text_encoder=encoder,
         tokenizer=tokenizer,
+    )
+    pipeline.save_pretrained(folder)
+    return Path(folder)
+
+
+def umt5_encoder(tokenizer: "T5Tokenizer", hidden: int, seed: int) -> "UMT5EncoderModel":
+    """As `t5_encoder`, with positions of their own in each layer."""
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    encoder = UMT5EncoderModel(UMT5Config(**t5_encoder(tokenizer, hidden, seed).config.to_diff_dict())).eval()
+    jitter(encoder, seed)
+    return encoder
+
+
+def tiny_wan(folder: str | Path, multistep: bool = True, per_token: bool = False, seed: int = 0) -> Path:
+    """Save a tiny WanPipeline: 8 px a token, latents [4, (f - 1) / 4 + 1, h / 4, w / 4], 2 blocks of 4 heads x 16.
+
+    `multistep`: with the scheduler of the published folders; `per_token`: of Wan 2.2 TI2V-5B's kind, whose VAE cuts
+    patches: 16 px a token, latents [4, (f - 1) / 4 + 1, h / 8, w / 8].
+    """
+    from diffusers import (
+        AutoencoderKLWan,
+        FlowMatchEulerDiscreteScheduler,
+        UniPCMultistepScheduler,
+        WanPipeline,
+        WanTransformer3DModel,
+    )
+
+    tokenizer = t5_tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        transformer = WanTransformer3DModel(
+            num_attention_heads=4,
+            attention_head_dim=16,
+            in_channels=4,
+            out_channels=4,
+            text_dim=64,
+            freq_dim=32,
+            ffn_dim=96,
+            num_layers=2,
+            rope_max_seq_len=32,
+        ).eval()
+        jitter(transformer, seed + 1, std=0.1)
+        vae = AutoencoderKLWan(
+            base_dim=8,
+            z_dim=4,
+            dim_mult=[1, 2, 2],
+            num_res_blocks=1,
+            temperal_downsample=[True, True],
+            latents_mean=[-0.2, 0.1, 0.3, -0.1],
+            latents_std=[1.5, 0.8, 1.2, 2.0],
+            scale_factor_temporal=4,
+            scale_factor_spatial=8 if per_token else 4,
+            **({"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12} if per_token else {}),
+        ).eval()
+        jitter(vae, seed + 2)
+        encoder = umt5_encoder(tokenizer, hidden=64, seed=seed + 3)
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    if multistep:
+        scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
+        )
+    pipeline = WanPipeline(
+        transformer=transformer,
+        vae=vae,
+        text_encoder=encoder,
+        tokenizer=tokenizer,
+        scheduler=scheduler,
+        expand_timesteps=per_token,
     )
     pipeline.save_pretrained(folder)
     return Path(folder)

@@ -6,7 +6,7 @@ import logging
 import math
 import random
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -110,8 +110,9 @@ class PromptStream:
         return max(1, math.ceil(epochs * len(self._rows) / self._batch_size - 1e-9))
 
 
-def validation_sets(files: list[str], limit: int | None = None) -> dict[str, list[Prompt]]:
-    """The rows of each file of `data.val_files`, at most `limit`, by the file's name without its ending.
+def validation_sets(files: list[str], limit: int | None = None, images: Sequence[str] = ()) -> dict[str, list[Prompt]]:
+    """The rows of each file of `data.val_files`, at most `limit`, by the file's name without its ending. `images`: see
+    `load_prompts`.
 
     A split of a dataset folder is named `folder_split`. `group_id` is the row's number.
     """
@@ -127,16 +128,23 @@ def validation_sets(files: list[str], limit: int | None = None) -> dict[str, lis
                 f"{key}: {origin[name]} and {file} would both be the validation set {name!r}; rename one of them"
             )
         origin[name] = file
-        rows = load_prompts([file], key)[:limit]
+        rows = load_prompts([file], key, images)[:limit]
         sets[name] = [_prompt(row, i) for i, row in enumerate(rows)]
     return sets
 
 
-def held_out_overlap(train: Iterable[PromptRow | Prompt], val: Iterable[PromptRow | Prompt]) -> int:
-    """How many validation prompts are training prompts as well; warns where there are any."""
-    seen = {row.text.strip() for row in train}
-    held_out = [row.text.strip() for row in val]
-    overlap = sum(text in seen for text in held_out)
+def held_out_overlap(
+    train: Iterable[PromptRow | Prompt], val: Iterable[PromptRow | Prompt], image: str | None = None
+) -> int:
+    """How many validation prompts are training prompts as well, with the same image file in the column `image` where it
+    is given; warns where there are any. Raises ValueError for an image that cannot be read.
+    """
+    held_out = list(val)
+    seen, same = _common(list(train), held_out, lambda row: row.text.strip())
+    if image is not None:  # first by the files' sizes: to read all images takes long
+        seen, same = _common(seen, same, lambda row: (row.text.strip(), row.meta[image].file_size))
+        seen, same = _common(seen, same, lambda row: (row.text.strip(), row.meta[image].digest))
+    overlap = len(same)
     if overlap:
         logger.warning(
             "%d of %d validation prompts are training prompts as well; they do not measure generalisation",
@@ -144,6 +152,15 @@ def held_out_overlap(train: Iterable[PromptRow | Prompt], val: Iterable[PromptRo
             len(held_out),
         )
     return overlap
+
+
+_Rows = list[PromptRow | Prompt]
+
+
+def _common(some: _Rows, others: _Rows, name: Callable[[PromptRow | Prompt], Hashable]) -> tuple[_Rows, _Rows]:
+    """The rows of each whose name a row of the other has as well."""
+    both = {name(row) for row in some} & {name(row) for row in others}
+    return [row for row in some if name(row) in both], [row for row in others if name(row) in both]
 
 
 def _prompt(row: PromptRow, group_id: int) -> Prompt:

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from phalanx.distributed.collectives import all_gather, gather_object
+from phalanx.distributed.collectives import all_gather, to_first
 from phalanx.distributed.mesh import World
 from phalanx.images import ImageRecord
 from phalanx.types import Policy, Prompt, Rollout
@@ -40,10 +41,12 @@ def validate(
     share = -(-len(prompts) // world.size)
     # ranks must do equal work, so the end is filled up with the last prompt and cut off again below
     mine = [prompts[min(world.rank * share + j, len(prompts) - 1)] for j in range(share)]
-    kept: list[tuple[Prompt, Tensor]] = []
+    kept: dict[int, Tensor] = {}  # of this rank's prompts among the first, the first image, which comes first
 
     def each(images: Tensor, sampled: list[Prompt]) -> None:
-        kept.extend((p, image) for p, image in zip(sampled, images, strict=True) if p.group_id < keep_images)
+        for p, image in zip(sampled, images, strict=True):
+            if p.group_id < keep_images and p.group_id // share == world.rank and p.group_id not in kept:
+                kept[p.group_id] = (image * 255).round_().byte().movedim(-3, -1).contiguous()
         submit(images, sampled)
 
     with policy.using("ema") if ema else nullcontext(), rollout.awake():
@@ -54,9 +57,15 @@ def validate(
     row = {f"val/{name}/reward/mean": reward.mean().item(), f"val/{name}/reward/std": reward.std(correction=0).item()}
     for term, values in local_terms.items():
         row[f"val/{name}/reward/{term}"] = all_gather(values)[:real].mean().item()
-    pixels = [(p.text, p.group_id, (image * 255).round().byte().permute(1, 2, 0).numpy()) for p, image in kept]
-    records: dict[int, ImageRecord] = {}
-    for text, number, image in (entry for part in gather_object(pixels) for entry in part):
-        first = float(reward[number * images_a_prompt])
-        records.setdefault(number, ImageRecord(prompt=text, reward=first, image=image, index=number))
-    return Validation(row, [records[number] for number in sorted(records)])
+    records = []
+    for number, prompt in enumerate(prompts[:keep_images]):
+        owner = number // share
+        if world.rank == 0 and owner != 0:
+            kept[number] = torch.empty_like(kept[0])
+        if world.rank in (0, owner):
+            to_first(kept[number], owner)
+        if world.rank == 0:
+            first = float(reward[number * images_a_prompt])
+            image = kept[number].numpy()
+            records.append(ImageRecord(prompt.text, first, image, index=number, fps=policy.model.fps))
+    return Validation(row, records)

@@ -70,7 +70,7 @@ class LoadedExpert:
     def view_flops(self, text_length: int) -> int:
         """FLOPs of its view of a sample, at one noise level."""
         s = self.rollout.sampler
-        return self.policy.model.flops(s.height, s.width, text_length) * (2 if s.guided else 1)
+        return self.policy.model.flops(s.height, s.width, text_length, s.num_frames) * (2 if s.guided else 1)
 
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples as the expert would have sampled them: with its own embeddings and guidance."""

@@ -21,6 +21,7 @@ from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.seed import fold_in
 from phalanx.image_data import ImageTextData, IndexStream
 from phalanx.metrics import check_loggers
+from phalanx.models.flow import image_columns
 from phalanx.rollout.policy import train_sampler
 from phalanx.run import Run, peak_memory_gb
 from phalanx.types import JobError, Prompt, Sampler
@@ -31,6 +32,10 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
     if not cfg.data.train_files:
         raise ConfigError("data.train_files: [] names no images; give a .jsonl file or a Hugging Face dataset folder")
     batches.check_run(cfg)
+    if image_columns(cfg.model):
+        raise ConfigError(f"model.path: {cfg.model.path!r} edits images; flow matching trains from texts alone")
+    if cfg.rollout.num_frames > 1:
+        raise ConfigError(f"rollout.num_frames: {cfg.rollout.num_frames}: flow matching trains on images; set it to 1")
     check_loggers(cfg.trainer.logger)
     launch = mesh.Launch.from_env()
     mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)

@@ -9,7 +9,7 @@ from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
 from phalanx.data import DataError, Shuffled
-from phalanx.pictures import to_size
+from phalanx.pictures import to_size, upright
 
 TEXT_COLUMNS = ("prompt", "text", "caption")
 
@@ -38,7 +38,7 @@ class ImageTextData:
         """Image i, [3, H, W] float32 in 0..1: scaled to cover height x width, and cut in the middle."""
         source, _, where = self._rows[i]
         try:
-            image = (source if isinstance(source, Image.Image) else Image.open(source)).convert("RGB")
+            image = upright(source if isinstance(source, Image.Image) else Image.open(source))
         except (OSError, UnidentifiedImageError) as error:
             raise DataError(f"{where}: the image cannot be read: {error}") from None
         return to_size(image, self.height, self.width)

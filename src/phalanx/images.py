@@ -1,11 +1,14 @@
-"""Validation images on disk: one PNG a sample, an index beside them, and a grid with prompt and reward as captions."""
+"""Validation images on disk: one PNG a sample, an index beside them, and a grid with prompt and reward as captions.
+
+Of videos the PNGs show some frames side by side; each video, and the grid of all, is an mp4 beside them.
+"""
 
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
+from phalanx.functional.frames import evenly_spaced
+from phalanx.videos import write_video
+
+STRIP = 4  # frames of a video that stand for it in a picture
 TILE_MIN = 160  # pixels: narrower tiles cannot hold a caption that one can read
 TILE_MAX = 320
 CAPTION_LINES = 3
@@ -22,16 +29,32 @@ _MARGIN = 8
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """One generated image.
+    """One generated image, or video of `fps` frames a second.
 
-    `image` is uint8 [H, W, 3]; `index` is the prompt's number in its validation set (times the images a prompt, where
-    there are several), so that the same index at two steps is the same prompt and noise.
+    `image` is uint8 [H, W, 3], or [F, H, W, 3]; `index` is the prompt's number in its validation set (times the images
+    a prompt, where there are several), so that the same index at two steps is the same prompt and noise.
     """
 
     prompt: str
     reward: float
     image: NDArray[np.uint8]
     index: int
+    fps: int = 1
+
+    @property
+    def is_video(self) -> bool:
+        """Whether there are frames."""
+        return self.image.ndim == 4
+
+    @property
+    def frames(self) -> list["ImageRecord"]:
+        """Each frame of a video as a record of its own; an image is its only one."""
+        return [replace(self, image=frame) for frame in self.image] if self.is_video else [self]
+
+    @property
+    def stem(self) -> str:
+        """Name of its files, without the ending."""
+        return f"{self.index:05d}"
 
 
 def step_folder(folder: Path, step: int, set_name: str) -> Path:
@@ -45,7 +68,8 @@ def save_images(folder: Path, step: int, set_name: str, records: Iterable[ImageR
     """Write the images of one validation and return their folder.
 
     The folder holds `00003.png` for index 3, `grid.png`, and `index.jsonl` with `index`, `prompt`, `reward` (null where
-    it is not finite) and `file` in the order of the index. It appears at once, complete, and replaces an older one.
+    it is not finite) and `file` in the order of the index; of videos also `00003.mp4`, as `video` in the index, and
+    `grid.mp4`. It appears at once, complete, and replaces an older one.
     """
     rows = sorted(records, key=lambda record: record.index)
     assert len({record.index for record in rows}) == len(rows), "images: two records have one index"
@@ -66,20 +90,45 @@ def save_images(folder: Path, step: int, set_name: str, records: Iterable[ImageR
 def _write_images(folder: Path, rows: list[ImageRecord]) -> None:
     lines = []
     for record in rows:
-        file = f"{record.index:05d}.png"
-        Image.fromarray(_rgb(record)).save(folder / file)
-        lines.append(
-            {
-                "index": record.index,
-                "prompt": record.prompt,
-                "reward": record.reward if math.isfinite(record.reward) else None,
-                "file": file,
-            }
-        )
+        line = {
+            "index": record.index,
+            "prompt": record.prompt,
+            "reward": record.reward if math.isfinite(record.reward) else None,
+            "file": f"{record.stem}.png",
+        }
+        side_by_side([Image.fromarray(_rgb(frame)) for frame in standing(record)]).save(folder / f"{record.stem}.png")
+        if record.is_video:
+            line["video"] = f"{record.stem}.mp4"
+            write_video(folder / f"{record.stem}.mp4", record.image, record.fps)
+        lines.append(line)
     text = "".join(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n" for line in lines)
     (folder / "index.jsonl").write_text(text, encoding="utf-8")
     if rows:
         grid(rows).save(folder / "grid.png")
+    if rows and rows[0].is_video:
+        write_video(folder / "grid.mp4", moving_grid(rows), rows[0].fps)
+
+
+def moving_grid(rows: list[ImageRecord]) -> Iterable[NDArray[np.uint8]]:
+    """The frames of the grid of videos of one length, uint8 [H, W, 3] each."""
+    return (np.asarray(grid(list(at_once))) for at_once in zip(*(record.frames for record in rows), strict=True))
+
+
+def standing(record: ImageRecord) -> list[ImageRecord]:
+    """The frames that stand for a video in a picture; the image itself."""
+    frames = record.frames
+    return [frames[i] for i in evenly_spaced(len(frames), STRIP)]
+
+
+def side_by_side(pictures: list[Image.Image]) -> Image.Image:
+    """Pictures of one size in a row."""
+    if len(pictures) == 1:
+        return pictures[0]
+    width, height = pictures[0].size
+    row = Image.new("RGB", (len(pictures) * width, height))
+    for i, picture in enumerate(pictures):
+        row.paste(picture, (i * width, 0))
+    return row
 
 
 def read_index(folder: Path) -> list[dict[str, Any]]:
@@ -107,8 +156,9 @@ def grid(records: list[ImageRecord]) -> Image.Image:
     Tiny images are enlarged by a whole factor without smoothing, so that their pixels stay visible; large ones shrink.
     """
     font = ImageFont.load_default(CAPTION_SIZE)
-    tiles = [fit(Image.fromarray(_rgb(record))) for record in records]
-    columns = math.ceil(math.sqrt(len(tiles)))
+    strips = [[fit(Image.fromarray(_rgb(frame))) for frame in standing(record)] for record in records]
+    tiles = [side_by_side(strip) for strip in strips]
+    columns = math.ceil(math.sqrt(len(tiles) / len(strips[0])))
     width = max(TILE_MIN, *(tile.width for tile in tiles))
     captions = [caption(record.prompt, record.reward, font, width) for record in records]
     line_height = CAPTION_SIZE + 4

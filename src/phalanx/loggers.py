@@ -9,7 +9,8 @@ from typing import Any, Protocol
 
 from phalanx.config.load import ConfigError
 from phalanx.config.schema import TrainerConfig
-from phalanx.images import ImageRecord
+from phalanx.functional.frames import evenly_spaced
+from phalanx.images import ImageRecord, moving_grid
 
 ELAPSED = "perf/elapsed_s"
 CONSOLE_KEYS = (
@@ -21,6 +22,7 @@ CONSOLE_KEYS = (
     "actor/kl_ref",
     "perf/step_s",
 )
+GIF_FRAMES = 16  # of a video in tensorboard: a GIF compresses badly
 _ETA_STEPS = 20  # the ETA follows the last steps, as a window or a checkpoint changes their length
 
 
@@ -139,6 +141,24 @@ class TensorBoard:
 
         picture = np.asarray(Image.open(folder / "grid.png").convert("RGB"))
         self._writer.add_image(f"images/{set_name}", picture, step, dataformats="HWC")
+        if records[0].is_video:
+            self._add_gif(f"videos/{set_name}", list(moving_grid(records)), records[0].fps, step)
+
+    def _add_gif(self, tag: str, frames: list[Any], fps: int, step: int) -> None:
+        """What SummaryWriter.add_video writes, which wants moviepy for it: TensorBoard plays nothing but GIFs."""
+        from io import BytesIO
+
+        from PIL import Image
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        shown = [Image.fromarray(frames[i]) for i in evenly_spaced(len(frames), GIF_FRAMES)]
+        file, ms = BytesIO(), 1000 * len(frames) / fps / len(shown)
+        shown[0].save(file, "GIF", save_all=True, append_images=shown[1:], duration=ms, loop=0)
+        image = Summary.Image(
+            height=shown[0].height, width=shown[0].width, colorspace=3, encoded_image_string=file.getvalue()
+        )
+        assert self._writer.file_writer is not None
+        self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
 
     def close(self, failed: bool) -> None:
         self._writer.close()
@@ -174,9 +194,13 @@ class Wandb:
         self._run.log(row, step=step)
 
     def images(self, step: int, set_name: str, records: list[ImageRecord], folder: Path) -> None:
-        pictures = [
-            self._wandb.Image(record.image, caption=f"{record.reward:.3f}: {record.prompt}") for record in records
-        ]
+        captions = [f"{record.reward:.3f}: {record.prompt}" for record in records]
+        if records[0].is_video:
+            files = [str(folder / f"{record.stem}.mp4") for record in records]
+            videos = [self._wandb.Video(f, caption=c, format="mp4") for f, c in zip(files, captions, strict=True)]
+            self._run.log({f"videos/{set_name}": videos}, step=step)
+            return
+        pictures = [self._wandb.Image(r.image, caption=c) for r, c in zip(records, captions, strict=True)]
         self._run.log({f"images/{set_name}": pictures}, step=step)
 
     def close(self, failed: bool) -> None:

@@ -1,14 +1,16 @@
 """Images of data files: found at once, and read when they are wanted, so that a data set need not fit into memory."""
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 FORMS = "the bytes of an image file, its path beside the data file, or {bytes, path}"
@@ -27,13 +29,32 @@ class Picture:
     where: str
 
     def pixels(self, height: int, width: int) -> Tensor:
-        """[3, H, W]; see `to_size`. Raises ValueError, with one line, where there is no image that can be read."""
+        """[3, H, W]; see `to_size`. Raises ValueError as `pil` does."""
+        return to_size(self.pil(), height, width)
+
+    def pil(self) -> Image.Image:
+        """The image; see `upright`. Raises ValueError, with one line, where there is no image that can be read."""
         try:
             with Image.open(self._file(self.source())) as image:
-                return to_size(image.convert("RGB"), height, width)
+                return upright(image)
         except UnidentifiedImageError:
             raise ValueError(f"{self.where}: the image cannot be read: its format is unknown") from None
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # SyntaxError: of a damaged PNG
+            raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the image by what its pixels are. Raises ValueError as `pil` does."""
+        image = self.pil()
+        return hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
+
+    @cached_property
+    def file_size(self) -> int:
+        """Bytes of the image's file. Raises ValueError, with one line, where there is none."""
+        file = self._file(self.source())
+        try:
+            return file.stat().st_size if isinstance(file, Path) else len(file.getvalue())
+        except OSError as error:
             raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
 
     def _file(self, value: Any) -> Path | BytesIO:
@@ -45,6 +66,11 @@ class Picture:
         if isinstance(value, str):
             return self.folder / value
         raise ValueError(f"{self.where} is of type {type(value).__name__}; right is {FORMS}")
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The image in RGB, turned as its EXIF data say that it is seen."""
+    return ImageOps.exif_transpose(image).convert("RGB")
 
 
 def to_size(image: Image.Image, height: int, width: int) -> Tensor:

@@ -19,10 +19,11 @@ from phalanx.config.schema import EmaConfig, RunConfig
 from phalanx.data import validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import agree
+from phalanx.distributed.placement import judged_beside
 from phalanx.ending import Stopped
 from phalanx.evaluate import validate
 from phalanx.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
-from phalanx.models.flow import build_policy
+from phalanx.models.flow import build_policy, image_columns
 from phalanx.optim import Average, Ema, Optimizer
 from phalanx.report import write_report
 from phalanx.rewards import RewardError, RewardSet
@@ -55,7 +56,7 @@ class Run:
         self.world = mesh.start(cfg.parallel)
         self.output_dir = Path(cfg.trainer.output_dir)
         self.timers = Timers()
-        self.val_sets = validation_sets(cfg.data.val_files)
+        self.val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model))
         self.rewards: RewardSet | None = None
         if cfg.reward.functions:
             self.rewards = RewardSet(
@@ -328,22 +329,6 @@ class Run:
         if self.world.rank == 0:
             log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
         return progress
-
-
-def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
-    """Whether the reward model answers on a thread while images are sampled, as reward.overlap asks for.
-
-    Not where it stands on all ranks, and nobody would sample meanwhile; nor where the rollout's engine is vLLM's too,
-    whose state is one a process; nor where both would send over NCCL at a time, which may block: a model that is
-    divided among ranks, and a policy whose weights are gathered in each forward pass.
-    """
-    model, alone = cfg.reward.model, cfg.parallel.rollout_unsharded or shard_size == 1
-    return (
-        cfg.reward.overlap
-        and model.placement != "colocate"
-        and cfg.rollout.engine != "vllm_omni"
-        and (alone or model.tensor_parallel_size == 1)
-    )
 
 
 def validation_summary(folder: Path) -> list[str]:

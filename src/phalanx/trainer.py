@@ -24,7 +24,7 @@ from phalanx.functional.advantage import group_std, informative
 from phalanx.functional.noising import noise_levels
 from phalanx.metrics import check_loggers
 from phalanx.micro_batches import MicroBatches
-from phalanx.models.flow import family_of
+from phalanx.models.flow import family_of, image_columns
 from phalanx.rollout import check_engine
 from phalanx.rollout._rescore import rescore
 from phalanx.rollout.dataset import PAIR
@@ -33,7 +33,13 @@ from phalanx.run import Run, peak_memory_gb
 from phalanx.types import Algorithm, Noised, Samples
 
 log = logging.getLogger(__name__)
-ENCODE_AHEAD = 32  # training steps whose prompts are encoded at once
+# Training steps whose prompts are encoded at once, at most: fewer where the cache would forget the first of them before
+# they are sampled. Qwen-Image's embeddings of a text of 200 tokens, 3584 wide in bfloat16, are 1.4 MB. Qwen-Image-Edit
+# adds some 212 tokens, of image and template, and the image's latents, 0.5 MB at 1024 x 1024 pixels: 3.5 MB, and the
+# negative's at most as much. 48 prompts on 8 ranks are then 42 MB a step and rank, and 32 steps fit in half of the
+# cache's 4 GiB; on one rank it is 336 MB, and 6 do. The first Qwen-Image-Edit sees 1369 tokens of an image, 24 MB a
+# prompt: 15 steps on 8 ranks, and 1 on one.
+ENCODE_AHEAD = 32
 
 
 def check(cfg: TrainConfig) -> batches.BatchPlan:
@@ -58,9 +64,8 @@ class Trainer(Run):
 
     def __init__(self, cfg: TrainConfig) -> None:
         self.cfg, self.plan = cfg, check(cfg)
-        rows = load_prompts(
-            cfg.data.train_files, "data.train_files", images=PAIR if cfg.rollout.engine == "dataset" else ()
-        )
+        pair = PAIR if cfg.rollout.engine == "dataset" else ()
+        rows = load_prompts(cfg.data.train_files, "data.train_files", images=(*image_columns(cfg.model), *pair))
         self.prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)
         self.algorithm: Algorithm = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(
             cfg.algorithm
@@ -95,11 +100,14 @@ class Trainer(Run):
             steps = self.prompts.steps(cfg.trainer.total_epochs)
         self.prepare(steps, steps * self.plan.updates * cfg.actor.ppo_epochs, averages)
         self.group_id = torch.arange(self.plan.samples) // cfg.rollout.n
+        # the first step's prompts are encoded alone: they show how large embeddings are
+        self.encoded, self._ahead = self.progress.step, 1
         self._forward_flops: int | None = None
         self._view_costs: list[float] = []  # of each of the algorithm's others, in passes of the policy's own
         self._trained = 0
         if self.world.rank == 0:
-            held_out_overlap(rows, [p for prompts in self.val_sets.values() for p in prompts])
+            held_out = [p for prompts in self.val_sets.values() for p in prompts]
+            held_out_overlap(rows, held_out, self.policy.model.image_column)
         if cfg.model.compile and self.world.rank == 0:
             log.warning(
                 "model.compile: sampling and training are compiled apart, so their log-probs may differ in the last "
@@ -119,10 +127,9 @@ class Trainer(Run):
         seed = self.cfg.trainer.seed
         with self.logger:
             self.begin()
-            first = self.progress.step
-            for step in range(first, self.total_steps):
+            for step in range(self.progress.step, self.total_steps):
                 start = time.perf_counter()
-                if (step - first) % ENCODE_AHEAD == 0:
+                if step == self.encoded:
                     with self.timers("encode"):
                         self.encode_ahead(step)
                 with self.timers("rollout"), self.behaviour(), self.rollout.awake():
@@ -250,12 +257,13 @@ class Trainer(Run):
             return rescore(self.policy, samples, self.cfg.rollout, self.plan.micro)
 
     def encode_ahead(self, step: int) -> None:
-        """Encode the prompts of the next training steps: the text encoders' way to the device and back is long."""
-        ahead = range(step, min(step + ENCODE_AHEAD, self.total_steps))
-        prompts = [self.prompts.batch(k) for k in ahead]
-        self.rollout.encode(prompts)
-        for expert in self.experts.values():
-            expert.rollout.encode(prompts)
+        """Encode the prompts of the training steps from `step` on, up to `self.encoded`, which it sets: the text
+        encoders' way to the device and back is long.
+        """
+        self.encoded = min(step + self._ahead, self.total_steps)
+        prompts = [self.prompts.batch(k) for k in range(step, self.encoded)]
+        kept = [rollout.encode(prompts) for rollout in (self.rollout, *(e.rollout for e in self.experts.values()))]
+        self._ahead = max(1, min(ENCODE_AHEAD, *kept))
 
     def noised(self, samples: Samples, step: int, epoch: int) -> Noised:
         """Fresh noise of this rank's samples, a function of (trainer.seed, step, sample, epoch)."""
@@ -329,7 +337,9 @@ class Trainer(Run):
                 row["perf/judge_busy_s"] = self.rewards.judge_s
         if self._forward_flops is None:
             length = samples.trace.embeds["prompt_embeds"].shape[1]
-            self._forward_flops = self.policy.model.flops(c.rollout.height, c.rollout.width, length)
+            self._forward_flops = self.policy.model.flops(
+                c.rollout.height, c.rollout.width, length, c.rollout.num_frames
+            )
             own = self._forward_flops * (2 if self.rollout.sampler.guided else 1)
             self._view_costs = [
                 self.experts[name].view_flops(length) / own if name in self.experts else 1.0

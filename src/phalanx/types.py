@@ -32,7 +32,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sampler:
-    """How images are denoised: sizes in pixels, `guidance` scale (1: off), `noise_level` eta of stochastic steps.
+    """How images, or videos of `num_frames`, are denoised: sizes in pixels, `guidance` scale (1: off), `noise_level`
+    eta of stochastic steps.
 
     `embedded_guidance` is the scale that a guidance-distilled model takes as an input; None for other models.
     `solver` takes the steps behind the stochastic ones, or all where there are none; `compression` is the share of the
@@ -48,6 +49,7 @@ class Sampler:
     embedded_guidance: float | None = None
     solver: str = "euler"
     compression: float = 1.0
+    num_frames: int = 1
 
     @property
     def guided(self) -> bool:
@@ -88,7 +90,8 @@ class FlowTrace:
 
 @dataclass(frozen=True)
 class Samples:
-    """Images that this rank sampled: `outputs` [B, 3, H, W] in 0..1 on the CPU, `log_prob` [B, W] or None.
+    """What this rank sampled: `outputs` in 0..1 on the CPU, images [B, 3, H, W] or videos [B, F, 3, H, W]; `log_prob`
+    [B, W] or None.
 
     `index` [B] is each sample's number in the step over the world; sample i belongs to group i // n. `weight` [B, W]
     are factors of the loss where another engine drew the samples.
@@ -175,10 +178,15 @@ class TextToImage(Protocol):
     pipeline_class: str
     guidance_key: str
     embedded_guidance_key: str | None
+    image_column: str | None
+    makes_videos: bool
+    fps: int
     transformer: Any
     dtype: torch.dtype
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]: ...
+
+    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]: ...
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]: ...
 
@@ -193,7 +201,11 @@ class Policy(Protocol):
     @property
     def model(self) -> TextToImage: ...
 
-    def embed(self, prompts: list[Prompt], negatives: bool = True) -> list[dict[str, Tensor]]: ...
+    def embed(
+        self, prompts: list[Prompt], negatives: bool = True, size: tuple[int, int] | None = None
+    ) -> list[dict[str, Tensor]]: ...
+
+    def room(self) -> int: ...
 
     def velocity(
         self, latents: Tensor, timesteps: Tensor, embeds: dict[str, Tensor], rows: Tensor, sampler: Sampler

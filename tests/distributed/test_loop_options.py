@@ -149,3 +149,36 @@ def test_terms_are_clipped_weighted_by_step_and_normalised(sd3_folder: Path, tmp
             centred = values[own].double() - values[own].double().mean()
             expected = expected + weight * centred / (centred.square().mean().sqrt() + 1e-6)
         torch.testing.assert_close(trained[group], expected.float(), atol=1e-4, rtol=1e-4)
+
+
+def encoded(cfg: TrainConfig, room: int) -> list[list[str]]:
+    """What is encoded at once in a run whose memory has room for so many embeddings."""
+    from phalanx.models import embeds
+    from phalanx.trainer import Trainer
+
+    t, calls = Trainer(cfg), list[list[str]]()
+    (one,) = t.policy.model.encode(["x"], torch.device("cpu"), cfg.data.max_prompt_length)
+    embeds.MEMORY_LIMIT = room * sum(value.nbytes for value in one.values())
+    encode = t.policy._embeds._encode
+
+    def counted(texts: list[str]) -> list[dict[str, torch.Tensor]]:
+        calls.append(texts)
+        return encode(texts)
+
+    t.policy._embeds._encode = counted
+    t.fit()
+    return calls
+
+
+@pytest.mark.parametrize(("room", "steps"), [(16, [1, 2, 2, 2, 1]), (1000, [1, 7])])
+def test_no_more_is_encoded_ahead_than_memory_keeps(
+    room: int, steps: list[int], sd3_folder: Path, tmp_path: Path
+) -> None:
+    """With 4 embeddings a step, half of 16 are two steps'; each text is encoded once."""
+    small = ("data.train_batch_size=2", "rollout.n=2", "rollout.num_inference_steps=2", "rollout.sde_window_size=1")
+    cfg = configure(sd3_folder, tmp_path, *small, "trainer.total_training_steps=8")
+    (tmp_path / "prompts.txt").write_text("\n".join(f"prompt {i}" for i in range(16)))
+    (calls,) = run_ranks(encoded, 1, cfg, room)
+    texts = [text for call in calls for text in call]
+    assert len(texts) == len(set(texts)) == 16 + 1  # the negative of all
+    assert [len(call) for call in calls] == [2 * n + (i == 0) for i, n in enumerate(steps)]

@@ -1,15 +1,23 @@
 """Validation: every held-out prompt once across the ranks, with its own noise, the same on any number of ranks."""
 
 import json
+import resource
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from PIL import Image
+from torch import Tensor
 
+from phalanx import evaluate
 from phalanx.config.schema import TrainConfig
+from phalanx.types import Prompt
 from tests.jobs import PROMPTS, tiny_config
 from tests.ranks import run_ranks
 
@@ -173,3 +181,63 @@ def test_rewards_are_scored_while_the_next_micro_batch_is_sampled(sd3_folder: Pa
     serial = configure(sd3_folder, tmp_path, "reward.overlap=false")
     _, last, spans = run_ranks(overlap, 1, serial)[0]
     assert all(start >= last for start, _ in spans)
+
+
+VIDEO = (8, 3, 512, 512)  # frames and channels first: 6.3 MB as bytes, 25 MB as floats
+
+
+class Shades:
+    """A rollout of two videos a prompt, each of one shade, and the policy it samples."""
+
+    model = SimpleNamespace(fps=8)
+
+    def awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sample_validation(self, prompts: list[Prompt], *, each: Callable[[Tensor, list[Prompt]], None]) -> None:
+        for p in prompts:
+            for j in range(2):
+                each(torch.full((1, *VIDEO), shade(p.group_id, j) / 255), [p])
+
+
+def shade(prompt: int, j: int) -> int:
+    return 20 * prompt + 100 * j
+
+
+def kept_videos(keep: int) -> tuple[list[tuple[str, int, float, list[int]]], int]:
+    """What a validation of five prompts keeps, with the shades of each, and by how many bytes the rank grew."""
+    world, rollout = dist.get_world_size(), Shades()
+    rewards: list[float] = []
+    prompts = [Prompt(f"prompt {i}", i, {}) for i in range(5)]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    result = evaluate.validate(
+        cast(Any, rollout),
+        cast(Any, rollout),
+        lambda images, sampled: rewards.extend(images.mean(dim=(1, 2, 3, 4)).tolist()),
+        lambda: (torch.tensor(rewards), {}),
+        "set",
+        prompts,
+        cast(Any, SimpleNamespace(rank=dist.get_rank(), size=world)),
+        images_a_prompt=2,
+        keep_images=keep,
+        ema=False,
+    )
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    for record in result.images:
+        assert record.image.shape == (8, 512, 512, 3) and record.fps == 8
+    return [(r.prompt, r.index, r.reward, np.unique(r.image).tolist()) for r in result.images], grown
+
+
+@pytest.mark.parametrize("keep", [4, 9])
+def test_the_first_video_of_a_prompt_is_kept_on_rank_0(keep: int) -> None:
+    expected = [(f"prompt {i}", i, pytest.approx(20 * i / 255), [20 * i]) for i in range(min(keep, 5))]
+    for world in (1, 2, 4, 8):
+        kept, *others = run_ranks(kept_videos, world, keep)
+        assert kept[0] == expected
+        assert all(rest == [] for rest, _ in others)
+
+
+def test_rank_0_holds_no_more_than_it_keeps() -> None:
+    """However many ranks there are, and although one of them has sampled all that is kept."""
+    (_, grown), *_ = run_ranks(kept_videos, 4, 2)
+    assert grown < 150e6  # two videos as bytes, and one as floats a few times over while it is made

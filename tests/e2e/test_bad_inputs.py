@@ -292,7 +292,7 @@ CONFIG_FILES: list[tuple[str, str, str]] = [
     ("broken.yaml", "trainer:\n  seed: [1\n", "{file}:3:1: not valid YAML: expected ',' or ']', but got '<stream end>'"),
     ("list.yaml", "- trainer\n", "{file}: the top level must be sections (key: value), not a list"),
     ("nested.yaml", "rollout:\n  val:\n    stepz: 3\n", "unknown key rollout.val.stepz; known here: n, num_inference_steps, "
-     "height, width, guidance_scale, true_cfg_scale, noise_level, solver, seed"),
+     "height, width, num_frames, guidance_scale, true_cfg_scale, noise_level, solver, seed"),
     ("typed.yaml", "data:\n  val_files: a.txt\n", "data.val_files: 'a.txt' should be a list of texts, e.g. [a.txt]"),
 ]  # fmt: skip
 
@@ -362,8 +362,8 @@ MODELS: list[tuple[str, Arguments, str]] = [
     (
         "an unsupported pipeline",
         lambda p: [p.broken("sana", edit("model_index.json", _class_name="SanaPipeline"))],
-        "model.path: '{folder}/sana' is a SanaPipeline; supported: FluxPipeline, QwenImagePipeline, "
-        "StableDiffusion3Pipeline, ZImagePipeline",
+        "model.path: '{folder}/sana' is a SanaPipeline; supported: FluxPipeline, QwenImageEditPipeline, "
+        "QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
     ),
     (
         "a missing component",
@@ -424,6 +424,11 @@ MODELS: list[tuple[str, Arguments, str]] = [
 SETTINGS: list[tuple[str, Arguments, str]] = [
     ("image size", lambda p: ["rollout.height=20"], "rollout.height: 20 should be a multiple of 8, e.g. 16 or 24"),
     ("image too large", lambda p: ["rollout.width=4096"], "rollout.width: 4096 is more than the model's 128 pixels"),
+    (
+        "videos of a model that makes images",
+        lambda p: ["rollout.num_frames=5"],
+        "rollout.num_frames: 5: StableDiffusion3Pipeline makes images, not videos; set it to 1",
+    ),
     (
         "the guidance of another family",
         lambda p: ["rollout.true_cfg_scale=4"],

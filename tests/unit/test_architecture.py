@@ -40,12 +40,13 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"images", "pictures", "flops", "charts"}),
     frozenset({"distributed"}),
     frozenset({"functional"}),
-    frozenset({"types", "ending", "torchvision_ops"}),
+    frozenset({"types", "ending", "torchvision_ops", "videos"}),
     frozenset({"config"}),
 )
 
 # Heavy libraries, and the only modules (or packages) that import them.
 OWNERS: dict[str, tuple[str, ...]] = {
+    "av": ("videos",),
     "datasets": ("data", "image_data", "digits"),
     "diffusers": ("models", "rollout._solver", "export", "vae", "digits"),
     "fastapi": ("rewards._server",),

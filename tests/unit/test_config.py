@@ -260,7 +260,7 @@ MISTAKES = [
     (["seed=1"], "unknown key seed; did you mean one of data.seed, rollout.val.seed, reward.model.seed, trainer.seed?"),
     (["trainer.lr=1"], "unknown key trainer.lr; did you mean optim.lr?"),
     (["foo.bar=1"], f"unknown key foo; known here: {SECTIONS}"),
-    (["model.zzz=1"], "unknown key model.zzz; known here: path, family, dtype, lora_rank, lora_alpha, lora_init, "
+    (["model.zzz=1"], "unknown key model.zzz; known here: path, family, dtype, reference_size, lora_rank, lora_alpha, lora_init, "
      "target_modules, lora_dtype, attn_backend, gradient_checkpointing, compile"),
     (["algorithm.clip_rate=1"], "unknown key algorithm.clip_rate; did you mean algorithm.clip_ratio?"),
     (["reward.functions=[{name: ocr}, {nam: ocr}]"], "unknown key reward.functions[1].nam; did you mean reward.functions[1].name?"),
@@ -283,12 +283,12 @@ MISTAKES = [
     (["data.train_files=null"], "data.train_files: null should be a list of texts"),
     (["rollout.sde_window_range=3"], "rollout.sde_window_range: 3 should be a list of whole numbers, e.g. [3], or null"),
     (["rollout.sde_window_range=[0, x]"], "rollout.sde_window_range: [0, 'x'] should be a list of whole numbers, or null"),
-    (["rollout.val=5"], "rollout.val: 5 should be a section with keys: n, num_inference_steps, height, width, guidance_scale, "
-     "true_cfg_scale, noise_level, solver, seed"),
+    (["rollout.val=5"], "rollout.val: 5 should be a section with keys: n, num_inference_steps, height, width, num_frames, "
+     "guidance_scale, true_cfg_scale, noise_level, solver, seed"),
     (["algorithm=flow_grpo"], f"algorithm: 'flow_grpo' should be a section with keys: {ALGORITHM_KEYS}"),
     (["reward.functions=ocr"], "reward.functions: 'ocr' should be a list of sections"),
     (["reward.functions=[ocr]"], "reward.functions[0]: 'ocr' should be a section with keys: name, path, weight, "
-     "initial_weight, weight_steps, clip, kwargs"),
+     "initial_weight, weight_steps, clip, frames, kwargs"),
     (["reward.functions=[{weight: heavy}]"], "reward.functions[0].weight: 'heavy' should be a number"),
     (["reward.functions=[{weight: nan}]"], "reward.functions[0].weight: nan should be a number"),
     (["reward.functions=[{kwargs: 3}]"], "reward.functions[0].kwargs: 3 should be a section of keys and values"),

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from phalanx.data import FORMATS, PromptRow, PromptStream, held_out_overlap, load_prompts, validation_sets
 from phalanx.types import Prompt
@@ -310,3 +311,24 @@ def test_overlap_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
     assert [r.getMessage() for r in caplog.records] == [
         "2 of 3 validation prompts are training prompts as well; they do not measure generalisation"
     ]
+
+
+def test_overlap_of_prompts_about_images(tmp_path: Path) -> None:
+    """The same instruction about another image is no training prompt, whatever the size of its file; the same image is,
+    under another name too. Images of other instructions are not read.
+    """
+    (tmp_path / "held_out").mkdir()
+    for name, colour in (("red", "#f00"), ("blue", "#00f"), ("held_out/red", "#f00"), ("held_out/green", "#0f0")):
+        Image.new("RGB", (8, 8), colour).save(tmp_path / f"{name}.bmp")
+    Image.new("RGB", (9, 9), "#f00").save(tmp_path / "held_out" / "large.bmp")
+
+    def rows(file: str, *table: tuple[str, str]) -> list[PromptRow]:
+        written = write(tmp_path / file, lines(*({"prompt": text, "image": f"{name}.bmp"} for text, name in table)))
+        return load_prompts([written], KEY, ("image",))
+
+    train = rows("train.jsonl", ("brighter", "red"), ("darker", "blue"), ("gone", "nowhere"))
+    asked = [("brighter", "green"), ("brighter", "large"), ("darker", "red"), ("smaller", "nowhere")]
+    assert held_out_overlap(train, rows("held_out/new.jsonl", *asked), "image") == 0
+    assert held_out_overlap(train, rows("held_out/old.jsonl", *asked, ("brighter ", "red")), "image") == 1
+    with pytest.raises(ValueError, match=r"train.jsonl:3: image: the image cannot be read: .* No such file"):
+        held_out_overlap(train, rows("held_out/gone.jsonl", ("gone", "red")), "image")

@@ -217,6 +217,10 @@ def test_reward_examples(examples: Path) -> None:
     assert terms["redness"] == pytest.approx([1.0, 1 / 3], abs=1e-5)
     assert terms["Palette"] == pytest.approx([1.0, torch.exp(torch.tensor(-(0.75**0.5) / 0.5)).item()])
     assert terms["adapted"] == pytest.approx([1 / 3, 0.5])
+    motion = "[{path: 'rewards/videos.py:motion'}]"
+    assert score(motion, images, wanted)["motion"] == [0.0, 0.0]
+    videos = torch.stack([torch.stack([i, 1 - i, 1 - i]) for i in images])  # the grey one stays grey
+    assert score(motion, videos, wanted)["motion"] == pytest.approx([0.5, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Preference data: every form of an image, what is refused with its exact message, and what stays on disk."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from phalanx.batches import check
 from phalanx.config import ConfigError, load
 from phalanx.config.schema import RolloutConfig, TrainConfig
 from phalanx.data import DataError, PromptRow, load_prompts
+from phalanx.image_data import ImageTextData
 from phalanx.pictures import Picture, to_size
 from phalanx.rewards.preferred import preferred
 from phalanx.rollout import check_engine
@@ -127,6 +129,34 @@ def test_what_is_no_image(value: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         Picture(lambda: value, tmp_path, "place").pixels(8, 8)
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_pictures_stand_upright(tmp_path: Path) -> None:
+    """A camera's note of how it was held is followed, as diffusers' load_image does; its digest is that of the image as
+    it is seen.
+    """
+    from diffusers.utils import load_image
+
+    turned, orientation = picture(0, False), Image.Exif()
+    orientation[0x0112] = 6  # a quarter turn
+    turned.save(tmp_path / "camera.png", exif=orientation)
+    found = Picture(lambda: "camera.png", tmp_path, "place")
+    expected = turned.transpose(Image.Transpose.ROTATE_270)
+    assert found.pil().size == (36, 40) and found.pil().tobytes() == expected.tobytes()
+    assert found.pil().tobytes() == load_image(str(tmp_path / "camera.png")).tobytes()
+    assert torch.equal(found.pixels(40, 36), to_size(expected, 40, 36))
+    assert found.digest == Picture(lambda: png(expected), tmp_path, "place").digest
+    assert found.digest != Picture(lambda: png(turned), tmp_path, "place").digest
+
+    (tmp_path / "images.jsonl").write_text(json.dumps({"image": "camera.png", "prompt": "x"}))
+    supervised = ImageTextData([str(tmp_path / "images.jsonl")], 40, 36)
+    assert torch.equal(supervised.image(0), to_size(expected, 40, 36))
+
+
+def test_a_pictures_digest_is_that_of_its_pixels(tmp_path: Path) -> None:
+    """It names files of embeddings, which later versions have to find."""
+    plain = Picture(lambda: png(Image.new("RGB", (2, 1), (1, 2, 3))), tmp_path, "place")
+    assert plain.digest == hashlib.sha256(b"(2, 1)" + bytes([1, 2, 3] * 2)).hexdigest()
 
 
 def test_pictures_cover_the_size_and_are_cut_in_the_middle() -> None:

@@ -325,6 +325,30 @@ def test_a_sleeping_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder
     assert judge_phase(memory_of(cfg, GPU)) == (3000 * 4 + 100) // 2
 
 
+def test_a_reward_model_that_answers_while_images_are_sampled(
+    sd3_folder: Path, tmp_path: Path, reward_folder: Path
+) -> None:
+    """It is on the device while they are sampled and decoded, and nowhere else than without."""
+    keys = ("reward.model.placement=ranks 2-3", "parallel.rollout_unsharded=true", "trainer.test_freq=1")
+    share = 950_000_000
+    cfg = judged(sd3_folder, tmp_path, reward_folder, *keys, "data.val_files=[held_out.txt]")
+    cfg.reward.model.gpu_memory_utilization = 0.95
+
+    def sizes() -> dict[str, int]:
+        return {phase.name: phase.total for phase in memory_of(cfg, GPU).phases}
+
+    beside = sizes()
+    (told,) = warnings(describe(planned(cfg, Cluster(1, 4)), Gpu(None, GPU)))
+    assert ": sample takes " in told and ", reward.overlap=false," in told
+    cfg.reward.overlap = False
+    after = sizes()
+    woken = {name for name in after if beside[name] != after[name]}
+    assert woken == {"rollout: sample", "rollout: decode", "validation: sample", "validation: decode"}
+    assert all(beside[name] == after[name] + share for name in woken)
+    cfg.reward.overlap, cfg.reward.model.sleep = True, False  # then it is there throughout
+    assert sizes() == {name: size - share * (name == "judge") for name, size in after.items()}
+
+
 def test_a_reward_model_that_does_not_sleep(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
     cfg = judged(sd3_folder, tmp_path, reward_folder, "reward.model.sleep=false")
     alone = memory_of(tiny_config(sd3_folder, tmp_path / "job"))
@@ -388,8 +412,11 @@ def test_words_about_a_reward_model(sd3_folder: Path, tmp_path: Path, reward_fol
     assert said(Gpu(None, GPU)) == f"judge: what reward.model.gpu_memory_utilization=0.3 gives to vLLM; {asleep}"
     cfg.reward.model.placement, cfg.reward.model.engine = "ranks 2-3", "transformers"
     assert said(Gpu(None, GPU)) == (
-        f"judge (on ranks 2-3 of each node): the weights of reward.model alone; what it computes comes on top; {asleep}"
+        "judge (on ranks 2-3 of each node): the weights of reward.model alone; what it computes comes on top; awake while "
+        "images are sampled and scored; else it sleeps in the host's memory"
     )
+    cfg.reward.overlap = False
+    assert said(Gpu(None, GPU)).endswith(f"what it computes comes on top; {asleep}")
     cfg.reward.model.sleep = False
     assert said().startswith("reward model (on ") and said().endswith("; it stays on the GPU between scorings")
     # twice a whole 50 MB while the two ranks load, instead of four times
@@ -551,7 +578,7 @@ def test_the_copy_of_a_sampling_engine(keys: list[str], sd3_folder: Path, tmp_pa
 # -- the model without its weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2)])
+@pytest.mark.parametrize(("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2)])
 def test_a_plan_of_each_family(
     family: str, branches: int, request: pytest.FixtureRequest, config_only: ConfigOnly, tmp_path: Path
 ) -> None:
@@ -563,7 +590,9 @@ def test_a_plan_of_each_family(
     assert "  update " in text and "TFLOP" in text
 
 
-@pytest.mark.parametrize("family", ["sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder"])
+@pytest.mark.parametrize(
+    "family", ["sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder", "wan_folder"]
+)
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_blueprint_is_the_model(
     family: str, keys: list[str], request: pytest.FixtureRequest, config_only: ConfigOnly, tmp_path: Path
@@ -604,6 +633,29 @@ def test_texts_and_images_of_one_token(
     policy = planned(cfg, Cluster(1, 1)).job.policy
     sampler = train_sampler(cfg.rollout, policy.model)
     assert text_bytes(policy, sampler, cfg.data.max_prompt_length) == 4 * numbers
+
+
+def test_frames_are_counted(wan_folder: Path, config_only: ConfigOnly, tmp_path: Path) -> None:
+    """Latents, videos, activations and arithmetic; texts are what they are for an image."""
+    image, video = (
+        planned(planned_config(config_only(wan_folder), tmp_path / str(n), f"rollout.num_frames={n}"), Cluster(1, 1))
+        for n in (1, 9)  # 1 and 3 frames of the latent
+    )
+    assert video.job.pictures == 9 * image.job.pictures == 16 * 9 * 3 * 32 * 32 * 4
+    policy, sampler = image.job.policy, image.job.sampler
+    assert sampler is not None
+    texts = text_bytes(policy, sampler, 32) * 4 * 2  # of 4 prompts and their negatives
+    assert video.job.samples - texts == 3 * (image.job.samples - texts)
+    assert 2 < video.flops / image.flops < 4  # attention grows faster, what the text takes not at all
+    for one, other in zip(count(image.job).phases, count(video.job).phases, strict=True):
+        if one.activations:
+            assert other.activations > 1.5 * one.activations, one.name
+
+
+def planned_config(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+    cfg = tiny_config(model, folder, *overrides)
+    cfg.model.family = family_name(cfg.model)
+    return cfg
 
 
 def test_a_prompt_length_that_the_model_refuses(z_image_folder: Path, config_only: ConfigOnly, tmp_path: Path) -> None:
@@ -655,8 +707,8 @@ def broken(folder: Path, how: str) -> None:
         ("library", "model.path: '{folder}' has its vae from my_vae; known: diffusers, transformers"),
         (
             "family",
-            "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, QwenImagePipeline, "
-            "StableDiffusion3Pipeline, ZImagePipeline",
+            "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, QwenImageEditPipeline, "
+            "QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
         ),
         ("scheduler", "model.path: {folder}/scheduler has no scheduler_config.json"),
         (

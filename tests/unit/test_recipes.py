@@ -1,5 +1,6 @@
 """Every recipe of configs/flowgrpo: it loads, its batches divide, and it trains, at tiny size, with its own settings."""
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 from phalanx import batches
 from phalanx.config import ConfigError, load
@@ -22,8 +24,15 @@ from tests.ranks import ROOT, run_ranks
 
 RECIPES = sorted((ROOT / "configs" / "flowgrpo").glob("*.yaml"))
 FOR_GPUS = [path for path in RECIPES if not path.stem.startswith("quickstart")]
-# fixtures, by a recipe's first word
-TINY = {"sd35": "sd3_t5_folder", "qwen": "qwen_folder", "flux1": "flux_folder", "z": "z_image_folder"}
+# fixtures, by how a recipe's name begins
+TINY = {
+    "qwen_image_edit": "qwen_edit_folder",
+    "sd35": "sd3_t5_folder",
+    "qwen": "qwen_folder",
+    "flux1": "flux_folder",
+    "z": "z_image_folder",
+    "wan21": "wan_folder",
+}
 recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 gpu_recipes = pytest.mark.parametrize("path", FOR_GPUS, ids=lambda p: p.stem)
 
@@ -60,6 +69,12 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         target.mkdir(parents=True)
         for split in ("train", "test"):
             pq.write_table(pa.Table.from_pylist(list(verl_rows(folder, split))), target / f"{split}.parquet")
+    edits = tmp_path / "data" / "edits"
+    edits.mkdir()
+    Image.new("RGB", (40, 30), (200, 40, 90)).save(edits / "a.png")
+    for split in ("train", "test"):
+        lines = [json.dumps(row | {"image": "a.png"}) for row in verl_rows("qwen_image_edit", split)]
+        (edits / f"{split}.jsonl").write_text("\n".join(lines))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(ROOT)
     return tmp_path
@@ -103,8 +118,14 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
     window = batches.plan(cfg, ranks_of(path)).window
     tiny = []
     if path in FOR_GPUS:
-        folder = request.getfixturevalue(TINY[path.stem.split("_")[0]])
-        tiny = [f"model.path={folder}", "data.max_prompt_length=16", "rollout.height=32", "rollout.width=32"]
+        folder = request.getfixturevalue(next(TINY[name] for name in TINY if path.stem.startswith(name)))
+        tiny = [
+            f"model.path={folder}",
+            "model.reference_size=32",
+            "data.max_prompt_length=16",
+            "rollout.height=32",
+            "rollout.width=32",
+        ]
     cfg = load(
         TrainConfig,
         str(path),

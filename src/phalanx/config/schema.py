@@ -23,6 +23,9 @@ class ModelConfig:
     path: str = arg("???", "diffusers model folder (or hub id, where a hub is reachable)", path=True)
     family: Optional[str] = arg(None, "module of phalanx.models (or a dotted module); null: from model_index.json")
     dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
+    reference_size: int = arg(
+        1024, "square root of the area in pixels at which an editing model's VAE sees the image to be edited", ge=32
+    )
     lora_rank: int = arg(0, "rank of the LoRA; 0 trains all weights", ge=0)
     lora_alpha: Optional[float] = arg(None, "LoRA is scaled by lora_alpha / lora_rank; null: 2 x lora_rank")
     lora_init: str = arg(
@@ -74,7 +77,8 @@ class ValRolloutConfig:
     num_inference_steps: Optional[int] = arg(None, "denoising steps", ge=1)
     height: Optional[int] = arg(None, "pixels", ge=1)
     width: Optional[int] = arg(None, "pixels", ge=1)
-    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3, Z-Image), or FLUX.1-dev's own")
+    num_frames: Optional[int] = arg(None, "frames of a video", ge=1)
+    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3, Z-Image, Wan), or FLUX.1-dev's own")
     true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image, FLUX.1)")
     noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
     solver: Optional[str] = arg(None, "what takes the steps of the ODE", choices=SOLVERS)
@@ -104,8 +108,9 @@ class RolloutConfig:
     num_inference_steps: int = arg(10, "denoising steps", ge=1)
     height: int = arg(512, "pixels", ge=1)
     width: int = arg(512, "pixels", ge=1)
+    num_frames: int = arg(1, "frames of a video, for Wan 1 more than a multiple of 4; 1: an image", ge=1)
     guidance_scale: float = arg(
-        1.0, "classifier-free guidance of SD3 and Z-Image, 1 is off; the guidance that FLUX.1-dev takes as an input"
+        1.0, "classifier-free guidance of SD3, Z-Image, Wan, 1 is off; the guidance that FLUX.1-dev takes as input"
     )
     true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image and FLUX.1; 1 is off")
     noise_level: float = arg(0.7, "eta of the stochastic steps; 0 is the ODE, which has no transitions to train", ge=0)
@@ -221,6 +226,9 @@ class RewardFunctionConfig:
     )
     weight_steps: int = arg(0, "training steps of that line", ge=0)
     clip: Optional[list[float]] = arg(None, "[low, high]: scores are clamped to this range; null: as they are")
+    frames: int = arg(
+        8, "evenly spaced frames of a video that are scored, whose mean counts; not of rewards that take videos", ge=1
+    )
     kwargs: dict[str, Any] = arg({}, "keyword arguments of the reward")
 
 
@@ -243,7 +251,11 @@ class RewardModelConfig:
         0.3, "vllm: share of a GPU's memory for the model and its KV cache, beside the training", gt=0, lt=1
     )
     micro_batch_size: int = arg(16, "transformers: questions that are answered at once", ge=1)
-    sleep: bool = arg(True, "between scorings the model waits in the CPU's memory (GPUs only)")
+    sleep: bool = arg(
+        True,
+        "the model waits in the CPU's memory while it does not score (GPUs only); where it scores while images are "
+        "sampled, it is awake from the first ones to the last score",
+    )
     max_model_len: Optional[int] = arg(None, "tokens of question, image and answer; null: the model's own limit", ge=1)
     max_tokens: int = arg(512, "tokens of an answer", ge=1)
     temperature: float = arg(0.0, "of the sampled answers; 0 takes the likeliest token", ge=0)

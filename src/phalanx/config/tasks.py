@@ -46,6 +46,9 @@ class SampleModelConfig:
     path: Optional[str] = arg(None, "diffusers model folder or hub id; null: the checkpoint's base model")
     family: Optional[str] = arg(None, "module of phalanx.models (or a dotted module); null: from model_index.json")
     dtype: Optional[str] = arg(None, "dtype that the model computes in; null: the run's, or bfloat16", choices=DTYPES)
+    reference_size: Optional[int] = arg(
+        None, "side of the area at which an editing model's VAE sees the image; null: as in the run, or 1024", ge=32
+    )
     attn_backend: Optional[str] = arg(None, "attention backend of diffusers' dispatch; null: the run's, or torch's")
     compile: Optional[bool] = arg(None, "torch.compile each transformer block; null: as in the run, or not")
 
@@ -69,8 +72,9 @@ class SampleConfig:
     num_inference_steps: Optional[int] = arg(None, "denoising steps; null: the run's, or 10", ge=1)
     height: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
     width: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
+    num_frames: Optional[int] = arg(None, "frames of a video; null: the run's, or 1, an image", ge=1)
     guidance_scale: Optional[float] = arg(
-        None, "classifier-free guidance (SD3, Z-Image), or FLUX.1-dev's own; null: the run's, or 1"
+        None, "classifier-free guidance (SD3, Z-Image, Wan), or FLUX.1-dev's own; null: the run's, or 1"
     )
     true_cfg_scale: Optional[float] = arg(
         None, "true classifier-free guidance (Qwen-Image, FLUX.1); null: the run's, or 1, off"

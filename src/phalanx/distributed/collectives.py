@@ -62,6 +62,19 @@ def agree(error: str | None, stop: int) -> tuple[str | None, int]:
     return (errors[0] if errors else None), max(signal for _, signal in said)
 
 
+def to_first(value: Tensor, source: int) -> None:
+    """Fill rank 0's `value` with that of rank `source`, a contiguous CPU tensor of the same shape and dtype.
+
+    A gather would hold as much for every other rank. Those may leave this call out.
+    """
+    if source == 0:
+        return
+    if dist.get_rank() == source:
+        dist.send(value, dst=0)
+    elif dist.get_rank() == 0:
+        dist.recv(value, src=source)
+
+
 def gather_object(value: T) -> list[T]:
     """Every rank's value on rank 0, in the order of ranks; an empty list on the others."""
     out: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None

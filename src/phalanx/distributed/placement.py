@@ -1,10 +1,10 @@
-"""Where the reward model stands in the world: which ranks hold it together, and whose images they score."""
+"""Where the reward model stands in the world: which ranks hold it together, whose images they score, and when."""
 
 import re
 from dataclasses import dataclass
 
 from phalanx.config import ConfigError
-from phalanx.config.schema import RewardModelConfig
+from phalanx.config.schema import RewardModelConfig, RunConfig
 
 _FORMS = "colocate, or ranks of each node such as ranks 6-7"
 
@@ -40,6 +40,22 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
     return tuple(
         Domain(ranks, tuple(_blocks(range(ranks[0] + first, ranks[0] + last + 1), tp)))
         for ranks in _blocks(range(world_size), node)
+    )
+
+
+def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
+    """Whether the reward model answers on a thread while images are sampled, as reward.overlap asks for.
+
+    Not where it stands on all ranks, and nobody would sample meanwhile; nor where the rollout's engine is vLLM's too,
+    whose state is one a process; nor where both would send over NCCL at a time, which may block: a model that is
+    divided among ranks, and a policy whose weights are gathered in each forward pass.
+    """
+    model, alone = cfg.reward.model, cfg.parallel.rollout_unsharded or shard_size == 1
+    return (
+        cfg.reward.overlap
+        and model.placement != "colocate"
+        and cfg.rollout.engine != "vllm_omni"
+        and (alone or model.tensor_parallel_size == 1)
     )
 
 

@@ -3,8 +3,9 @@
 import hashlib
 import uuid
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file, save_file
 
@@ -14,17 +15,20 @@ MEMORY_LIMIT = 4 << 30  # bytes of embeddings that stay in memory
 
 
 class EmbedsCache:
-    """`encode(texts)` is called once for prompts not yet known; `identity` names the model and its settings."""
+    """`encode(texts)` is called once for prompts not yet known; `identity` names the model and its settings.
 
-    def __init__(self, encode: Callable[[list[str]], list[Embeds]], identity: str, folder: str | None) -> None:
+    What stands for texts here may be anything that can be a key, and whose str names its contents.
+    """
+
+    def __init__(self, encode: Callable[[list[Any]], list[Embeds]], identity: str, folder: str | None) -> None:
         self._encode, self._identity = encode, identity
         self._folder = Path(folder) if folder is not None else None
-        self._memory: OrderedDict[str, Embeds] = OrderedDict()
+        self._memory: OrderedDict[Hashable, Embeds] = OrderedDict()
         self._bytes = 0
 
-    def __call__(self, texts: list[str]) -> list[Embeds]:
+    def __call__(self, texts: Sequence[Hashable]) -> list[Embeds]:
         """Embeddings of each text, on the CPU."""
-        found: dict[str, Embeds] = {}
+        found: dict[Hashable, Embeds] = {}
         missing = []
         for text in dict.fromkeys(texts):
             embeds = self._look_up(text)
@@ -39,7 +43,13 @@ class EmbedsCache:
                 self._write(text, embeds)
         return [found[text] for text in texts]
 
-    def _look_up(self, text: str) -> Embeds | None:
+    def room(self) -> int:
+        """How many entries like those in memory, of which there are some, fill half of it; the other half is left to
+        validation.
+        """
+        return MEMORY_LIMIT // 2 * len(self._memory) // max(self._bytes, 1)
+
+    def _look_up(self, text: Hashable) -> Embeds | None:
         if text in self._memory:
             self._memory.move_to_end(text)
             return self._memory[text]
@@ -50,13 +60,13 @@ class EmbedsCache:
         self._remember(text, embeds)
         return embeds
 
-    def _remember(self, text: str, embeds: Embeds) -> None:
+    def _remember(self, text: Hashable, embeds: Embeds) -> None:
         self._memory[text] = embeds
         self._bytes += _size(embeds)
         while self._bytes > MEMORY_LIMIT and len(self._memory) > 1:
             self._bytes -= _size(self._memory.popitem(last=False)[1])
 
-    def _write(self, text: str, embeds: Embeds) -> None:
+    def _write(self, text: Hashable, embeds: Embeds) -> None:
         file = self._file(text)
         if file is None:
             return
@@ -66,7 +76,7 @@ class EmbedsCache:
         save_file({name: t.contiguous() for name, t in embeds.items()}, part)
         part.replace(file)
 
-    def _file(self, text: str) -> Path | None:
+    def _file(self, text: Hashable) -> Path | None:
         if self._folder is None:
             return None
         digest = hashlib.sha256(f"{self._identity}\n{text}".encode()).hexdigest()

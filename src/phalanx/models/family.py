@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,38 @@ from torch import Tensor, nn
 from phalanx.config.schema import ModelConfig
 from phalanx.flops import forward_flops
 from phalanx.models.folder import check_components, check_tensors, read_index
+from phalanx.pictures import Picture
 
 Embeds = dict[str, Tensor]
 
 
+@dataclass(frozen=True)
+class Instruction:
+    """A text about an image, by which images of `size` (height, width) pixels are made. Its str names its contents."""
+
+    text: str
+    picture: Picture
+    size: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.text}\n{self.picture.digest} {self.size[0]} {self.size[1]}"
+
+
 class FlowModel:
-    """A text-to-image model in diffusers' own classes. N rows are samples, noise levels and guidance branches alike."""
+    """A model that makes images of texts, some with an image beside the text, in diffusers' own classes. N rows are
+    samples, noise levels and guidance branches alike.
+    """
 
     pipeline_class: str
     guidance_key: str  # of classifier-free guidance, which takes a second branch of the forward pass
     embedded_guidance_key: str | None = None  # of a guidance that the model was distilled to take as an input
     lora_targets: Sequence[str]
     default_negative: str
+    makes_videos: bool = False  # whether samples can have more than one frame
+    fps: int = 1  # frames a second of its videos
+    vae_dtype: torch.dtype | None = None  # that the VAE is read and computes in; None: the model's
     masks_text: bool = False  # whether attention takes a mask where prompts differ in length
+    image_column: str | None = None  # of the data: the image that a prompt is about; None: the model takes texts alone
     shared_inputs: Sequence[str] = ()  # of `forward_inputs`, those that all rows of a batch share
 
     pipeline: Any
@@ -35,20 +55,26 @@ class FlowModel:
     dtype: torch.dtype
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        """Load from `config.path`: the transformer in `weights_dtype`, everything else in `dtype`."""
+        """Load from `config.path`: the transformer in `weights_dtype`, everything else in `dtype`, or `vae_dtype`."""
         raise AssertionError("a family loads itself")
 
     def load(
         self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
     ) -> None:
         """Set `pipeline`, `transformer`, `vae` and `dtype` from a folder, by diffusers' two classes."""
-        absent = absent_components(model_index(config.path))
+        given = absent_components(model_index(config.path)) | self.components(config.path)
         self.dtype = dtype
         self.transformer = transformer.from_pretrained(config.path, subfolder="transformer", torch_dtype=weights_dtype)
-        self.pipeline = pipeline.from_pretrained(config.path, transformer=self.transformer, torch_dtype=dtype, **absent)
+        others = {"default": dtype, "vae": self.vae_dtype or dtype}
+        self.pipeline = pipeline.from_pretrained(config.path, transformer=self.transformer, torch_dtype=others, **given)
         self.vae = self.pipeline.vae
         check_tensors(config.path, transformer=self.transformer, vae=self.vae)
-        self.transformer.to(weights_dtype)
+        # not diffusers' own `to`, which warns of parts that it would keep in float32: here all weights have one dtype
+        nn.Module.to(self.transformer, weights_dtype)
+
+    def components(self, path: str) -> dict[str, Any]:
+        """Components that the family loads itself, by their names in the pipeline."""
+        return {}
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks: the units of sharding, compilation and checkpointing."""
@@ -60,7 +86,9 @@ class FlowModel:
         return c.num_attention_heads, c.attention_head_dim
 
     def check_length(self, max_length: int) -> None:
-        """Raise ValueError where the model cannot take prompts of `max_length` tokens; before any is encoded."""
+        """Raise ValueError where the model cannot take prompts of `max_length` tokens, and warn where it takes them
+        badly; before any is encoded.
+        """
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         """Text embeddings of each prompt, on the CPU: `prompt_embeds` [L, D] and others.
@@ -68,6 +96,17 @@ class FlowModel:
         There is no padding that attention would have to mask; what the model attends to as it was trained stays.
         """
         raise AssertionError
+
+    def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
+        """As `encode`, where there is an `image_column`: the embeddings of a text and its image.
+
+        Raises ValueError for an image that cannot be read.
+        """
+        raise AssertionError
+
+    def most_tokens(self, max_length: int, height: int, width: int) -> int:
+        """The most tokens of `prompt_embeds` of a prompt of `max_length` tokens."""
+        return max_length
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
         """Stack embeddings to [N, length, D]; `padded` says whether some prompt of the world's step is shorter."""
@@ -108,6 +147,11 @@ class FlowModel:
         """Shape of one sample's latent; raises ValueError where the model cannot make such an image."""
         raise AssertionError
 
+    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """`latent_shape` of a sample of so many frames, which is an image where there is one."""
+        assert frames == 1, "a family that makes videos says how"
+        return self.latent_shape(height, width)
+
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         """One forward pass: latents [N, ...], timesteps [N] in 0..1000, embeds [N, ...] -> [N, ...].
 
@@ -120,17 +164,27 @@ class FlowModel:
         return negative + scale * (positive - negative)
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Images [N, 3, H, W] in 0..1, float32."""
+        """Images [N, 3, H, W], or videos [N, F, 3, H, W], in 0..1, float32."""
         raise AssertionError
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Latents [N, ...] float32 of images [N, 3, H, W] in 0..1: the inverse of `decode`."""
         raise AssertionError
 
-    def flops(self, height: int, width: int, text_length: int) -> int:
+    def flops(self, height: int, width: int, text_length: int, frames: int = 1) -> int:
         """Floating-point operations of one forward pass of one sample."""
         kind, config = type(self.transformer), self.transformer.config
-        return forward_flops(lambda: kind.from_config(config), lambda: self.forward_inputs(height, width, text_length))
+        shape = self.sample_shape(height, width, frames)
+        return forward_flops(
+            lambda: kind.from_config(config), lambda: self.inputs_like(shape, height, width, text_length)
+        )
+
+    def inputs_like(self, shape: tuple[int, ...], height: int, width: int, text_length: int) -> dict[str, Any]:
+        """`forward_inputs` for a latent of this shape, in which alone the frames of a video show."""
+        inputs = self.forward_inputs(height, width, text_length)
+        if self.makes_videos:
+            inputs["hidden_states"] = torch.empty(1, *shape)
+        return inputs
 
     def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
         """Arguments of the transformer's forward pass for one sample, of the right shapes, to count its arithmetic.

@@ -1,7 +1,7 @@
 """The policy: a flow-matching model over the mesh, its replay, and the other weights that it can take."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.sde import sde_step
 from phalanx.models.attention import set_backend
 from phalanx.models.embeds import EmbedsCache
-from phalanx.models.family import Embeds, FlowModel, model_index
+from phalanx.models.family import Embeds, FlowModel, Instruction, model_index
 from phalanx.models.linear import prefers_onednn, use_onednn
 from phalanx.models.lora import add_lora, lora_off, merged_weights
 from phalanx.types import FlowTrace, Noised, Prompt, Replay, Sampler
@@ -45,6 +45,12 @@ def known_family(path: str, index: dict[str, Any]) -> str:
     return known[name]
 
 
+def image_columns(config: ModelConfig) -> tuple[str, ...]:
+    """Columns of the data in which the model finds images; raises ValueError as `family_of` does."""
+    column = family_of(config).image_column
+    return () if column is None else (column,)
+
+
 class FlowPolicy:
     """See phalanx.types.Policy. `parameters` maps names to the tensors that the optimizer owns."""
 
@@ -70,30 +76,51 @@ class FlowPolicy:
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}
         identity = f"{config.path} {config.family} {config.dtype} {data.max_prompt_length}"
+        if model.image_column is not None:
+            identity += f" {config.reference_size}"
         self._max_length = data.max_prompt_length
         self._embeds = EmbedsCache(self._encode, identity, data.embeds_cache_dir)
 
     # -- text -----------------------------------------------------------------------------------------------------
 
-    def embed(self, prompts: list[Prompt], negatives: bool = True) -> list[Embeds]:
-        """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU; see FlowModel.encode."""
+    def embed(self, prompts: list[Prompt], negatives: bool = True, size: tuple[int, int] | None = None) -> list[Embeds]:
+        """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU; see FlowModel.encode.
+
+        A model that sees an image sees that of the prompt's meta, with the negative too; `size` (height, width) is that
+        of the images to be made. Raises ValueError for an image that cannot be read.
+        """
         texts = [p.text for p in prompts]
         if negatives:
             default = self.model.default_negative
             texts += [default if p.negative is None else p.negative for p in prompts]
-        return self._embeds(texts)
+        column = self.model.image_column
+        if column is None:
+            return self._embeds(texts)
+        assert size is not None
+        shown = prompts * 2 if negatives else prompts
+        return self._embeds([Instruction(text, p.meta[column], size) for text, p in zip(texts, shown, strict=True)])
+
+    def room(self) -> int:
+        """How many embeddings, of prompts and negatives like those embedded so far, stay in memory."""
+        return self._embeds.room()
 
     @torch.no_grad()
-    def _encode(self, texts: list[str]) -> list[Embeds]:
+    def _encode(self, wanted: Sequence[Hashable]) -> list[Embeds]:
         """One prompt at a time: a batch's shape would show in the last bits. Encoders visit the device and leave."""
         device = self.world.device
         for encoder in self.model.text_encoders:
             encoder.to(device)
         try:
-            return [e for text in texts for e in self.model.encode([text], device, self._max_length)]
+            return [self._encode_one(one, device) for one in wanted]
         finally:
             for encoder in self.model.text_encoders:
                 encoder.to("cpu")
+
+    def _encode_one(self, wanted: Hashable, device: torch.device) -> Embeds:
+        if isinstance(wanted, Instruction):
+            return self.model.encode_instruction(wanted, device, self._max_length)
+        assert isinstance(wanted, str)
+        return self.model.encode([wanted], device, self._max_length)[0]
 
     def share(self, other: "FlowPolicy", *, text: bool) -> None:
         """Use the VAE of another policy of this family and, with `text`, its text encoders and the embeddings that it
@@ -160,7 +187,7 @@ class FlowPolicy:
 
     @torch.no_grad()
     def decode(self, latents: Tensor, sampler: Sampler, slice_size: int | None) -> Tensor:
-        """Images [N, 3, H, W] in 0..1 on the CPU, `slice_size` at a time."""
+        """Images [N, 3, H, W] or videos [N, F, 3, H, W] in 0..1 on the CPU, `slice_size` at a time."""
         parts = latents.split(slice_size or len(latents))
         return torch.cat([self.model.decode(part, sampler.height, sampler.width).cpu() for part in parts])
 

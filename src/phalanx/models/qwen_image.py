@@ -50,9 +50,13 @@ class Model(PackedModel):
             timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
             encoder_hidden_states=embeds["prompt_embeds"],
             encoder_hidden_states_mask=embeds["prompt_embeds_mask"] if "prompt_embeds_mask" in embeds else None,
-            img_shapes=[[(1, *self.grid(height, width))]] * len(latents),
+            img_shapes=[self.image_shapes(height, width)] * len(latents),
             return_dict=False,
         )[0]
+
+    def image_shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
+        """Frames, rows and columns of each image in a sequence of image tokens."""
+        return [(1, *self.grid(height, width))]
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """True classifier-free guidance: each token [C] is scaled back to the length that it has in `positive`."""
@@ -83,5 +87,5 @@ class Model(PackedModel):
             "hidden_states": torch.empty(1, *self.latent_shape(height, width)),
             "timestep": torch.empty(1),
             "encoder_hidden_states": torch.empty(1, text_length, self.transformer.config.joint_attention_dim),
-            "img_shapes": [[(1, *self.grid(height, width))]],
+            "img_shapes": [self.image_shapes(height, width)],
         }

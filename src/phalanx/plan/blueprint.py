@@ -21,6 +21,7 @@ from phalanx.models import sd3
 from phalanx.models.family import Embeds, FlowModel
 from phalanx.models.flow import DTYPES, FlowPolicy, family_of, known_family
 from phalanx.models.folder import read_index, read_json
+from phalanx.types import Sampler
 
 META = torch.device("meta")
 _LIBRARIES = ("diffusers", "transformers")
@@ -46,17 +47,19 @@ class _Blueprint(FlowModel):
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
             parts["transformer"] = transformer.from_config(parts["transformer"].config)
         self.pipeline = pipeline(**parts)
-        self.transformer, self.vae = self.pipeline.transformer.to(weights_dtype), self.pipeline.vae
-        others = [part for name, part in parts.items() if isinstance(part, nn.Module) and name != "transformer"]
-        for parameter in (p for part in others for p in part.parameters()):
-            parameter.data = parameter.data.to(dtype)  # buffers stay as they were made
+        self.transformer, self.vae = nn.Module.to(self.pipeline.transformer, weights_dtype), self.pipeline.vae
+        for name, part in parts.items():
+            if isinstance(part, nn.Module) and name != "transformer":
+                kept = (self.vae_dtype if name == "vae" else None) or dtype
+                for parameter in part.parameters():
+                    parameter.data = parameter.data.to(kept)  # buffers stay as they were made
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         """The transformer on as many rows as `latents` has, with texts of `text_length` tokens."""
-        row = self.forward_inputs(height, width, self.text_length)
+        row = self.inputs_like(tuple(latents.shape[1:]), height, width, self.text_length)
         n = len(latents)
         rows = {name: v if name in self.shared_inputs else self._rows(v, n) for name, v in row.items()}
-        return self.transformer(**rows, return_dict=False)[0]
+        return self.transformer(**rows, return_dict=False)[0][:, : latents.shape[1]]  # without an image's own tokens
 
     def _rows(self, value: Any, n: int) -> Any:
         """An argument for one row, made one for `n`."""
@@ -93,9 +96,15 @@ def planned_policy(cfg: RunConfig, *, detach_uncond: bool, frozen: bool = False)
         )
 
 
+def latent_of(policy: FlowPolicy, sampler: Sampler) -> tuple[int, ...]:
+    """Shape of one sample's latent."""
+    return policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
+
+
 def text_length(model: FlowModel, cfg: RunConfig) -> int:
     """The most tokens of a prompt that the transformer sees: SD3 puts CLIP's 77 before those of T5."""
-    return cfg.data.max_prompt_length + (77 if isinstance(model, sd3.Model) else 0)
+    most = model.most_tokens(cfg.data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)
+    return most + (77 if isinstance(model, sd3.Model) else 0)
 
 
 def fetch(path: str) -> str:
@@ -160,7 +169,8 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None) -
         raise ValueError(f"model.path: {part} has no {file.name}")
     read_json(file)
     if name == "scheduler":
-        return module.from_pretrained(part)
+        with torch.device("cpu"):
+            return module.from_pretrained(part)
     if library == "transformers":
         return module(module.config_class.from_pretrained(part))
     return module.from_config(module.load_config(part))

@@ -13,6 +13,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from phalanx.config.schema import RewardModelConfig, RunConfig
+from phalanx.distributed.placement import judged_beside
 from phalanx.models.flow import DTYPES
 from phalanx.models.folder import read_json
 from phalanx.plan.layout import Layout
@@ -27,13 +28,15 @@ class RewardModel:
 
     `weights`: that part; None where it cannot be found out. `loading`: what the host has of it while it is loaded.
     `share`: what vLLM takes of the GPU while it scores, its cache included; None for other engines, and where the GPU
-    is not known. `sleeps`: between scorings the weights are in the host's memory alone.
+    is not known. `sleeps`: between scorings the weights are in the host's memory alone. `beside`: it answers while
+    images are sampled.
     """
 
     weights: int | None
     loading: int
     share: int | None
     sleeps: bool
+    beside: bool
 
     @property
     def awake(self) -> int:
@@ -46,13 +49,24 @@ class RewardModel:
         return 0 if self.sleeps else self.awake
 
     @property
+    def woken(self) -> int:
+        """Bytes that come to the device when it wakes."""
+        return self.awake - self.held
+
+    @property
+    def while_sampling(self) -> int:
+        """Bytes of `woken` that are there while images are sampled."""
+        return self.woken if self.beside else 0
+
+    @property
     def asleep(self) -> int:
         """Bytes in the host's memory between scorings."""
         return self.weights or 0 if self.sleeps else 0
 
 
-def reward_model(cfg: RunConfig, gpu_memory: int | None) -> RewardModel | None:
-    """The reward model of a job on GPUs of `gpu_memory` bytes (None: not known); None for a job without one.
+def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardModel | None:
+    """The reward model of a job on GPUs of `gpu_memory` bytes (None: not known), `width` of which share the policy's
+    weights; None for a job without one.
 
     Raises ValueError, with one line, for files that are damaged.
     """
@@ -65,6 +79,7 @@ def reward_model(cfg: RunConfig, gpu_memory: int | None) -> RewardModel | None:
         loading=0 if vllm else whole or 0,  # vLLM loads to the device, a part at a time
         share=int(gpu_memory * model.gpu_memory_utilization) if vllm and gpu_memory is not None else None,
         sleeps=model.sleep,
+        beside=judged_beside(cfg, width),
     )
 
 

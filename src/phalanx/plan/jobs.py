@@ -17,7 +17,7 @@ from phalanx.flops import step_flops
 from phalanx.functional.window import visited_levels
 from phalanx.models.flow import FlowPolicy
 from phalanx.models.folder import read_index
-from phalanx.plan.blueprint import META, fetch, planned_policy, text_length
+from phalanx.plan.blueprint import META, fetch, latent_of, planned_policy, text_length
 from phalanx.plan.layout import Cluster, Layout, Passes, PlannedExpert
 from phalanx.plan.memory import Job, no_embeds, velocity
 from phalanx.rollout.policy import train_sampler, val_sampler
@@ -71,7 +71,7 @@ def _reinforcement(cfg: TrainConfig, cluster: Cluster) -> Planned:
     plan, c = batches.plan(cfg, cluster.ranks), cfg.rollout
     policy = planned_policy(cfg, detach_uncond=cfg.actor.detach_uncond)
     sampler, length = train_sampler(c, policy.model), text_length(policy.model, cfg)
-    latent = math.prod(policy.model.latent_shape(sampler.height, sampler.width)) * 4
+    latent = math.prod(latent_of(policy, sampler)) * 4
     rule: Algorithm = resolve_registry("phalanx.algorithms", cfg.algorithm.name, "algorithm.name").Rule(cfg.algorithm)
     experts = [_expert(cfg, e, plan, cluster) for e in rule.experts]
     own_others = len(rule.others) - len(experts)
@@ -107,7 +107,7 @@ def _reinforcement(cfg: TrainConfig, cluster: Cluster) -> Planned:
         first_weights="reference" in rule.others and not follows,
         behaviour=rule.behaviour is not None,
         samples=plan.per_rank * latent * (plan.stochastic + 1 + means) + embeds,
-        pictures=plan.per_rank * 3 * sampler.height * sampler.width * 4,
+        pictures=plan.per_rank * sampler.num_frames * 3 * sampler.height * sampler.width * 4,
         experts=experts,
     )
     counts = Passes(
@@ -120,7 +120,7 @@ def _reinforcement(cfg: TrainConfig, cluster: Cluster) -> Planned:
         copied=copied,
         rounds=plan.view_rounds * own_others,
     )
-    forward = policy.model.flops(sampler.height, sampler.width, length)
+    forward = policy.model.flops(sampler.height, sampler.width, length, sampler.num_frames)
     views = own_others + sum(e.flops for e in experts) / (forward * (2 if sampler.guided else 1))
     flops = step_flops(
         forward,
@@ -160,7 +160,7 @@ def _expert(cfg: TrainConfig, expert: Expert, plan: batches.BatchPlan, cluster: 
         passes=plan.view_passes,
         rounds=plan.view_rounds,
         embeds=text_bytes(policy, sampler, length) * _prompts(plan.per_rank, cfg.rollout.n) * branches,
-        flops=policy.model.flops(sampler.height, sampler.width, length) * branches,
+        flops=policy.model.flops(sampler.height, sampler.width, length, sampler.num_frames) * branches,
     )
 
 
@@ -177,7 +177,7 @@ def _loss(policy: FlowPolicy, sampler: Sampler, plan: batches.BatchPlan, forward
     """The forward pass of a micro-batch's trained steps, or `forward` of its noised images, to a number that depends on
     all that a loss can ask of it.
     """
-    shape, images = policy.model.latent_shape(sampler.height, sampler.width), plan.first(1)
+    shape, images = latent_of(policy, sampler), plan.first(1)
     steps = max(plan.stochastic, plan.window)
     trace = FlowTrace(
         sampler=sampler,
@@ -241,13 +241,14 @@ def _prompts(images: int, n: int) -> int:
 
 
 def text_bytes(policy: FlowPolicy, sampler: Sampler, length: int) -> int:
-    """Bytes of a prompt's embeddings, `length` tokens long."""
+    """Bytes of a prompt's embeddings, `length` tokens long, and of the image that it is about."""
     model = policy.model
     with META:
         inputs = model.forward_inputs(sampler.height, sampler.width, length)
     others = {"hidden_states", "timestep", "guidance", *model.shared_inputs}
     texts = [v for k, v in inputs.items() if isinstance(v, Tensor) and k not in others]
-    return sum(t.numel() for t in texts) * model.dtype.itemsize
+    images = inputs["hidden_states"].numel() - math.prod(model.latent_shape(sampler.height, sampler.width))
+    return (sum(t.numel() for t in texts) + images) * model.dtype.itemsize
 
 
 def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster) -> Planned:
@@ -295,5 +296,5 @@ def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster) -> Planned:
 
 def _regression(policy: FlowPolicy, sampler: Sampler, images: int) -> Tensor:
     """The forward pass of a micro-batch's loss."""
-    target = torch.empty(images, *policy.model.latent_shape(sampler.height, sampler.width))
+    target = torch.empty(images, *latent_of(policy, sampler))
     return ((velocity(policy, sampler, images) - target) ** 2).flatten(1).mean(1).sum()

@@ -23,7 +23,7 @@ from phalanx.config.schema import OptimConfig, ParallelConfig, RunConfig
 from phalanx.models.family import FlowModel
 from phalanx.models.flow import FlowPolicy
 from phalanx.optim import Optimizer
-from phalanx.plan.blueprint import META, fused_attention
+from phalanx.plan.blueprint import META, fused_attention, latent_of
 from phalanx.plan.engines import RewardModel, engine_copy, reward_model
 from phalanx.plan.layout import Layout, PlannedExpert, Weight
 from phalanx.types import Sampler
@@ -169,9 +169,10 @@ def count(job: Job, gpu_memory: int | None = None) -> Memory:
     """The memory of a job on GPUs of `gpu_memory` bytes (None: not known); seconds, since every phase runs once on meta
     tensors. Of the ranks, it is one that holds a part of the reward model, where there is one.
     """
-    layout, model, reward = job.layout, job.policy.model, reward_model(job.cfg, gpu_memory)
+    layout, model, states = job.layout, job.policy.model, optimizer_state(job.policy, job.cfg.optim)
     here, away = _places(job.cfg.parallel, layout)
-    states = optimizer_state(job.policy, job.cfg.optim)
+    reward = reward_model(job.cfg, gpu_memory, layout.width)
+    beside = reward.while_sampling if reward is not None else 0
 
     def state(weights: list[Weight]) -> int:
         return sum(states[w.name] * w.part(layout.width) // w.numel for w in weights if w.trained)
@@ -215,9 +216,9 @@ def count(job: Job, gpu_memory: int | None = None) -> Memory:
         held={name: size for name, size in held.items() if size},
         phases=[
             Phase("encode prompts", other=max([encoders, *others])),
-            *_sampling(job, layout.kept(trained), copy),
-            *([Phase("judge", other=job.samples + reward.awake - reward.held)] if reward is not None else []),
-            *_scoring(job, layout.kept(trained)),
+            *_sampling(job, layout.kept(trained), copy, beside),
+            *([Phase("judge", other=job.samples + reward.woken)] if reward is not None else []),
+            *_scoring(job, layout.kept(trained), beside),
             _update(job),
             _optimizer(job, trained, state(trained) - state(rests)),
         ],
@@ -274,25 +275,25 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def _sampling(job: Job, trained: int, engine: int) -> list[Phase]:
+def _sampling(job: Job, trained: int, engine: int, beside: int) -> list[Phase]:
     """Sampling and decoding. Of the `trained` bytes a copy is made where other weights take their place; an `engine`
-    has a copy of all weights for this time.
+    has a copy of all weights for this time, and a reward model may be there `beside` it.
     """
-    model, c = job.policy.model, job.cfg.rollout
+    c = job.cfg.rollout
     throughout, units = job.cfg.parallel.rollout_unsharded, job.layout.units()
     gathered, at_rest = _gathered(job.layout, throughout=throughout), sum(units) if throughout else units[-1]
     if c.engine != "policy":
         gathered = at_rest = engine
     phases = []
-    known: dict[tuple[int, int, bool], tuple[int, int]] = {}
+    known: dict[tuple[tuple[int, ...], bool], tuple[int, int]] = {}
     for name, sampler, other in (
-        ("rollout", job.sampler, job.samples + (trained if job.behaviour else 0)),
-        ("validation", job.val_sampler, trained if job.ema else 0),
+        ("rollout", job.sampler, beside + job.samples + (trained if job.behaviour else 0)),
+        ("validation", job.val_sampler, beside + (trained if job.ema else 0)),
     ):
         if sampler is None:
             continue
-        shape = model.latent_shape(sampler.height, sampler.width)
-        key = (sampler.height, sampler.width, sampler.guided)
+        shape = latent_of(job.policy, sampler)
+        key = (shape, sampler.guided)
         if key not in known:
             latents = (min(c.vae_batch_size or job.together, job.together), *shape)
             known[key] = (
@@ -308,7 +309,7 @@ def _sampling(job: Job, trained: int, engine: int) -> list[Phase]:
     return phases
 
 
-def _scoring(job: Job, trained: int) -> list[Phase]:
+def _scoring(job: Job, trained: int, beside: int) -> list[Phase]:
     """The other phases without gradients; see _sampling."""
     c, throughout = job.cfg.rollout, job.cfg.parallel.rollout_unsharded
     gathered = _gathered(job.layout, throughout=throughout)
@@ -323,13 +324,14 @@ def _scoring(job: Job, trained: int) -> list[Phase]:
         phases.append(Phase(e.name, theirs, peak(e.view), other=job.samples + e.embeds))
     if job.encoded:
         images = (job.encoded, 3, c.height, c.width)
-        phases.append(Phase("encode images", activations=peak(partial(_encode, job.policy, images))))
+        other = beside if c.engine == "dataset" else 0  # they are scored as sampled ones are
+        phases.append(Phase("encode images", activations=peak(partial(_encode, job.policy, images)), other=other))
     return phases
 
 
 def velocity(policy: FlowPolicy, sampler: Sampler, images: int) -> Tensor:
     """A forward pass of the policy, with guidance where the sampler has it."""
-    x = torch.empty(images, *policy.model.latent_shape(sampler.height, sampler.width))
+    x = torch.empty(images, *latent_of(policy, sampler))
     rows = torch.zeros(images, dtype=torch.long)
     return policy.velocity(x, torch.empty(images), no_embeds(), rows, sampler)
 

@@ -161,6 +161,8 @@ def _judging(p: Planned, memory: Memory) -> Iterator[str]:
     name, between = "reward model", "it stays on the GPU between scorings"
     if reward.sleeps:
         name, between = "judge", "between scorings it sleeps in the host's memory"
+        if reward.beside:
+            between = "awake while images are sampled and scored; else it sleeps in the host's memory"
     yield f"  {name}{where}: {what}; {between}"
 
 
@@ -229,6 +231,8 @@ def _mends(p: Planned, memory: Memory) -> Iterator[str]:
         yield "a smaller rollout.micro_batch_size_per_gpu"
     if "decode" in largest.name:
         yield "a smaller rollout.vae_batch_size"
+    if memory.reward is not None and memory.reward.while_sampling and largest.name.endswith(("sample", "decode")):
+        yield "reward.overlap=false"
     if largest.name == "judge":
         share = memory.reward is not None and memory.reward.share is not None
         yield (

@@ -28,6 +28,8 @@ class Term:
     function: Callable[..., Any]  # a RewardFunction, or a Reading of a judge's answers
     share: Share
     on_device: bool
+    frames: int = 1  # of a video, that are scored as images
+    whole: bool = False  # or it takes videos
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -84,7 +86,7 @@ def _build(entry: RewardFunctionConfig, key: str, device: str, unparseable_score
         judge = _judge(found, label, entry, name, key)
         if unparseable_score is None:
             raise ConfigError(f"{key}: {label} is a judge, which asks reward.model: training jobs have one")
-        return Term(name, Reading(judge, unparseable_score), _share(entry, key), on_device=False)
+        return Term(name, Reading(judge, unparseable_score), _share(entry, key), False, entry.frames)
     return _bind(found, label, entry, name, key, device)
 
 
@@ -114,7 +116,8 @@ def _judge(found: type[Judge], label: str, entry: RewardFunctionConfig, name: st
 def _bind(found: Callable[..., Any], label: str, entry: RewardFunctionConfig, name: str, key: str, device: str) -> Term:
     if not isinstance(found, type):
         _check_arguments(found, (None, None, None), entry.kwargs, f"{key}.kwargs", label)
-        return Term(name, functools.partial(found, **entry.kwargs), _share(entry, key), on_device=False)
+        bound = functools.partial(found, **entry.kwargs)
+        return Term(name, bound, _share(entry, key), False, entry.frames, _takes_videos(found))
     on_device = issubclass(found, DeviceReward)
     kwargs = {"device": device, **entry.kwargs} if on_device else entry.kwargs
     _check_arguments(found, (), kwargs, f"{key}.kwargs", label)
@@ -125,7 +128,22 @@ def _bind(found: Callable[..., Any], label: str, entry: RewardFunctionConfig, na
     if not callable(instance):
         raise ConfigError(f"{key}: {label} is a class without __call__; right is __call__(images, prompts, metadata)")
     _check_arguments(instance, (None, None, None), {}, key, label)
-    return Term(name, instance, _share(entry, key), on_device)
+    return Term(name, instance, _share(entry, key), on_device, entry.frames, _takes_videos(instance))
+
+
+def _takes_videos(function: Callable[..., Any]) -> bool:
+    """Whether a reward takes videos whole: its first parameter is called `videos`."""
+    return next(iter(inspect.signature(function).parameters), "") == "videos"
+
+
+def judged_frames(terms: list[Term]) -> int:
+    """Frames of a video that judges are asked about: the same ones, since they share what they look at."""
+    counts = {term.frames for term in terms if isinstance(term.function, Reading)}
+    if len(counts) > 1:
+        raise ConfigError(
+            f"reward.functions: judges have frames {', '.join(map(str, sorted(counts)))}; give them the same number"
+        )
+    return counts.pop() if counts else 1
 
 
 def _from_name(name: str, key: str) -> tuple[Callable[..., Any], str]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from phalanx.config.schema import RewardConfig
 from phalanx.functional.rewards import combine
 from phalanx.rewards._base import Marked, RewardError
+from phalanx.rewards._frames import mean_of_frames, shown
 from phalanx.rewards._judge import Reading
 from phalanx.rewards._panel import Panel
 from phalanx.rewards._pool import DaemonPool
-from phalanx.rewards._registry import Term, build_terms
+from phalanx.rewards._registry import Term, build_terms, judged_frames
 from phalanx.types import Prompt
 
 _POLL_S = 0.05  # how soon a call that has just left the queue is watched
@@ -59,6 +60,7 @@ class RewardSet:
             # A new thread starts on device 0, whatever this one uses.
             self._device = torch.device("cuda", torch.cuda.current_device())
         judges = {term.name: term.function.judge for term in self.terms if isinstance(term.function, Reading)}
+        self._judged, self._frames = judged_frames(self.terms), 1
         self._panel: Panel | None = None
         if judges and group_timeout_s is not None:
             self._panel = Panel(judges, cfg.model, group_timeout_s, device=self._device, beside=beside)
@@ -72,22 +74,26 @@ class RewardSet:
         return [term.name for term in self.terms]
 
     def submit(self, images: Tensor, prompts: list[Prompt]) -> None:
-        """Score images [B, 3, H, W] (0..1, CPU) of B prompts, one a image; the caller no longer writes to `images`.
+        """Score images [B, 3, H, W], or videos [B, F, 3, H, W] (0..1, CPU) of B prompts, one each; the caller no longer
+        writes to `images`.
 
         Raises RewardError where an earlier call has failed meanwhile, so that the job ends without a whole rollout, and
         where a judge has no question.
         """
-        assert images.ndim == 4 and images.shape[1] == 3 and images.device.type == "cpu", (images.shape, images.device)
+        assert images.ndim in (4, 5) and images.shape[-3] == 3 and images.device.type == "cpu", images.shape
         assert len(images) == len(prompts) > 0, (len(images), len(prompts))
         for term in self.terms:
             if isinstance(term.function, Reading):
                 continue
-            call = _Call(term, images.float(), prompts)
+            subject, seen = shown(images, prompts, term.frames, whole=term.whole)
+            call = _Call(term, subject.float(), seen, len(seen) // len(prompts))
             self._calls.append(call)
             if self._overlap and not term.on_device:
                 self._start(call)
         if self._panel is not None:
-            self._panel.submit(images, prompts)
+            subject, seen = shown(images, prompts, self._judged, whole=False)
+            self._panel.submit(subject, seen)
+            self._frames = len(seen) // len(prompts)
         self._raise_failures(self._calls)
 
     @property
@@ -110,7 +116,8 @@ class RewardSet:
         prompts, answers = self._panel.ask()
         self._asked = True
         if prompts:
-            self._calls += [_Call(term, answers[term.name], prompts) for term in self.terms if term.name in answers]
+            own = [term for term in self.terms if term.name in answers]
+            self._calls += [_Call(term, answers[term.name], prompts, self._frames) for term in own]
 
     def collect(self) -> dict[str, Tensor]:
         """Wait for all submitted micro-batches: unweighted float32 scores [B] by term, in the order of submission, and
@@ -184,8 +191,9 @@ class _Call:
     thread; 0 until then.
     """
 
-    def __init__(self, term: Term, subject: Tensor | list[str], prompts: list[Prompt]) -> None:
+    def __init__(self, term: Term, subject: Tensor | list[str], prompts: list[Prompt], frames: int = 1) -> None:
         self.term = term
+        self._frames = frames
         self.prompts = prompts
         self.start = self.end = 0.0
         self.future: Future[Rows] | None = None
@@ -203,7 +211,7 @@ class _Call:
             returned = self.term.function(subject, [p.text for p in self.prompts], [p.meta for p in self.prompts])
             checked = _rows(returned, self.term, self.prompts)
         self.end = time.perf_counter()
-        return checked
+        return mean_of_frames(checked, self._frames)
 
 
 def _rows(returned: Any, term: Term, prompts: list[Prompt]) -> Rows:

@@ -70,6 +70,8 @@ class RewardServer:
         self.socket = bind(cfg.host, cfg.port, guarded=self._token is not None or cfg.allow_open)
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.terms = build_terms(cfg.reward.functions, self.device)
+        for name in (term.name for term in self.terms if term.whole):
+            raise ConfigError(f"reward.functions: {name} takes videos, and the server gets images; give it to the job")
         self._cpu_pool = ThreadPoolExecutor(cfg.reward.num_workers, "reward")
         self._device_pool = ThreadPoolExecutor(1, "reward-device")
         self._calls: dict[Future[Rows], _Turn] = {}  # that are not done

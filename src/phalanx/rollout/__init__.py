@@ -21,6 +21,10 @@ def check_engine(config: RolloutConfig) -> None:
         raise ValueError(
             f"rollout.max_num_gen_batches: {config.max_num_gen_batches} needs rollout.engine=policy; set it to 1"
         )
+    if config.engine != "policy" and config.num_frames > 1:
+        raise ValueError(
+            f"rollout.num_frames: {config.num_frames} needs rollout.engine=policy; {config.engine} knows images alone"
+        )
     if config.engine == "vllm_omni" and find_spec("vllm_omni") is None:
         raise ValueError("rollout.engine: vllm_omni is not installed; pip install 'phalanx[vllm-omni]', or set policy")
 

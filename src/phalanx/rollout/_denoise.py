@@ -52,8 +52,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Generated:
-    """images [R, 3, H, W] in 0..1 on the CPU; latents [R, S + 1, ...], before each of the window's S steps and after
-    its last; means [R, W, ...] of the trained steps; log_prob [R, W]; clean [R, ...], the final latents; float32.
+    """images [R, 3, H, W], or videos [R, F, 3, H, W], in 0..1 on the CPU; latents [R, S + 1, ...], before each of the
+    window's S steps and after its last; means [R, W, ...] of the trained steps; log_prob [R, W]; clean [R, ...], the
+    final latents; float32.
     """
 
     images: Tensor
@@ -69,7 +70,8 @@ def generate(policy: Policy, job: Job) -> Generated:
     Stochastic in the window; where there is none but noise, as in validation, everywhere but in the last step.
     """
     sampler, schedule, window = job.sampler, job.schedule, job.window
-    shape, device = policy.model.latent_shape(sampler.height, sampler.width), schedule.sigmas.device
+    shape = policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
+    device = schedule.sigmas.device
     noisy = window if window or sampler.noise_level == 0 else range(sampler.num_inference_steps - 1)
     x, levels = job.initial_noise(shape), job.levels()
     solve = None

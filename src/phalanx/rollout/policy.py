@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from phalanx.config.schema import RolloutConfig
-from phalanx.distributed.collectives import reduce_int
+from phalanx.distributed.collectives import agree, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.functional.window import sde_window, trained_steps
 from phalanx.rollout._denoise import Generated, Job, Schedule, generate
-from phalanx.types import FlowTrace, Policy, Prompt, Sampler, Samples, TextToImage
+from phalanx.types import FlowTrace, JobError, Policy, Prompt, Sampler, Samples, TextToImage
+from phalanx.videos import can_write
 
 Each = Callable[[Tensor, list[Prompt]], None]
 
@@ -33,7 +34,7 @@ class PolicyRollout:
         self.sampler = train_sampler(config, policy.model)
         self.val_sampler = val_sampler(config, policy.model)
         for sampler in (self.sampler, self.val_sampler):
-            policy.model.latent_shape(sampler.height, sampler.width)
+            policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -143,7 +144,7 @@ class PolicyRollout:
         number of prompts. The last micro-batch is filled up with repetitions, so that all have one shape.
         """
         sampler, n = self.val_sampler, self.config.val.n
-        embeds, schedule = self.collate(prompts, negatives=sampler.guided), self.schedule(sampler)
+        embeds, schedule = self.collate(prompts, sampler.guided, sampler), self.schedule(sampler)
         total = len(prompts) * n
         for start in range(0, total, self.micro_batch_size):
             part = [min(start + j, total - 1) for j in range(self.micro_batch_size)]
@@ -164,20 +165,41 @@ class PolicyRollout:
         device = self.world.device
         return Schedule(sigmas.to(device), timesteps.to(device), sigmas.tolist())
 
-    def encode(self, batches: list[list[Prompt]]) -> None:
-        """Encode this rank's share of the prompts of several steps at once; `sample` finds them in the cache."""
+    def encode(self, batches: list[list[Prompt]]) -> int:
+        """Encode this rank's share of the prompts of several steps at once; `sample` finds them in the cache. Returns
+        how many steps like these it has room for, on the rank where they are fewest.
+        """
         mine, n, size = [], self.config.n, self.world.size
         for prompts in batches:
             share = len(prompts) * n // size
             mine += prompts[self.world.rank * share // n : ((self.world.rank + 1) * share - 1) // n + 1]
-        self.policy.embed(mine, negatives=self.sampler.guided)
+        self.embed(mine, self.sampler.guided, self.sampler)
+        entries = len(mine) * (2 if self.sampler.guided else 1)
+        return -reduce_int(-(self.policy.room() * len(batches) // entries), "max")
 
-    def collate(self, prompts: list[Prompt], negatives: bool = True) -> dict[str, Tensor]:
-        """Embeddings [P, ...], or [2 P, ...] with the negatives, on the device.
+    def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
+        """See Policy.embed. Raises JobError, on all ranks, where an image of one of them cannot be read."""
+        size = (sampler.height, sampler.width)
+        if self.policy.model.image_column is None:
+            return self.policy.embed(prompts, negatives, size)
+        problem, embeds = None, []
+        try:
+            embeds = self.policy.embed(prompts, negatives, size)
+        except ValueError as error:
+            problem = str(error)
+        message, _ = agree(problem, 0)
+        if message is not None:
+            raise JobError(message)
+        return embeds
+
+    def collate(
+        self, prompts: list[Prompt], negatives: bool = True, sampler: Sampler | None = None
+    ) -> dict[str, Tensor]:
+        """Embeddings [P, ...], or [2 P, ...] with the negatives, on the device; `sampler`: None for that of training.
 
         They are padded to the longest of all ranks: shapes show in the last bits.
         """
-        embeds = self.policy.embed(prompts, negatives)
+        embeds = self.embed(prompts, negatives, sampler or self.sampler)
         lengths = [e["prompt_embeds"].shape[0] for e in embeds]
         longest, shortest = reduce_int(max(lengths), "max"), -reduce_int(-min(lengths), "max")
         batch = self.policy.model.collate(embeds, longest, padded=longest != shortest)
@@ -185,8 +207,9 @@ class PolicyRollout:
 
 
 def train_sampler(c: RolloutConfig, model: TextToImage | type[TextToImage]) -> Sampler:
-    """How training images are sampled. Raises ValueError for a guidance that the model does not obey."""
+    """How training images are sampled. Raises ValueError for a guidance that the model does not obey, or videos."""
     check_guidance(c, model, "rollout.")
+    check_frames(c, model, "rollout.")
     embedded = None if model.embedded_guidance_key is None else vars(c)[model.embedded_guidance_key]
     guidance = vars(c)[model.guidance_key]
     return Sampler(
@@ -199,6 +222,7 @@ def train_sampler(c: RolloutConfig, model: TextToImage | type[TextToImage]) -> S
         embedded_guidance=embedded,
         solver=c.solver,
         compression=c.ode_compression,
+        num_frames=c.num_frames,
     )
 
 
@@ -206,6 +230,7 @@ def val_sampler(c: RolloutConfig, model: TextToImage | type[TextToImage]) -> Sam
     """How validation images are sampled: the training's sampler with what rollout.val changes, and all steps taken."""
     v, train = c.val, train_sampler(c, model)
     check_guidance(v, model, "rollout.val.")
+    check_frames(v, model, "rollout.val.")
     guidance = vars(v)[model.guidance_key]
     embedded = None if model.embedded_guidance_key is None else vars(v)[model.embedded_guidance_key]
     solver = c.solver if v.solver is None else v.solver
@@ -223,7 +248,21 @@ def val_sampler(c: RolloutConfig, model: TextToImage | type[TextToImage]) -> Sam
         sde_type=c.sde_type,
         embedded_guidance=train.embedded_guidance if embedded is None else embedded,
         solver=solver,
+        num_frames=v.num_frames or train.num_frames,
     )
+
+
+def check_frames(section: Any, model: TextToImage | type[TextToImage], prefix: str = "") -> None:
+    """Raise ValueError where `section` asks for videos that the model, or its family, does not make, or that could not
+    be written.
+    """
+    frames = section.num_frames
+    if frames is None or frames == 1:
+        return
+    if not model.makes_videos:
+        raise ValueError(f"{prefix}num_frames: {frames}: {model.pipeline_class} makes images, not videos; set it to 1")
+    if not can_write():
+        raise ValueError(f"{prefix}num_frames: {frames}: PyAV with libx264 writes videos; pip install 'phalanx[video]'")
 
 
 def check_guidance(section: Any, model: TextToImage | type[TextToImage], prefix: str = "") -> None:

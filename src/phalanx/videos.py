@@ -1,0 +1,50 @@
+"""Videos on disk, by PyAV, which is installed with the extra `video`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+CODEC: Final = "libx264"  # what browsers, notebooks and wandb play
+
+
+def can_write() -> bool:
+    """Whether PyAV is installed, with the codec: builds against another FFmpeg may lack it."""
+    try:
+        import av
+    except ImportError:
+        return False
+    try:
+        av.codec.Codec(CODEC, "w")
+    except av.codec.codec.UnknownCodecError:
+        return False
+    return True
+
+
+def write_video(path: Path, frames: Iterable[NDArray[np.uint8]], fps: int) -> None:
+    """Write frames uint8 [H, W, 3] as an mp4 of `fps` frames a second.
+
+    The codec wants even sides: the last row and column are repeated where they are odd. Raises OSError for a file that
+    cannot be written, and for what the encoder refuses, as frames of more than 16384 pixels a side.
+    """
+    import av
+
+    try:
+        # a file, as PyAV takes a name with a colon for a URL
+        with path.open("wb") as file, av.open(file, "w", format="mp4") as container:
+            stream = None
+            for frame in frames:
+                odd = [(0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)]
+                image = av.VideoFrame.from_ndarray(np.pad(frame, odd, mode="edge"), format="rgb24")
+                if stream is None:
+                    stream = container.add_stream(CODEC, rate=fps, options={"crf": "18"})
+                    stream.width, stream.height, stream.pix_fmt = image.width, image.height, "yuv420p"
+                container.mux(stream.encode(image))
+            assert stream is not None, "a video has frames"
+            container.mux(stream.encode(None))
+    except av.error.FFmpegError as error:
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"{path}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,246 @@
+"""Training a model that edits images: data with images, any layout, validation, sampling, export, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus
+from PIL import Image
+from safetensors.torch import load_file
+from torch import Tensor
+
+from phalanx.config import ConfigError, load
+from phalanx.config.schema import FlowMatchingTaskConfig, TrainConfig
+from phalanx.config.tasks import ExportConfig, SampleConfig
+from phalanx.data import DataError, load_prompts
+from phalanx.export import Export
+from tests.distributed.test_layouts import assert_same_step
+from tests.jobs import fit, one_step, tiny_config
+from tests.pairs import png, write_parquet
+from tests.policies import make_policy, one_rank
+from tests.ranks import RankError, run_ranks
+from tests.tiny_edit import INSTRUCTIONS, load_edit_pipeline, photo, write_edits
+
+# how near the image is to the one that it was made of
+REWARD = """
+import numpy as np
+import torch
+
+def kept(images, prompts, metadata):
+    sources = [np.asarray(m["image"].pil().resize((32, 32))) for m in metadata]
+    return -(images - torch.tensor(np.stack(sources)).permute(0, 3, 1, 2) / 255).abs().mean((1, 2, 3))
+"""
+LORA = ("model.lora_rank=4", "optim.lr=3e-2")
+
+
+@pytest.fixture(autouse=True)
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text encoder sees 9 tokens of an image, not 196; `datasets` keeps its copies of Parquet files here."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", 96**2)
+
+
+def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    return tiny_config(
+        model,
+        folder,
+        "model.reference_size=32",
+        f"data.train_files=[{write_edits(folder)}]",
+        f"reward.functions=[{{path: '{folder / 'reward.py'}:kept'}}]",
+        "rollout.micro_batch_size_per_gpu=4",
+        *overrides,
+    )
+
+
+@pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
+def test_layouts_agree(kind: tuple[str, ...], qwen_edit_folder: Path, tmp_path: Path) -> None:
+    cfg = configure(qwen_edit_folder, tmp_path, *kind)
+    reference = run_ranks(one_step, 1, cfg)
+    assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
+    cfg.parallel.fsdp_size = 2
+    assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+
+
+def test_images_in_parquet_are_the_same(tmp_path: Path) -> None:
+    rows = [{"prompt": text, "image": png(photo(i))} for i, text in enumerate(INSTRUCTIONS)]
+    files = write_edits(tmp_path), write_parquet(tmp_path / "edits.parquet", rows)
+    one, other = (load_prompts([str(file)], "data.train_files", ("image",)) for file in files)
+    digests = [row.meta["image"].digest for row in one]
+    assert digests == [row.meta["image"].digest for row in other] and len(set(digests)) == 4
+    assert one[0].meta["image"].pil().tobytes() == photo(0).tobytes()
+
+
+def trained(cfg: TrainConfig) -> Tensor:
+    from phalanx.trainer import Trainer
+
+    trainer = Trainer(cfg)
+    trainer.fit()
+    parts: list[Tensor] = []
+    with trainer.rollout.awake():
+        prompts = trainer.val_sets["edits"]
+        trainer.rollout.sample_validation(prompts, each=lambda images, _: parts.append(images))
+    return torch.cat(parts)
+
+
+def test_a_run_from_validation_to_export(
+    qwen_edit_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On two ranks; the LoRA makes the same images in the stock pipeline."""
+    cfg = configure(
+        qwen_edit_folder,
+        tmp_path,
+        *LORA,
+        f"data.val_files=[{tmp_path / 'edits.jsonl'}]",
+        "rollout.val.num_inference_steps=2",
+        "trainer.test_freq=1",
+        "trainer.save_freq=2",
+        "parallel.fsdp_size=2",
+        f"data.embeds_cache_dir={tmp_path / 'embeds'}",
+        "actor.ema.decay=null",
+    )
+    images = torch.cat(run_ranks(trained, 2, cfg, timeout=240))
+    folder = tmp_path / "out" / "images" / "edits" / "step_000002"
+    rows = [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == INSTRUCTIONS and (folder / "grid.png").is_file()
+    metrics = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert metrics[-1]["val/edits/reward/mean"] == pytest.approx(sum(row["reward"] for row in rows) / 4, rel=1e-5)
+
+    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={tmp_path / 'lora'}"])).run()
+    assert any("lora_A" in name for name in load_file(tmp_path / "lora" / "pytorch_lora_weights.safetensors"))
+    monkeypatch.setattr(pipeline_qwenimage_edit_plus, "VAE_IMAGE_SIZE", 32**2)
+    pipeline = load_edit_pipeline(qwen_edit_folder)
+    pipeline.load_lora_weights(tmp_path / "lora")
+    from phalanx.distributed.seed import fold_in, normal
+    from phalanx.models.qwen_image_edit import to_ratio
+
+    for i, text in enumerate(INSTRUCTIONS):
+        noise = normal((16, 16), fold_in(cfg.rollout.val.seed, 0, i, 0, "init"), torch.device("cpu"))[None]
+        made = pipeline(
+            to_ratio(photo(i), 32, 32),
+            text,
+            negative_prompt=" ",
+            true_cfg_scale=3.0,
+            height=32,
+            width=32,
+            num_inference_steps=2,
+            latents=noise,
+            output_type="pt",
+        ).images
+        torch.testing.assert_close(images[i], made[0], rtol=0, atol=1e-4)
+
+
+def sampled(overrides: list[str]) -> None:
+    from phalanx.generate import Generator
+
+    Generator(load(SampleConfig, None, overrides)).run()
+
+
+def test_sampling_from_a_file(qwen_edit_folder: Path, tmp_path: Path) -> None:
+    size = ["height=32", "width=48", "num_inference_steps=2", "model.reference_size=32", "model.dtype=float32"]
+    base = [f"model.path={qwen_edit_folder}", f"output_dir={tmp_path / 'made'}", *size]
+    run_ranks(sampled, 1, [*base, f"prompt_file={write_edits(tmp_path)}"])
+    assert Image.open(tmp_path / "made" / "00003.png").size == (48, 32)
+    with pytest.raises(RankError, match="prompts: the model edits images; give prompt_file, with a column image"):
+        run_ranks(sampled, 1, [*base, "prompts=[make it red]"])
+
+
+# -- mistakes ---------------------------------------------------------------------------------------------------------
+
+
+def built(cfg: Any) -> None:
+    from phalanx.flow_matching import FlowMatching
+    from phalanx.trainer import Trainer
+
+    (Trainer if isinstance(cfg, TrainConfig) else FlowMatching)(cfg)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.txt", "make it red\n", "{} is plain text; images (image) come in the other formats"),
+        ("a.jsonl", '{"prompt": "x"}\n', "{}:1: no 'image'; it has prompt"),
+    ],
+)
+def test_data_without_images(name: str, text: str, said: str, qwen_edit_folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    for key in ("train_files", "val_files"):
+        with pytest.raises(DataError) as error:
+            refused(configure(qwen_edit_folder, tmp_path / "job", f"data.{key}=[{file}]"))
+        assert str(error.value) == f"data.{key}: " + said.format(file)
+
+
+def refused(cfg: Any) -> None:
+    """Build the job in this process, whose world is one rank."""
+    from phalanx.distributed import mesh
+
+    try:
+        built(cfg)
+    finally:
+        mesh.stop()
+
+
+def test_an_image_that_is_gone(qwen_edit_folder: Path, tmp_path: Path) -> None:
+    cfg = configure(qwen_edit_folder, tmp_path)
+    (tmp_path / "2.png").unlink()
+    with pytest.raises(RankError, match=r"data.train_files: \S*edits.jsonl:3: image: the image cannot be read: "):
+        run_ranks(fit, 2, cfg)
+
+
+def test_supervised_flow_matching_is_refused(qwen_edit_folder: Path, tmp_path: Path) -> None:
+    cfg = load(
+        FlowMatchingTaskConfig,
+        None,
+        [
+            f"model.path={qwen_edit_folder}",
+            f"data.train_files=[{write_edits(tmp_path)}]",
+            "trainer.total_training_steps=1",
+        ],
+    )
+    with pytest.raises(ConfigError) as error:
+        built(cfg)
+    assert str(error.value) == f"model.path: '{qwen_edit_folder}' edits images; flow matching trains from texts alone"
+
+
+def test_vllm_omni_has_no_such_model(qwen_edit_folder: Path) -> None:
+    from phalanx.rollout.vllm_omni import _pipeline_class
+
+    with one_rank() as world, pytest.raises(ValueError) as error:
+        _pipeline_class(make_policy(world, qwen_edit_folder))
+    assert str(error.value) == (
+        "rollout.engine: vllm_omni samples from StableDiffusion3Pipeline and QwenImagePipeline, not "
+        "QwenImageEditPlusPipeline; set rollout.engine=policy"
+    )
+
+
+def test_the_plan_counts_the_longer_sequence(qwen_edit_folder: Path, qwen_folder: Path, tmp_path: Path) -> None:
+    from phalanx.models.flow import family_of
+    from phalanx.plan import plan_job
+    from phalanx.plan.blueprint import family_name, planned_policy
+    from phalanx.plan.jobs import planned, text_bytes
+    from phalanx.plan.layout import Cluster
+
+    def of(folder: Path, *overrides: str) -> Any:
+        cfg = tiny_config(folder, tmp_path, *overrides)
+        cfg.model.family = family_name(cfg.model)
+        return cfg, planned(cfg, Cluster(1, 1))
+
+    _, plain = of(qwen_folder)
+    _, small = of(qwen_edit_folder, "model.reference_size=32")
+    cfg, large = of(qwen_edit_folder, "model.reference_size=128")
+    assert "  update " in plan_job(cfg, {})
+    assert plain.flops < small.flops < large.flops
+    # 16 tokens to be made, 256 of the reference, 32 of the prompt, 9 that the encoder makes of 96 px, the template
+    policy = planned_policy(cfg, detach_uncond=False)
+    assert policy.model.most_tokens(32, 32, 32) == 32 + 3 * 3 + 16
+    inputs = policy.model.forward_inputs(32, 32, 32)
+    assert inputs["hidden_states"].shape == (1, 16 + 256, 16)
+    assert inputs["img_shapes"] == [[(1, 4, 4), (1, 16, 16)]]
+    assert text_bytes(policy, large.job.sampler, 40) == (40 * 64 + 256 * 16) * 4
+    assert family_of(cfg.model).pipeline_class == "QwenImageEditPlusPipeline"

@@ -1,0 +1,144 @@
+"""A tiny Qwen-Image-Edit folder, real classes, and data for it."""
+
+import json
+import random
+import re
+from pathlib import Path
+
+import torch
+from PIL import Image
+from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+
+from phalanx.models.qwen_image_edit import ImageProcessor
+from phalanx.pictures import Picture
+from phalanx.types import Prompt
+from tests.tiny import byte_alphabet, jitter, load_pipeline, tiny_qwen_image
+
+PREFIX_TOKENS = 64  # of the template, which the pipeline drops
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+INSTRUCTIONS = ["make it red", "x", "a wider sky, and two more trees", "no cat"]
+
+
+def tokenizer(template: str) -> Qwen2Tokenizer:
+    """Bytes, and merges for the words of the template: its prefix is 64 tokens long, as with the real one."""
+    prefix = template.split("<|vision_start|>")[0].split("{}")[0]
+    split = Qwen2Tokenizer(vocab={c: i for i, c in enumerate(byte_alphabet())}, merges=[]).backend_tokenizer
+    texts = [text for text in re.split(r"<\|im_\w+\|>", prefix) if text]
+    pieces = [piece for text in texts for piece, _ in split.pre_tokenizer.pre_tokenize_str(text)]
+    pieces.sort(key=lambda piece: piece[0] != "\u0120")  # merges of what begins with a space go first
+    merges = list(dict.fromkeys((piece[:i], piece[i]) for piece in pieces for i in range(1, len(piece))))
+    tokens = [*byte_alphabet(), *(left + right for left, right in merges), *SPECIAL]
+    made = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=merges,
+        extra_special_tokens=SPECIAL[1:],
+        model_max_length=4096,
+    )
+    assert len(made(prefix).input_ids) == PREFIX_TOKENS
+    return made
+
+
+def text_encoder(words: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
+    """Two layers, 64 wide, behind a vision tower of one."""
+    number = {token: words.convert_tokens_to_ids(token) for token in SPECIAL}
+    config = Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(words),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "bos_token_id": number["<|endoftext|>"],
+            "eos_token_id": number["<|im_end|>"],
+            "pad_token_id": words.pad_token_id,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [0],
+        },
+        image_token_id=number["<|image_pad|>"],
+        video_token_id=len(words) + 1,  # no video ever enters the encoder
+        vision_start_token_id=number["<|vision_start|>"],
+        vision_end_token_id=number["<|vision_end|>"],
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        encoder = Qwen2_5_VLForConditionalGeneration(config).eval()
+    jitter(encoder, seed + 1)
+    return encoder
+
+
+def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool = False, seed: int = 0) -> Path:
+    """Save a tiny QwenImageEditPlusPipeline, or (`first`) the QwenImageEditPipeline before it: as `tiny_qwen_image`, with
+    a text encoder that sees. `zero_cond_t` is 2511's: tokens of the reference are at level 0.
+    """
+    from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    base = load_pipeline(tiny_qwen_image(folder.with_name(f"{folder.name}_base"), seed))
+    kind = QwenImageEditPipeline if first else QwenImageEditPlusPipeline
+    parts = {"transformer": base.transformer, "vae": base.vae, "scheduler": base.scheduler}
+    empty = kind(text_encoder=None, tokenizer=None, processor=None, **parts)
+    words = tokenizer(empty.prompt_template_encode)
+    pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 1280})
+    pipeline = kind(
+        text_encoder=text_encoder(words, seed + 10),
+        tokenizer=words,
+        processor=ImageProcessor(pixels, words),
+        **parts,
+    )
+    pipeline.save_pretrained(folder)
+    if zero_cond_t:
+        file = folder / "transformer" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"zero_cond_t": True}))
+    index = folder / "model_index.json"
+    index.write_text(index.read_text().replace('"phalanx.models.qwen_image_edit"', '"transformers"'))
+    index.write_text(index.read_text().replace('"ImageProcessor"', '"Qwen2VLProcessor"'))
+    return folder
+
+
+def load_edit_pipeline(folder: Path):
+    """Stock diffusers' pipeline of a folder in float32."""
+    from diffusers import DiffusionPipeline
+
+    pipeline = DiffusionPipeline.from_pretrained(
+        folder, processor=ImageProcessor.from_pretrained(folder, subfolder="processor")
+    )
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def photo(number: int, width: int = 96, height: int = 64) -> Image.Image:
+    """A picture of its own: noise, smooth enough that scaling it leaves something."""
+    rng = random.Random(number)
+    return Image.frombytes("RGB", (6, 4), rng.randbytes(72)).resize((width, height), Image.Resampling.BICUBIC)
+
+
+def write_edits(folder: Path, count: int = len(INSTRUCTIONS)) -> Path:
+    """A .jsonl file of instructions with paths, and the pictures beside it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for i, text in enumerate(INSTRUCTIONS[:count]):
+        photo(i).save(folder / f"{i}.png")
+        lines.append(json.dumps({"prompt": text, "image": f"{i}.png"}))
+    file = folder / "edits.jsonl"
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+def edits(count: int = 3) -> list[Prompt]:
+    """Prompts of different lengths, each with its picture; the second has a negative of its own."""
+
+    def one(i: int) -> Prompt:
+        picture = Picture(lambda: b"", Path(), f"edits {i}")
+        object.__setattr__(picture, "pil", lambda: photo(i))
+        return Prompt(INSTRUCTIONS[i], i, {"image": picture}, negative="blur" if i == 1 else None)
+
+    return [one(i) for i in range(count)]

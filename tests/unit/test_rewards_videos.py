@@ -1,0 +1,121 @@
+"""Rewards of videos: images' rewards see frames, whose mean counts; others take videos whole."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+from phalanx.config.tasks import ServeRewardConfig
+from phalanx.rewards import DeviceReward, Judge, Marked, Marking, RewardError, RewardSet
+from phalanx.rewards._registry import build_terms
+from phalanx.types import Prompt
+
+HERE = __name__
+PROMPTS = [Prompt("a", 0, {"bonus": 0.0}), Prompt("b", 1, {"bonus": 10.0})]
+# each frame of one shade: 0.0, 0.1, ... of the first video, twice that of the second
+VIDEOS = (torch.arange(5) / 10)[None, :, None, None, None] * torch.tensor([1.0, 2.0]).view(2, 1, 1, 1, 1)
+VIDEOS = VIDEOS.expand(2, 5, 3, 4, 6).contiguous()
+
+
+def shade(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+    assert images.ndim == 4 and len(images) == len(prompts) == len(metadata)
+    return images.mean((1, 2, 3)) + torch.tensor([m["bonus"] for m in metadata])
+
+
+def motion(videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    assert videos.ndim == 5 and len(videos) == len(prompts) == len(metadata)
+    return [float((video[-1] - video[0]).mean()) for video in videos]
+
+
+class Frames(DeviceReward):
+    """Takes videos on the device."""
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __call__(self, videos: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[int]:
+        return [video.to(self.device).shape[0] for video in videos]
+
+
+class Dark(Marking):
+    """Marks frames below 0.15."""
+
+    marks = ("dark",)
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Marked:
+        found = images.mean((1, 2, 3))
+        return Marked(found, {"dark": (found < 0.15).float()})
+
+
+def late_nan(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
+    return [0.0] * (len(images) - 1) + [float("nan")]
+
+
+class Verdict(Judge):
+    """Asks about nothing."""
+
+    template = "?"
+
+    def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
+        return 0.0
+
+
+def entry(name: str, **keys: Any) -> RewardFunctionConfig:
+    return RewardFunctionConfig(path=f"{HERE}:{name}", **keys)
+
+
+def score(samples: Tensor, *entries: RewardFunctionConfig) -> dict[str, list[float]]:
+    reward = RewardSet(RewardConfig(functions=list(entries)), "cpu")
+    reward.submit(samples, PROMPTS)
+    return {name: [round(v, 4) for v in values.tolist()] for name, values in reward.collect().items()}
+
+
+@pytest.mark.parametrize(
+    ("frames", "scores"),
+    [(1, [0.2, 10.4]), (2, [0.2, 10.4]), (5, [0.2, 10.4]), (8, [0.2, 10.4])],
+)
+def test_the_mean_of_frames(frames: int, scores: list[float]) -> None:
+    assert score(VIDEOS, entry("shade", frames=frames)) == {"shade": scores}
+
+
+def test_which_frames_count() -> None:
+    brighter_end = VIDEOS.clone()
+    brighter_end[:, -1] += 0.3
+    assert score(brighter_end, entry("shade", frames=1)) == {"shade": [0.2, 10.4]}  # the middle
+    assert score(brighter_end, entry("shade", frames=2)) == {"shade": [0.35, 10.55]}  # both ends
+    assert score(brighter_end, entry("shade")) == {"shade": [0.26, 10.46]}  # all five
+
+
+def test_videos_as_a_whole() -> None:
+    wanted = (entry("motion", frames=1), entry("Frames"), entry("shade", frames=2))
+    assert score(VIDEOS, *wanted) == {"motion": [0.4, 0.8], "Frames": [5.0, 5.0], "shade": [0.2, 10.4]}
+    # an image is a video of one frame
+    assert score(VIDEOS[:, 3], *wanted) == {"motion": [0.0, 0.0], "Frames": [1.0, 1.0], "shade": [0.3, 10.6]}
+
+
+def test_marks_are_shares_of_frames() -> None:
+    assert score(VIDEOS, entry("Dark")) == {"Dark": [0.2, 0.4], "Dark_dark": [0.4, 0.2]}
+
+
+def test_one_bad_frame_ends_the_job() -> None:
+    with pytest.raises(RewardError, match=r"returned nan for 1 of 10 images on the prompt \"b\""):
+        score(VIDEOS, entry("late_nan"))
+
+
+def test_judges_look_at_the_same_frames() -> None:
+    other = RewardFunctionConfig(name="other", path=f"{HERE}:Verdict", frames=4)
+    terms = build_terms([entry("Verdict", frames=4), other], "cpu", 0.0)
+    assert [term.frames for term in terms] == [4, 4]
+    with pytest.raises(ValueError) as error:
+        RewardSet(RewardConfig(functions=[entry("Verdict"), other]), "cpu", 60.0)
+    assert str(error.value) == "reward.functions: judges have frames 4, 8; give them the same number"
+
+
+def test_a_server_takes_no_videos() -> None:
+    from phalanx.rewards._server import RewardServer
+
+    with pytest.raises(ValueError) as error:
+        RewardServer(ServeRewardConfig(reward=RewardConfig(functions=[entry("motion")]), port=0))
+    assert str(error.value) == "reward.functions: motion takes videos, and the server gets images; give it to the job"

@@ -1,0 +1,199 @@
+"""Videos on disk and in the loggers, read back; and what of them is shown in a picture."""
+
+import json
+import sys
+from io import BytesIO
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from PIL import Image
+
+from phalanx.config.schema import RolloutConfig, TrainerConfig
+from phalanx.functional.frames import evenly_spaced
+from phalanx.generate import GRID_VIDEOS, Writer
+from phalanx.images import ImageRecord, grid, read_index, save_images
+from phalanx.loggers import GIF_FRAMES
+from phalanx.metrics import RunLogger
+from phalanx.models.sd3 import Model as ImageModel
+from phalanx.models.wan import Model as VideoModel
+from phalanx.rollout import check_engine
+from phalanx.rollout.policy import train_sampler, val_sampler
+from phalanx.videos import can_write, write_video
+
+SHADES = [20, 90, 160, 230]  # of a video's frames, far enough from each other for any encoder
+
+
+def video(shades: list[int], height: int = 32, width: int = 48) -> NDArray[np.uint8]:
+    """Frames [F, H, W, 3], each of one shade."""
+    return np.stack([np.full((height, width, 3), shade, dtype=np.uint8) for shade in shades])
+
+
+def records(count: int = 2, shades: list[int] = SHADES) -> list[ImageRecord]:
+    return [ImageRecord(f"prompt {i}", i / 10, video(shades), i, fps=8) for i in range(count)]
+
+
+def shaded(i: int) -> ImageRecord:
+    return ImageRecord(f"prompt {i}", i / 10, video([40 * i] * 4), i, fps=8)
+
+
+def read(path: Path) -> tuple[NDArray[np.uint8], float]:
+    """Frames [F, H, W, 3] of a file, and how many there are a second."""
+    with av.open(str(path)) as container:
+        frames = [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+        rate = container.streams.video[0].average_rate
+    assert rate is not None
+    return np.stack(frames), float(rate)
+
+
+def test_evenly_spaced() -> None:
+    assert evenly_spaced(33, 9) == list(range(0, 33, 4))
+    assert evenly_spaced(5, 3) == [0, 2, 4]
+    assert evenly_spaced(81, 4) == [0, 27, 53, 80]
+    assert evenly_spaced(5, 1) == [2]
+    for count in (5, 8):
+        assert evenly_spaced(5, count) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 48), (31, 45)])
+def test_a_video_is_read_as_it_was_written(tmp_path: Path, height: int, width: int) -> None:
+    write_video(tmp_path / "a.mp4", video(SHADES, height, width), fps=16)
+    frames, rate = read(tmp_path / "a.mp4")
+    assert frames.shape == (4, 32, width + width % 2, 3) and rate == 16
+    np.testing.assert_allclose(frames.mean((1, 2, 3)), SHADES, atol=6)
+
+
+def test_a_path_with_a_colon_is_no_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_video(Path("run:1.mp4"), video(SHADES), fps=8)
+    assert len(read(tmp_path / "run:1.mp4")[0]) == 4
+
+
+def test_what_the_encoder_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A frame that is too wide is an error of the file, of one line, and costs a validation's images, not the run."""
+    wide = video([0, 9], height=2, width=16400)
+    with pytest.raises(OSError, match=r"a\.mp4: .*libx264") as error:
+        write_video(tmp_path / "a.mp4", wide, fps=8)
+    assert "\n" not in str(error.value)
+    with start(tmp_path, "console") as log:
+        log.images(2, "ocr", [ImageRecord("a", 0.5, wide, 0, fps=8)])
+    assert "images of step 2 are not written: " in caplog.text
+    assert list((tmp_path / "images" / "ocr").iterdir()) == []
+
+
+def test_a_build_without_the_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert can_write()
+    monkeypatch.setattr("phalanx.videos.CODEC", "libx26x")
+    assert not can_write()
+
+
+def test_validation_folder(tmp_path: Path) -> None:
+    folder = save_images(tmp_path, 10, "ocr", records(3, [*SHADES, 250]))
+    names = sorted(file.name for file in folder.iterdir())
+    each = [f"{i:05d}.{kind}" for i in range(3) for kind in ("mp4", "png")]
+    assert names == sorted([*each, "grid.mp4", "grid.png", "index.jsonl"])
+    rows = read_index(folder)
+    assert [(row["file"], row["video"]) for row in rows] == [(f"{i:05d}.png", f"{i:05d}.mp4") for i in range(3)]
+    with Image.open(folder / "00001.png") as strip:  # four of the five frames, side by side
+        assert strip.size == (4 * 48, 32)
+        assert [strip.getpixel((k * 48 + 5, 5))[0] for k in range(4)] == [20, 90, 230, 250]  # type: ignore[index]
+    frames, rate = read(folder / "grid.mp4")
+    still = grid([ImageRecord("prompt", 0.0, video([0])[0], i) for i in range(3)])
+    assert len(frames) == 5 and rate == 8
+    assert frames.shape[1:3] == tuple(side + side % 2 for side in reversed(still.size))
+    assert len(read(folder / "00002.mp4")[0]) == 5
+
+
+def test_images_have_no_videos_beside_them(tmp_path: Path) -> None:
+    folder = save_images(tmp_path, 10, "ocr", [ImageRecord("a", 0.5, video([9])[0], 0)])
+    assert sorted(file.name for file in folder.iterdir()) == ["00000.png", "grid.png", "index.jsonl"]
+    assert "video" not in json.loads((folder / "index.jsonl").read_text())
+
+
+def start(folder: Path, logger: str) -> RunLogger:
+    return RunLogger(TrainerConfig(output_dir=str(folder), logger=[logger]), {}, None, 0, 4, True)
+
+
+def test_tensorboard_plays_the_grid(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with start(tmp_path, "tensorboard") as log:
+        log.images(2, "ocr", records(shades=list(range(20, 240, 10))))
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (still,), (moving,) = events.Images("images/ocr"), events.Images("videos/ocr")
+    with Image.open(BytesIO(moving.encoded_image_string)) as gif:
+        assert (moving.step, moving.width, moving.height) == (2, *gif.size)
+        assert gif.format == "GIF" and gif.n_frames == GIF_FRAMES  # type: ignore[attr-defined]
+        seconds = 22 / 8  # all of the video
+        assert gif.info["duration"] == pytest.approx(1000 * seconds / GIF_FRAMES, abs=10)
+    assert still.width > moving.width  # four frames side by side
+
+
+def test_wandb_gets_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import wandb
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    wandb.teardown()
+    with start(tmp_path, "wandb") as log:
+        log.images(2, "ocr", [shaded(i) for i in range(3)])
+    wandb.teardown()
+    files = (tmp_path / "wandb").glob("offline-run-*/files/media/videos/videos/ocr_*.mp4")
+    shades = sorted(read(file)[0].mean() for file in files)
+    assert shades == pytest.approx([0, 40, 80], abs=6)
+
+
+def test_samples_on_disk(tmp_path: Path) -> None:
+    """tasks/sample.py: first videos, then images into the same folder."""
+    writer = Writer(tmp_path, 2, fps=24)
+    for i in range(3):
+        writer.add(i, f"prompt {i}", video(SHADES))
+    writer.finish(None)
+    names = [*(f"{i:05d}.mp4" for i in range(3)), "grid.mp4", "grid.png", "index.jsonl"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == names
+    assert [row["file"] for row in read_index(tmp_path)] == names[:3]
+    (frames, rate), (grids, _) = read(tmp_path / "00001.mp4"), read(tmp_path / "grid.mp4")
+    assert (len(frames), rate, len(grids)) == (4, 24, 4)
+    writer = Writer(tmp_path, 2)
+    writer.add(0, "prompt", video([50])[0])
+    writer.finish(None)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["00000.png", "grid.png", "index.jsonl"]
+
+
+def test_the_moving_grid_shows_the_first_videos(tmp_path: Path) -> None:
+    """Of more videos than an encoder takes at once, and than memory holds, the picture shows them all."""
+    writer = Writer(tmp_path, 1, fps=8)
+    shown = list(range(GRID_VIDEOS))
+    for i in [*range(GRID_VIDEOS, 60), *shown]:  # another rank's videos may come first
+        writer.add(i, "x", video([*SHADES, 250], 2, 20) if i in shown else video([10] * 5, 2, 20))
+    assert sum(len(frames) for _, _, frames in writer._tiles.values()) == 16 * 5 + 44 * 4
+    writer.finish(60)
+    frames, _ = read(tmp_path / "grid.mp4")
+    with Image.open(tmp_path / "grid.png") as still:
+        assert still.size[0] > 16384 and len(frames) == 5
+    assert frames.shape[2] == 16 * 168 + 8  # tiles of 160 and a margin
+    assert abs(int((frames[3, 12, :, 0] < 243).sum()) - 16 * 160) < 50
+    np.testing.assert_allclose(frames[:, 12, 8 + 15 * 168 + 80].mean(1), [*SHADES, 250], atol=8)
+
+
+def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, val = RolloutConfig(num_frames=5), RolloutConfig()
+    val.val.num_frames = 9
+    assert train_sampler(config, VideoModel).num_frames == 5 and val_sampler(config, VideoModel).num_frames == 5
+    assert val_sampler(val, VideoModel).num_frames == 9 and train_sampler(val, VideoModel).num_frames == 1
+    for wanted, key, number in ((config, "rollout.num_frames", 5), (val, "rollout.val.num_frames", 9)):
+        with pytest.raises(ValueError) as error:
+            val_sampler(wanted, ImageModel)
+        assert str(error.value) == f"{key}: {number}: StableDiffusion3Pipeline makes images, not videos; set it to 1"
+    for engine in ("vllm_omni", "dataset"):
+        with pytest.raises(ValueError) as error:
+            check_engine(RolloutConfig(num_frames=5, engine=engine))
+        assert str(error.value) == f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} knows images alone"
+    monkeypatch.setitem(sys.modules, "av", None)
+    assert train_sampler(RolloutConfig(), VideoModel).num_frames == 1
+    with pytest.raises(ValueError) as error:
+        train_sampler(config, VideoModel)
+    assert str(error.value) == "rollout.num_frames: 5: PyAV with libx264 writes videos; pip install 'phalanx[video]'"
