@@ -161,11 +161,19 @@ def total(tensors: Iterable[Tensor]) -> int:
     return sum(storages(tensors).values())
 
 
-def parts(t: Run) -> dict[str, int]:
-    """Bytes of all tensors that are there between steps, and of some of them; those of the host are left out."""
+def alive() -> dict[int, int]:
+    """Bytes of the storages of all tensors that are there, by address."""
     gc.collect()
-    everything = storages(thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+    return storages(thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
+
+
+def parts(t: Run, strangers: dict[int, int]) -> dict[str, int]:
+    """Bytes of all tensors that are there between steps, and of some of them; those of the host are left out, and
+    `strangers`, those of the tests before in this process.
+    """
+    everything = alive()
     on_host = storages([p for e in t.policy.model.text_encoders for p in [*e.parameters(), *e.buffers()]])
+    on_host |= strangers
     if "reference" in t.policy._weights:
         on_host |= storages(t.policy._weights["reference"].values())
     return {
@@ -184,10 +192,11 @@ def as_on_gpus(t: Run) -> None:
 
 def measure(cfg: TrainConfig) -> dict[str, int]:
     """Bytes of the parts, and the most that there are in each phase of a step."""
+    strangers = alive()
     t = Trainer(cfg)
     as_on_gpus(t)
     train(t)  # imports that come late, and kernels' caches
-    found = parts(t)
+    found = parts(t, strangers)
     apply = t.optimizer.step
 
     def step(loss: Tensor) -> dict[str, Any]:
@@ -206,10 +215,11 @@ def measure(cfg: TrainConfig) -> dict[str, int]:
 
 
 def measure_flow_matching(cfg: FlowMatchingTaskConfig) -> dict[str, int]:
+    strangers = alive()
     t = FlowMatching(cfg)
     as_on_gpus(t)
     t.update(0)
-    found = parts(t)
+    found = parts(t, strangers)
     with Heap(found["held"]) as heap:
         t.optimizer.step = heap.during("optimizer", t.optimizer.step)  # type: ignore[method-assign]
         heap.during("update", t.update)(0)
