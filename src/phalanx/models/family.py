@@ -167,6 +167,19 @@ class FlowModel:
         """Images [N, 3, H, W], or videos [N, F, 3, H, W], in 0..1, float32."""
         raise AssertionError
 
+    def latent_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [C, 1, 1, 1] of the latents of a VAE for videos."""
+        c = self.vae.config
+        mean, std = torch.tensor([c.latents_mean, c.latents_std], device=device)
+        return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
+
+    def frame_latents(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Images [N, 3, H, W] as videos of one frame: a video VAE's latents [N, C, 1, h, w], of mean 0 and std 1."""
+        mean, std = self.latent_statistics(images.device)
+        posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)[:, :, None]).latent_dist
+        latents = posterior.mode() if generator is None else posterior.sample(generator)
+        return (latents.float() - mean) / std
+
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Latents [N, ...] float32 of images [N, 3, H, W] in 0..1: the inverse of `decode`."""
         raise AssertionError

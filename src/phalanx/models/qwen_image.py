@@ -64,23 +64,15 @@ class Model(PackedModel):
         return combined * (positive.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        mean, std = self._statistics(latents.device)
+        mean, std = self.latent_statistics(latents.device)
         unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
         images = self.vae.decode((unpacked * std + mean).to(self.vae.dtype), return_dict=False)[0][:, :, 0]
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        mean, std = self._statistics(images.device)
-        posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)[:, :, None]).latent_dist
-        latents = posterior.mode() if generator is None else posterior.sample(generator)
+        latents = self.frame_latents(images, generator)
         n, channels, _, h, w = latents.shape
-        return self.pipeline._pack_latents((latents.float() - mean) / std, n, channels, h, w)
-
-    def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [C, 1, 1, 1] of the VAE's latents."""
-        c = self.vae.config
-        mean, std = torch.tensor([c.latents_mean, c.latents_std], device=device)
-        return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
+        return self.pipeline._pack_latents(latents, n, channels, h, w)
 
     def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
         return {

@@ -139,23 +139,13 @@ class Model(FlowModel):
         )[0]
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        mean, std = self._statistics(latents.device)
+        mean, std = self.latent_statistics(latents.device)
         frames = self.vae.decode(latents * std + mean, return_dict=False)[0].transpose(1, 2)
         pixels = (frames.float() / 2 + 0.5).clamp(0, 1)
         return pixels if latents.shape[2] > 1 else pixels[:, 0]
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """As videos of one frame."""
-        mean, std = self._statistics(images.device)
-        posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)[:, :, None]).latent_dist
-        latents = posterior.mode() if generator is None else posterior.sample(generator)
-        return (latents.float() - mean) / std
-
-    def _statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation [C, 1, 1, 1] of the VAE's latents."""
-        c = self.vae.config
-        mean, std = torch.tensor([c.latents_mean, c.latents_std], device=device)
-        return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
+        return self.frame_latents(images, generator)
 
     def forward_inputs(self, height: int, width: int, text_length: int) -> dict[str, Any]:
         return {
