@@ -100,8 +100,8 @@ class Trainer(Run):
             steps = self.prompts.steps(cfg.trainer.total_epochs)
         self.prepare(steps, steps * self.plan.updates * cfg.actor.ppo_epochs, averages)
         self.group_id = torch.arange(self.plan.samples) // cfg.rollout.n
-        # the first step's prompts are encoded alone: they show how large embeddings are
-        self.encoded, self._ahead = self.progress.step, 1
+        self.encoded = self.progress.step
+        self._ahead: int | None = None  # steps whose embeddings the cache holds
         self._forward_flops: int | None = None
         self._view_costs: list[float] = []  # of each of the algorithm's others, in passes of the policy's own
         self._trained = 0
@@ -260,10 +260,16 @@ class Trainer(Run):
         """Encode the prompts of the training steps from `step` on, up to `self.encoded`, which it sets: the text
         encoders' way to the device and back is long.
         """
+        if self._ahead is None:  # the first prompts show how large embeddings are
+            self._ahead = self._encode(range(step, step + 1))
         self.encoded = min(step + self._ahead, self.total_steps)
-        prompts = [self.prompts.batch(k) for k in range(step, self.encoded)]
+        self._ahead = self._encode(range(step, self.encoded))
+
+    def _encode(self, steps: range) -> int:
+        """Encode the prompts of some training steps; returns of how many, at most ENCODE_AHEAD, the cache has room."""
+        prompts = [self.prompts.batch(k) for k in steps]
         kept = [rollout.encode(prompts) for rollout in (self.rollout, *(e.rollout for e in self.experts.values()))]
-        self._ahead = max(1, min(ENCODE_AHEAD, *kept))
+        return max(1, min(ENCODE_AHEAD, *kept))
 
     def noised(self, samples: Samples, step: int, epoch: int) -> Noised:
         """Fresh noise of this rank's samples, a function of (trainer.seed, step, sample, epoch)."""

@@ -48,6 +48,8 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # as from a terminal: a shell's background jobs, such as the tests may be, ignore SIGINT, and so would theirs
+                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
     def __enter__(self) -> "Job":
