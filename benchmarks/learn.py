@@ -7,7 +7,7 @@ Each recipe of learn.yaml is trained on one CPU process, `--jobs` of them side b
 last checkpoint samples the held-out prompts again with other noise. These images are scored by the training's OCR, by
 Tesseract, which no recipe has seen (its score shows whether an engine was fooled), and by how much they differ. Results
 go to docs/learning.json, the table and the curves to docs/algorithms.md. A run whose result is there is not repeated,
-and with `--keep` no run that docs/learning.json has.
+and with `--keep` no run that docs/learning.json has. The teacher of a recipe is the quickstart's model, trained first.
 """
 
 import argparse
@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -36,6 +37,8 @@ IMAGES_A_PROMPT = 4
 IMAGES_A_STEP = 192  # of every recipe
 TARGET = 0.8
 SCALE = 4  # Tesseract wants larger letters
+TEACHER = "{teacher}"  # in a recipe: the folder of the model that `make quickstart` ends with
+TEACHING = threading.Lock()
 RESULTS = ROOT / "docs" / "learning.json"
 MARKS = ("<!-- learning: begin -->", "<!-- learning: end -->")
 
@@ -103,8 +106,9 @@ def trained(output: Path, name: str, recipe: list[str], seed: int, steps: int) -
     shutil.rmtree(folder, ignore_errors=True)
     keys = [f"total_training_steps={steps}", "test_freq=5", "log_val_generations=0", f"seed={seed}"]
     keys += ["resume=never", f"output_dir={folder}", f"save_freq={steps}", "logger=[]"]
-    start = time.perf_counter()
+    recipe = [part.replace(TEACHER, str(teacher(output))) if TEACHER in part else part for part in recipe]
     arguments = [CONFIG, *recipe, *(f"trainer.{key}" for key in keys)]
+    start = time.perf_counter()
     cpu_s = task("train_flowgrpo", arguments, output / f"{slug(name)}-{seed}.log")
     share = cpu_s / (time.perf_counter() - start)  # of a core: what else the machine does must not count
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -121,6 +125,18 @@ def trained(output: Path, name: str, recipe: list[str], seed: int, steps: int) -
     file.write_text(json.dumps(result, indent=1) + "\n")
     print(f"{name}, seed {seed}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {result['seconds']:.0f} CPU s", flush=True)
     return result
+
+
+def teacher(output: Path) -> Path:
+    """The folder of the quickstart's model, which the first that asks trains."""
+    folder = output / "teacher"
+    with TEACHING:
+        if not (folder / "export").is_dir():
+            keys = ["resume=never", f"output_dir={folder}", "log_val_generations=0", "logger=[]"]
+            task("train_flowgrpo", [CONFIG, *(f"trainer.{key}" for key in keys)], output / "teacher.log")
+            keys = [f"checkpoint={folder}", f"output_dir={folder / 'export'}"]
+            task("export_checkpoint", keys, output / "export.log")
+    return folder / "export"
 
 
 def slug(name: str) -> str:
