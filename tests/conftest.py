@@ -1,8 +1,8 @@
 """Settings of every test process, and the tiny model folders that tests share."""
 
-import contextlib
 import hashlib
 import os
+import shutil
 
 # One thread: forked ranks inherit no OpenMP pool, and sums have one order. Set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -60,8 +60,12 @@ def judge_model(pytestconfig: pytest.Config) -> Path:
     if not folder.is_dir():
         made = folder.with_suffix(f".{os.getpid()}")
         tiny_vlm.build(made)
-        with contextlib.suppress(OSError):  # another run of pytest was first
+        try:
             made.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            shutil.rmtree(made)  # another run of pytest was first
     return folder
 
 
