@@ -17,7 +17,7 @@
 set -eu
 
 die() { echo "train.sh: $1" >&2; exit 2; }
-number() { case $2 in '' | *[!0-9]*) die "$1=$2: expected a whole number, such as $1=$3" ;; esac; }
+number() { case $2 in '' | *[!0-9]*) die "$1=$2: expected an integer, such as $1=$3" ;; esac; }
 
 case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 # shellcheck source=launch/cluster.sh

@@ -26,22 +26,22 @@ from measure import Bench, arguments, configure, origin, table
 from torch import Tensor
 
 from phalanx.cli import rank, run
+from phalanx.config.flow import FlowRLConfig
 from phalanx.config.load import resolve_registry
-from phalanx.config.schema import TrainConfig
-from phalanx.data import load_prompts
+from phalanx.data.prompts import load_prompts
 from phalanx.distributed import mesh
 from phalanx.models.lora import add_lora
-from phalanx.rewards.jpeg_compressibility import jpeg_compressibility
-from phalanx.run import peak_memory_gb
-from phalanx.trainer import check
+from phalanx.rewards.image.jpeg_compressibility import jpeg_compressibility
+from phalanx.training.flow_rl import check
+from phalanx.training.run import peak_memory_gb
 
 
 class Baseline:
     """Two methods, `sample` and `train`, over a LoRA on the family's transformer, replicated on each rank."""
 
-    def __init__(self, cfg: TrainConfig) -> None:
+    def __init__(self, cfg: FlowRLConfig) -> None:
         self.cfg, self.size, self.rank = cfg, dist.get_world_size(), dist.get_rank()
-        family = resolve_registry("phalanx.models", cfg.model.family or "", "model.family")
+        family = resolve_registry("phalanx.models.flow.families", cfg.model.family or "", "model.family")
         self.model = family.Model(cfg.model, torch.float32, torch.float32)
         add_lora(self.model.transformer, cfg.model, self.model.lora_targets, seed=0)
         self.weights = [p for p in self.model.transformer.parameters() if p.requires_grad]
@@ -161,7 +161,7 @@ class Clock:
         return {name: statistics.median(values[warmup:]) for name, values in vars(self)[kind].items()}
 
 
-def compare(bench: Bench | None, baseline: Baseline | None, cfg: TrainConfig, args: Namespace) -> None:
+def compare(bench: Bench | None, baseline: Baseline | None, cfg: FlowRLConfig, args: Namespace) -> None:
     """Run both in turns, or one of them, and print what came of it."""
     clock = Clock()
 
@@ -215,13 +215,13 @@ def main() -> None:
     parser.add_argument("--only", choices=("phalanx", "baseline"), help="run one of them alone")
     args = parser.parse_intermixed_args()
 
-    def build(cfg: TrainConfig) -> Any:
+    def build(cfg: FlowRLConfig) -> Any:
         check(cfg)
         torch.set_num_threads(1)
         alone = args.only == "baseline"
         if alone:
             mesh.start(cfg.parallel)
-        bench = None if alone else Bench(cfg, warmup=args.warmup, steps=args.steps)
+        bench = None if alone else Bench.of(cfg, warmup=args.warmup, steps=args.steps)
         baseline = None if args.only == "phalanx" else Baseline(cfg)
 
         def job() -> None:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = "configs/flowgrpo/quickstart.yaml"
 HELD_OUT = "assets/digits/held_out.txt"
 VALIDATION = "val/held_out/reward/mean"
-IMAGES_A_PROMPT = 4
+IMAGES_PER_PROMPT = 4
 IMAGES_A_STEP = 192  # of every recipe
 TARGET = 0.8
 SCALE = 4  # Tesseract wants larger letters
@@ -148,7 +148,7 @@ def sampled(folder: Path, source: list[str]) -> dict[str, float]:
     """What is said of images of the held-out prompts, from a checkpoint or a model folder."""
     file = folder / "scores.json"
     if not file.is_file():
-        keys = [f"prompt_file={HELD_OUT}", f"n={IMAGES_A_PROMPT}", "seed=99", "micro_batch_size_per_gpu=64"]
+        keys = [f"prompt_file={HELD_OUT}", f"n={IMAGES_PER_PROMPT}", "seed=99", "micro_batch_size_per_gpu=64"]
         folder.parent.mkdir(parents=True, exist_ok=True)
         task("sample", [*source, *keys, f"output_dir={folder}"], folder.with_suffix(".log"))
         file.write_text(json.dumps(scores(folder)) + "\n")
@@ -177,7 +177,7 @@ def scores(folder: Path) -> dict[str, float]:
     """
     import torch
 
-    from phalanx.rewards.ocr import Ocr
+    from phalanx.rewards.image.ocr import Ocr
 
     index = [json.loads(line) for line in (folder / "index.jsonl").read_text().splitlines()]
     images = np.stack([np.asarray(Image.open(folder / row["file"]).convert("RGB")) for row in index]) / 255.0
@@ -185,8 +185,8 @@ def scores(folder: Path) -> dict[str, float]:
     reader = Ocr(detect=False)
     tensor = torch.from_numpy(images).permute(0, 3, 1, 2).float()
     ocr = reader(tensor, prompts, [{"ground_truth": target(prompt)} for prompt in prompts])
-    groups = images.reshape(-1, IMAGES_A_PROMPT, images[0].size)
-    pairs = [(i, j) for i in range(IMAGES_A_PROMPT) for j in range(i)]
+    groups = images.reshape(-1, IMAGES_PER_PROMPT, images[0].size)
+    pairs = [(i, j) for i in range(IMAGES_PER_PROMPT) for j in range(i)]
     distances = [np.sqrt(np.square(groups[:, i] - groups[:, j]).mean(1)).mean() for i, j in pairs]
     return {
         "ocr": statistics.fmean(ocr),

@@ -24,10 +24,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from phalanx.cli import rank, run
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed import mesh
 from phalanx.models.lora import lora_off
-from phalanx.trainer import Trainer, check
+from phalanx.training.flow_rl import build, check
 
 NOISE = 0.02  # standard deviation of LoRA's B, which begins at 0
 
@@ -46,14 +46,14 @@ def merged(transformer: nn.Module) -> Any:
 
 
 @torch.no_grad()
-def merging(cfg: TrainConfig, args: Namespace) -> dict[str, Any]:
+def merging(cfg: FlowRLConfig, args: Namespace) -> dict[str, Any]:
     """Seconds of a forward pass in each mode, in turns, and of merging itself."""
-    trainer = Trainer(cfg)
+    trainer = build(cfg)
     policy, rollout, device = trainer.policy, trainer.rollout, trainer.world.device
-    for name, p in policy.parameters.items():
+    for name, p in policy.trained.parameters.items():
         if "lora_B" in name:
             p.normal_(0, NOISE)
-    policy.sharded.publish()
+    policy.trained.sharded.copy_to_module()
     embeds = rollout.collate(trainer.prompts.batch(0)[:1])
     micro, sampler = trainer.plan.rollout_micro, rollout.sampler
     x = torch.randn(micro, *policy.model.latent_shape(sampler.height, sampler.width), device=device)
@@ -90,7 +90,7 @@ def merging(cfg: TrainConfig, args: Namespace) -> dict[str, Any]:
     return result
 
 
-def sharding(cfg: TrainConfig, args: Namespace, ranks: int) -> dict[str, Any]:
+def sharding(cfg: FlowRLConfig, args: Namespace, ranks: int) -> dict[str, Any]:
     """Whole steps with the LoRA sharded and replicated, two rounds of each."""
     cfg.parallel.fsdp_size = ranks
     found: dict[str, list[dict[str, float]]] = {"shard": [], "replicate": []}
@@ -98,7 +98,7 @@ def sharding(cfg: TrainConfig, args: Namespace, ranks: int) -> dict[str, Any]:
         for mode, rows in found.items():
             one = copy.deepcopy(cfg)
             one.parallel.lora_sharding = mode
-            bench = Bench(one, warmup=args.warmup, steps=args.steps)
+            bench = Bench.of(one, warmup=args.warmup, steps=args.steps)
             bench.fit()
             rows += bench.rows[args.warmup :]
     keys = ("time/rollout", "time/update", "cpu/rollout", "cpu/update")
@@ -124,7 +124,7 @@ def clock(device: torch.device) -> float:
 def main() -> None:
     args = arguments(__doc__ or "").parse_intermixed_args()
 
-    def build(cfg: TrainConfig) -> Callable[[], None]:
+    def build(cfg: FlowRLConfig) -> Callable[[], None]:
         check(cfg)
 
         def job() -> None:

@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ import torch
 
 from phalanx.cli import fail, rank
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import RewardFunctionConfig, TrainConfig
+from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.distributed.collectives import reduce_float
-from phalanx.metrics import Timers
-from phalanx.run import peak_memory_gb
-from phalanx.trainer import Trainer
+from phalanx.telemetry.metrics import Timers
+from phalanx.training.flow_rl import build
+from phalanx.training.rl import Trainer
+from phalanx.training.run import peak_memory_gb
 
 HERE = Path(__file__).resolve().parent
 PROMPTS_EACH = 8  # steps' worth of made-up prompts
@@ -37,7 +39,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def configure(args: argparse.Namespace) -> TrainConfig:
+def configure(args: argparse.Namespace) -> FlowRLConfig:
     """The configuration, without validation, checkpoints and loggers; a mistake ends the process with one line.
 
     Where `--shapes` is given, or data.train_files is empty, prompts are made up.
@@ -48,12 +50,12 @@ def configure(args: argparse.Namespace) -> TrainConfig:
     keys = ["total_training_steps=1", "logger=[]", "save_freq=-1", "test_freq=-1", "val_before_train=false"]
     keys += ["resume=never", f"output_dir={folder}"]
     try:
-        cfg = load(TrainConfig, args.config, [*synthetic, *args.overrides, *(f"trainer.{key}" for key in keys)])
+        cfg = load(FlowRLConfig, args.config, [*synthetic, *args.overrides, *(f"trainer.{key}" for key in keys)])
     except ConfigError as error:
         fail(str(error), status=2)
     cfg.data.val_files = []
     if args.shapes and not any(o.startswith("reward.functions=") for o in args.overrides):
-        cfg.reward.functions = [RewardFunctionConfig(path=f"{HERE / 'shapes.py'}:random_reward")]
+        cfg.reward.functions = [FlowRewardFunctionConfig(path=f"{HERE / 'shapes.py'}:random_reward")]
     if args.shapes or not cfg.data.train_files:
         file = folder / "prompts.txt"
         numbers = range(cfg.data.train_batch_size * PROMPTS_EACH)
@@ -85,7 +87,7 @@ class Meter(Timers):
         self._cpu[name] = self._cpu.get(name, 0.0) + time.process_time() - start
 
     def pop(self) -> dict[str, float]:
-        """Those of phalanx.metrics.Timers and `cpu/<phase>`."""
+        """Those of phalanx.telemetry.metrics.Timers and `cpu/<phase>`."""
         seconds, self._cpu = {f"cpu/{name}": value for name, value in self._cpu.items()}, {}
         return super().pop() | seconds
 
@@ -117,10 +119,14 @@ class Bench(Trainer):
     Phases within phases: `decode` and `embed` within `rollout`, `optimizer` within `update`.
     """
 
-    def __init__(self, cfg: TrainConfig, *, warmup: int, steps: int, trace: Path | None = None) -> None:
+    @classmethod
+    def of(cls, cfg: FlowRLConfig, *, warmup: int, steps: int, trace: Path | None = None) -> "Bench":
         """`trace`: a file for a torch.profiler trace of one more step."""
         cfg.trainer.total_training_steps = warmup + steps + (trace is not None)
-        super().__init__(cfg)
+        return build(cfg, partial(cls, warmup=warmup, steps=steps, trace=trace))
+
+    def __init__(self, *parts: Any, warmup: int, steps: int, trace: Path | None) -> None:
+        super().__init__(*parts)
         self.warmup, self.measured, self.trace = warmup, steps, trace
         self.rows: list[dict[str, float]] = []
         self.after: Callable[[int], None] = lambda step: None
@@ -129,7 +135,7 @@ class Bench(Trainer):
         # methods of instances are replaced by timed ones: the code that users run stays as it is
         self.policy.decode = self._timed("decode", self.policy.decode)  # type: ignore[method-assign]
         self.policy.embed = self._timed("embed", self.policy.embed)  # type: ignore[method-assign]
-        self.optimizer.step = self._timed("optimizer", self.optimizer.step)  # type: ignore[method-assign]
+        self.learner.optimizer.step = self._timed("optimizer", self.learner.optimizer.step)  # type: ignore[method-assign]
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

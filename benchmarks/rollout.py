@@ -21,17 +21,18 @@ import torch
 from measure import Meter, arguments, configure, origin, table
 
 from phalanx.cli import rank, run
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
-from phalanx.run import peak_memory_gb
-from phalanx.trainer import Trainer, check
+from phalanx.training.flow_rl import build, check
+from phalanx.training.rl import Trainer
+from phalanx.training.run import peak_memory_gb
 
 
-def measure(cfg: TrainConfig, args: Namespace) -> None:
+def measure(cfg: FlowRLConfig, args: Namespace) -> None:
     """Sample `--warmup` and `--steps` times, and print what it took."""
     start = time.perf_counter()
-    trainer = Trainer(cfg)
+    trainer = build(cfg)
     started = time.perf_counter() - start
     trainer.timers = meter = Meter(trainer.world.device)
     rows = []
@@ -73,8 +74,8 @@ def summary(trainer: Trainer, medians: dict[str, float]) -> dict[str, Any]:
     return out | {"peak_memory_gb": round(reduce_float(peak_memory_gb(device), "max"), 3)}
 
 
-def build(args: Namespace) -> Callable[[TrainConfig], Callable[[], None]]:
-    def job(cfg: TrainConfig) -> Callable[[], None]:
+def timed(args: Namespace) -> Callable[[FlowRLConfig], Callable[[], None]]:
+    def job(cfg: FlowRLConfig) -> Callable[[], None]:
         check(cfg)
         if cfg.rollout.engine == "vllm_omni" and not torch.cuda.is_available():
             sys.path.append(str(Path(__file__).parents[1]))
@@ -88,4 +89,4 @@ def build(args: Namespace) -> Callable[[TrainConfig], Callable[[], None]]:
 
 if __name__ == "__main__":
     args = arguments(__doc__ or "").parse_intermixed_args()
-    run(build(args), configure(args))
+    run(timed(args), configure(args))

@@ -24,10 +24,10 @@ from diffusers import (
 )
 from torch import Tensor, nn
 
-from phalanx.config.schema import ModelConfig
-from phalanx.models import qwen_image, sd3
-from phalanx.models.attention import DispatchedJointAttention
-from phalanx.models.family import Embeds
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.attention import DispatchedJointAttention
+from phalanx.models.flow.families import qwen_image, sd3
+from phalanx.models.flow.family import Embeds
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ SHAPES: dict[str, Shape] = {
 class RandomSD3(sd3.Model):
     """Stable Diffusion 3 with random weights."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape_of(config), dtype
         shape = self.shape
         self.transformer = random_weights(SD3Transformer2DModel, shape.transformer, weights_dtype)
@@ -177,7 +177,7 @@ class RandomSD3(sd3.Model):
 class RandomQwenImage(qwen_image.Model):
     """Qwen-Image with random weights."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape_of(config), dtype
         shape = self.shape
         self.transformer = random_weights(QwenImageTransformer2DModel, shape.transformer, weights_dtype)
@@ -202,7 +202,7 @@ random_sd3 = SimpleNamespace(Model=RandomSD3)
 random_qwen_image = SimpleNamespace(Model=RandomQwenImage)
 
 
-def shape_of(config: ModelConfig) -> Shape:
+def shape_of(config: FlowModelConfig) -> Shape:
     """The shape that `config.path` names; raises ValueError for an unknown one."""
     if config.path not in SHAPES:
         raise ValueError(f"model.path: {config.path!r} is no shape of benchmarks/shapes.py; known: {', '.join(SHAPES)}")

@@ -16,13 +16,13 @@ from typing import Any
 from measure import Bench, arguments, configure, origin, table
 
 from phalanx.cli import rank, run
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed import mesh
-from phalanx.flops import peak_flops
-from phalanx.trainer import check
+from phalanx.telemetry.flops import peak_flops
+from phalanx.training.flow_rl import build, check
 
 
-def parse() -> tuple[Namespace, TrainConfig]:
+def parse() -> tuple[Namespace, FlowRLConfig]:
     parser = arguments(__doc__ or "")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="torch.profiler trace of one more step")
     args = parser.parse_intermixed_args()
@@ -57,7 +57,7 @@ def summary(bench: Bench, args: Namespace) -> dict[str, Any]:
         "ranks": bench.world.size,
         "dtype": cfg.model.dtype,
         "images": plan.samples,
-        "trained_steps": plan.window,
+        "trained_steps": plan.actions,
         "steps": args.steps,
         "step_s": seconds,
         "step_s_min": fastest,
@@ -117,9 +117,9 @@ def _busiest(bench: Bench) -> str:
 if __name__ == "__main__":
     args, cfg = parse()
 
-    def build(cfg: TrainConfig) -> Any:
+    def build(cfg: FlowRLConfig) -> Any:
         check(cfg)
-        bench = Bench(cfg, warmup=args.warmup, steps=args.steps, trace=args.profile)
+        bench = Bench.of(cfg, warmup=args.warmup, steps=args.steps, trace=args.profile)
         return lambda: measure(bench, args)
 
     run(build, cfg)

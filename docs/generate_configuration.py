@@ -8,8 +8,8 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.load import Row, known_modules, resolve_registry, rows
-from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
 from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig, ServeRewardConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
@@ -31,18 +31,18 @@ def reference() -> Iterator[str]:
     """The lines below the marker."""
     yield "## Training jobs\n"
     yield "These sections belong to `tasks/train_flowgrpo.py` and to `tasks/train_flow_matching.py`.\n"
-    yield from sections(RunConfig)
+    yield from sections(FlowRunConfig)
     yield "## Reinforcement learning\n"
     yield "Further sections of `tasks/train_flowgrpo.py`.\n"
-    yield from sections(TrainConfig, without=RunConfig)
+    yield from sections(FlowRLConfig, without=FlowRunConfig)
     for name in known_modules("phalanx.algorithms"):
         config = resolve_registry("phalanx.algorithms", name, "algorithm.name").Config
         yield f"### algorithm, where its name is {name}\n"
-        own = [row for row in rows(config, None, "algorithm.") if row.key != "algorithm.name"]
+        own = [row for row in rows(config, "algorithm.") if row.key != "algorithm.name"]
         yield from table(own)
     yield "## Supervised flow matching\n"
     yield f"{sentence(FlowMatchingTaskConfig)}\n"
-    yield from sections(FlowMatchingTaskConfig, without=RunConfig)
+    yield from sections(FlowMatchingTaskConfig, without=FlowRunConfig)
     yield "## Sampling\n"
     yield f"{sentence(SampleConfig)}\n"
     yield from task(SampleConfig)
@@ -69,13 +69,13 @@ def sections(schema: type, without: type | None = None) -> Iterator[str]:
             section = type(f.default_factory())
         yield f"### {f.name}\n"
         yield f"{sentence(section)}\n"
-        yield from table(rows(section, None, f"{f.name}."))
+        yield from table(rows(section, f"{f.name}."))
 
 
 def task(schema: type) -> Iterator[str]:
     """One table of a task's own keys; sections that training jobs have too are left to their place."""
     hints = get_type_hints(schema)
-    shared = {hint for hint in get_type_hints(RunConfig).values() if is_dataclass(hint)}
+    shared = {hint for hint in get_type_hints(FlowRunConfig).values() if is_dataclass(hint)}
     skipped = [name for name, hint in hints.items() if hint in shared]
     yield from table(row for row in rows(schema) if row.key.split(".")[0] not in skipped)
     for name in skipped:

@@ -28,7 +28,7 @@ print(s.getsockname()[0])' "$MASTER_ADDR" 2>/dev/null || :
 tasks_are_ranks() {
   number RANK "$1" 0; number WORLD_SIZE "$2" 16; number LOCAL_RANK "$3" 0; number LOCAL_WORLD_SIZE "$4" 8
   if [ "$4" -eq 0 ] || [ "$(($2 % $4))" -ne 0 ]; then
-    die "WORLD_SIZE=$2 is no multiple of LOCAL_WORLD_SIZE=$4, the tasks of a node"
+    die "WORLD_SIZE=$2 is not a multiple of LOCAL_WORLD_SIZE=$4, the tasks per node"
   fi
   [ "$devices" -eq 0 ] || [ "$3" -lt "$devices" ] ||
     die "LOCAL_RANK=$3, but this task sees $devices of its node's GPUs; let every task see all of them"

@@ -1,4 +1,4 @@
-"""Look, in about a minute, whether the machines are fit to train on; takes all that a training task takes.
+"""Check, in a minute, that the machines are fit to train on; takes all keys of a training task.
 
 sh train.sh tasks/check_cluster.py configs/flowgrpo/quickstart.yaml expect=2
 """

@@ -1,4 +1,4 @@
-"""Write a checkpoint for stock diffusers: a LoRA as safetensors, a fully trained model as a whole folder.
+"""Write a checkpoint for stock diffusers: a LoRA as safetensors, a full model as a whole folder.
 
 sh train.sh tasks/export_checkpoint.py checkpoint=outputs/phalanx/quickstart push_to_hub=user/name
 """
@@ -10,7 +10,7 @@ from phalanx.config.tasks import ExportConfig
 
 
 def build(cfg: ExportConfig) -> Callable[[], None]:
-    from phalanx.export import Export
+    from phalanx.jobs.export import Export
 
     return Export(cfg).run
 

@@ -1,4 +1,4 @@
-"""Make the parts of the tiny base: pictures of numbers, an untrained model folder, and its trained VAE.
+"""Make parts of the tiny base: pictures of numbers, an untrained model folder, its trained VAE.
 
     sh train.sh tasks/make_base.py output_dir=outputs/base
 
@@ -20,13 +20,13 @@ class BaseConfig:
     output_dir: str = arg("outputs/base", "gets train.txt, held_out.txt, images/ and model/")
     images: int = arg(20000, "rendered pictures", ge=1)
     vae_steps: int = arg(1500, "training steps of the VAE", ge=1)
-    batch_size: int = arg(32, "pictures a step of the VAE, over the world", ge=1)
+    batch_size: int = arg(32, "pictures per step of the VAE, across all ranks", ge=1)
     seed: int = arg(0, "seed of the pictures and of the weights")
 
 
 def build(cfg: BaseConfig) -> Callable[[], None]:
-    from phalanx import digits
-    from phalanx.vae import train_vae
+    from phalanx.tools import digits
+    from phalanx.tools.vae import train_vae
 
     folder = Path(cfg.output_dir)
     if rank() == 0:

@@ -10,7 +10,7 @@ from phalanx.config.tasks import SampleConfig
 
 
 def build(cfg: SampleConfig) -> Callable[[], None]:
-    from phalanx.generate import Generator
+    from phalanx.jobs.sample import Generator
 
     return Generator(cfg).run
 

@@ -12,7 +12,7 @@ from phalanx.config.tasks import ServeRewardConfig
 
 def build(cfg: ServeRewardConfig) -> Callable[[], None]:
     try:
-        from phalanx.rewards._server import RewardServer
+        from phalanx.jobs.reward_server import RewardServer
     except ModuleNotFoundError as error:
         raise ConfigError(f"the package {error.name} is not installed; pip install 'phalanx[serve]'") from error
 

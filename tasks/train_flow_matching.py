@@ -6,13 +6,13 @@ sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml train
 from collections.abc import Callable
 
 from phalanx.cli import parse, run
-from phalanx.config.schema import FlowMatchingTaskConfig
+from phalanx.config.flow import FlowMatchingTaskConfig
 
 
 def build(cfg: FlowMatchingTaskConfig) -> Callable[[], None]:
-    from phalanx.flow_matching import FlowMatching
+    from phalanx.training import flow_matching
 
-    return FlowMatching(cfg).run
+    return flow_matching.build(cfg).run
 
 
 def plan(cfg: FlowMatchingTaskConfig, words: dict[str, str]) -> str:

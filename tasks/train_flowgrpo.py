@@ -1,4 +1,4 @@
-"""Train a flow-matching text-to-image model with FlowGRPO (or another algorithm of phalanx.algorithms).
+"""Train a flow-matching text-to-image model with FlowGRPO, or another of phalanx.algorithms.
 
 sh train.sh tasks/train_flowgrpo.py configs/flowgrpo/quickstart.yaml trainer.seed=1
 """
@@ -6,20 +6,20 @@ sh train.sh tasks/train_flowgrpo.py configs/flowgrpo/quickstart.yaml trainer.see
 from collections.abc import Callable
 
 from phalanx.cli import parse, run
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 
 
-def build(cfg: TrainConfig) -> Callable[[], None]:
-    from phalanx.trainer import Trainer
+def build(cfg: FlowRLConfig) -> Callable[[], None]:
+    from phalanx.training import flow_rl
 
-    return Trainer(cfg).run
+    return flow_rl.build(cfg).run
 
 
-def plan(cfg: TrainConfig, words: dict[str, str]) -> str:
+def plan(cfg: FlowRLConfig, words: dict[str, str]) -> str:
     from phalanx.plan import plan_job
 
     return plan_job(cfg, words)
 
 
 if __name__ == "__main__":
-    run(build, parse(TrainConfig, __doc__ or "", plan=plan))
+    run(build, parse(FlowRLConfig, __doc__ or "", plan=plan))

@@ -1,4 +1,4 @@
-"""Settings of every test process, and the tiny model folders that tests share."""
+"""Settings of every test process, what `make test` leaves to `make test-all`, and the tiny models that tests share."""
 
 import hashlib
 import os
@@ -21,6 +21,23 @@ from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_im
 from tests.tiny_edit import tiny_qwen_image_edit
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark as `full` the cases that their test's mark `quick` does not name."""
+    unknown: dict[str, set[str]] = {}
+    for item in items:
+        mark = item.get_closest_marker("quick")
+        if mark is None:
+            continue
+        test, _, case = item.nodeid.partition("[")
+        unknown.setdefault(test, set(mark.args)).discard(case.removesuffix("]"))
+        if case.removesuffix("]") not in mark.args:
+            item.add_marker(pytest.mark.full)
+    wrong = [f"{test}: no case is called {name!r}" for test, names in unknown.items() for name in sorted(names)]
+    if wrong and not any("::" in argument for argument in config.args):
+        raise pytest.UsageError("quick: " + "; ".join(wrong))
 
 
 @pytest.fixture(scope="session")

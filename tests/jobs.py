@@ -7,7 +7,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from phalanx.config import load
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 
 PROMPTS = [
     'a sign that says "alpha"',
@@ -20,11 +20,11 @@ PROMPTS = [
 SIZE = 32
 
 
-def tiny_config(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+def tiny_config(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     """A job of 4 prompts x 4 images a step in 2 updates, on pixels that compress badly; files go below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    return load(TrainConfig, None, [*base_overrides(model, folder), *overrides])
+    return load(FlowRLConfig, None, [*base_overrides(model, folder), *overrides])
 
 
 def base_overrides(model: Path, folder: Path) -> list[str]:
@@ -54,12 +54,12 @@ def base_overrides(model: Path, folder: Path) -> list[str]:
     ]
 
 
-def one_step(cfg: TrainConfig) -> dict[str, Any]:
+def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
     """Sample, score and update once; returns this rank's samples, the row of metrics, and the weights after."""
     from phalanx.distributed.collectives import all_gather
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    t = Trainer(cfg)
+    t = build(cfg)
     with t.rollout.awake():
         samples = t.rollout.sample(t.prompts.batch(0), seed=cfg.trainer.seed, step=0, each=t.submit)
     reward = all_gather(t.score()[0])
@@ -70,7 +70,7 @@ def one_step(cfg: TrainConfig) -> dict[str, Any]:
         "log_prob": samples.log_prob,
         "reward": reward,
         "row": row,
-        "weights": full_weights(t.policy.parameters),
+        "weights": full_weights(t.policy.trained.parameters),
     }
 
 
@@ -79,13 +79,13 @@ def full_weights(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in parameters.items()}
 
 
-def fit(cfg: TrainConfig) -> dict[str, torch.Tensor]:
+def fit(cfg: FlowRLConfig) -> dict[str, torch.Tensor]:
     """Train to the end; returns the weights."""
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    t = Trainer(cfg)
+    t = build(cfg)
     t.fit()
-    return full_weights(t.policy.parameters)
+    return full_weights(t.policy.trained.parameters)
 
 
 def assert_same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], lr: float) -> None:

@@ -12,11 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.config.schema import RewardModelConfig
+from phalanx.config.run import RewardModelConfig
+from phalanx.media.pictures import pil_image
 from phalanx.rewards import RewardError
-from phalanx.rewards._base import pil_image
-from phalanx.rewards.unified_reward import UnifiedReward
-from phalanx.rewards.vlm_ocr import VlmOcr
+from phalanx.rewards.judge.unified_reward import UnifiedReward
+from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from phalanx.types import Prompt
 from tests.jobs import one_step, tiny_config
 from tests.tiny_vlm import COLOURS, PICTURES, grades, name, picture
@@ -43,7 +43,7 @@ def images_of(share: list[int]) -> torch.Tensor:
 
 def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...] = QUESTIONS) -> list[list[str]]:
     """On each rank: ask twice about its share of PICTURES; returns the answers of both times."""
-    from phalanx.rewards._model import RewardModel
+    from phalanx.rewards.judge._model import RewardModel
 
     own = shares[dist.get_rank()]
     before = process_state()
@@ -67,8 +67,8 @@ def expected(share: list[int]) -> list[str]:
 
 def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[list[str], int]:
     """Ask QUESTIONS about some of `count` PICTURES; returns the answers, and how many images were made PIL's."""
-    from phalanx.rewards import _transformers, _vllm
-    from phalanx.rewards._model import RewardModel
+    from phalanx.engines import transformers, vllm
+    from phalanx.rewards.judge._model import RewardModel
 
     made: list[Any] = []
 
@@ -76,7 +76,7 @@ def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[l
         made.append(pil_image(image))
         return made[-1]
 
-    _transformers.pil_image = _vllm.pil_image = counted  # in this forked rank alone
+    transformers.pil_image = vllm.pil_image = counted  # in this forked rank alone
     model = RewardModel(cfg, timeout_s=60.0)
     with model.awake():
         answers = model.ask(images_of(list(range(count))), [(i, text) for i in numbers for text in QUESTIONS])
@@ -92,7 +92,7 @@ def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[st
 
 def mistake(cfg: RewardModelConfig) -> str:
     """On each rank: what is said of a model that cannot be loaded."""
-    from phalanx.rewards._model import RewardModel
+    from phalanx.rewards.judge._model import RewardModel
 
     with pytest.raises(ValueError) as error:
         RewardModel(cfg, timeout_s=60.0)
@@ -126,7 +126,7 @@ def read(images: torch.Tensor) -> list[str]:
 
 def step_and_terms(cfg: Any) -> dict[str, Any]:
     """One training step, whose rewards see pictures; returns what it gave, and the terms of the reward."""
-    from phalanx.run import Run
+    from phalanx.training.run import Run
 
     kept: dict[str, torch.Tensor] = {}
     submit, score = Run.submit, Run.score

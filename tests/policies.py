@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.schema import DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
+from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
-from phalanx.models.flow import FlowPolicy, build_policy
-from phalanx.rollout.policy import PolicyRollout
+from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt, Samples
 
 MAX_LENGTH = 64  # tokens of a prompt; Z-Image fills texts up to 32, 64, ...
@@ -43,12 +44,12 @@ def make_policy(
     embeds_cache_dir: Path | None = None,
     **model: Any,
 ) -> FlowPolicy:
-    """The policy of a model folder in float32; `model` are keys of ModelConfig."""
-    data = DataConfig(
+    """The policy of a model folder in float32; `model` are keys of FlowModelConfig."""
+    data = FlowDataConfig(
         max_prompt_length=max_prompt_length,
         embeds_cache_dir=None if embeds_cache_dir is None else str(embeds_cache_dir),
     )
-    config = ModelConfig(**{"path": str(folder), "dtype": "float32"} | model)
+    config = FlowModelConfig(**{"path": str(folder), "dtype": "float32"} | model)
     return build_policy(config, ParallelConfig(), data, world, seed=0, detach_uncond=detach_uncond)
 
 
@@ -56,20 +57,20 @@ def disturb(policy: FlowPolicy, std: float = 0.05, seed: int = 0) -> None:
     """Move every trained weight, so that a LoRA, whose B begins at 0, does something."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in policy.parameters.values():
+        for p in policy.trained.parameters.values():
             p.add_(torch.randn(p.shape, generator=generator) * std)
-    policy.sharded.publish()
+    policy.trained.sharded.copy_to_module()
 
 
 def make_rollout(policy: FlowPolicy, micro: int, *, guidance: float = 1.0, **rollout: Any) -> PolicyRollout:
-    """Four steps of 32 x 48 pixels, unless `rollout` (keys of RolloutConfig) says otherwise.
+    """Four steps of 32 x 48 pixels, unless `rollout` (keys of FlowRolloutConfig) says otherwise.
 
     `guidance` is classifier-free; a guidance that the model takes as an input is 3.5.
     """
     keys = {"n": 2, "num_inference_steps": 4, "height": 32, "width": 48, policy.model.guidance_key: guidance}
     if policy.model.embedded_guidance_key is not None:
         keys[policy.model.embedded_guidance_key] = 3.5
-    return PolicyRollout(policy, RolloutConfig(**keys | rollout), policy.world, micro)
+    return PolicyRollout(policy, FlowRolloutConfig(**keys | rollout), policy.world, micro)
 
 
 def sample(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS, step: int = 0) -> Samples:

@@ -1,5 +1,9 @@
-"""Ranks for tests: forked ones for most (they import nothing again), real torchruns for the launch itself."""
+"""Ranks for tests: forked ones for most (they import nothing again), real torchruns for the launch itself.
 
+Whatever is started here ends with the tests, also where these are interrupted or killed.
+"""
+
+import ctypes
 import faulthandler
 import gc
 import multiprocessing
@@ -24,6 +28,8 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parent.parent
 GRACE_S = 2.0  # after the first failure: time for the other ranks to fail by themselves and say why
+LIBC = ctypes.CDLL(None)
+PR_SET_PDEATHSIG = 1
 
 
 class RankError(AssertionError):
@@ -52,12 +58,17 @@ def run_ranks(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         ranks: list[BaseProcess] = []
-        for rank in range(world):
-            env = _environment(rank, world, local_world or world)
-            process = context.Process(target=_rank_main, args=(folder, rank, world, env, init, timeout, fn, args))
-            process.start()
-            ranks.append(process)
-        hung = _join(ranks, timeout)
+        try:
+            for rank in range(world):
+                env = rank_environment(rank, world, local_world or world)
+                process = context.Process(target=_rank_main, args=(folder, rank, world, env, init, timeout, fn, args))
+                process.start()
+                ranks.append(process)
+            hung = _join(ranks, timeout)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
         failures = _failures(folder, ranks, hung)
         if failures:
             what = f"{fn.__qualname__} on {world} ranks"
@@ -67,7 +78,7 @@ def run_ranks(
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
 
 
-def _environment(rank: int, world: int, local_world: int) -> dict[str, str]:
+def rank_environment(rank: int, world: int, local_world: int) -> dict[str, str]:
     values = {
         "RANK": rank,
         "LOCAL_RANK": rank % local_world,
@@ -89,6 +100,7 @@ def _rank_main(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    end_with_parent(signal.SIGKILL)
     os.environ.update(env)
     # torch makes its thread pool anew at the first call after a fork, and that is not safe from several threads at once
     torch.set_num_threads(1)
@@ -112,7 +124,7 @@ def _rank_main(
 
 
 def _join(ranks: Sequence[BaseProcess], timeout: float) -> list[int]:
-    """Wait for all ranks and end those that are left; returns the ranks that hung although none had failed."""
+    """Wait for all ranks; returns those that hang although none has failed."""
     deadline = time.monotonic() + timeout
     failed = False
     while (alive := [p for p in ranks if p.is_alive()]) and (left := deadline - time.monotonic()) > 0:
@@ -121,9 +133,6 @@ def _join(ranks: Sequence[BaseProcess], timeout: float) -> list[int]:
             failed = True
             deadline = min(deadline, time.monotonic() + GRACE_S)
     hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for process in ranks:
-        process.kill()
-        process.join()
     return [] if failed else hung
 
 
@@ -142,6 +151,12 @@ def _failures(folder: Path, ranks: Sequence[BaseProcess], hung: Sequence[int]) -
     if missing and not found:
         found.append((f"ranks {missing} were killed", f"ranks {missing}: killed from outside"))
     return found
+
+
+def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Have the kernel send this process a signal when the one that started it is gone; for Popen's preexec_fn, too."""
+    if sys.platform == "linux":
+        LIBC.prctl(PR_SET_PDEATHSIG, int(number))
 
 
 def free_port() -> int:
@@ -208,21 +223,29 @@ def _launch(
                     stdout=out_file,
                     stderr=err_file,
                     start_new_session=True,
+                    preexec_fn=end_with_parent,
                 )
             started.append((process, out, err))
-        deadline = time.monotonic() + timeout
         try:
-            for process, _, _ in started:
-                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            _wait([process for process, _, _ in started], timeout)
         except subprocess.TimeoutExpired as expired:
-            _end([process for process, _, _ in started])
             said = [f"--- node {i}\n{out.read_text()}{err.read_text()}" for i, (_, out, err) in enumerate(started)]
             raise subprocess.TimeoutExpired(command, timeout, output="\n".join(said)) from expired
         return [CompletedProcess(command, p.returncode, out.read_text(), err.read_text()) for p, out, err in started]
 
 
+def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> None:
+    """Wait for torchruns; none of them is left, whatever ends the wait."""
+    deadline = time.monotonic() + timeout
+    try:
+        for process in processes:
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    finally:
+        _end(processes)
+
+
 def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End torchruns: SIGTERM, on which they end their ranks, then SIGKILL to what is left of their sessions."""
+    """End torchruns that run: SIGTERM, on which they end their ranks, then SIGKILL to what is left of their sessions."""
     for process in processes:
         process.terminate()
     for process in processes:

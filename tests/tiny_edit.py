@@ -9,8 +9,8 @@ import torch
 from PIL import Image
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-from phalanx.models.qwen_image_edit import ImageProcessor
-from phalanx.pictures import Picture
+from phalanx.media.pictures import Picture
+from phalanx.models.flow.families.qwen_image_edit import ImageProcessor
 from phalanx.types import Prompt
 from tests.tiny import byte_alphabet, jitter, load_pipeline, tiny_qwen_image
 
@@ -99,7 +99,7 @@ def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool
         file = folder / "transformer" / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"zero_cond_t": True}))
     index = folder / "model_index.json"
-    index.write_text(index.read_text().replace('"phalanx.models.qwen_image_edit"', '"transformers"'))
+    index.write_text(index.read_text().replace('"phalanx.models.flow.families.qwen_image_edit"', '"transformers"'))
     index.write_text(index.read_text().replace('"ImageProcessor"', '"Qwen2VLProcessor"'))
     return folder
 

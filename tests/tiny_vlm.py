@@ -14,9 +14,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from phalanx.rewards._transformers import load_processor
-from phalanx.rewards.unified_reward import UnifiedReward
-from phalanx.rewards.vlm_ocr import VlmOcr
+from phalanx.engines.transformers import load_processor
+from phalanx.rewards.judge.unified_reward import UnifiedReward
+from phalanx.rewards.judge.vlm_ocr import VlmOcr
 
 SPECIAL = [
     "<|endoftext|>",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.config import load
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.types import Batch, JobError, Policy
 from tests.jobs import PROMPTS, base_overrides, fit, full_weights, tiny_config
 from tests.ranks import run_ranks
@@ -35,10 +35,10 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
-def spoiled(cfg: TrainConfig, value: float, steps: tuple[int, ...], loss_only: bool) -> dict[str, Any]:
-    from phalanx.trainer import Trainer
+def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: bool) -> dict[str, Any]:
+    from phalanx.training.flow_rl import build
 
-    trainer = Trainer(cfg)
+    trainer = build(cfg)
     spoil(trainer, value, steps, loss_only=loss_only)
     error = None
     try:
@@ -48,12 +48,13 @@ def spoiled(cfg: TrainConfig, value: float, steps: tuple[int, ...], loss_only: b
         trainer.checkpointer.wait()
     return {
         "error": error,
-        "weights": full_weights(trainer.policy.parameters),
-        "ema": full_weights(trainer.ema.values),
+        "weights": full_weights(trainer.policy.trained.parameters),
+        "ema": full_weights(trainer.learner.ema.values),
         "updates": trainer.progress.updates,
     }
 
 
+@pytest.mark.quick("nan-False-2")
 @pytest.mark.parametrize("fsdp", [1, 2])
 @pytest.mark.parametrize(
     ("value", "loss_only"), [(float("nan"), False), (float("inf"), False), (float("inf"), True)], ids=str
@@ -72,24 +73,24 @@ def test_a_bad_update_is_skipped_on_all_ranks(
     assert all(torch.equal(ranks[0]["weights"][name], value) for name, value in ranks[1]["weights"].items())
 
 
-def bad_at_the_end(cfg: TrainConfig) -> dict[str, dict[str, Tensor]]:
+def bad_at_the_end(cfg: FlowRLConfig) -> dict[str, dict[str, Tensor]]:
     """The old policy's weights when the run gives up, and those of the checkpoint that it leaves."""
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    trainer = Trainer(cfg)
+    trainer = build(cfg)
     spoil(trainer, float("nan"), (2, 3))
     found: dict[str, dict[str, Tensor]] = {}
     plain = trainer.end_step
 
     def end_step(step: int, row: dict[str, float]) -> None:
-        found[f"after {step}"] = full_weights(trainer.averages["old"].values)
+        found[f"after {step}"] = full_weights(trainer.learner.averages["old"].values)
         plain(step, row)
 
     trainer.end_step = end_step  # type: ignore[method-assign]
     with pytest.raises(JobError):
         trainer.fit()
     trainer.checkpointer.wait()
-    found["kept"] = full_weights(Trainer(cfg).averages["old"].values)
+    found["kept"] = full_weights(build(cfg).learner.averages["old"].values)
     return found
 
 
@@ -98,13 +99,14 @@ def test_an_algorithms_own_weights_stay_those_of_the_good_step(sd3_folder: Path,
     keys += ["parallel.fsdp_size=1", "trainer.max_bad_steps=2", "trainer.save_freq=10"]
     base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    for found in run_ranks(bad_at_the_end, 2, load(TrainConfig, None, [*base, *SETTINGS, *keys])):
+    for found in run_ranks(bad_at_the_end, 2, load(FlowRLConfig, None, [*base, *SETTINGS, *keys])):
         name = next(k for k in found["kept"] if "lora_B" in k)
         assert not torch.equal(found["after 1"][name], found["after 2"][name])
         for step in ("after 3", "after 4", "kept"):
             assert all(torch.equal(found[step][k], v) for k, v in found["after 2"].items()), step
 
 
+@pytest.mark.full
 def test_too_many_in_a_row_end_the_run_with_a_checkpoint_from_before(sd3_folder: Path, tmp_path: Path) -> None:
     settings = ("trainer.max_bad_steps=2", "trainer.save_freq=4", "parallel.fsdp_size=2")
     cfg = tiny_config(sd3_folder, tmp_path, *SETTINGS, *settings)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from phalanx.cluster import check, measure
-from phalanx.cluster.board import Board, open_store
 from phalanx.cluster.check import ClusterCheck
+from phalanx.cluster.exchange import KVExchange, open_store
 from phalanx.config import load
-from phalanx.config.schema import ParallelConfig
+from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed import mesh
 from phalanx.types import JobError
@@ -111,7 +111,7 @@ def test_two_nodes_that_do_not_share_a_disk(tmp_path: Path) -> None:
         f"FAIL     configuration: trainer.output_dir is {tmp_path}/1 on {second}, but {tmp_path}/0 on {first}; "
         "give every node the same file and overrides"
     ) in findings
-    assert verdict == other == "training would fail here; to be mended: configuration and shared disk"
+    assert verdict == other == "training would fail here; to fix: configuration and shared disk"
     assert topics(findings)[-1] == "ok       bandwidth"
     assert list(tmp_path.iterdir()) == []
 
@@ -136,7 +136,7 @@ def test_unequal_nodes_end_without_groups(tmp_path: Path) -> None:
         f"FAIL     ranks: 1 on {HOST} (node 1), but 2 on {HOST} (node 0); give every node the same NPROC_PER_NODE"
     )
     assert {verdict for _, verdict in results} == {
-        "training would fail here; to be mended: ranks (not checked: groups, clocks, all-reduce, bandwidth)"
+        "training would fail here; to fix: ranks (not checked: groups, clocks, all-reduce, bandwidth)"
     }
 
 
@@ -157,11 +157,11 @@ def test_a_rank_that_hangs_is_named_in_time(tmp_path: Path) -> None:
     overrides = [f"trainer.output_dir={tmp_path}", "timeout_s=1"]
     results = run_ranks(stuck, 2, free_port(), tmp_path / "pipe", overrides, local_world=1, init=False)
     assert results[0][0][-1] == (
-        f"FAIL     machines: not done within 1 s (rank 1 on {HOST} (node 1)); {ADVICE_OF_MACHINES}"
+        f"FAIL     machines: not finished within 1 s (rank 1 on {HOST} (node 1)); {ADVICE_OF_MACHINES}"
     )
     rest = "shared disk, groups, clocks, all-reduce, bandwidth"
     for _, verdict, seconds in results:
-        assert verdict == f"training would fail here; to be mended: machines (not checked: {rest})"
+        assert verdict == f"training would fail here; to fix: machines (not checked: {rest})"
         assert seconds < 5
 
 
@@ -172,14 +172,14 @@ def leaves_early(port: int, who: int) -> tuple[list[str], str | None] | None:
     launch = mesh.Launch.from_env()
     if launch.rank != who:
         return whole(port, [["timeout_s=2"]] * 2)
-    board = Board(launch.rank, 2, open_store(launch, 2))
-    board.gather({"rank": who, "node": who, "host": HOST, "local_world_size": 1}, 2)
+    exchange = KVExchange(launch.rank, 2, open_store(launch, 2))
+    exchange.gather({"rank": who, "node": who, "host": HOST, "local_world_size": 1}, 2)
     return None
 
 
 def test_a_rank_that_ends_early_is_named() -> None:
     result, _ = run_ranks(leaves_early, 2, free_port(), 1, local_world=1, init=False)
-    assert result[0][-1] == f"FAIL     GPUs: no answer (rank 1 on {HOST} (node 1)); look at nvidia-smi there"
+    assert result[0][-1] == f"FAIL     GPUs: no answer (rank 1 on {HOST} (node 1)); check nvidia-smi there"
 
 
 def test_the_others_end_where_rank_0_does() -> None:
@@ -202,7 +202,7 @@ def test_ranks_that_never_come_are_named() -> None:
         f"of rank 2, and whether their machines reach MASTER_ADDR=127.0.0.1, MASTER_PORT={port} through the firewalls"
     ]
     steps = "machines, shared disk, groups, clocks, all-reduce, bandwidth"
-    verdict = f"training would fail here; to be mended: ranks (not checked: {steps})"
+    verdict = f"training would fail here; to fix: ranks (not checked: {steps})"
     assert [result[1] for result in results] == [verdict, verdict]
 
 
@@ -218,7 +218,7 @@ def test_a_master_that_is_not_there() -> None:
     port = free_port()
     (said,) = run_ranks(unreachable, 1, port, init=False)
     assert said == (
-        f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port} is not reached from {HOST} within 0.2 s (Connection refused); "
+        f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port} cannot be reached from {HOST} within 0.2 s (Connection refused); "
         "MASTER_ADDR must name the node of rank 0 as all nodes see it, rank 0 must be running there, and firewalls must let "
         "the port through"
     )
@@ -235,7 +235,7 @@ def stranger() -> tuple[int, str | None]:
 def test_a_port_that_something_else_listens_at() -> None:
     ((port, said),) = run_ranks(stranger, 1, init=False)
     assert said == (
-        f"what listens at MASTER_ADDR=127.0.0.1, MASTER_PORT={port} does not answer; it is no store of torch's"
+        f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port}: something listens there, but does not answer as torch's store would"
     )
 
 
@@ -252,4 +252,4 @@ def test_groups_that_cannot_be_made_say_what_to_look_at(tmp_path: Path) -> None:
     )
     assert "GLOO_SOCKET_IFNAME" in check.NETWORK and "MASTER_ADDR" in check.NETWORK
     rest = "clocks, all-reduce, bandwidth"
-    assert results[1][1] == f"training would fail here; to be mended: groups (not checked: {rest})"
+    assert results[1][1] == f"training would fail here; to fix: groups (not checked: {rest})"

@@ -12,10 +12,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import FlowMatchingTaskConfig, TrainConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
 from phalanx.config.tasks import ExportConfig, SampleConfig
-from phalanx.data import DataError, load_prompts
-from phalanx.export import Export
+from phalanx.data.prompts import DataError, load_prompts
+from phalanx.jobs.export import Export
 from tests.distributed.test_layouts import assert_same_step
 from tests.jobs import fit, one_step, tiny_config
 from tests.pairs import png, write_parquet
@@ -44,7 +44,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", 96**2)
 
 
-def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
     return tiny_config(
@@ -58,6 +58,7 @@ def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
     )
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_layouts_agree(kind: tuple[str, ...], qwen_edit_folder: Path, tmp_path: Path) -> None:
     cfg = configure(qwen_edit_folder, tmp_path, *kind)
@@ -76,10 +77,10 @@ def test_images_in_parquet_are_the_same(tmp_path: Path) -> None:
     assert one[0].meta["image"].pil().tobytes() == photo(0).tobytes()
 
 
-def trained(cfg: TrainConfig) -> Tensor:
-    from phalanx.trainer import Trainer
+def trained(cfg: FlowRLConfig) -> Tensor:
+    from phalanx.training.flow_rl import build
 
-    trainer = Trainer(cfg)
+    trainer = build(cfg)
     trainer.fit()
     parts: list[Tensor] = []
     with trainer.rollout.awake():
@@ -117,7 +118,7 @@ def test_a_run_from_validation_to_export(
     pipeline = load_edit_pipeline(qwen_edit_folder)
     pipeline.load_lora_weights(tmp_path / "lora")
     from phalanx.distributed.seed import fold_in, normal
-    from phalanx.models.qwen_image_edit import to_ratio
+    from phalanx.models.flow.families.qwen_image_edit import to_ratio
 
     for i, text in enumerate(INSTRUCTIONS):
         noise = normal((16, 16), fold_in(cfg.rollout.val.seed, 0, i, 0, "init"), torch.device("cpu"))[None]
@@ -136,7 +137,7 @@ def test_a_run_from_validation_to_export(
 
 
 def sampled(overrides: list[str]) -> None:
-    from phalanx.generate import Generator
+    from phalanx.jobs.sample import Generator
 
     Generator(load(SampleConfig, None, overrides)).run()
 
@@ -154,10 +155,10 @@ def test_sampling_from_a_file(qwen_edit_folder: Path, tmp_path: Path) -> None:
 
 
 def built(cfg: Any) -> None:
-    from phalanx.flow_matching import FlowMatching
-    from phalanx.trainer import Trainer
+    from phalanx.training import flow_matching
+    from phalanx.training.flow_rl import build
 
-    (Trainer if isinstance(cfg, TrainConfig) else FlowMatching)(cfg)
+    (build if isinstance(cfg, FlowRLConfig) else flow_matching.build)(cfg)
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_supervised_flow_matching_is_refused(qwen_edit_folder: Path, tmp_path: P
 
 
 def test_vllm_omni_has_no_such_model(qwen_edit_folder: Path) -> None:
-    from phalanx.rollout.vllm_omni import _pipeline_class
+    from phalanx.rollout.flow.vllm_omni import _pipeline_class
 
     with one_rank() as world, pytest.raises(ValueError) as error:
         _pipeline_class(make_policy(world, qwen_edit_folder))
@@ -220,10 +221,10 @@ def test_vllm_omni_has_no_such_model(qwen_edit_folder: Path) -> None:
 
 
 def test_the_plan_counts_the_longer_sequence(qwen_edit_folder: Path, qwen_folder: Path, tmp_path: Path) -> None:
-    from phalanx.models.flow import family_of
+    from phalanx.models.flow.policy import family_of
     from phalanx.plan import plan_job
-    from phalanx.plan.blueprint import family_name, planned_policy
-    from phalanx.plan.jobs import planned, text_bytes
+    from phalanx.plan.blueprint import family_name
+    from phalanx.plan.jobs import planned
     from phalanx.plan.layout import Cluster
 
     def of(folder: Path, *overrides: str) -> Any:
@@ -237,10 +238,11 @@ def test_the_plan_counts_the_longer_sequence(qwen_edit_folder: Path, qwen_folder
     assert "  update " in plan_job(cfg, {})
     assert plain.flops < small.flops < large.flops
     # 16 tokens to be made, 256 of the reference, 32 of the prompt, 9 that the encoder makes of 96 px, the template
-    policy = planned_policy(cfg, detach_uncond=False)
-    assert policy.model.most_tokens(32, 32, 32) == 32 + 3 * 3 + 16
-    inputs = policy.model.forward_inputs(32, 32, 32)
-    assert inputs["hidden_states"].shape == (1, 16 + 256, 16)
-    assert inputs["img_shapes"] == [[(1, 4, 4), (1, 16, 16)]]
-    assert text_bytes(policy, large.job.sampler, 40) == (40 * 64 + 256 * 16) * 4
+    model = large.policy.model
+    assert model.most_tokens(32, 32, 32) == 32 + 3 * 3 + 16
+    assert {name: t.shape for name, t in model.embeds_like(40, 32, 32).items()} == {
+        "prompt_embeds": (40, 64),
+        "reference": (256, 16),
+    }
+    assert model.image_shapes(32, 32) == [(1, 4, 4), (1, 16, 16)]
     assert family_of(cfg.model).pipeline_class == "QwenImageEditPlusPipeline"

@@ -9,13 +9,14 @@ import pytest
 import torch
 from PIL import Image
 
-from phalanx import digits
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import FlowMatchingTaskConfig
-from phalanx.data import DataError
-from phalanx.image_data import ImageTextData, IndexStream
+from phalanx.config.flow import FlowMatchingTaskConfig
+from phalanx.data.images import ImageTextData, IndexStream
+from phalanx.data.prompts import DataError
+from phalanx.tools import digits
 from tests.jobs import full_weights
-from tests.ranks import run_ranks, torchrun
+from tests.ranks import run_ranks
+from tests.tasks import run_task
 
 
 @pytest.fixture
@@ -52,14 +53,15 @@ def configure(model: Path, pictures: Path, folder: Path, *overrides: str) -> Flo
 
 
 def train(cfg: FlowMatchingTaskConfig) -> dict[str, Any]:
-    from phalanx.flow_matching import FlowMatching
+    from phalanx.training import flow_matching
 
-    job = FlowMatching(cfg)
+    job = flow_matching.build(cfg)
     job.fit()
     lines = (Path(cfg.trainer.output_dir) / "metrics.jsonl").read_text().splitlines() if job.world.rank == 0 else []
-    return {"rows": [json.loads(line) for line in lines], "weights": full_weights(job.policy.parameters)}
+    return {"rows": [json.loads(line) for line in lines], "weights": full_weights(job.policy.trained.parameters)}
 
 
+@pytest.mark.quick("adamw")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_layouts_agree(optimizer: str, sd3_folder: Path, pictures: Path, tmp_path: Path) -> None:
     name = f"optim.name={optimizer}"
@@ -81,20 +83,20 @@ def test_it_learns(sd3_folder: Path, pictures: Path, tmp_path: Path) -> None:
 
 
 def test_muon_refuses_shards(sd3_folder: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.flow_matching import check
+    from phalanx.training.flow_matching import check
 
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     with pytest.raises(ConfigError) as error:
         check(configure(sd3_folder, pictures, tmp_path, "optim.name=muon"))
     assert str(error.value) == (
-        "optim.name: 'muon' orthogonalises whole matrices, which 4 ranks share here; set parallel.fsdp_size=1 or "
+        "optim.name: 'muon' orthogonalizes whole matrices, which 4 ranks share here; set parallel.fsdp_size=1 or "
         "optim.name=adamw"
     )
 
 
 def test_batch_that_does_not_divide(sd3_folder: Path, pictures: Path, tmp_path: Path) -> None:
-    from phalanx.flow_matching import check
+    from phalanx.training.flow_matching import check
 
     with pytest.raises(ConfigError) as error:
         check(configure(sd3_folder, pictures, tmp_path, "flow_matching.micro_batch_size_per_gpu=3"))
@@ -125,7 +127,7 @@ def test_stream_visits_every_image_once_an_epoch() -> None:
     ("content", "message"),
     [
         ("{oops\n", "{file}:1: not valid JSON"),
-        ('{"image": "0.png"}\n', '{file}:1: a line should be {{"image": "path", "prompt": "text"}}'),
+        ('{"image": "0.png"}\n', '{file}:1: expected {{"image": "path", "prompt": "text"}}'),
         ("\n", "data.train_files: ['{file}'] hold no images"),
     ],
 )
@@ -153,11 +155,12 @@ def test_held_out_numbers_are_in_no_training_data() -> None:
     assert (shipped / "held_out.txt").read_text().splitlines() == [digits.prompt(n) for n in held_out]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(200)
 def test_make_base(tmp_path: Path) -> None:
     """The whole line of `make base` with a few steps each: pictures, VAE, transformer, on two ranks."""
     pytest.importorskip("matplotlib", reason="its fonts draw the pictures: the extra `base`")
-    made = torchrun(
+    made = run_task(
         ["tasks/make_base.py", f"output_dir={tmp_path}", "images=200", "vae_steps=20"], nproc=2, timeout=120
     )
     assert made.returncode == 0, made.stderr
@@ -165,7 +168,7 @@ def test_make_base(tmp_path: Path) -> None:
 
     drawn = set(load_from_disk(tmp_path / "images")["prompt"])
     assert not drawn & set((tmp_path / "held_out.txt").read_text().splitlines())
-    done = torchrun(
+    done = run_task(
         [
             "tasks/train_flow_matching.py",
             "configs/flow_matching/digits.yaml",

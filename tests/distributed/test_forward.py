@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from phalanx.config import load
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from tests.jobs import PROMPTS, assert_same_weights, base_overrides, fit, full_weights, one_step
 from tests.ranks import RankError, run_ranks
 
@@ -27,13 +27,13 @@ RULES = [
 ]
 
 
-def configure(model: Path, folder: Path, name: str, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
     """A tiny job, as tests.jobs has it, of another algorithm."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
     fixed = ["rollout.micro_batch_size_per_gpu=4", f"algorithm.name={name}"]
-    return load(TrainConfig, None, [*base, *fixed, *overrides])
+    return load(FlowRLConfig, None, [*base, *fixed, *overrides])
 
 
 def assert_same_step(one: list[dict[str, Any]], two: list[dict[str, Any]], lr: float) -> None:
@@ -46,6 +46,10 @@ def assert_same_step(one: list[dict[str, Any]], two: list[dict[str, Any]], lr: f
     assert_same_weights(one[0]["weights"], two[0]["weights"], lr)
 
 
+@pytest.mark.quick(
+    "diffusion_nft-model.lora_rank=4-algorithm.kl_loss_coef=0.01",
+    "awm-algorithm.kl_loss_coef=0.01-rollout.noise_level=0.7",
+)
 @pytest.mark.parametrize(("name", "kind"), RULES, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, name, *kind))
@@ -58,6 +62,7 @@ def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_p
         assert one[0]["row"]["actor/old_distance"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
 def test_qwen_image(name: str, qwen_folder: Path, tmp_path: Path) -> None:
     """Other latents, a padded text and true guidance."""
@@ -67,6 +72,7 @@ def test_qwen_image(name: str, qwen_folder: Path, tmp_path: Path) -> None:
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("micro", [1, 4])
 def test_actor_micro_batch(micro: int, sd3_folder: Path, tmp_path: Path) -> None:
     """With samples that do not count among those that do: the best of each prompt alone is trained."""
@@ -78,18 +84,18 @@ def test_actor_micro_batch(micro: int, sd3_folder: Path, tmp_path: Path) -> None
 # --- fresh noise
 
 
-def fresh_noise(cfg: TrainConfig) -> dict[str, tuple[Tensor, Tensor]]:
+def fresh_noise(cfg: FlowRLConfig) -> dict[str, tuple[Tensor, Tensor]]:
     """Noise [B, W, ...] and levels [B, W] of this rank, by what was asked for."""
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    t = Trainer(cfg)
+    t = build(cfg)
     with t.rollout.awake():
         samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
     found = {}
     for distribution in ("schedule", "uniform", "logit_normal"):
-        cfg.algorithm.level_distribution = distribution
+        t.algorithm.distribution = distribution  # type: ignore[attr-defined]
         for step, epoch in ((0, 0), (0, 1), (1, 0)):
-            noised = t.noised(samples, step, epoch)
+            noised = t.algorithm.corrupt(t.policy, samples, t.corruption_seeds(samples, step, epoch))
             found[f"{distribution} {step} {epoch}"] = (noised.noise, noised.levels)
     size = cfg.rollout.height, cfg.rollout.width
     schedule, _ = t.policy.model.schedule(cfg.rollout.num_inference_steps, *size)
@@ -124,36 +130,37 @@ def test_fresh_noise_is_a_function_of_the_sample(sd3_folder: Path, tmp_path: Pat
 HALF = ("algorithm.old_decay_rate=0.5", "algorithm.old_decay_limit=0.5")  # old = 1/2 old + 1/2 policy after each step
 
 
-def watched_fit(cfg: TrainConfig) -> dict[str, Any]:
+def watched_fit(cfg: FlowRLConfig) -> dict[str, Any]:
     """Train two steps; the weights and images of each rollout, the policy's weights before and after each step, and what
     the rollout of step 1 is under some of these.
     """
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    t = Trainer(cfg)
+    t = build(cfg)
     sample, after_step = t.rollout.sample, t.after_step
-    policy, sampling, images = [full_weights(t.policy.parameters)], [], []
+    policy, sampling, images = [full_weights(t.policy.trained.parameters)], [], []
 
     def watched_sample(*args: Any, **kwargs: Any) -> Any:
-        sampling.append(full_weights(t.policy.parameters))
+        sampling.append(full_weights(t.policy.trained.parameters))
         samples = sample(*args, **kwargs)
         images.append(samples.outputs)
         return samples
 
     def watched_after_step(step: int) -> None:
-        policy.append(full_weights(t.policy.parameters))
+        policy.append(full_weights(t.policy.trained.parameters))
         after_step(step)
 
     t.rollout.sample, t.after_step = watched_sample, watched_after_step  # type: ignore[method-assign,assignment]
     t.fit()
     again = {}
     for name, weights in (("old", sampling[1]), ("policy", policy[1])):
-        t.policy.add_weights("test", weights)
+        t.policy.trained.add_weights("test", weights)
         with t.policy.using("test"), t.rollout.awake():
             again[name] = sample(t.prompts.batch(1), seed=cfg.trainer.seed, step=1, each=lambda *_: None).outputs
     return {"policy": policy, "sampling": sampling, "images": images, "again": again}
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", [(LORA,), ()], ids=["lora", "full"])
 def test_the_old_policy_samples(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     cfg = configure(sd3_folder, tmp_path, "diffusion_nft", *HALF, *kind, "optim.lr=1e-2")
@@ -169,6 +176,7 @@ def test_the_old_policy_samples(kind: tuple[str, ...], sd3_folder: Path, tmp_pat
     assert (seen["images"][1] - seen["again"]["policy"]).abs().max() > 1e-3
 
 
+@pytest.mark.full
 def test_without_a_memory_the_policy_samples(sd3_folder: Path, tmp_path: Path) -> None:
     cfg = configure(sd3_folder, tmp_path, "diffusion_nft", "algorithm.old_decay=zero", LORA)
     seen = run_ranks(watched_fit, 1, cfg)[0]
@@ -187,6 +195,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time/"))} for line in lines]
 
 
+@pytest.mark.quick("full")
 @pytest.mark.parametrize(("world", "kind"), [(1, ()), (2, (LORA,))], ids=["full", "lora"])
 def test_resume_repeats_bit_for_bit(world: int, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     """The old policy is in the checkpoint: the rollouts after it are its."""
@@ -205,6 +214,7 @@ def test_resume_repeats_bit_for_bit(world: int, kind: tuple[str, ...], sd3_folde
         assert torch.equal(value, resumed[name]), name
 
 
+@pytest.mark.full
 def test_resume_refuses_a_run_without_the_old_policy(sd3_folder: Path, tmp_path: Path) -> None:
     run_ranks(fit, 1, configure(sd3_folder, tmp_path, "rwr", LORA, *STEPS))
     with pytest.raises(RankError) as error:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from tests.jobs import assert_same_weights, one_step, tiny_config
 from tests.ranks import run_ranks
 
@@ -42,7 +42,7 @@ def assert_same_step(reference: list[dict[str, Any]], other: list[dict[str, Any]
     assert_same_weights(reference[0]["weights"], other[0]["weights"], lr)
 
 
-def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     # the rollout's micro-batch is fixed: it is part of a sample's last bits
     return tiny_config(model, folder, "rollout.micro_batch_size_per_gpu=4", *overrides)
 
@@ -57,6 +57,12 @@ def sd3_reference(
     return kind, run_ranks(one_step, 1, cfg)
 
 
+@pytest.mark.quick(
+    "lora-2-parallel.fsdp_size=1",
+    "lora-4-parallel.fsdp_size=2",
+    "full-2-parallel.fsdp_size=2",
+    "full-2-parallel.fsdp_size=2-parallel.param_offload=true",
+)
 @pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=lambda v: "-".join(v) if isinstance(v, tuple) else str(v))
 def test_layout(world: int, layout: tuple[str, ...], sd3_reference: Any, sd3_folder: Path, tmp_path: Path) -> None:
     kind, reference = sd3_reference
@@ -64,6 +70,7 @@ def test_layout(world: int, layout: tuple[str, ...], sd3_reference: Any, sd3_fol
     assert_same_step(reference, run_ranks(one_step, world, cfg), cfg.optim.lr)
 
 
+@pytest.mark.quick("lora-actor.ppo_micro_batch_size_per_gpu=1")
 @pytest.mark.parametrize("micro", MICRO_BATCHES)
 def test_actor_micro_batch(micro: str, sd3_reference: Any, sd3_folder: Path, tmp_path: Path) -> None:
     kind, reference = sd3_reference
@@ -71,6 +78,7 @@ def test_actor_micro_batch(micro: str, sd3_reference: Any, sd3_folder: Path, tmp
     assert_same_step(reference, run_ranks(one_step, 1, cfg), cfg.optim.lr)
 
 
+@pytest.mark.full
 def test_replicated_lora_over_a_sharded_base(qwen_folder: Path, tmp_path: Path) -> None:
     cfg = configure(qwen_folder, tmp_path, *LORA)
     reference = run_ranks(one_step, 1, cfg)
@@ -80,6 +88,7 @@ def test_replicated_lora_over_a_sharded_base(qwen_folder: Path, tmp_path: Path) 
     assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
 
 
+@pytest.mark.quick("flux-lora", "z_image-full")
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 @pytest.mark.parametrize("family", ["flux", "z_image"])
 def test_shards_of_other_families(
@@ -93,6 +102,7 @@ def test_shards_of_other_families(
     assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 def test_mixed_precision_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     """bf16 compute over float32 weights: the replicated path keeps copies, FSDP casts; both are the same arithmetic."""

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.advantage import informative
 from tests.jobs import full_weights, tiny_config
 from tests.ranks import run_ranks
@@ -28,7 +28,7 @@ def thousands(images, prompts, metadata):
 '''
 
 
-def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     (folder / "rewards.py").write_text(REWARDS)
     return tiny_config(model, folder, "rollout.micro_batch_size_per_gpu=4", "model.lora_rank=4", *overrides)
 
@@ -37,16 +37,23 @@ def reward(folder: Path, *names: str) -> str:
     return "reward.functions=[" + ",".join(f"{{path: '{folder}/rewards.py:{n}'}}" for n in names) + "]"
 
 
-def drawn_again(cfg: TrainConfig) -> dict[str, Any]:
+def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
     """A step's samples as they were drawn at first, and what the loop makes of them."""
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    t = Trainer(cfg)
+    t = build(cfg)
     with t.rollout.awake():
         first = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    before = t.terms()
-    samples, after, row = t.redraw(first, before, 0)
-    update = t.update(samples, t.rewarded(after, 0)[0], 0)
+    combine, seen = t.combine, list[dict[str, torch.Tensor]]()
+
+    def noted(terms: dict[str, torch.Tensor], step: int) -> torch.Tensor:
+        seen.append(terms)
+        return combine(terms, step)
+
+    t.combine = noted  # type: ignore[method-assign]
+    samples, reward, row = t.reward(first, 0)
+    before, after = seen[0], seen[-1]
+    update = t.update(samples, reward, 0)
     found = {
         "before": before["picky"],
         "after": after["picky"],
@@ -60,6 +67,7 @@ def drawn_again(cfg: TrainConfig) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("times", [2, 3])
 def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, tmp_path: Path) -> None:
     functions = reward(tmp_path, "picky", "bright").replace("bright'", "bright', weight: 0")
@@ -85,18 +93,18 @@ def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, t
         assert all(part["row"]["rollout/resampled_ratio"] == alone["row"]["rollout/resampled_ratio"] for part in parts)
 
 
-def two_references(cfg: TrainConfig) -> list[dict[str, torch.Tensor]]:
+def two_references(cfg: FlowRLConfig) -> list[dict[str, torch.Tensor]]:
     """The reference and the weights after each of three steps."""
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    t = Trainer(cfg)
+    t = build(cfg)
     found: list[dict[str, torch.Tensor]] = []
     plain = t.after_step
 
     def after_step(step: int) -> None:
         plain(step)
-        found.append({k: v.detach().clone() for k, v in t.averages["reference"].values.items()})
-        found.append(full_weights(t.policy.parameters))
+        found.append({k: v.detach().clone() for k, v in t.learner.averages["reference"].values.items()})
+        found.append(full_weights(t.policy.trained.parameters))
 
     t.after_step = after_step  # type: ignore[method-assign]
     t.fit()
@@ -115,14 +123,20 @@ def test_the_reference_follows_every_k_steps(sd3_folder: Path, tmp_path: Path) -
         assert torch.equal(second[k], two[k]) and torch.equal(third[k], two[k])
 
 
-def rewards_of_a_step(cfg: TrainConfig) -> dict[str, Any]:
-    from phalanx.trainer import Trainer
+def rewards_of_a_step(cfg: FlowRLConfig) -> dict[str, Any]:
+    from phalanx.training.flow_rl import build
 
-    t = Trainer(cfg)
+    t = build(cfg)
     with t.rollout.awake():
-        t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    terms = t.terms()
-    trained, row = t.rewarded(terms, 1)
+        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+    gather, terms = t.gather_terms, dict[str, torch.Tensor]()
+
+    def noted() -> dict[str, torch.Tensor]:
+        terms.update(gather())
+        return terms
+
+    t.gather_terms = noted  # type: ignore[method-assign]
+    _, trained, row = t.reward(samples, 1)
     return {"terms": terms, "trained": trained, "row": row}
 
 
@@ -151,12 +165,12 @@ def test_terms_are_clipped_weighted_by_step_and_normalised(sd3_folder: Path, tmp
         torch.testing.assert_close(trained[group], expected.float(), atol=1e-4, rtol=1e-4)
 
 
-def encoded(cfg: TrainConfig, room: int) -> list[list[str]]:
+def encoded(cfg: FlowRLConfig, room: int) -> list[list[str]]:
     """What is encoded at once in a run whose memory has room for so many embeddings."""
-    from phalanx.models import embeds
-    from phalanx.trainer import Trainer
+    from phalanx.models.flow import embeds
+    from phalanx.training.flow_rl import build
 
-    t, calls = Trainer(cfg), list[list[str]]()
+    t, calls = build(cfg), list[list[str]]()
     (one,) = t.policy.model.encode(["x"], torch.device("cpu"), cfg.data.max_prompt_length)
     embeds.MEMORY_LIMIT = room * sum(value.nbytes for value in one.values())
     encode = t.policy._embeds._encode
@@ -170,6 +184,7 @@ def encoded(cfg: TrainConfig, room: int) -> list[list[str]]:
     return calls
 
 
+@pytest.mark.quick("16-steps0")
 @pytest.mark.parametrize(("room", "steps"), [(16, [1, 1, 2, 2, 2]), (1000, [1, 7])])
 def test_no_more_is_encoded_ahead_than_memory_keeps(
     room: int, steps: list[int], sd3_folder: Path, tmp_path: Path

@@ -10,24 +10,24 @@ import pytest
 import torch
 
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.fsdp import local
-from phalanx.micro_batches import MicroBatches
-from phalanx.models.flow import build_policy
-from phalanx.rollout.policy import PolicyRollout
-from phalanx.trainer import Trainer, check
+from phalanx.models.flow.policy import build_policy
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.training.flow_rl import build, check
+from phalanx.training.minibatches import MicroBatches, Units
 from tests.jobs import PROMPTS, base_overrides, fit, full_weights
 from tests.ranks import run_ranks
 from tests.tiny import jitter, load_pipeline, tiny_sd3
 
 
-def configure(model: Path, folder: Path, *overrides: str, teacher: Path | None = None) -> TrainConfig:
+def configure(model: Path, folder: Path, *overrides: str, teacher: Path | None = None) -> FlowRLConfig:
     """A tiny job of opd; the teacher is the model itself, unless another is given."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     base = [o for o in base_overrides(model, folder) if not o.startswith(("algorithm.", "reward."))]
     fixed = ["rollout.micro_batch_size_per_gpu=4", "algorithm.name=opd", f"algorithm.teacher_path={teacher or model}"]
-    return load(TrainConfig, None, [*base, *fixed, *overrides])
+    return load(FlowRLConfig, None, [*base, *fixed, *overrides])
 
 
 def moved(model: Path, folder: Path) -> Path:
@@ -44,26 +44,27 @@ def student_folder(sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
     return moved(sd3_folder, tmp_path_factory.mktemp("models") / "student")
 
 
-def one_step(cfg: TrainConfig) -> dict[str, Any]:
+def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
     """One training step, and what the teacher is made of."""
-    t = Trainer(cfg)
+    t = build(cfg)
     with t.rollout.awake():
         samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    reward, scores = t.rewarded(t.terms(), 0)
+    samples, reward, scores = t.reward(samples, 0)
     row = t.update(samples, reward, 0)
-    teacher = t.experts["teacher"].policy
+    teacher = t.teachers["teacher"].policy
     own = t.policy.model
     return {
         "row": row | scores,
         "images": samples.outputs,
-        "weights": full_weights(t.policy.parameters),
-        "trained": len(teacher.parameters),
+        "weights": full_weights(t.policy.trained.parameters),
+        "trained": len(teacher.trained.parameters),
         "gradients": any(p.requires_grad for p in teacher.model.transformer.parameters()),
         "shared": teacher.model.text_encoders is own.text_encoders and teacher.model.vae is own.vae,
         "local": sum(local(p).numel() for p in teacher.model.transformer.parameters()),
     }
 
 
+@pytest.mark.quick("kl")
 @pytest.mark.parametrize("loss_type", ["kl", "velocity"])
 def test_nothing_to_learn_from_oneself(loss_type: str, sd3_folder: Path, tmp_path: Path) -> None:
     cfg = configure(sd3_folder, tmp_path, f"algorithm.loss_type={loss_type}", "optim.weight_decay=0")
@@ -85,11 +86,13 @@ def assert_same_step(model: Path, teacher: Path, folder: Path, *keys: str) -> No
     assert two[0]["local"] < 0.6 * one[0]["local"] and two[0]["trained"] == 0
 
 
+@pytest.mark.quick("velocity")
 @pytest.mark.parametrize("loss_type", ["kl", "velocity"])
 def test_layouts_agree(loss_type: str, student_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
     assert_same_step(student_folder, sd3_folder, tmp_path, f"algorithm.loss_type={loss_type}")
 
 
+@pytest.mark.full
 def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
     """Other latents and true guidance; a LoRA learns from whole weights."""
     teacher = moved(qwen_folder, tmp_path / "teacher")
@@ -100,6 +103,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.quick("kl")
 @pytest.mark.parametrize("loss_type", ["kl", "velocity"])
 def test_the_student_comes_nearer(loss_type: str, student_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
     cfg = configure(
@@ -132,13 +136,15 @@ def test_rewards_are_reported_and_teach_nothing(student_folder: Path, sd3_folder
 # --- guidance and texts
 
 
-def views(cfg: TrainConfig) -> dict[str, Any]:
+def views(cfg: FlowRLConfig) -> dict[str, Any]:
     """What the teacher says of the student's transitions, and what it should say, replayed by hand."""
-    t = Trainer(cfg)
+    t = build(cfg)
     with t.rollout.awake():
         samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    units = torch.arange(t.plan.per_rank)[:, None]
-    seen = t.views(MicroBatches(samples, torch.zeros(t.plan.per_rank), t.world.device), units)["teacher"]
+    numbers = torch.arange(t.plan.samples)[:, None]
+    units = Units.of(numbers, torch.ones(t.plan.samples, dtype=torch.bool), t.plan, t.world)
+    batches = MicroBatches(samples, torch.zeros(t.plan.per_rank), t.world.device)
+    seen = t.reference_outputs(batches, units)["teacher"]
     alone = build_policy(
         replace(cfg.model, path=cfg.algorithm.teacher_path),
         cfg.parallel,
@@ -157,10 +163,11 @@ def views(cfg: TrainConfig) -> dict[str, Any]:
     return {
         "apart": (seen - wanted).abs().max().item(),
         "student": (seen - samples.trace.means).abs().max().item(),
-        "encoders": t.experts["teacher"].policy.model.text_encoders is not t.policy.model.text_encoders,
+        "encoders": t.teachers["teacher"].policy.model.text_encoders is not t.policy.model.text_encoders,
     }
 
 
+@pytest.mark.quick("3-5")
 @pytest.mark.parametrize(("student", "teacher"), [(1, 3), (3, 1), (3, 5)])
 def test_guidance_of_the_teacher(student: int, teacher: int, sd3_folder: Path, tmp_path: Path) -> None:
     """With negatives, which the student has not embedded where it is not guided."""
@@ -180,9 +187,9 @@ def test_a_teacher_with_other_text_encoders(sd3_folder: Path, sd3_t5_folder: Pat
 # --- what is refused
 
 
-def refusal(cfg: TrainConfig) -> str:
+def refusal(cfg: FlowRLConfig) -> str:
     try:
-        Trainer(cfg)
+        build(cfg)
     except ValueError as error:
         return str(error)
     return ""
@@ -204,6 +211,6 @@ def test_what_is_no_teacher(sd3_folder: Path, qwen_folder: Path, tmp_path: Path)
 
 def test_it_wants_a_teacher_and_trajectories(sd3_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^algorithm.teacher_path is not set; give algorithm.teacher_path=..."):
-        load(TrainConfig, None, [f"model.path={sd3_folder}", "algorithm.name=opd"])
+        load(FlowRLConfig, None, [f"model.path={sd3_folder}", "algorithm.name=opd"])
     with pytest.raises(ConfigError, match=r"^rollout.noise_level: 0.0 should be greater than 0"):
         check(configure(sd3_folder, tmp_path, "rollout.noise_level=0"))

@@ -21,16 +21,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from phalanx.config import load
-from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.distributed.collectives import all_gather
 from phalanx.distributed.fsdp import local
-from phalanx.flow_matching import FlowMatching
 from phalanx.plan.blueprint import family_name
 from phalanx.plan.jobs import Planned, planned
-from phalanx.plan.layout import Cluster, traffic
+from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, count
-from phalanx.run import Run
-from phalanx.trainer import Trainer
+from phalanx.plan.text import messages as planned_messages
+from phalanx.training import flow_matching
+from phalanx.training.flow_rl import build
+from phalanx.training.rl import Trainer
+from phalanx.training.run import Run
 from tests.jobs import PROMPTS, base_overrides
 from tests.ranks import run_ranks
 from tests.tiny import jitter, tiny_sd3
@@ -71,18 +73,18 @@ def medium_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def configure(model: Path, folder: Path, ranks: int, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, ranks: int, *overrides: str) -> FlowRLConfig:
     """Four images a rank and step, at 64 x 64 pixels, in one update of two passes."""
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
     sizes = ["rollout.height=64", "rollout.width=64", "rollout.num_inference_steps=3"]
     batch = ["data.train_batch_size=2", f"rollout.n={2 * ranks}"]
-    return load(TrainConfig, None, [*base_overrides(model, folder), *sizes, *batch, *overrides])
+    return load(FlowRLConfig, None, [*base_overrides(model, folder), *sizes, *batch, *overrides])
 
 
-def estimate(cfg: RunConfig, cluster: Cluster) -> tuple[Planned, Memory]:
+def estimate(cfg: FlowRunConfig, cluster: Cluster) -> tuple[Planned, Memory]:
     cfg.model.family = family_name(cfg.model)
     plan = planned(cfg, cluster)
-    return plan, count(plan.job)
+    return plan, count(plan)
 
 
 def train(t: Trainer) -> None:
@@ -174,41 +176,41 @@ def parts(t: Run, strangers: dict[int, int]) -> dict[str, int]:
     everything = alive()
     on_host = storages([p for e in t.policy.model.text_encoders for p in [*e.parameters(), *e.buffers()]])
     on_host |= strangers
-    if "reference" in t.policy._weights:
-        on_host |= storages(t.policy._weights["reference"].values())
+    if "reference" in t.policy.trained._weights:
+        on_host |= storages(t.policy.trained._weights["reference"].values())
     return {
         "held": sum(size for address, size in everything.items() if address not in on_host),
-        "weights": total([*t.policy.model.transformer.parameters(), *t.policy.parameters.values()]),
-        "optimizer's state": total(value for state in t.optimizer.state().values() for value in state.values()),
-        "moving average": total(t.ema.values.values()) if t.ema is not None else 0,
+        "weights": total([*t.policy.model.transformer.parameters(), *t.policy.trained.parameters.values()]),
+        "optimizer's state": total(value for state in t.learner.optimizer.state().values() for value in state.values()),
+        "moving average": total(t.learner.ema.values.values()) if t.learner.ema is not None else 0,
     }
 
 
 def as_on_gpus(t: Run) -> None:
-    for optimizer in t.optimizer._optimizers:
+    for optimizer in t.learner.optimizer._optimizers:
         for group in optimizer.param_groups:
             group["foreach"] = True
 
 
-def measure(cfg: TrainConfig) -> dict[str, int]:
+def measure(cfg: FlowRLConfig) -> dict[str, int]:
     """Bytes of the parts, and the most that there are in each phase of a step."""
     strangers = alive()
-    t = Trainer(cfg)
+    t = build(cfg)
     as_on_gpus(t)
     train(t)  # imports that come late, and kernels' caches
     found = parts(t, strangers)
-    apply = t.optimizer.step
+    apply = t.learner.optimizer.step
 
     def step(loss: Tensor) -> dict[str, Any]:
-        found["gradients"] = total(p.grad for p in t.policy.parameters.values() if p.grad is not None)
+        found["gradients"] = total(p.grad for p in t.policy.trained.parameters.values() if p.grad is not None)
         return apply(loss)
 
     with Heap(found["held"]) as heap:
-        t.optimizer.step = heap.during("optimizer", step)  # type: ignore[method-assign]
+        t.learner.optimizer.step = heap.during("optimizer", step)  # type: ignore[method-assign]
         t.policy.model.decode = heap.during("rollout: decode", t.policy.model.decode)
         t.rollout.sample = heap.during("rollout: sample", t.rollout.sample)  # type: ignore[method-assign]
-        if t.algorithm.others:
-            t.views = heap.during("reference", t.views)  # type: ignore[method-assign]
+        if t.algorithm.references:
+            t.reference_outputs = heap.during("reference", t.reference_outputs)  # type: ignore[method-assign]
         t.update = heap.during("update", t.update)  # type: ignore[method-assign]
         train(t)
     return found | heap.most
@@ -216,12 +218,12 @@ def measure(cfg: TrainConfig) -> dict[str, int]:
 
 def measure_flow_matching(cfg: FlowMatchingTaskConfig) -> dict[str, int]:
     strangers = alive()
-    t = FlowMatching(cfg)
+    t = flow_matching.build(cfg)
     as_on_gpus(t)
     t.update(0)
     found = parts(t, strangers)
     with Heap(found["held"]) as heap:
-        t.optimizer.step = heap.during("optimizer", t.optimizer.step)  # type: ignore[method-assign]
+        t.learner.optimizer.step = heap.during("optimizer", t.learner.optimizer.step)  # type: ignore[method-assign]
         heap.during("update", t.update)(0)
     return found | heap.most
 
@@ -246,6 +248,7 @@ def compare(plan: Planned, memory: Memory, took: dict[str, int]) -> None:
     assert {name: said[name] for name in peaks} == pytest.approx(peaks, rel=WITHIN, abs=HEAP_NOISE), table
 
 
+@pytest.mark.quick("full, EMA, two passes")
 @needs_glibc
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
@@ -269,6 +272,7 @@ def test_memory(ranks: int, overrides: list[str], medium_folder: Path, tmp_path:
     compare(*estimate(cfg, Cluster(1, ranks)), took)
 
 
+@pytest.mark.full
 @needs_glibc
 def test_memory_of_flow_matching(medium_folder: Path, tmp_path: Path) -> None:
     Image.new("RGB", (64, 64), (200, 30, 90)).save(tmp_path / "red.png")
@@ -312,13 +316,14 @@ def is_group(leaf: Any) -> bool:
     return isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in leaf._type().qualified_name()
 
 
-def messages(cfg: TrainConfig) -> dict[tuple[str, int], float]:
-    t = Trainer(cfg)
+def messages(cfg: FlowRLConfig) -> dict[tuple[str, int], float]:
+    t = build(cfg)
     with Mail() as mail:
         train(t)
     return mail.received
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -341,13 +346,14 @@ def test_messages(overrides: list[str], sd3_folder: Path, tmp_path: Path) -> Non
     width = plan.layout.width
     kinds = {
         "weights, gathered to sample": ("gather", width),
+        "weights, gathered for the reference": ("gather", width),
         "weights, gathered to train": ("gather", width),
         "gradients, reduced to their parts": ("reduce", width),
         "gradients, summed over copies": ("sum", 4 // width),
         "gradients of replicated weights": ("sum", 4),
     }
     said: dict[tuple[str, int], float] = {}
-    for item in traffic(plan.layout, plan.cluster, plan.passes, cfg.parallel):
+    for item in planned_messages(plan):
         said[kinds[item.what]] = said.get(kinds[item.what], 0) + item.size
         assert item.nodes == (width == 4 or kinds[item.what][0] == "sum")
     assert said == pytest.approx(sent, rel=0.01)

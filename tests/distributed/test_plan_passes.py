@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from phalanx.config import load
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.fsdp import local
-from phalanx.flops import peak_flops
 from phalanx.plan.blueprint import family_name
 from phalanx.plan.jobs import planned
-from phalanx.plan.layout import Cluster, traffic
+from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import count
-from phalanx.trainer import Trainer
+from phalanx.plan.text import messages
+from phalanx.telemetry.flops import peak_flops
+from phalanx.training.flow_rl import build
 from tests.distributed.test_plan_memory import Mail
 from tests.jobs import PROMPTS, base_overrides
 from tests.ranks import run_ranks
@@ -24,19 +25,19 @@ from tests.tiny import jitter, load_pipeline
 TWO_EPOCHS = "actor.ppo_epochs=2"
 
 
-def configure(model: Path, folder: Path, name: str, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
     """A tiny job of an algorithm: 4 prompts x 4 images a step in 2 updates."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
-    return load(TrainConfig, None, [*base, f"algorithm.name={name}", "rollout.micro_batch_size_per_gpu=4", *overrides])
+    return load(FlowRLConfig, None, [*base, f"algorithm.name={name}", "rollout.micro_batch_size_per_gpu=4", *overrides])
 
 
-def step(cfg: TrainConfig) -> dict[str, Any]:
+def step(cfg: FlowRLConfig) -> dict[str, Any]:
     """How many samples each forward pass of a training step had, the FLOPs that its utilisation goes by, bytes of weights
-    that came from other ranks, and of experts that are held.
+    that came from other ranks, and of teachers that are held.
     """
-    t = Trainer(cfg)
+    t = build(cfg)
     seen: dict[str, list[int]] = {"trained": [], "viewed": [], "teacher": []}
 
     def counted(run: Callable[..., Any], who: str | None) -> Callable[..., Any]:
@@ -46,20 +47,20 @@ def step(cfg: TrainConfig) -> dict[str, Any]:
 
         return counting
 
-    policies = [(t.policy, None), *((expert.policy, name) for name, expert in t.experts.items())]
+    policies = [(t.policy, None), *((teacher.policy, name) for name, teacher in t.teachers.items())]
     for policy, who in policies:
         policy.replay = counted(policy.replay, who)  # type: ignore[method-assign]
         policy.predict = counted(policy.predict, who)  # type: ignore[method-assign]
     with Mail() as mail:
         with t.rollout.awake():
             samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-        reward, _ = t.rewarded(t.terms(), 0)
+        samples, reward, _ = t.reward(samples, 0)
         t.update(samples, reward, 0)
     gathered = sum(size for (kind, _), size in mail.received.items() if kind == "gather")
     peak = peak_flops(t.world.device, t.policy.model.dtype)
     assert peak is not None
-    experts = [expert.policy.model.transformer for expert in t.experts.values()]
-    held = sum(local(tensor).nbytes for e in experts for tensor in [*e.parameters(), *e.buffers()])
+    teachers = [teacher.policy.model.transformer for teacher in t.teachers.values()]
+    held = sum(local(tensor).nbytes for e in teachers for tensor in [*e.parameters(), *e.buffers()])
     return seen | {
         "gathered": gathered,
         "held": held,
@@ -67,24 +68,21 @@ def step(cfg: TrainConfig) -> dict[str, Any]:
     }
 
 
-def compare(cfg: TrainConfig, ranks: int) -> dict[str, list[int]]:
+def compare(cfg: FlowRLConfig, ranks: int) -> dict[str, list[int]]:
     """Of one rank, the samples of all passes."""
     took = run_ranks(step, ranks, cfg)[0]
     cfg.model.family = family_name(cfg.model)
     said = planned(cfg, Cluster(1, ranks))
-    counts, plan = said.passes, said.plan
-    assert plan is not None
-    assert len(took["trained"]) == counts.updates * counts.passes
-    assert len(took["viewed"]) == counts.reference
-    assert len(took["teacher"]) == sum(e.passes for e in said.job.experts)
-    others = counts.rounds // plan.view_rounds + len(said.job.experts)
-    views = took["viewed"] + took["teacher"]
-    assert (sum(took["trained"]), sum(views)) == (plan.trained, others * plan.viewed)
-    assert max(took["trained"]) == plan.first(1) and max(views, default=plan.view_micro) == plan.view_micro
+    passes = {name: phase.passes for name, phase in said.phases.items()}
+    assert len(took["trained"]) == said.job.micro_batches == passes["update"]
+    assert len(took["viewed"]) == (passes["reference"] if "reference" in passes else 0)
+    assert len(took["teacher"]) == (passes["teacher"] if "teacher" in passes else 0)
+    plan = said.plan
+    assert plan is not None and (sum(took["trained"]), max(took["trained"])) == (plan.trained, plan.first(1))
     assert took.pop("flops") == pytest.approx(said.flops)
-    messages = traffic(said.layout, said.cluster, counts, cfg.parallel, said.job.experts)
-    assert took.pop("gathered") == pytest.approx(sum(t.size for t in messages if "gathered" in t.what), rel=1e-3)
-    assert took.pop("held") == sum(count(said.job).held[e.name] for e in said.job.experts)
+    gathered = sum(t.size for t in messages(said) if "gathered" in t.what)
+    assert took.pop("gathered") == pytest.approx(gathered, rel=1e-3)
+    assert took.pop("held") == sum(count(said).held[e.name] for e in said.teachers)
     return took
 
 
@@ -94,12 +92,14 @@ def test_transitions(sd3_folder: Path, tmp_path: Path) -> None:
     assert compare(cfg, 1) == {"trained": [2] * 16, "viewed": [2] * 8, "teacher": []}
 
 
+@pytest.mark.full
 def test_views_of_every_epoch(sd3_folder: Path, tmp_path: Path) -> None:
     """awm looks at the policy's weights before each pass, and at the reference's."""
     cfg = configure(sd3_folder, tmp_path, "awm", "algorithm.kl_loss_coef=0.1", TWO_EPOCHS, "parallel.fsdp_size=2")
     assert compare(cfg, 2) == {"trained": [2] * 8, "viewed": [2] * 16, "teacher": []}
 
 
+@pytest.mark.quick("1-4-trained0-viewed0")
 @pytest.mark.parametrize(
     ("ranks", "micro", "trained", "viewed"),
     [(1, 4, [4] * 4, [4] * 4), (1, 1, [2] * 8, [2] * 8), (1, 8, [4] * 4, [8] * 2), (2, 2, [2] * 4, [2] * 4)],
@@ -118,6 +118,7 @@ def test_pairs_that_fill_no_micro_batch(sd3_folder: Path, tmp_path: Path) -> Non
     assert compare(cfg, 1) == {"trained": [4, 2] * 2, "viewed": [4] * 3, "teacher": []}
 
 
+@pytest.mark.full
 def test_a_guided_teacher_of_another_depth(sd3_folder: Path, tmp_path: Path) -> None:
     """The student, a LoRA over two ranks, samples without guidance; a view of its teacher is two branches of one block."""
     from diffusers import SD3Transformer2DModel

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import TrainConfig
-from phalanx.trainer import Trainer, check
+from phalanx.config.flow import FlowRLConfig
+from phalanx.training.flow_rl import build, check
 from tests.jobs import PROMPTS, assert_same_weights, base_overrides, fit, one_step
 from tests.pairs import rows, write_parquet
 from tests.ranks import RankError, run_ranks
@@ -18,16 +18,16 @@ LORA = "model.lora_rank=4"
 OFFLINE = ("rollout.engine=dataset", "rollout.n=2", "reward.functions=[{name: preferred}]", "data.max_prompt_length=32")
 
 
-def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     """A tiny job of diffusion_dpo."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
     fixed = ["rollout.micro_batch_size_per_gpu=4", "algorithm.name=diffusion_dpo", "algorithm.beta=100"]
-    return load(TrainConfig, None, [*base, *fixed, *overrides])
+    return load(FlowRLConfig, None, [*base, *fixed, *overrides])
 
 
-def offline(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+def offline(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     """The same on pairs of the data."""
     folder.mkdir(parents=True, exist_ok=True)
     file = write_parquet(folder / "pairs.parquet", rows())
@@ -52,6 +52,7 @@ def assert_same_step(one: list[dict[str, Any]], two: list[dict[str, Any]], lr: f
     assert_same_weights(one[0]["weights"], two[0]["weights"], lr)
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", [(), (LORA, "algorithm.kl_loss_coef=0.01")], ids=["full", "lora"])
 def test_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, *kind))
@@ -71,6 +72,7 @@ def test_odd_micro_batches_keep_pairs(sd3_folder: Path, tmp_path: Path) -> None:
     assert_same_step(one, run_ranks(one_step, 1, cfg), cfg.optim.lr)
 
 
+@pytest.mark.full
 def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
     """Other latents, a padded text and true guidance."""
     one = run_ranks(one_step, 1, configure(qwen_folder, tmp_path, LORA, "algorithm.train_timesteps=1"))
@@ -78,19 +80,21 @@ def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
-def first_update(cfg: TrainConfig) -> dict[str, Any]:
+def first_update(cfg: FlowRLConfig) -> dict[str, Any]:
     """Before anything was learnt: the views of the reference, the policy's own, and the losses of the pairs."""
-    t = Trainer(cfg)
+    t = build(cfg)
     with t.rollout.awake():
         samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    reward = t.rewarded(t.terms(), 0)[0]
+    samples, reward, _ = t.reward(samples, 0)
     losses, views = [], []
     rule_loss = t.algorithm.loss
 
     def watched(policy: Any, batch: Any) -> Any:
         loss, stats = rule_loss(policy, batch)
         losses.append(loss.detach())
-        views.append((t.algorithm.view(policy, batch).detach() - batch.views["reference"]).abs().max())
+        views.append(
+            (t.algorithm.reference_output(policy, batch).detach() - batch.reference_outputs["reference"]).abs().max()
+        )
         return loss, stats
 
     t.algorithm.loss = watched  # type: ignore[method-assign]
@@ -163,7 +167,7 @@ def test_other_rules_on_the_same_data(name: str, sd3_folder: Path, tmp_path: Pat
     file = write_parquet(tmp_path / "pairs.parquet", rows())
     base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
     own = (f"data.train_files=[{file}]", f"algorithm.name={name}", "actor.ppo_mini_batch_size=4", LORA)
-    row = run_ranks(one_step, 1, load(TrainConfig, None, [*base, *OFFLINE, *own]))[0]["row"]
+    row = run_ranks(one_step, 1, load(FlowRLConfig, None, [*base, *OFFLINE, *own]))[0]["row"]
     assert row["actor/grad_norm"] > 1e-4 and row["actor/updates_skipped"] == 0
 
 
@@ -178,6 +182,7 @@ def test_an_image_that_cannot_be_read_ends_all_ranks(sd3_folder: Path, tmp_path:
     assert sum(str(error.value).count(said.format(rank)) for rank in range(2)) == 2, error.value
 
 
+@pytest.mark.full
 def test_offline_resume(sd3_folder: Path, tmp_path: Path) -> None:
     """The images of a step are a function of the step: a run in two parts is a run in one."""
     keys = (LORA, "trainer.save_freq=1", "trainer.max_checkpoints=4")

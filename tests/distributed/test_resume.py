@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from phalanx.checkpoint import find
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
+from phalanx.training.checkpoint import find
 from tests.jobs import fit, tiny_config
 from tests.ranks import RankError, run_ranks
 
@@ -32,6 +32,7 @@ def stop_after(folder: Path, step: int) -> None:
             shutil.rmtree(checkpoint)
 
 
+@pytest.mark.quick("2-2-lora")
 @pytest.mark.parametrize("kind", [LORA, ("actor.ema.decay=0.9",)], ids=["lora", "full"])
 @pytest.mark.parametrize(("world", "fsdp"), [(1, 1), (2, 2)])
 def test_resume_repeats_bit_for_bit(
@@ -49,6 +50,7 @@ def test_resume_repeats_bit_for_bit(
         assert torch.equal(value, resumed[name]), name
 
 
+@pytest.mark.quick("1-2-2")
 @pytest.mark.parametrize(("before", "after", "fsdp"), [(1, 2, 2), (4, 2, 1), (2, 4, 2)])
 def test_resume_on_other_ranks(before: int, after: int, fsdp: int, sd3_folder: Path, tmp_path: Path) -> None:
     fixed = ("rollout.micro_batch_size_per_gpu=4", "actor.ppo_micro_batch_size_per_gpu=2")
@@ -64,6 +66,7 @@ def test_resume_on_other_ranks(before: int, after: int, fsdp: int, sd3_folder: P
             assert row[key] == pytest.approx(expected[key], rel=1e-5), key
 
 
+@pytest.mark.full
 def test_only_what_is_trained_is_saved(sd3_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, "trainer.max_checkpoints=1")
     weights = run_ranks(fit, 2, cfg)[0]
@@ -104,12 +107,13 @@ def flip_a_byte(file: Path) -> None:
     file.write_bytes(data)
 
 
-def loud_fit(cfg: TrainConfig) -> None:
+def loud_fit(cfg: FlowRLConfig) -> None:
     """`fit`, whose warnings are printed as a task's are."""
     logging.basicConfig(force=True)
     fit(cfg)
 
 
+@pytest.mark.full
 def test_a_flipped_bit_is_noticed(sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """In a file of rank 1: sizes agree, and the load itself would not complain."""
     cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, "trainer.save_freq=1", "trainer.max_checkpoints=4")
@@ -142,6 +146,7 @@ def test_a_foreign_checkpoint_is_passed_over(meta: str, tmp_path: Path, caplog: 
     assert "step_000009 is passed over: meta.json is damaged, or of another program" in caplog.text
 
 
+@pytest.mark.full
 def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS)
     run_ranks(fit, 1, cfg)
@@ -156,6 +161,7 @@ def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
         run_ranks(fit, 1, missing)
 
 
+@pytest.mark.full
 def test_a_new_run_sets_old_checkpoints_aside(sd3_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS)
     run_ranks(fit, 1, cfg)
@@ -166,11 +172,11 @@ def test_a_new_run_sets_old_checkpoints_aside(sd3_folder: Path, tmp_path: Path) 
     assert find(root) == root / "step_000002"
 
 
-def parts(cfg: TrainConfig) -> None:
+def parts(cfg: FlowRLConfig) -> None:
     from phalanx.distributed.fsdp import as_part_of, local
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    for p in Trainer(cfg).policy.parameters.values():
+    for p in build(cfg).policy.trained.parameters.values():
         part = local(p).detach().clone()
         whole = as_part_of(part, p)
         assert whole.shape == p.shape

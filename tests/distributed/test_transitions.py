@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from phalanx.config import load
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from tests.jobs import PROMPTS, base_overrides, one_step
 from tests.ranks import run_ranks
 
@@ -27,13 +27,13 @@ RULES = [
 ]
 
 
-def configure(model: Path, folder: Path, name: str, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
     """A tiny job, as tests.jobs has it, of another algorithm, which keeps its own sampling."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     own = ("algorithm.", "rollout.sde_window_size") if name == "dance_grpo" else ("algorithm.",)
     base = [o for o in base_overrides(model, folder) if not o.startswith(own)]
-    return load(TrainConfig, None, [*base, f"algorithm.name={name}", *overrides])
+    return load(FlowRLConfig, None, [*base, f"algorithm.name={name}", *overrides])
 
 
 def assert_same_step(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
@@ -46,6 +46,11 @@ def assert_same_step(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     assert other["actor/grad_norm"] == pytest.approx(row["actor/grad_norm"], rel=1e-5)
 
 
+@pytest.mark.quick(
+    "flow_dppo-model.lora_rank=4-algorithm.threshold=1e-9",
+    "dance_grpo-model.lora_rank=4",
+    "flow_grpo-model.lora_rank=4-algorithm.group_filter=top_bottom-algorithm.group_filter_k=1",
+)
 @pytest.mark.parametrize(("name", "kind"), RULES, ids=lambda v: v if isinstance(v, str) else "-".join(v))
 def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path) -> None:
     cfg = configure(sd3_folder, tmp_path, name, *kind)
@@ -75,6 +80,7 @@ def test_the_mask_stops_what_moves_away(sd3_folder: Path, tmp_path: Path) -> Non
     assert loose["row"]["actor/divergence"] > tight["row"]["actor/divergence"] > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["grpo_guard", "dance_grpo"])
 def test_qwen_image(name: str, qwen_folder: Path, tmp_path: Path) -> None:
     """Other latents, a padded text and true guidance."""

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
 
-from phalanx import evaluate
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
+from phalanx.training import validation
 from phalanx.types import Prompt
 from tests.jobs import PROMPTS, tiny_config
 from tests.ranks import run_ranks
@@ -33,7 +33,7 @@ def noted(images, prompts, metadata, *, file):
 """
 
 
-def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
     (folder / "held_out.txt").write_text("\n".join(PROMPTS[:5]) + "\n")
@@ -49,10 +49,10 @@ def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
     )
 
 
-def validate(cfg: TrainConfig) -> dict[str, float]:
-    from phalanx.trainer import Trainer
+def validate(cfg: FlowRLConfig) -> dict[str, float]:
+    from phalanx.training.flow_rl import build
 
-    trainer = Trainer(cfg)
+    trainer = build(cfg)
     with trainer.logger:
         return trainer.validate(0)
 
@@ -90,18 +90,18 @@ def test_each_prompt_and_image_has_its_own_noise(sd3_folder: Path, tmp_path: Pat
     assert again == row
 
 
-def moved_and_average(cfg: TrainConfig) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    from phalanx.trainer import Trainer
+def moved_and_average(cfg: FlowRLConfig) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    from phalanx.training.flow_rl import build
 
-    trainer = Trainer(cfg)
+    trainer = build(cfg)
     with trainer.logger:
         before = trainer.validate(0)
         with torch.no_grad():
-            for p in trainer.policy.parameters.values():
+            for p in trainer.policy.trained.parameters.values():
                 p.add_(0.05)
         average = trainer.validate(1)  # the average has not moved
-        assert trainer.ema is not None
-        trainer.ema.update(10**6)
+        assert trainer.learner.ema is not None
+        trainer.learner.ema.after_update(10**6)
         return before, average, trainer.validate(2)
 
 
@@ -113,18 +113,18 @@ def test_validation_uses_the_average(kind: tuple[str, ...], sd3_folder: Path, tm
     assert moved != before
 
 
-def around_other_weights(cfg: TrainConfig) -> None:
-    from phalanx.trainer import Trainer
+def around_other_weights(cfg: FlowRLConfig) -> None:
+    from phalanx.training.flow_rl import build
 
-    trainer = Trainer(cfg)
+    trainer = build(cfg)
 
     def sample() -> torch.Tensor:
         with trainer.rollout.awake():
             return trainer.rollout.sample(trainer.prompts.batch(0), seed=0, step=0, each=lambda *_: None).trace.latents
 
     before = sample()
-    assert trainer.ema is not None
-    for average in trainer.ema.values.values():
+    assert trainer.learner.ema is not None
+    for average in trainer.learner.ema.values.values():
         average.add_(0.05)
     for weights in ("ema", "reference"):
         with trainer.policy.using(weights):
@@ -133,6 +133,7 @@ def around_other_weights(cfg: TrainConfig) -> None:
         assert torch.equal(sample(), before)
 
 
+@pytest.mark.quick("model.lora_rank=4-true-true", "model.lora_rank=0-false-false")
 @pytest.mark.parametrize("gathered", ["true", "false"])
 @pytest.mark.parametrize("reshard", ["true", "false"])
 @pytest.mark.parametrize("kind", ["model.lora_rank=4", "model.lora_rank=0"])
@@ -153,12 +154,12 @@ def test_other_weights_leave_nothing_behind(
     run_ranks(around_other_weights, 2, cfg)
 
 
-def overlap(cfg: TrainConfig) -> tuple[float, float, list[tuple[float, float]]]:
+def overlap(cfg: FlowRLConfig) -> tuple[float, float, list[tuple[float, float]]]:
     import time
 
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    trainer = Trainer(cfg)
+    trainer = build(cfg)
     submitted: list[float] = []
 
     def each(images: torch.Tensor, prompts: Any) -> None:
@@ -189,8 +190,6 @@ VIDEO = (8, 3, 512, 512)  # frames and channels first: 6.3 MB as bytes, 25 MB as
 class Shades:
     """A rollout of two videos a prompt, each of one shade, and the policy it samples."""
 
-    model = SimpleNamespace(fps=8)
-
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -210,7 +209,7 @@ def kept_videos(keep: int) -> tuple[list[tuple[str, int, float, list[int]]], int
     rewards: list[float] = []
     prompts = [Prompt(f"prompt {i}", i, {}) for i in range(5)]
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = evaluate.validate(
+    result = validation.validate(
         cast(Any, rollout),
         cast(Any, rollout),
         lambda images, sampled: rewards.extend(images.mean(dim=(1, 2, 3, 4)).tolist()),
@@ -218,16 +217,18 @@ def kept_videos(keep: int) -> tuple[list[tuple[str, int, float, list[int]]], int
         "set",
         prompts,
         cast(Any, SimpleNamespace(rank=dist.get_rank(), size=world)),
-        images_a_prompt=2,
-        keep_images=keep,
+        samples_per_prompt=2,
+        keep=keep,
+        fps=8,
         ema=False,
     )
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    for record in result.images:
-        assert record.image.shape == (8, 512, 512, 3) and record.fps == 8
-    return [(r.prompt, r.index, r.reward, np.unique(r.image).tolist()) for r in result.images], grown
+    for record in result.records:
+        assert record.frames.shape == (8, 512, 512, 3) and record.fps == 8
+    return [(r.prompt, r.index, r.reward, np.unique(r.frames).tolist()) for r in result.records], grown
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("keep", [4, 9])
 def test_the_first_video_of_a_prompt_is_kept_on_rank_0(keep: int) -> None:
     expected = [(f"prompt {i}", i, pytest.approx(20 * i / 255), [20 * i]) for i in range(min(keep, 5))]
@@ -241,3 +242,48 @@ def test_rank_0_holds_no_more_than_it_keeps() -> None:
     """However many ranks there are, and although one of them has sampled all that is kept."""
     (_, grown), *_ = run_ranks(kept_videos, 4, 2)
     assert grown < 150e6  # two videos as bytes, and one as floats a few times over while it is made
+
+
+class Letters:
+    """A rollout of two completions per prompt, in micro-batches of three, of unequal lengths."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def sample_validation(self, prompts: list[Prompt], *, each: Callable[[list[str], list[Prompt]], None]) -> None:
+        both = [(completion(p.group_id, j), p) for p in prompts for j in range(2)]
+        for start in range(0, len(both), 3):
+            texts, sampled = zip(*both[start : start + 3], strict=True)
+            each(list(texts), list(sampled))
+
+
+def completion(prompt: int, j: int) -> str:
+    return "語" * prompt if j == 0 else "the second"
+
+
+def kept_texts(keep: int) -> list[tuple[str, int, float, Any]]:
+    rollout, lengths = Letters(), list[float]()
+    result = validation.validate(
+        cast(Any, rollout),
+        cast(Any, rollout),
+        lambda texts, sampled: lengths.extend(map(float, map(len, texts))),
+        lambda: (torch.tensor(lengths), {}),
+        "set",
+        [Prompt(f"prompt {i}", i, {}) for i in range(5)],
+        cast(Any, SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size())),
+        samples_per_prompt=2,
+        keep=keep,
+        fps=1,
+        ema=False,
+    )
+    assert result.row["val/set/reward/mean"] == (0 + 1 + 2 + 3 + 4 + 5 * len("the second")) / 10
+    return [(r.prompt, r.index, r.reward, r.text) for r in result.records]
+
+
+@pytest.mark.parametrize("keep", [0, 4, 9])
+def test_the_first_completion_of_a_prompt_is_kept_on_rank_0(keep: int) -> None:
+    expected = [(f"prompt {i}", i, float(i), "語" * i) for i in range(min(keep, 5))]
+    for world in (1, 2, 4, 8):
+        kept, *others = run_ranks(kept_texts, world, keep)
+        assert kept == expected
+        assert others == [[]] * (world - 1)

@@ -1,6 +1,7 @@
 """Training on videos: the same step on any ranks, validations as mp4, an export that stock diffusers plays."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from phalanx.config import load
-from phalanx.config.schema import FlowMatchingTaskConfig, TrainConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
 from phalanx.config.tasks import ExportConfig, SampleConfig
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.export import Export
-from phalanx.generate import Generator
-from phalanx.images import read_index
+from phalanx.jobs.export import Export
+from phalanx.jobs.sample import Generator
+from phalanx.telemetry.records import read_index
 from phalanx.types import Prompt
 from tests.distributed.test_layouts import assert_same_step, together
 from tests.jobs import PROMPTS, base_overrides, one_step, tiny_config
@@ -31,7 +32,7 @@ def motion(videos, prompts, metadata):
 """
 
 
-def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
+def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     """Frames that compress badly, and that move."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
@@ -46,6 +47,7 @@ def configure(model: Path, folder: Path, *overrides: str) -> TrainConfig:
     )
 
 
+@pytest.mark.quick("lora")
 @pytest.mark.parametrize("kind", [("model.lora_rank=4",), ()], ids=["lora", "full"])
 def test_shards_and_replicas_agree(kind: tuple[str, ...], wan_folder: Path, tmp_path: Path) -> None:
     cfg = configure(wan_folder, tmp_path, *kind)
@@ -58,6 +60,7 @@ def test_shards_and_replicas_agree(kind: tuple[str, ...], wan_folder: Path, tmp_
         assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
+@pytest.mark.full
 def test_mixed_precision(wan_folder: Path, tmp_path: Path) -> None:
     one, two = (
         run_ranks(
@@ -72,11 +75,11 @@ def test_mixed_precision(wan_folder: Path, tmp_path: Path) -> None:
     assert one[0]["row"]["actor/first_ratio_error"] == two[0]["row"]["actor/first_ratio_error"] == 0.0
 
 
-def train(cfg: TrainConfig) -> Tensor:
+def train(cfg: FlowRLConfig) -> Tensor:
     """All of a run; then videos of the trained policy, two of the held-out prompts'."""
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    trainer, parts = Trainer(cfg), []
+    trainer, parts = build(cfg), []
     trainer.fit()
     with trainer.rollout.awake():
         held_out = [Prompt(text, i, {}) for i, text in enumerate(PROMPTS[:2])]
@@ -165,7 +168,7 @@ def test_a_checkpoint_is_sampled_as_mp4(trained: tuple[Path, Tensor], tmp_path: 
 
 
 def test_flow_matching_refuses_videos(wan_folder: Path, tmp_path: Path) -> None:
-    from phalanx import flow_matching
+    from phalanx.training import flow_matching
 
     overrides = [o for o in base_overrides(wan_folder, tmp_path) if not o.startswith(("actor.", "algorithm."))]
     cfg = load(FlowMatchingTaskConfig, None, [*overrides, "rollout.num_frames=5"])
@@ -174,14 +177,14 @@ def test_flow_matching_refuses_videos(wan_folder: Path, tmp_path: Path) -> None:
     assert str(error.value) == "rollout.num_frames: 5: flow matching trains on images; set it to 1"
 
 
-def fit(kind: type[Any], cfg: Any) -> None:
-    kind(cfg).fit()
+def fit(make: Callable[[Any], Any], cfg: Any) -> None:
+    make(cfg).fit()
 
 
 @pytest.mark.parametrize("of", ["flow matching", "dataset"])
 def test_jobs_that_train_on_images_validate_with_videos(of: str, wan_folder: Path, tmp_path: Path) -> None:
-    from phalanx.flow_matching import FlowMatching
-    from phalanx.trainer import Trainer
+    from phalanx.training import flow_matching
+    from phalanx.training.flow_rl import build
 
     (tmp_path / "held_out.txt").write_text("\n".join(PROMPTS[:2]) + "\n")
     (tmp_path / "reward.py").write_text(REWARD)
@@ -199,13 +202,13 @@ def test_jobs_that_train_on_images_validate_with_videos(of: str, wan_folder: Pat
     if of == "dataset":
         own = ["rollout.engine=dataset", "rollout.n=2", "rollout.guidance_scale=1", "algorithm.name=diffusion_dpo"]
         own += [f"data.train_files=[{pairs}]", "algorithm.beta=100", "reward.functions=[{name: preferred}]"]
-        run_ranks(fit, 1, Trainer, load(TrainConfig, None, [*base, *own, *videos]))
+        run_ranks(fit, 1, build, load(FlowRLConfig, None, [*base, *own, *videos]))
     else:
         pictures = tmp_path / "pictures.jsonl"
         rows = [json.loads(line) for line in pairs.read_text().splitlines()]
         pictures.write_text("".join(json.dumps({"image": r["chosen"], "prompt": r["prompt"]}) + "\n" for r in rows))
         own = [f"data.train_files=[{pictures}]", "flow_matching.micro_batch_size_per_gpu=2"]
         own += [f"reward.functions=[{{path: '{tmp_path / 'reward.py'}:motion'}}]"]
-        run_ranks(fit, 1, FlowMatching, load(FlowMatchingTaskConfig, None, [*base, *own, *videos]))
+        run_ranks(fit, 1, flow_matching.build, load(FlowMatchingTaskConfig, None, [*base, *own, *videos]))
     folder = tmp_path / "out" / "images" / "held_out" / "step_000001"
     assert [frames(folder / row["video"]) for row in read_index(folder)] == [FRAMES] * 2

@@ -1,29 +1,23 @@
 """Bad inputs, each through the real task: one line that says what is wrong, an exit status, and an end.
 
-The task runs in forked processes, which have imported everything already; some inputs go through `sh train.sh` on two
-ranks as well, where the line must be printed once.
+The task runs in forked processes, which have imported everything already. On two ranks, the line must be printed once;
+through `sh train.sh`, torchrun's report must end with it.
 """
 
 import json
-import os
-import runpy
 import shutil
-import signal
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
-import torch
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
-from phalanx.data import PromptStream, load_prompts
+from phalanx.data.prompts import PromptStream, load_prompts
 from tests.jobs import base_overrides
-from tests.ranks import ROOT, torchrun
+from tests.ranks import torchrun
+from tests.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
 LIMIT_S = 120.0  # a bad input takes a second; this is the end of a hang
@@ -106,49 +100,16 @@ Arguments = Callable[[Place], list[str]]
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, sd3_folder: Path) -> Place:
-    import phalanx.models.qwen_image
-    import phalanx.models.sd3
-    import phalanx.trainer  # noqa: F401 - imported here once, and not in each fork
+    import phalanx.models.flow.families.qwen_image
+    import phalanx.models.flow.families.sd3
+    import phalanx.training.rl  # noqa: F401 - imported here once, and not in each fork
 
     return Place(tmp_path_factory.mktemp("bad"), sd3_folder)
 
 
-def task(arguments: list[str], log: Path) -> CompletedProcess[str]:
-    """`python tasks/train_flowgrpo.py ARGUMENTS` in a forked process; fails where it does not end."""
-    out, err = log.with_suffix(".out"), log.with_suffix(".err")
-    pid = os.fork()
-    if pid == 0:
-        _be_the_task(arguments, out, err)
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            return CompletedProcess(arguments, os.waitstatus_to_exitcode(status), out.read_text(), err.read_text())
-        time.sleep(0.02)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    pytest.fail(f"{arguments} still ran after {LIMIT_S} s:\n{out.read_text()}{err.read_text()}")
-
-
-def _be_the_task(arguments: list[str], out: Path, err: Path) -> None:
-    """What the interpreter does with a script; never returns."""
-    status = 0
-    try:
-        torch.set_num_threads(1)  # torch's thread pool is made anew after a fork, by one thread
-        os.chdir(ROOT)
-        for path, number in ((out, 1), (err, 2)):
-            os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
-        sys.argv = [TASK, *arguments]
-        runpy.run_path(TASK, run_name="__main__")
-    except SystemExit as error:
-        status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+def task(arguments: list[str], nproc: int = 1) -> CompletedProcess[str]:
+    """The real task with these arguments; fails where it does not end."""
+    return run_task([TASK, *arguments], nproc, timeout=LIMIT_S)
 
 
 def edit(name: str, **changes: object) -> Callable[[Path], None]:
@@ -197,17 +158,17 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         lambda p: ["reward.functions=[{name: ocr, wieght: 2}]"],
         "unknown key reward.functions[0].wieght; did you mean reward.functions[0].weight?",
     ),
-    ("wrong type", lambda p: ["rollout.n=many"], "rollout.n: 'many' should be a whole number"),
-    ("out of bounds", lambda p: ["optim.lr=-1e-4"], "optim.lr: -0.0001 should be greater than 0"),
+    ("wrong type", lambda p: ["rollout.n=many"], "rollout.n: expected an integer, got 'many'"),
+    ("out of bounds", lambda p: ["optim.lr=-1e-4"], "optim.lr: expected more than 0, got -0.0001"),
     (
         "not a choice",
         lambda p: ["rollout.sde_type=sd"],
-        "rollout.sde_type: 'sd' should be one of sde, cps, dance_sde (did you mean sde?)",
+        "rollout.sde_type: expected one of sde, cps, dance_sde, got 'sd'; did you mean sde?",
     ),
     (
         "missing value",
         lambda p: ["model.path=???"],
-        "model.path is not set; give model.path=...: diffusers model folder (or hub id, where a hub is reachable)",
+        "model.path is not set; give model.path=...: model folder (or hub id, where a hub is reachable)",
     ),
     (
         "unset environment variable",
@@ -222,7 +183,7 @@ CONFIG: list[tuple[str, Arguments, str]] = [
     (
         "unknown option",
         lambda p: ["--config", "x.yaml"],
-        "unknown option --config; right is [config.yaml] [key=value ...], or --help",
+        "unknown option --config; expected [config.yaml] [key=value ...], or --help",
     ),
     (
         "unknown algorithm",
@@ -291,9 +252,9 @@ CONFIG: list[tuple[str, Arguments, str]] = [
 CONFIG_FILES: list[tuple[str, str, str]] = [
     ("broken.yaml", "trainer:\n  seed: [1\n", "{file}:3:1: not valid YAML: expected ',' or ']', but got '<stream end>'"),
     ("list.yaml", "- trainer\n", "{file}: the top level must be sections (key: value), not a list"),
-    ("nested.yaml", "rollout:\n  val:\n    stepz: 3\n", "unknown key rollout.val.stepz; known here: n, num_inference_steps, "
-     "height, width, num_frames, guidance_scale, true_cfg_scale, noise_level, solver, seed"),
-    ("typed.yaml", "data:\n  val_files: a.txt\n", "data.val_files: 'a.txt' should be a list of texts, e.g. [a.txt]"),
+    ("nested.yaml", "rollout:\n  val:\n    stepz: 3\n", "unknown key rollout.val.stepz; known here: n, seed, "
+     "num_inference_steps, height, width, num_frames, guidance_scale, true_cfg_scale, noise_level, solver"),
+    ("typed.yaml", "data:\n  val_files: a.txt\n", "data.val_files: expected a list of strings, got 'a.txt'; write [a.txt]"),
 ]  # fmt: skip
 
 DATA: list[tuple[str, Arguments, str]] = [
@@ -312,7 +273,7 @@ DATA: list[tuple[str, Arguments, str]] = [
         "broken JSON",
         lambda p: [p.data("broken.jsonl", '{"prompt": "a cat"}\n{"prompt": \n')],
         "data.train_files: {folder}/broken.jsonl:2: not JSON (Expecting value at column 11); "
-        'right is an object a line, {{"prompt": "..."}}',
+        'expected one object per line, {{"prompt": "..."}}',
     ),
     (
         "no prompt column",
@@ -327,17 +288,17 @@ DATA: list[tuple[str, Arguments, str]] = [
     (
         "a prompt that is a number",
         lambda p: [p.data("number.jsonl", '{"prompt": 3}\n')],
-        "data.train_files: {folder}/number.jsonl:1: prompt is of type number; right is a text, or a chat of texts",
+        "data.train_files: {folder}/number.jsonl:1: prompt is of type number; expected text, or a chat of texts",
     ),
     (
         "unknown ending",
         lambda p: [p.data("table.csv", "prompt\na cat\n")],
-        f"data.train_files: {{folder}}/table.csv ends in .csv; right is {FORMATS}",
+        f"data.train_files: {{folder}}/table.csv ends in .csv; expected {FORMATS}",
     ),
     (
         "a folder that is no dataset",
         lambda p: [f"data.train_files=[{p.folder}]"],
-        f"data.train_files: {{folder}} is a folder, but no dataset that save_to_disk wrote; right is {FORMATS}",
+        f"data.train_files: {{folder}} is a folder, but not a dataset written by save_to_disk; expected {FORMATS}",
     ),
     (
         "two validation sets of one name",
@@ -357,7 +318,7 @@ MODELS: list[tuple[str, Arguments, str]] = [
     (
         "a folder without model_index.json",
         lambda p: [p.broken("no_index", lambda f: (f / "model_index.json").unlink())],
-        "model.path: '{folder}/no_index' is no diffusers model folder: it has no model_index.json",
+        "model.path: '{folder}/no_index' is not a diffusers model folder: it has no model_index.json",
     ),
     (
         "an unsupported pipeline",
@@ -416,7 +377,7 @@ MODELS: list[tuple[str, Arguments, str]] = [
     (
         "another scheduler",
         lambda p: [p.broken("ddim", edit("model_index.json", scheduler=["diffusers", "DDIMScheduler"]))],
-        "model.path: '{folder}/ddim' has the scheduler DDIMScheduler; right is FlowMatchEulerDiscreteScheduler",
+        "model.path: '{folder}/ddim' has the scheduler DDIMScheduler; expected FlowMatchEulerDiscreteScheduler",
     ),
 ]
 
@@ -460,7 +421,7 @@ SETTINGS: list[tuple[str, Arguments, str]] = [
     (
         "unknown reward",
         lambda p: ["reward.functions=[{name: orc}]"],
-        f"reward.functions[0].name='orc' is no built-in reward; did you mean ocr? built in: {BUILT_IN}; or give path: "
+        f"reward.functions[0].name='orc' is not a built-in reward; did you mean ocr? built in: {BUILT_IN}; or give path: "
         "module:function or path/to/file.py:function",
     ),
     (
@@ -482,7 +443,7 @@ SETTINGS: list[tuple[str, Arguments, str]] = [
     (
         "a reward without its model",
         lambda p: ["reward.functions=[{name: pickscore, kwargs: {model: /none}}]"],
-        "reward.functions[0] (pickscore): model='/none' is no folder; give a folder with a CLIP model, or a hub id",
+        "reward.functions[0] (pickscore): model='/none' is not a folder; give a folder with a CLIP model, or a hub id",
     ),
 ]
 
@@ -496,19 +457,19 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a reward of NaN",
         lambda p: [p.reward("nan")],
-        f"reward 'nan' returned nan for 4 of 4 images on the prompt \"{FIRST}\"; right are finite numbers",
+        f"reward 'nan' returned nan for 4 of 4 images on the prompt \"{FIRST}\"; expected finite numbers",
     ),
     (
         "a reward of too few numbers",
         lambda p: [p.reward("short")],
         f"reward 'short' returned 1 scores for 4 images on the prompt \"{FIRST}\"; "
-        "right is 4 numbers: a list, an array or a tensor",
+        "expected 4 numbers: a list, an array or a tensor",
     ),
     (
         "a reward of no numbers",
         lambda p: [p.reward("texts")],
         f"reward 'texts' returned no numbers but a list on the prompt \"{FIRST}\"; "
-        "right is 4 numbers: a list, an array or a tensor",
+        "expected 4 numbers: a list, an array or a tensor",
     ),
     (
         "a reward that leaves the process",
@@ -531,7 +492,7 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a prompt without the text that OCR should read",
         lambda p: ["reward.functions=[{name: ocr, kwargs: {detect: false}}]", p.data("plain.txt", "a cat\n" * 4)],
-        "reward 'ocr' raised ValueError: no ground_truth for the prompt \"a cat\" (right is a text in double quotes in the "
+        "reward 'ocr' raised ValueError: no ground_truth for the prompt \"a cat\" (expected a text in double quotes in the "
         'prompt, or a column ground_truth in the data) on the prompt "a cat"',
     ),
 ]
@@ -550,44 +511,44 @@ def check(done: CompletedProcess[str], message: str, status: int) -> None:
     assert done.returncode == status
 
 
-def test_the_job_itself_is_good(place: Place, tmp_path: Path) -> None:
+def test_the_job_itself_is_good(place: Place) -> None:
     """Each input below differs from this one."""
-    done = task(place.good, tmp_path / "log")
+    done = task(place.good)
     assert done.returncode == 0, done.stderr
     assert "error" not in done.stderr and "report: " in done.stdout
 
 
 @pytest.mark.parametrize(("arguments", "message"), named(CONFIG, DATA, MODELS))
-def test_refused_at_once(place: Place, tmp_path: Path, arguments: Arguments, message: str) -> None:
-    done = task([*place.good, *arguments(place)], tmp_path / "log")
+def test_refused_at_once(place: Place, arguments: Arguments, message: str) -> None:
+    done = task([*place.good, *arguments(place)])
     check(done, message.format(folder=place.folder), 2)
     assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
 
 
 @pytest.mark.parametrize(("name", "content", "message"), CONFIG_FILES)
-def test_refused_files(place: Place, tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_refused_files(place: Place, name: str, content: str, message: str) -> None:
     file = place.write(name, content)
-    check(task([file, *place.good], tmp_path / "log"), message.format(file=file), 2)
+    check(task([file, *place.good]), message.format(file=file), 2)
 
 
 @pytest.mark.parametrize(("arguments", "message"), named(SETTINGS))
-def test_refused_while_building(place: Place, tmp_path: Path, arguments: Arguments, message: str) -> None:
-    check(task([*place.good, *arguments(place)], tmp_path / "log"), message.format(folder=place.folder), 2)
+def test_refused_while_building(place: Place, arguments: Arguments, message: str) -> None:
+    check(task([*place.good, *arguments(place)]), message.format(folder=place.folder), 2)
 
 
 @pytest.mark.parametrize(("arguments", "message"), named(JOBS))
-def test_jobs_that_fail(place: Place, tmp_path: Path, arguments: Arguments, message: str) -> None:
-    check(task([*place.good, *arguments(place)], tmp_path / "log"), message.format(folder=place.folder), 1)
+def test_jobs_that_fail(place: Place, arguments: Arguments, message: str) -> None:
+    check(task([*place.good, *arguments(place)]), message.format(folder=place.folder), 1)
 
 
-# --- two ranks, through sh train.sh
+# --- two ranks
 
 TWO_RANKS: list[tuple[str, Arguments, str]] = [
     ("unknown key", lambda p: ["trainer.sead=1"], "unknown key trainer.sead; did you mean trainer.seed?"),
     (
         "images that do not divide over the ranks",
         lambda p: ["rollout.n=3", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"],
-        "actor.ppo_mini_batch_size: 1 prompts x rollout.n 3 = 3 images of an update do not divide over 2 ranks; "
+        "actor.ppo_mini_batch_size: 1 prompts x rollout.n 3 = 3 samples of an update do not divide over 2 ranks; "
         "nearest that work: actor.ppo_mini_batch_size=2",
     ),
     ("no model folder", lambda p: [f"model.path={p.folder}/none"], "model.path: '{folder}/none': no such folder"),
@@ -604,15 +565,23 @@ TWO_RANKS: list[tuple[str, Arguments, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), named(TWO_RANKS))
-def test_told_once_on_two_ranks(place: Place, arguments: Arguments, message: str) -> None:
-    begin = time.monotonic()
-    done = torchrun([TASK, *place.good, *arguments(place)], nproc=2, timeout=LIMIT_S)
-    assert time.monotonic() - begin < LIMIT_S
-    assert done.returncode != 0
-    lines = (done.stdout + done.stderr).splitlines()
-    said = [line for line in lines if line.startswith("error")]
+def told_once(done: CompletedProcess[str], place: Place, message: str) -> str:
+    """The line, which is the only one of an error."""
     # rank 1 samples the last 2 of the step's 4 prompts, one after the other
     prompts = PromptStream(load_prompts([str(place.folder / "prompts.txt")], ""), 4, seed=0).batch(0)
-    assert said == [f"error: {message.format(folder=place.folder, prompt=prompts[2].text)}"]
-    assert lines[-2].endswith(said[0])  # torchrun's report, which comes last, names it too
+    line = f"error: {message.format(folder=place.folder, prompt=prompts[2].text)}"
+    assert done.returncode != 0
+    assert [said for said in (done.stdout + done.stderr).splitlines() if said.startswith("error")] == [line]
+    return line
+
+
+@pytest.mark.parametrize(("arguments", "message"), named(TWO_RANKS))
+def test_told_once_on_two_ranks(place: Place, arguments: Arguments, message: str) -> None:
+    told_once(task([*place.good, *arguments(place)], nproc=2), place, message)
+
+
+@pytest.mark.quick("unknown key")
+@pytest.mark.parametrize(("arguments", "message"), named(TWO_RANKS[:1], TWO_RANKS[-1:]))
+def test_told_once_by_torchrun(place: Place, arguments: Arguments, message: str) -> None:
+    done = torchrun([TASK, *place.good, *arguments(place)], nproc=2, timeout=LIMIT_S)
+    assert done.stderr.splitlines()[-2].endswith(told_once(done, place, message))

@@ -1,4 +1,4 @@
-"""The benchmark's command: whole steps of the real Trainer on random weights, on ranks that train.sh starts."""
+"""The benchmark's command: whole steps of the real Trainer on random weights, on two ranks."""
 
 import json
 import math
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import torchrun
+from tests.tasks import run_task
 
 CONFIG = "benchmarks/cpu_reference.yaml"
 TINY = [
@@ -22,10 +22,11 @@ TINY = [
 ]
 
 
+@pytest.mark.full
 def test_a_step_is_measured_on_two_ranks(tmp_path: Path) -> None:
     trace = tmp_path / "trace.json"
     options = ["--shapes", "tiny_sd3", "--steps", "2", "--profile", trace]
-    done = torchrun(["benchmarks/step.py", CONFIG, *options, *TINY], nproc=2, timeout=240)
+    done = run_task(["benchmarks/step.py", CONFIG, *options, *TINY], nproc=2, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "images/s" in done.stdout
     r = json.loads(done.stdout.strip().splitlines()[-1])
@@ -43,7 +44,7 @@ def test_a_step_is_measured_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_a_shape_that_is_unknown_is_told_in_one_line() -> None:
-    done = torchrun(["benchmarks/step.py", CONFIG, "--shapes", "huge"])
+    done = run_task(["benchmarks/step.py", CONFIG, "--shapes", "huge"])
     assert done.returncode != 0
     assert (
         "error: model.path: 'huge' is no shape of benchmarks/shapes.py; "
@@ -52,7 +53,7 @@ def test_a_shape_that_is_unknown_is_told_in_one_line() -> None:
 
 
 def test_the_baseline_runs_in_turns_with_the_trainer() -> None:
-    done = torchrun(
+    done = run_task(
         ["benchmarks/baseline.py", CONFIG, "--shapes", "tiny_sd3", "--steps", "1", "--warmup", "0", *TINY[:-1]]
     )
     assert done.returncode == 0, done.stderr

@@ -1,11 +1,14 @@
-"""`sh train.sh tasks/check_cluster.py`, as a user runs it before a training job: its output, and its exit status."""
+"""tasks/check_cluster.py, as a user runs it before a training job: its output, and its exit status."""
 
 import re
 import socket
 from pathlib import Path
 
+import pytest
+
 from tests.jobs import base_overrides
-from tests.ranks import torchrun, two_nodes
+from tests.ranks import two_nodes
+from tests.tasks import run_task
 
 TASK = "tasks/check_cluster.py"
 HOST = socket.gethostname()
@@ -27,7 +30,7 @@ def assert_lines(text: str, patterns: list[str]) -> None:
 
 
 def test_a_machine_that_is_fit(sd3_folder: Path, tmp_path: Path) -> None:
-    done = torchrun([TASK, *job(sd3_folder, tmp_path), "expect=2"], nproc=2, env=CPU)
+    done = run_task([TASK, *job(sd3_folder, tmp_path), "expect=2"], nproc=2, env=CPU)
     assert done.returncode == 0, done.stderr
     assert_lines(
         done.stdout,
@@ -43,7 +46,7 @@ def test_a_machine_that_is_fit(sd3_folder: Path, tmp_path: Path) -> None:
             r"ok       paths: model.path and data.train_files\[0\] can be read",
             f"ok       disk: {NUMBER} GB free at {tmp_path}/out",
             f"ok       shared disk: {tmp_path}/out can be written",
-            "ok       all-reduce: right on 2 ranks",
+            "ok       all-reduce: correct on 2 ranks",
             f"ok       bandwidth: all-reduce over all ranks {NUMBER} GB/s",
         ],
     )
@@ -52,15 +55,16 @@ def test_a_machine_that_is_fit(sd3_folder: Path, tmp_path: Path) -> None:
 
 def test_a_job_that_would_fail(sd3_folder: Path, tmp_path: Path) -> None:
     gone = tmp_path / "gone"
-    done = torchrun([TASK, *job(sd3_folder, tmp_path), f"model.path={gone}", "expect=4"], nproc=2, env=CPU)
+    done = run_task([TASK, *job(sd3_folder, tmp_path), f"model.path={gone}", "expect=4"], nproc=2, env=CPU)
     assert done.returncode == 1
     assert [line for line in done.stdout.splitlines() if line.startswith("FAIL")] == [
         f"FAIL     ranks: 2 came, but expect=4: 2 on {HOST}; check NNODES and NPROC_PER_NODE on every node",
         f"FAIL     paths: model.path: '{gone}': no such folder (on {HOST})",
     ]
-    assert "error: training would fail here; to be mended: ranks and paths\n" in done.stderr
+    assert "error: training would fail here; to fix: ranks and paths\n" in done.stderr
 
 
+@pytest.mark.full
 def test_two_nodes(sd3_folder: Path, tmp_path: Path) -> None:
     first, second = two_nodes([TASK, *job(sd3_folder, tmp_path), "expect=4"], nproc=2, env=CPU)
     assert (first.returncode, second.returncode, second.stdout) == (0, 0, ""), first.stderr + second.stderr

@@ -1,13 +1,17 @@
-"""DiffusionNFT on the quickstart's task, by the real command."""
+"""DiffusionNFT on the quickstart's task."""
 
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
-from tests.ranks import ROOT, torchrun
+from tests.ranks import ROOT
+from tests.tasks import run_task
 
 
+@pytest.mark.full
+@pytest.mark.timeout(600)
 def test_diffusion_nft_learns(tmp_path: Path) -> None:
     """Twelve steps of the ODE's images, on two ranks: the held-out reward rises, with noise that is fixed."""
     recipe = yaml.safe_load((ROOT / "configs" / "flowgrpo" / "quickstart.yaml").read_text())
@@ -16,7 +20,7 @@ def test_diffusion_nft_learns(tmp_path: Path) -> None:
     del recipe["rollout"]["noise_level"]  # the algorithm's own: 0
     file, out = tmp_path / "nft.yaml", tmp_path / "run"
     file.write_text(yaml.safe_dump(recipe))
-    done = torchrun(
+    done = run_task(
         [
             "tasks/train_flowgrpo.py",
             file,
@@ -25,7 +29,7 @@ def test_diffusion_nft_learns(tmp_path: Path) -> None:
             f"trainer.output_dir={out}",
         ],
         nproc=2,
-        timeout=280,
+        timeout=560,
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import torchrun
+from tests.tasks import run_task
 
 # The pairs of 48 prompts, in two updates; the reference follows the policy, so that the pairs at hand count in full.
 RECIPE = [
@@ -23,11 +23,12 @@ RECIPE = [
 ]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.full
+@pytest.mark.timeout(600)
 def test_online_pairs_learn(tmp_path: Path) -> None:
     run = ["trainer.total_training_steps=12", "trainer.test_freq=12", f"trainer.output_dir={tmp_path / 'run'}"]
     command = ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", *RECIPE, *run]
-    done = torchrun(command, nproc=2, timeout=380)
+    done = run_task(command, nproc=2, timeout=560)
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     before, after = (row["val/held_out/reward/mean"] for row in (rows[0], rows[-1]))

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from phalanx.config import load
 from phalanx.config.tasks import SampleConfig
-from phalanx.generate import Generator
-from phalanx.images import read_index
+from phalanx.jobs.sample import Generator
+from phalanx.telemetry.records import read_index
 from tests.e2e.test_export import LORA, TEXTS, Run, stock_images, train
-from tests.ranks import RankError, run_ranks, torchrun
+from tests.ranks import RankError, run_ranks
+from tests.tasks import run_task
 from tests.tiny import load_pipeline
 
 # the settings of stock_images; the tiny runs of test_export have the same in their config.yaml
@@ -69,6 +70,7 @@ def prompts(texts: list[str]) -> str:
     return f"prompts={json.dumps(texts)}"
 
 
+@pytest.mark.quick("sd3")
 @pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image"])
 def test_a_model_folder(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     base = request.getfixturevalue(f"{family}_folder")
@@ -79,6 +81,7 @@ def test_a_model_folder(family: str, request: pytest.FixtureRequest, tmp_path: P
     assert difference(ours, stock) <= 1  # a value that lies between two levels may be rounded up or down
 
 
+@pytest.mark.quick("sd3-full")
 @pytest.mark.parametrize("name", ["sd3-full", "sd3-pissa", "qwen-lora"])
 def test_a_checkpoint(name: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
     """Model, sizes, guidance and seed come from the run: these are its validation's images, to the last bit."""
@@ -114,7 +117,7 @@ def test_command_line_grid_and_older_images(sd3_folder: Path, tmp_path: Path) ->
     sampled(folder, *common, prompts(["a", "b", "c", "d", "e"]), "columns=5")
     five = Image.open(folder / "grid.png").size
     (folder / "mine.png").write_bytes(b"kept")
-    job = torchrun(["tasks/sample.py", *common, prompts(["a", "b"]), "n=2"], timeout=240)
+    job = run_task(["tasks/sample.py", *common, prompts(["a", "b"]), "n=2"])
     assert job.returncode == 0, job.stderr
     assert job.stdout == f"4 images in {folder}, all of them in {folder / 'grid.png'}\n"
     assert sorted(file.name for file in folder.iterdir()) == [

@@ -15,11 +15,12 @@ import httpx2
 import pytest
 import torch
 
-from phalanx.data import PromptStream, load_prompts
-from phalanx.metrics import METRICS_FILE, read_metrics
+from phalanx.data.prompts import PromptStream, load_prompts
 from phalanx.rewards.http import Http, ServerError
+from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 from tests.jobs import base_overrides, fit, tiny_config
-from tests.ranks import ROOT, free_port, launch_environment, run_ranks, torchrun
+from tests.ranks import ROOT, end_with_parent, free_port, launch_environment, run_ranks
+from tests.tasks import run_task
 
 TASK = "tasks/serve_reward.py"
 JPEG = "reward.functions=[{name: jpeg_incompressibility}]"
@@ -36,6 +37,7 @@ def started(command: Sequence[str], **env: str) -> Iterator[tuple[subprocess.Pop
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=end_with_parent,
     )
     try:
         assert process.stdout is not None
@@ -57,6 +59,7 @@ def server() -> Iterator[str]:
         yield line.split(": ")[1]
 
 
+@pytest.mark.quick("python-SIGINT")
 @pytest.mark.parametrize(
     ("command", "number", "status"),
     [
@@ -104,6 +107,7 @@ def bare(name: str) -> str:
     return f"import runpy, sys; sys.modules[{name!r}] = None; sys.argv = ['x', 'port=0']; runpy.run_path({TASK!r}, run_name='__main__')"
 
 
+@pytest.mark.quick("open", "key")
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -142,6 +146,7 @@ def trained(folder: Path, model: Path, functions: str, ranks: int) -> tuple[list
     return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/"))} for row in rows], weights
 
 
+@pytest.mark.quick("json")
 @pytest.mark.parametrize("encoding", ["json", "multipart"])
 def test_a_job_learns_the_same_from_a_server(server: str, encoding: str, sd3_folder: Path, tmp_path: Path) -> None:
     """Two ranks: all numbers of metrics.jsonl but times, and the weights, to the last bit."""
@@ -160,7 +165,7 @@ def test_a_dead_server_ends_a_job_of_two_ranks(sd3_folder: Path, tmp_path: Path)
     (tmp_path / "prompts.txt").write_text('the "alpha"\na "beta"\na "gamma"\nthe "delta"\n')
     url = f"http://127.0.0.1:{free_port()}/score"
     functions = f"reward.functions=[{{name: http, kwargs: {{url: '{url}', retries: 1, backoff_s: 0.1}}}}]"
-    done = torchrun(["tasks/train_flowgrpo.py", *base_overrides(sd3_folder, tmp_path), functions], nproc=2)
+    done = run_task(["tasks/train_flowgrpo.py", *base_overrides(sd3_folder, tmp_path), functions], nproc=2)
     assert done.returncode == 1
     said = [line for line in (done.stdout + done.stderr).splitlines() if line.startswith("error")]
     prompts = PromptStream(load_prompts([str(tmp_path / "prompts.txt")], ""), 4, seed=0).batch(0)
@@ -180,7 +185,7 @@ def test_a_job_goes_on_without_its_server_where_that_is_configured(sd3_folder: P
     kwargs = f"{{url: '{url}', retries: 0, on_error: value, error_value: 0.25}}"
     functions = f"reward.functions=[{{name: http, kwargs: {kwargs}}}, {{name: jpeg_incompressibility}}]"
     arguments = [*base_overrides(sd3_folder, tmp_path), functions, "trainer.total_training_steps=1"]
-    done = torchrun(["tasks/train_flowgrpo.py", *arguments], nproc=2)
+    done = run_task(["tasks/train_flowgrpo.py", *arguments], nproc=2)
     assert done.returncode == 0, done.stderr
     told = [line for line in done.stderr.splitlines() if "error_value=0.25 instead of a score" in line]
     assert {line.split(" on ")[0] for line in told} == {"ERROR: rank 0", "ERROR: rank 1"}
@@ -189,6 +194,7 @@ def test_a_job_goes_on_without_its_server_where_that_is_configured(sd3_folder: P
     assert row["reward/std"] > 0
 
 
+@pytest.mark.full
 def test_the_share_of_images_without_a_score_is_logged(sd3_folder: Path, tmp_path: Path) -> None:
     """Two ranks, of which one has more of them; the held-out prompts are filled up with the last for the second."""
     (tmp_path / "picky.py").write_text(

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tests.jobs import base_overrides, tiny_config
-from tests.ranks import ROOT, launch_environment, torchrun, two_nodes
+from tests.ranks import ROOT, end_with_parent, launch_environment, torchrun, two_nodes
+from tests.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
 
@@ -27,6 +28,7 @@ def overrides(model: Path, folder: Path) -> list[str]:
     return base_overrides(model, folder)
 
 
+@pytest.mark.timeout(600)  # two lanes of tests share the cores
 def test_quickstart_learns(tmp_path: Path) -> None:
     """The first sixteen of its steps, on two ranks: the held-out reward rises, and the report holds both sides."""
     out = tmp_path / "run"
@@ -39,7 +41,7 @@ def test_quickstart_learns(tmp_path: Path) -> None:
             f"trainer.output_dir={out}",
         ],
         nproc=2,
-        timeout=280,
+        timeout=560,
     )
     assert done.returncode == 0, done.stderr
     metrics = rows(out)
@@ -57,9 +59,9 @@ def test_quickstart_learns(tmp_path: Path) -> None:
 
 
 def test_two_nodes_are_one_world(sd3_folder: Path, tmp_path: Path) -> None:
-    """Two torchruns of one rank each do what one of two ranks does; only NNODES and NODE_RANK differ."""
+    """Two torchruns of one rank each do what two ranks of one node do; only NNODES and NODE_RANK differ."""
     fixed = ["parallel.fsdp_size=1", "rollout.micro_batch_size_per_gpu=4"]
-    one = torchrun([TASK, *overrides(sd3_folder, tmp_path / "one"), *fixed], nproc=2, timeout=120)
+    one = run_task([TASK, *overrides(sd3_folder, tmp_path / "one"), *fixed], nproc=2)
     assert one.returncode == 0, one.stderr
     nodes = two_nodes([TASK, *overrides(sd3_folder, tmp_path / "two"), *fixed], nproc=1, timeout=120)
     assert [node.returncode for node in nodes] == [0, 0], nodes[0].stderr + nodes[1].stderr
@@ -70,7 +72,7 @@ def test_two_nodes_are_one_world(sd3_folder: Path, tmp_path: Path) -> None:
 
 def test_killed_run_resumes_as_if_it_had_not_been(sd3_folder: Path, tmp_path: Path) -> None:
     args = ["trainer.total_training_steps=6", "trainer.save_freq=2", "model.lora_rank=4", "actor.ema.decay=0.9"]
-    whole = torchrun([TASK, *overrides(sd3_folder, tmp_path / "whole"), *args], nproc=2, timeout=120)
+    whole = run_task([TASK, *overrides(sd3_folder, tmp_path / "whole"), *args], nproc=2)
     assert whole.returncode == 0, whole.stderr
 
     command = ["sh", "train.sh", TASK, *overrides(sd3_folder, tmp_path / "cut"), *args]
@@ -82,6 +84,7 @@ def test_killed_run_resumes_as_if_it_had_not_been(sd3_folder: Path, tmp_path: Pa
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
+        preexec_fn=end_with_parent,
     )
     try:
         deadline = time.monotonic() + 90
@@ -91,10 +94,10 @@ def test_killed_run_resumes_as_if_it_had_not_been(sd3_folder: Path, tmp_path: Pa
     finally:
         os.killpg(run.pid, signal.SIGKILL)
         run.wait()
-    kill_ranks(tmp_path / "cut")
+        kill_ranks(tmp_path / "cut")
     assert len(rows(tmp_path / "cut" / "out")) < 6
 
-    again = torchrun([TASK, *overrides(sd3_folder, tmp_path / "cut"), *args], nproc=2, timeout=120)
+    again = run_task([TASK, *overrides(sd3_folder, tmp_path / "cut"), *args], nproc=2)
     assert again.returncode == 0, again.stderr
     assert rows(tmp_path / "cut" / "out") == rows(tmp_path / "whole" / "out")
 
@@ -111,6 +114,7 @@ def kill_ranks(folder: Path) -> None:
                 os.kill(int(process.name), signal.SIGKILL)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("nproc", [1, 2])
 def test_exit_status_is_the_jobs(nproc: int, sd3_folder: Path, tmp_path: Path) -> None:
     reward = tmp_path / "bad.py"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.jobs import PROMPTS, base_overrides
-from tests.ranks import ROOT, launch_environment
+from tests.ranks import ROOT, end_with_parent, launch_environment
 
 TASK = "tests/faults/task.py"
 TIMEOUT_S = 15  # parallel.timeout_s of every job here
@@ -48,8 +48,7 @@ class Job:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                # as from a terminal: a shell's background jobs, such as the tests may be, ignore SIGINT, and so would theirs
-                preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+                preexec_fn=_like_a_terminals_job,
             )
 
     def __enter__(self) -> "Job":
@@ -113,6 +112,14 @@ class Job:
                 kill(pid, signal.SIGKILL)
             time.sleep(0.05)
         self.process.wait()
+
+
+def _like_a_terminals_job() -> None:
+    """In the child: it hears SIGINT, which a shell's background jobs, such as the tests may be, ignore; and no test is
+    left by its jobs.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    end_with_parent()
 
 
 def kill(pid: int, number: signal.Signals) -> None:

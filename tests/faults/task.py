@@ -11,14 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from phalanx.cli import parse, run
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 
 PHASES = ("rollout", "reward", "update", "checkpoint", "validation")
 
 
-def build(cfg: TrainConfig) -> Callable[[], None]:
-    from phalanx.metrics import Timers
-    from phalanx.trainer import Trainer
+def build(cfg: FlowRLConfig) -> Callable[[], None]:
+    from phalanx.telemetry.metrics import Timers
+    from phalanx.training import flow_rl
+    from phalanx.training.rl import Trainer
 
     kind, rank, step = (os.environ.get("FAULT") or "none:-1:-1").split(":")
 
@@ -42,11 +43,11 @@ def build(cfg: TrainConfig) -> Callable[[], None]:
                 time.sleep(1000)
             return super().update(*args)
 
-    trainer = Faulty(cfg)
+    trainer = flow_rl.build(cfg, Faulty)
     said = Path(cfg.trainer.output_dir).parent / f"phase_{trainer.world.rank}"
     trainer.timers = Phases()
     return trainer.run
 
 
 if __name__ == "__main__":
-    run(build, parse(TrainConfig, __doc__ or ""))
+    run(build, parse(FlowRLConfig, __doc__ or ""))

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from phalanx.checkpoint import complete, damaged, find
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
+from phalanx.training.checkpoint import complete, damaged, find
 from tests.faults.jobs import rows, steps
 from tests.jobs import tiny_config
 from tests.ranks import run_ranks
@@ -43,10 +43,12 @@ def fill(folder: Path) -> None:
         os.close(file)
 
 
-def fit_on_a_filling_disk(cfg: TrainConfig, folder: Path) -> None:
+def fit_on_a_filling_disk(cfg: FlowRLConfig, folder: Path) -> None:
     """Full from the end of step 3 to that of step 7."""
     logging.basicConfig(force=True)
-    from phalanx.trainer import Trainer
+
+    from phalanx.training.flow_rl import build
+    from phalanx.training.rl import Trainer
 
     class Filling(Trainer):
         def end_step(self, step: int, row: dict[str, Any]) -> None:
@@ -58,7 +60,7 @@ def fit_on_a_filling_disk(cfg: TrainConfig, folder: Path) -> None:
                 assert steps(folder)[-1] < 7  # its last page took a row or two
                 (folder / "filler").unlink()
 
-    Filling(cfg).fit()
+    build(cfg, Filling).fit()
 
 
 def test_a_full_disk_costs_a_checkpoint_not_the_run(

@@ -5,9 +5,12 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.faults.jobs import TIMEOUT_S, Job, kill, steps
 
 HOST = socket.gethostname()
+pytestmark = pytest.mark.full
 SETTINGS = ("trainer.total_training_steps=500",)
 
 

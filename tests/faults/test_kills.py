@@ -27,10 +27,11 @@ SETTINGS = (
 
 
 def writing(job: Job) -> bool:
-    """Whether a checkpoint is being written."""
+    """True while a checkpoint is being written."""
     return any((job.folder / "out" / "checkpoints").glob("step_*.tmp"))
 
 
+@pytest.mark.full
 @pytest.mark.timeout(180 + 45 * KILLS)
 def test_random_kills(sd3_folder: Path, tmp_path: Path) -> None:
     chance = random.Random(SEED)

@@ -10,11 +10,12 @@ import pytest
 from tests.faults.conftest import Hosts
 from tests.faults.jobs import TIMEOUT_S, Job, kill, rows, steps
 
+pytestmark = pytest.mark.full
 FIXED = ("parallel.fsdp_size=2", "model.lora_rank=4")
 
 
 def worlds(said: str) -> list[int]:
-    """How many ranks each start of a job had."""
+    """The number of ranks of each start of a job."""
     return [int(n) for n in re.findall(r"^(\d+) ranks on cpu: ", said, re.MULTILINE)]
 
 

@@ -24,6 +24,7 @@ def unstopped(model: Path, folder: Path, total: int, *overrides: str) -> list[di
     return rows(folder)
 
 
+@pytest.mark.quick("SIGTERM in a rollout")
 @pytest.mark.parametrize(
     ("number", "status", "phase"),
     [(signal.SIGTERM, 143, "rollout"), (signal.SIGINT, 130, "update")],
@@ -50,6 +51,7 @@ def test_a_stopped_job_goes_on(
     assert rows(tmp_path) == unstopped(sd3_folder, tmp_path / "whole", total)
 
 
+@pytest.mark.full
 def test_a_job_stopped_in_validation_still_has_the_steps_row(sd3_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "held_out.txt").write_text('the word "eta"\n"theta" in red\n')
     validation = (*VALIDATION, f"data.val_files=[{tmp_path}/held_out.txt]")
@@ -67,6 +69,7 @@ def test_a_job_stopped_in_validation_still_has_the_steps_row(sd3_folder: Path, t
     assert [row["step"] for row in wanted if "val/held_out/reward/mean" in row] == [2, 4, 5]
 
 
+@pytest.mark.full
 def test_a_job_whose_output_nobody_reads_still_stops_in_order(sd3_folder: Path, tmp_path: Path) -> None:
     """`sh train.sh ... | head -n 1`, then SIGTERM: whatever it would print fails."""
     settings = (*SETTINGS, "trainer.total_training_steps=500", "trainer.logger=[console]")
@@ -82,6 +85,7 @@ def test_a_job_whose_output_nobody_reads_still_stops_in_order(sd3_folder: Path, 
     assert checkpoints(tmp_path) == [f"step_{steps(tmp_path)[-1]:06d}"]
 
 
+@pytest.mark.full
 def test_sigusr1_to_one_rank_prints_the_stacks_of_all(sd3_folder: Path, tmp_path: Path) -> None:
     env = {"FAULT": "hang:1:2"}
     with Job(sd3_folder, tmp_path, *SETTINGS, "trainer.total_training_steps=500", env=env) as job:
@@ -94,6 +98,7 @@ def test_sigusr1_to_one_rank_prints_the_stacks_of_all(sd3_folder: Path, tmp_path
         assert {first, hung} <= set(job.ranks())  # neither has ended of it
 
 
+@pytest.mark.full
 def test_a_signal_to_all_processes_prints_stacks_and_ends_nothing(sd3_folder: Path, tmp_path: Path) -> None:
     """As `scancel --signal=USR1` sends it: train.sh and torchrun get it too."""
     settings = (*SETTINGS, "trainer.total_training_steps=500")

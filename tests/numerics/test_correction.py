@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.config.schema import RolloutConfig
+from phalanx.config.flow import FlowRolloutConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.correction import correction_weight
-from phalanx.rollout._rescore import rescore
+from phalanx.rollout.correction import rescore
 from phalanx.types import Samples
 from tests.policies import make_policy, make_rollout, one_rank, sample
 
@@ -59,7 +59,7 @@ def test_rescored_samples_have_the_policys_log_probs(world: World, sd3_folder: P
     """To the last bit where shapes are equal: 6 images of 2 steps at once, replayed 3 at a time with both steps."""
     policy = make_policy(world, sd3_folder)
     samples = sample(make_rollout(policy, 6))
-    config = RolloutConfig(correction=correction)
+    config = FlowRolloutConfig(correction=correction)
     rescored, row = rescore(policy, off_by(samples, 2e-3), config, 3)
     assert samples.log_prob is not None and rescored.log_prob is not None and rescored.weight is not None
     assert rescored.log_prob.equal(samples.log_prob)
@@ -75,4 +75,4 @@ def test_rescored_samples_have_the_policys_log_probs(world: World, sd3_folder: P
 def test_none_keeps_the_engines_log_probs(world: World, sd3_folder: Path) -> None:
     policy = make_policy(world, sd3_folder)
     samples = sample(make_rollout(policy, 6))
-    assert rescore(policy, samples, RolloutConfig(correction="none"), 3) == (samples, {})
+    assert rescore(policy, samples, FlowRolloutConfig(correction="none"), 3) == (samples, {})

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.algorithms.diffusion_dpo import Config, Rule
+from phalanx.algorithms.diffusion_dpo import Algorithm, Config
+from phalanx.functional.flow import Noised
 from phalanx.functional.preference import best_and_worst, dpo_loss
-from phalanx.types import Batch, Noised
+from phalanx.types import Batch
 from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
 
 
@@ -62,9 +63,9 @@ def test_pairs_are_the_ends_of_each_group() -> None:
     group = torch.arange(12) // 4
     assert best_and_worst(reward, group).tolist() == [[3, 2], [7, 4], [9, 8]]
     # the second group has equal rewards: it does not count, and still names two samples
-    rule = Rule(Config())
+    rule = Algorithm(Config())
     assert rule.units(reward, group).tolist() == [[3, 2], [7, 4], [9, 8]]
-    assert rule.counts(reward, group)[rule.units(reward, group)].all(1).tolist() == [True, False, True]
+    assert rule.sample_mask(reward, group)[rule.units(reward, group)].all(1).tolist() == [True, False, True]
 
 
 def test_groups_in_any_order() -> None:
@@ -79,12 +80,12 @@ def test_a_pair_shares_noise_and_level(sd3_folder: Path) -> None:
         samples = sample(make_rollout(policy, 6, guidance=3.0))  # 3 prompts x 2
         trace = replace(samples.trace, clean=samples.trace.clean[:4], prompt_index=samples.trace.prompt_index[:4])
         noised = Noised(normal(4, 3, *trace.clean.shape[1:], seed=1), normal(4, 3, seed=2).sigmoid())
-        batch = Batch(trace, torch.zeros(4, 3), torch.zeros(4), torch.ones(2, 3), {}, noised)
-        rule = Rule(Config(beta=50.0, kl_loss_coef=0.5))
+        batch = Batch(trace, torch.zeros(4, 3), torch.ones(4, 3).bool(), torch.zeros(4), torch.ones(2, 3), {}, noised)
+        rule = Algorithm(Config(beta=50.0, kl_loss_coef=0.5))
         with torch.no_grad():
-            reference = rule.view(policy, batch)
+            reference = rule.reference_output(policy, batch)
             disturb(policy, 0.01)
-            batch = replace(batch, views={"reference": reference})
+            batch = replace(batch, reference_outputs={"reference": reference})
             loss, stats = rule.loss(policy, batch)
 
             first = torch.tensor([0, 0, 2, 2])
@@ -103,5 +104,5 @@ def test_a_pair_shares_noise_and_level(sd3_folder: Path) -> None:
         noise, levels = noised.noise.clone(), noised.levels.clone()
         noise[1::2], levels[1::2] = 100.0, 0.0
         with torch.no_grad():
-            again, _ = rule.loss(policy, replace(batch, noised=Noised(noise, levels)))
+            again, _ = rule.loss(policy, replace(batch, corrupted=Noised(noise, levels)))
         assert torch.equal(again, loss)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.algorithms.flow_grpo import Config, Rule
-from phalanx.config.schema import DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from phalanx.algorithms.flow_grpo import Algorithm, Config
+from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
+from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
-from phalanx.models.flow import FlowPolicy, build_policy
-from phalanx.rollout.policy import PolicyRollout
-from phalanx.types import Batch, Samples, select
+from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.types import Batch, Samples
 from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, one_rank, sample
 from tests.ranks import run_ranks
 
@@ -42,20 +43,21 @@ def micro_batches(samples: Samples) -> list[Tensor]:
 def make_batch(samples: Samples, part: Tensor, ref_mean: Tensor | None = None) -> Batch:
     assert samples.log_prob is not None
     return Batch(
-        trace=select(samples.trace, part),
+        trace=samples.trace.select(part),
         log_prob=samples.log_prob[part],
+        mask=samples.mask[part],
         advantage=torch.tensor([1.5, -0.5, 0.25]),
         weight=torch.ones(MICRO, samples.log_prob.shape[1]),
-        views={} if ref_mean is None else {"reference": ref_mean},
+        reference_outputs={} if ref_mean is None else {"reference": ref_mean},
     )
 
 
 def assert_exact(policy: FlowPolicy, samples: Samples, window: int = 2) -> None:
-    rule = Rule(Config())
+    rule = Algorithm(Config())
     assert samples.log_prob is not None and samples.log_prob.shape == (len(PROMPTS) * N, window)
     assert samples.log_prob.isfinite().all() and samples.log_prob.std() > 0
     for part in micro_batches(samples):
-        replay = policy.replay(select(samples.trace, part))
+        replay = policy.replay(samples.trace.select(part))
         assert torch.equal(replay.log_prob, samples.log_prob[part])
         loss, stats = rule.loss(policy, make_batch(samples, part))
         assert stats["ratio_mean"] == 1 and stats["ratio_std"] == 0 and stats["ratio_error"] == 0
@@ -69,6 +71,16 @@ def make_samples(policy: FlowPolicy, *, window: int | None = 2, guidance: float 
     return sample(make_rollout(policy, MICRO * size, guidance=guidance, n=N, sde_window_size=window, **rollout))
 
 
+@pytest.mark.quick(
+    "sd3-0-cps-1.0",
+    "sd3-4-sde-3.0",
+    "qwen-0-dance_sde-1.0",
+    "qwen-4-sde-3.0",
+    "flux-0-sde-1.0",
+    "flux-4-cps-3.0",
+    "z_image-0-sde-1.0",
+    "z_image-4-dance_sde-3.0",
+)
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
 @pytest.mark.parametrize("sde_type", ["sde", "cps", "dance_sde"])
 @pytest.mark.parametrize("lora_rank", [0, 4])
@@ -78,6 +90,16 @@ def test_log_probs_are_exact(world: World, folder: Path, lora_rank: int, sde_typ
     assert_exact(policy, make_samples(policy, guidance=guidance, sde_type=sde_type))
 
 
+@pytest.mark.quick(
+    "sd3-0-gradient_checkpointing",
+    "sd3-4-dtype",
+    "qwen-0-dtype,gradient_checkpointing,detach_uncond",
+    "qwen-4-detach_uncond",
+    "flux-0-dtype",
+    "flux-4-attn_backend",
+    "z_image-0-gradient_checkpointing",
+    "z_image-4-dtype,lora_dtype",
+)
 @pytest.mark.parametrize(
     "model",
     [
@@ -104,14 +126,14 @@ def test_log_probs_are_exact_where_all_steps_are_trained(world: World, folder: P
     samples = make_samples(policy, window=None, num_inference_steps=4)
     assert samples.log_prob is not None
     for part in torch.arange(9).split(MICRO):
-        assert torch.equal(policy.replay(select(samples.trace, part)).log_prob, samples.log_prob[part])
+        assert torch.equal(policy.replay(samples.trace.select(part)).log_prob, samples.log_prob[part])
 
 
 def test_the_ratio_leaves_1_when_the_weights_change(world: World, folder: Path) -> None:
     policy = make_policy(world, folder, lora_rank=4)
     samples = make_samples(policy)
     disturb(policy)
-    _, stats = Rule(Config()).loss(policy, make_batch(samples, micro_batches(samples)[0]))
+    _, stats = Algorithm(Config()).loss(policy, make_batch(samples, micro_batches(samples)[0]))
     assert stats["ratio_error"] > 1e-4 and stats["clipfrac"] > 0
 
 
@@ -119,14 +141,15 @@ def test_the_ratio_leaves_1_when_the_weights_change(world: World, folder: Path) 
 def reference_means(policy: FlowPolicy, samples: Samples) -> Tensor:
     with policy.using("reference"), policy.unsharded():
         parts = torch.arange(len(samples.index)).split(MICRO)
-        return torch.cat([policy.replay(select(samples.trace, part)).mean for part in parts])
+        return torch.cat([policy.replay(samples.trace.select(part)).mean for part in parts])
 
 
+@pytest.mark.quick("sd3-4-float32", "qwen-0-bfloat16", "flux-4-bfloat16", "z_image-0-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_the_kl_is_exactly_0_before_any_update(world: World, folder: Path, lora_rank: int, dtype: str) -> None:
-    policy, rule = make_policy(world, folder, lora_rank=lora_rank, dtype=dtype), Rule(Config(kl_loss_coef=10.0))
-    policy.keep_reference()
+    policy, rule = make_policy(world, folder, lora_rank=lora_rank, dtype=dtype), Algorithm(Config(kl_loss_coef=10.0))
+    policy.trained.keep_reference()
     samples = make_samples(policy)
     means = reference_means(policy, samples)
     parts = micro_batches(samples)
@@ -144,18 +167,20 @@ def sharded(folder: Path, lora_rank: int, keys: dict[str, Any]) -> tuple[Tensor,
     """Log-probs of rollout and replay of this rank, and the norm of the gradient, with the weights cut in two."""
     parallel = ParallelConfig(**keys)
     world = mesh.start(parallel)
-    model = ModelConfig(path=str(folder), dtype="float32", lora_rank=lora_rank, gradient_checkpointing=True)
-    policy = build_policy(model, parallel, DataConfig(max_prompt_length=MAX_LENGTH), world, seed=0, detach_uncond=False)
-    config = RolloutConfig(n=4, num_inference_steps=4, height=32, width=48, **{policy.model.guidance_key: 3.0})
+    model = FlowModelConfig(path=str(folder), dtype="float32", lora_rank=lora_rank, gradient_checkpointing=True)
+    policy = build_policy(
+        model, parallel, FlowDataConfig(max_prompt_length=MAX_LENGTH), world, seed=0, detach_uncond=False
+    )
+    config = FlowRolloutConfig(n=4, num_inference_steps=4, height=32, width=48, **{policy.model.guidance_key: 3.0})
     samples = sample(PolicyRollout(policy, config, world, 4))
     assert samples.log_prob is not None
     replays = []
     for i, part in enumerate(torch.arange(6).split(2)):
-        policy.sharded.set_last_micro_batch(i == 2)
-        replays.append(policy.replay(select(samples.trace, part)).log_prob)
+        policy.trained.sharded.set_last_micro_batch(i == 2)
+        replays.append(policy.replay(samples.trace.select(part)).log_prob)
         (replays[-1] * torch.tensor([1.0, -2.0])[:, None]).sum().backward()
-    policy.sharded.reduce_gradients()
-    return samples.log_prob, torch.cat(replays).detach(), float(policy.sharded.clip_gradients(0.0))
+    policy.trained.sharded.reduce_gradients()
+    return samples.log_prob, torch.cat(replays).detach(), float(policy.trained.sharded.clip_gradients(0.0))
 
 
 SHARDINGS: list[tuple[int, dict[str, Any]]] = [
@@ -169,6 +194,7 @@ SHARDED = [(family, *case) for family in ("sd3", "qwen") for case in SHARDINGS]
 SHARDED += [(family, *case) for family in ("flux", "z_image") for case in SHARDINGS[:2]]
 
 
+@pytest.mark.quick("sd3-4-keys1", "qwen-0-keys4", "flux-4-keys9", "z_image-0-keys10")
 @pytest.mark.parametrize(("folder", "lora_rank", "keys"), SHARDED, indirect=["folder"])
 def test_log_probs_are_exact_on_sharded_weights(folder: Path, lora_rank: int, keys: dict[str, Any]) -> None:
     """Also where some trained layers, the last block's own of the text, have no gradient."""

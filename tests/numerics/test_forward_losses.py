@@ -13,8 +13,9 @@ from phalanx.algorithms import awm, diffusion_nft, rwr, sft
 from phalanx.algorithms._forward import mean_square
 from phalanx.config import ConfigError
 from phalanx.functional.advantage import group_advantage, group_weights
+from phalanx.functional.flow import FlowTrace, Noised
 from phalanx.functional.forward_losses import negative_aware, optimality
-from phalanx.types import Batch, FlowTrace, Noised
+from phalanx.types import Batch
 
 SHAPE = (3, 2, 4, 5)  # B, W, and a latent's own
 
@@ -37,7 +38,8 @@ def batch_of(clean: Tensor, noised: Noised, advantage: Tensor, **views: Tensor) 
     """What a forward-process algorithm is given, without the sampled transitions, which it must not need."""
     count = len(clean)
     trace = cast(FlowTrace, SimpleNamespace(clean=clean))
-    return Batch(trace, clean.new_zeros(count, 0), advantage, torch.ones(count, noised.levels.shape[1]), views, noised)
+    weight = torch.ones(count, noised.levels.shape[1])
+    return Batch(trace, clean.new_zeros(count, 0), weight.bool(), advantage, weight, views, noised)
 
 
 def random_batch(advantage: Tensor, **views: Tensor) -> tuple[Batch, Tensor]:
@@ -99,7 +101,7 @@ def test_each_branch_alone(good: float, branch: float) -> None:
 
 def paper_loss(v: Tensor, old: Tensor, batch: Batch, r: Tensor, beta: float, weights: Any) -> tuple[Tensor, Any]:
     """Algorithm 1 as it is written, with x_t and x_0, in the dtype of `v`; `weights` None: computed, and returned."""
-    clean, noised = batch.trace.clean.to(v.dtype)[:, None], batch.noised
+    clean, noised = batch.trace.clean.to(v.dtype)[:, None], batch.corrupted
     t = noised.t.to(v.dtype)
     x_t = (1 - t) * clean + t * noised.noise.to(v.dtype)
     images = [x_t - t * (beta * v + (1 - beta) * old), x_t - t * ((1 + beta) * old - beta * v)]
@@ -117,8 +119,8 @@ def test_diffusion_nft(beta: float, penalty: float) -> None:
     old, ref, v = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2), normal(*SHAPE, seed=3)
     views = {"old": old} | ({"reference": ref} if penalty else {})
     batch, _ = random_batch(advantage, **views)
-    rule = diffusion_nft.Rule(diffusion_nft.Config(beta=beta, adv_clip_max=2.0, kl_loss_coef=penalty))
-    assert rule.others == tuple(views) and rule.behaviour == "old" and rule.averages == ("old",)
+    rule = diffusion_nft.Algorithm(diffusion_nft.Config(beta=beta, adv_clip_max=2.0, kl_loss_coef=penalty))
+    assert rule.references == tuple(views) and rule.behaviour == "old" and rule.averages == ("old",)
     loss, stats, grad = loss_of(rule, Fixed(v), batch)
 
     r = advantage.double() / 4 + 0.5
@@ -151,11 +153,11 @@ def test_diffusion_nft_begins_as_advantage_weighted_matching() -> None:
     old = normal(*SHAPE, seed=1)
     batch, u = random_batch(advantage, old=old)
     w = old.double().requires_grad_()
-    e = batch.noised.t.double() * (w - u)
+    e = batch.corrupted.t.double() * (w - u)
     wanted = advantage[:, None] * (e**2).flatten(2).mean(2) / e.detach().abs().flatten(2).mean(2)
     (slope,) = torch.autograd.grad(wanted.sum(), w)
     for beta, limit in [(0.1, 5.0), (1.0, 2.0), (2.0, 10.0)]:
-        rule = diffusion_nft.Rule(diffusion_nft.Config(beta=beta, adv_clip_max=limit))
+        rule = diffusion_nft.Algorithm(diffusion_nft.Config(beta=beta, adv_clip_max=limit))
         _, stats, grad = loss_of(rule, Fixed(old), batch)
         torch.testing.assert_close(grad.double(), slope, rtol=1e-3, atol=1e-6)
         assert stats["loss_positive"].item() == pytest.approx(stats["loss_negative"].item(), rel=1e-5)
@@ -166,8 +168,8 @@ def test_a_perfect_prediction_has_a_finite_loss() -> None:
     """The adaptive weight's denominator is bounded: no error, no loss, no gradient."""
     batch, u = random_batch(torch.ones(3), old=normal(*SHAPE, seed=1))
     v = u.float()
-    batch = replace(batch, views={"old": v})
-    loss, _, grad = loss_of(diffusion_nft.Rule(diffusion_nft.Config()), Fixed(v), batch)
+    batch = replace(batch, reference_outputs={"old": v})
+    loss, _, grad = loss_of(diffusion_nft.Algorithm(diffusion_nft.Config()), Fixed(v), batch)
     assert loss.abs().max() < 1e-5 and grad.isfinite().all()
 
 
@@ -183,14 +185,14 @@ def test_a_perfect_prediction_has_a_finite_loss() -> None:
     ],
 )
 def test_decay_of_the_old_policy(keys: dict[str, Any], expected: dict[int, float]) -> None:
-    rule = diffusion_nft.Rule(diffusion_nft.Config(**keys))
+    rule = diffusion_nft.Algorithm(diffusion_nft.Config(**keys))
     assert {step: rule.decay("old", step) for step in expected} == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("key", "value"), [("rate", 0.1), ("flat", 3), ("limit", 0.5)])
 def test_a_schedule_without_numbers_takes_none(key: str, value: float) -> None:
     with pytest.raises(ConfigError) as error:
-        diffusion_nft.Rule(diffusion_nft.Config(old_decay="zero", **{f"old_decay_{key}": value}))
+        diffusion_nft.Algorithm(diffusion_nft.Config(old_decay="zero", **{f"old_decay_{key}": value}))
     assert str(error.value) == (
         f"algorithm.old_decay_{key}: {value} has no effect with algorithm.old_decay=zero; "
         "set old_decay to slow or late, or leave it out"
@@ -207,8 +209,8 @@ def test_awm_by_hand() -> None:
     noised = Noised(torch.ones(2, 3, 1), torch.full((2, 3), 0.3))
     batch = batch_of(torch.zeros(2, 1), noised, torch.tensor([2.0, -1.0]), policy=torch.full((2, 3, 1), 2.0))
     policy = Fixed(torch.tensor([[1.0, 2.0, 3.0]] * 2)[..., None])
-    rule = awm.Rule(awm.Config(clip_ratio=0.5))
-    assert rule.others == ("policy",) and rule.behaviour is None and rule.averages == ()
+    rule = awm.Algorithm(awm.Config(clip_ratio=0.5))
+    assert rule.references == ("policy",) and rule.behaviour is None and rule.averages == ()
     loss, stats, grad = loss_of(rule, policy, batch)
     low = math.exp(-3)
     expected = torch.tensor([[-3.0, -2.0, -2 * low], [math.e, 1.0, 0.5]])
@@ -224,8 +226,8 @@ def test_awm_begins_with_the_policy_gradient() -> None:
     advantage = torch.tensor([1.0, -2.0, 0.5])
     v, ref = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2)
     batch, u = random_batch(advantage, policy=v.clone(), reference=ref)
-    rule = awm.Rule(awm.Config(kl_loss_coef=0.25))
-    assert rule.others == ("policy", "reference")
+    rule = awm.Algorithm(awm.Config(kl_loss_coef=0.25))
+    assert rule.references == ("policy", "reference")
     loss, stats, grad = loss_of(rule, Fixed(v), batch)
     w = v.double().requires_grad_()
     kl = ((w - ref.double()) ** 2).flatten(2).mean(2)
@@ -260,8 +262,8 @@ GROUP = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2])
 @pytest.mark.parametrize("temperature", [0.25, 1.0, 100.0])
 def test_rwr_weights(temperature: float) -> None:
     """A softmax of the advantages over the prompt's images; none for the group of equal rewards."""
-    rule = rwr.Rule(rwr.Config(temperature=temperature))
-    counts = rule.counts(REWARD, GROUP)
+    rule = rwr.Algorithm(rwr.Config(temperature=temperature))
+    counts = rule.sample_mask(REWARD, GROUP)
     assert counts.tolist() == [True] * 3 + [False] * 2 + [True] * 3
     weights = rule.advantage(REWARD, GROUP)
     a = group_advantage(REWARD, GROUP).double()
@@ -273,29 +275,31 @@ def test_rwr_weights(temperature: float) -> None:
 
 def test_rwr_weights_under_a_filter() -> None:
     """The mean is 1 over what is trained on: the best and the worst of the first group."""
-    rule = rwr.Rule(rwr.Config(group_filter="top_bottom", group_filter_k=1))
+    rule = rwr.Algorithm(rwr.Config(group_filter="top_bottom", group_filter_k=1))
     weights = rule.advantage(REWARD, GROUP)
-    assert (weights > 0).tolist() == rule.counts(REWARD, GROUP).tolist()
+    assert (weights > 0).tolist() == rule.sample_mask(REWARD, GROUP).tolist()
     assert (weights > 0).tolist()[:3] == [True, True, False]
     assert weights[:3].sum().item() == pytest.approx(2)
 
 
 def test_sft_counts() -> None:
-    counts = [sft.Rule(sft.Config(best=k)).counts(REWARD, GROUP).tolist() for k in (1, 2, 9)]
+    counts = [sft.Algorithm(sft.Config(best=k)).sample_mask(REWARD, GROUP).tolist() for k in (1, 2, 9)]
     assert counts[0] == [False, True, False, False, False, False, True, False]  # of equals the first
     assert counts[1] == [False, True, True, False, False, False, True, True]
     assert counts[2] == [True] * 3 + [False] * 2 + [True] * 3  # no more than there are
 
 
-@pytest.mark.parametrize("rule", [rwr.Rule(rwr.Config(kl_loss_coef=0.5)), sft.Rule(sft.Config(kl_loss_coef=0.5))])
+@pytest.mark.parametrize(
+    "rule", [rwr.Algorithm(rwr.Config(kl_loss_coef=0.5)), sft.Algorithm(sft.Config(kl_loss_coef=0.5))]
+)
 def test_weighted_flow_matching(rule: Any) -> None:
     """Batch.advantage is rwr's weight, and nothing to sft."""
     weight = torch.tensor([0.5, 0.0, 2.5])
     v, ref = normal(*SHAPE, seed=1), normal(*SHAPE, seed=2)
     batch, u = random_batch(weight, reference=ref)
-    assert rule.others == ("reference",)
+    assert rule.references == ("reference",)
     loss, stats, grad = loss_of(rule, Fixed(v), batch)
-    factor = weight.double()[:, None] if isinstance(rule, rwr.Rule) else torch.ones(3, 1, dtype=torch.float64)
+    factor = weight.double()[:, None] if isinstance(rule, rwr.Algorithm) else torch.ones(3, 1, dtype=torch.float64)
     w = v.double().requires_grad_()
     expected = factor * ((w - u) ** 2).flatten(2).mean(2) + 0.5 * ((w - ref.double()) ** 2).flatten(2).mean(2)
     (slope,) = torch.autograd.grad(expected.sum(), w)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from phalanx.rewards._transformers import Choice
+from phalanx.engines.transformers import Choice
 
 LOGITS = torch.tensor([[1.5, 0.2, -0.7, 0.9, -2.0], [-1.0, 3.0, 0.0, 2.5, 1.0]])
 SEEDS = 5000

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.config.schema import ValRolloutConfig
+from phalanx.config.flow import FlowValRolloutConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.models.family import FlowModel
-from phalanx.models.flow import FlowPolicy
-from phalanx.rollout._denoise import Job
-from phalanx.rollout.policy import PolicyRollout
+from phalanx.models.flow.family import FlowModel
+from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.linear import prefers_onednn
+from phalanx.rollout.flow.denoise import Job
+from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt
 from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, one_rank, velocity
 from tests.ranks import run_ranks
@@ -241,7 +242,7 @@ def test_flux_takes_guidance_as_an_input(world: World, folder: Folder) -> None:
     handle.remove()
     assert seen == [[1.0] * 3, [3.5] * 3]
     assert (one - other).abs().max() > 1e-3
-    validation = make_rollout(policy, 3, guidance_scale=3.5, val=ValRolloutConfig(guidance_scale=2.0)).val_sampler
+    validation = make_rollout(policy, 3, guidance_scale=3.5, val=FlowValRolloutConfig(guidance_scale=2.0)).val_sampler
     assert validation.embedded_guidance == 2.0 and validation.guidance == 1.0
 
 
@@ -361,7 +362,7 @@ def test_the_count_of_flops_is_that_of_the_real_forward_pass(policy: FlowPolicy)
 
 
 def test_layers_that_get_a_lora(world: World, folder: Folder) -> None:
-    names = make_policy(world, folder("qwen"), lora_rank=2).parameters
+    names = make_policy(world, folder("qwen"), lora_rank=2).trained.parameters
     layers = {name.split(".", 2)[2].rsplit(".lora_", 1)[0] for name in names}
     assert layers == {
         *("attn." + name for name in ("to_q", "to_k", "to_v", "to_out.0")),
@@ -369,7 +370,7 @@ def test_layers_that_get_a_lora(world: World, folder: Folder) -> None:
         *("img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2"),
     }
     assert len(names) == 2 * 2 * len(layers)
-    names = make_policy(world, folder("flux"), lora_rank=2).parameters
+    names = make_policy(world, folder("flux"), lora_rank=2).trained.parameters
     attention = {"attn." + name for name in ("to_q", "to_k", "to_v")}
     assert {name.split(".", 2)[2].rsplit(".lora_", 1)[0] for name in names if name.startswith("single_")} == attention
     assert {name.split(".", 2)[2].rsplit(".lora_", 1)[0] for name in names if name.startswith("transformer_")} == {
@@ -378,7 +379,7 @@ def test_layers_that_get_a_lora(world: World, folder: Folder) -> None:
         *("ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"),
     }
     assert len(names) == 2 * 2 * (3 + 12)
-    names = make_policy(world, folder("z_image"), lora_rank=2).parameters
+    names = make_policy(world, folder("z_image"), lora_rank=2).trained.parameters
     assert {name.split(".", 2)[2].rsplit(".lora_", 1)[0] for name in names} == {
         *("attention." + name for name in ("to_q", "to_k", "to_v", "to_out.0")),
         *("feed_forward." + name for name in ("w1", "w2", "w3")),
@@ -386,7 +387,9 @@ def test_layers_that_get_a_lora(world: World, folder: Folder) -> None:
     assert {name.split(".")[0] for name in names} == {"noise_refiner", "context_refiner", "layers"}
     with pytest.raises(ValueError, match=r"in a block: adaLN_modulation.0, attention.to_k, .*, feed_forward.w3$"):
         make_policy(world, folder("z_image"), lora_rank=2, target_modules=["attn.to_q"])
-    modulation = make_policy(world, folder("qwen"), lora_rank=2, target_modules=["img_mod.1", "txt_mod.1"]).parameters
+    modulation = make_policy(
+        world, folder("qwen"), lora_rank=2, target_modules=["img_mod.1", "txt_mod.1"]
+    ).trained.parameters
     assert len(modulation) == 2 * 2 * 2
     with pytest.raises(ValueError) as error:
         make_policy(world, folder("qwen"), lora_rank=2, target_modules=["attn.q"])
@@ -404,7 +407,7 @@ def test_the_text_encoder_computes_in_the_dtype_of_the_model(world: World, folde
             assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
         assert policy.embed(PROMPTS)[0]["prompt_embeds"].dtype == torch.bfloat16
         # full fine-tuning: the optimizer's weights are float32
-        assert {p.dtype for p in policy.parameters.values()} == {torch.float32}
+        assert {p.dtype for p in policy.trained.parameters.values()} == {torch.float32}
         assert {p.dtype for p in policy.model.transformer.parameters()} == {torch.bfloat16}
 
 
@@ -414,9 +417,9 @@ def test_the_text_encoder_computes_in_the_dtype_of_the_model(world: World, folde
 def gradients(policy: FlowPolicy) -> dict[str, Tensor]:
     weight = torch.randn(velocity(policy).shape, generator=torch.Generator().manual_seed(1))
     (velocity(policy) * weight).sum().backward()
-    policy.sharded.reduce_gradients()
+    policy.trained.sharded.reduce_gradients()
     grads = {}
-    for name, p in policy.parameters.items():
+    for name, p in policy.trained.parameters.items():
         assert p.grad is not None
         grads[name], p.grad = p.grad.clone(), None
     return grads
@@ -439,7 +442,8 @@ def test_gradients_flow_through_both_branches_of_guidance(
     both, detached = (make_policy(world, folder(family), lora_rank=lora_rank, detach_uncond=d) for d in (False, True))
     for policy in (both, detached):
         disturb(policy)
-    torch.testing.assert_close(velocity(both), velocity(detached), rtol=1e-4, atol=1e-5)
+    # one pass of six rows against two of three: rounding differs by processor, and weights and guidance enlarge it
+    torch.testing.assert_close(velocity(both), velocity(detached), rtol=1e-3, atol=1e-4)
     full, positive = gradients(both), gradients(detached)
     assert full.keys() == positive.keys()
     for name in full:
@@ -461,11 +465,11 @@ def test_gradients_of_guidance_are_the_sum_of_both_branches(world: World, folder
     weight = torch.randn(velocity(policy).shape, generator=torch.Generator().manual_seed(1))
     grads = gradients(policy)
     generator, step = torch.Generator().manual_seed(2), 3e-4
-    direction = {name: torch.randn(p.shape, generator=generator) for name, p in policy.parameters.items()}
+    direction = {name: torch.randn(p.shape, generator=generator) for name, p in policy.trained.parameters.items()}
     values = []
     with torch.no_grad():
         for sign in (1, -2):
-            for name, p in policy.parameters.items():
+            for name, p in policy.trained.parameters.items():
                 p.add_(direction[name], alpha=sign * step)
             values.append((velocity(policy).double() * weight).sum())
     expected = (values[0] - values[1]) / (2 * step)
@@ -485,14 +489,14 @@ def test_the_reference_of_a_lora_is_the_base_model(world: World, folder: Folder,
     plain.model.transformer.to(plain.model.dtype)  # full fine-tuning keeps buffers in float32
     base = velocity(plain)
     policy = make_policy(world, folder(family), dtype=dtype, lora_rank=4)
-    policy.keep_reference()
+    policy.trained.keep_reference()
     assert torch.equal(velocity(policy), base)  # B is 0
     disturb(policy)
     trained = velocity(policy)
     assert not torch.equal(trained, base)
     with policy.using("reference"):
         assert torch.equal(velocity(policy), base)
-        assert all(p.requires_grad for p in policy.parameters.values())
+        assert all(p.requires_grad for p in policy.trained.parameters.values())
     assert torch.equal(velocity(policy), trained)
 
 
@@ -503,8 +507,8 @@ def test_every_start_of_a_lora_is_the_base_model(world: World, folder: Folder, i
     policy = make_policy(world, folder("sd3"), lora_rank=4, lora_init=init)
     torch.testing.assert_close(velocity(policy), base, rtol=0, atol=1e-5)
     again = make_policy(world, folder("sd3"), lora_rank=4, lora_init=init)
-    assert all(torch.equal(p, again.parameters[name]) for name, p in policy.parameters.items())
-    policy.keep_reference()
+    assert all(torch.equal(p, again.trained.parameters[name]) for name, p in policy.trained.parameters.items())
+    policy.trained.keep_reference()
     disturb(policy)
     assert (velocity(policy) - base).abs().max() > 0.01
     with policy.using("reference"):
@@ -519,9 +523,9 @@ def test_the_reference_of_full_fine_tuning_is_the_old_weights(
 ) -> None:
     policy = make_policy(world, folder(family), dtype=dtype)
     old = velocity(policy)
-    policy.keep_reference()
+    policy.trained.keep_reference()
     disturb(policy)
-    new, weights = velocity(policy), {name: p.clone() for name, p in policy.parameters.items()}
+    new, weights = velocity(policy), {name: p.clone() for name, p in policy.trained.parameters.items()}
     assert not torch.equal(new, old)
     with policy.using("reference"):
         assert torch.equal(velocity(policy), old)
@@ -529,7 +533,7 @@ def test_the_reference_of_full_fine_tuning_is_the_old_weights(
     with pytest.raises(RuntimeError, match="on the way"), policy.using("reference"):
         raise RuntimeError("on the way")
     assert torch.equal(velocity(policy), new)
-    assert all(torch.equal(p, weights[name]) for name, p in policy.parameters.items())
+    assert all(torch.equal(p, weights[name]) for name, p in policy.trained.parameters.items())
 
 
 @torch.no_grad()
@@ -539,7 +543,7 @@ def test_the_moving_average_is_used_and_put_back(world: World, folder: Folder, l
     disturb(other, seed=1)
     policy = make_policy(world, folder("qwen"), lora_rank=lora_rank)
     disturb(policy)
-    policy.add_weights("ema", {name: p.clone() for name, p in other.parameters.items()})
+    policy.trained.add_weights("ema", {name: p.clone() for name, p in other.trained.parameters.items()})
     before = velocity(policy)
     with policy.using("ema"):
         assert torch.equal(velocity(policy), velocity(other))
@@ -559,6 +563,7 @@ def compiled(path: Path, backend: str) -> tuple[Tensor, Tensor, int]:
         return plain, fast, counters["stats"]["unique_graphs"]
 
 
+@pytest.mark.full
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile on a CPU wants a C++ compiler")
 def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """On a rank of its own: the compiler leaves threads and processes behind."""
@@ -570,9 +575,11 @@ def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest
 
 # SD3's last block has no text after it; FLUX has blocks of two streams and of one, whose first gets other strides than
 # those after it; Z-Image's are of the image, the text, and both
+@pytest.mark.quick("z_image-3")
 @pytest.mark.parametrize(("family", "graphs"), [("sd3", 2), ("flux", 3), ("z_image", 3)])
 def test_blocks_of_each_family_can_be_compiled(folder: Folder, family: str, graphs: int) -> None:
     """Each kind of block is one graph, which runs as it is: to make code of it takes the compiler much longer."""
     [(plain, fast, found)] = run_ranks(compiled, 1, folder(family), "eager", timeout=240)
     assert found == graphs
-    assert torch.equal(fast, plain)
+    # blocks that are not compiled take oneDNN's products where these are the faster ones, which round differently
+    torch.testing.assert_close(fast, plain, rtol=0, atol=1e-5 if prefers_onednn() else 0)

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.models.flow import FlowPolicy
-from phalanx.models.qwen_image_edit import Model, to_ratio
-from phalanx.pictures import Picture
-from phalanx.rollout._denoise import Job
-from phalanx.rollout.policy import PolicyRollout
+from phalanx.media.pictures import Picture
+from phalanx.models.flow.families.qwen_image_edit import Model, to_ratio
+from phalanx.models.flow.policy import FlowPolicy
+from phalanx.rollout.flow.denoise import Job
+from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import JobError, Prompt
 from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
 from tests.tiny_edit import edits, load_edit_pipeline, photo, tiny_qwen_image_edit
@@ -74,6 +74,7 @@ def our_images(rollout: PolicyRollout, prompts: list[Prompt]) -> tuple[Tensor, T
         return rollout.generate(Job(sampler, rollout.schedule(sampler), embeds, rows, names, range(0))).images, latents
 
 
+@pytest.mark.quick("2509-4.0", "2511-1.0", "2508-4.0")
 @pytest.mark.parametrize("guidance", [1.0, 4.0])
 @pytest.mark.parametrize("kind", ["2509", "2511", "2508"])
 def test_images_are_those_of_the_stock_pipeline(
@@ -176,10 +177,10 @@ def test_replay_is_exact(guidance: float, lora_rank: int, dtype: str, world: Wor
 
 
 def test_validation_may_have_a_size_of_its_own(world: World, qwen_edit_folder: Path) -> None:
-    from phalanx.config.schema import ValRolloutConfig
+    from phalanx.config.flow import FlowValRolloutConfig
 
     policy = edit_policy(world, qwen_edit_folder)
-    rollout = make_rollout(policy, 2, val=ValRolloutConfig(height=32, width=32))
+    rollout = make_rollout(policy, 2, val=FlowValRolloutConfig(height=32, width=32))
     seen: list[Tensor] = []
     with rollout.awake():
         rollout.sample_validation(edits(), each=lambda images, prompts: seen.append(images))

@@ -14,10 +14,10 @@ from torch import Tensor
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.functional.window import visited_levels
-from phalanx.models.flow import FlowPolicy
-from phalanx.rollout._solver import multistep_solver
-from phalanx.rollout.policy import PolicyRollout
-from phalanx.types import Samples, select
+from phalanx.models.flow.policy import FlowPolicy
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.rollout.flow.solver import multistep_solver
+from phalanx.types import Samples
 from tests.policies import PROMPTS, disturb, make_policy, make_rollout, one_rank, sample
 
 MICRO = 3  # samples of a replay
@@ -39,7 +39,7 @@ def replayed(policy: FlowPolicy, samples: Samples) -> tuple[Tensor, Tensor]:
     """Log-probs and means of all samples, replayed in another order than they were sampled in."""
     order = torch.randperm(len(samples.index), generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
-        replays = [policy.replay(select(samples.trace, part)) for part in order.split(MICRO)]
+        replays = [policy.replay(samples.trace.select(part)) for part in order.split(MICRO)]
     back = order.argsort()
     return torch.cat([r.log_prob for r in replays])[back], torch.cat([r.mean for r in replays])[back]
 
@@ -47,6 +47,7 @@ def replayed(policy: FlowPolicy, samples: Samples) -> tuple[Tensor, Tensor]:
 # -- the trained steps ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("sd3-sde", "sd3-flash", "qwen-dance", "qwen-cps")
 @pytest.mark.parametrize(
     "options",
     [
@@ -193,6 +194,7 @@ def by_euler(levels: list[float]) -> Callable[..., Tensor]:
     return step
 
 
+@pytest.mark.quick("sd3-0.4-dpm_solver++-by_diffusers", "qwen-1.0-euler-by_euler")
 @pytest.mark.parametrize(("solver", "make"), [("euler", by_euler), ("dpm_solver++", by_diffusers)])
 @pytest.mark.parametrize("compression", [1.0, 0.4])
 def test_the_steps_behind_the_window(

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms import cps, dance_grpo, flow_dppo, flow_grpo, grpo_guard, mix_grpo
+from phalanx.functional.flow import FlowReplay, FlowTrace, Sampler
 from phalanx.functional.losses import clipped_ratio, guarded_log_ratio, masked_ratio, noise_weight
-from phalanx.types import Batch, FlowTrace, Replay, Sampler
+from phalanx.types import Batch
 
 B, DIMS = 5, (3, 4)
 SIGMAS = [1.0, 0.8, 0.5, 0.4, 0.1]
@@ -32,13 +33,13 @@ class Shift:
     theta: Tensor
     way: Tensor
 
-    def replay(self, trace: FlowTrace) -> Replay:
+    def replay(self, trace: FlowTrace) -> FlowReplay:
         std = torch.tensor(STD)
         mean = trace.means + self.theta * self.way
         after = trace.latents[:, trace.trained + 1]
         z = (after - mean) / std[:, None, None]
         log_prob = (-(z**2) / 2).flatten(2).mean(2) - torch.log(std) - 0.5 * math.log(2 * math.pi)
-        return Replay(log_prob, mean, std, velocity=self.theta * self.way)
+        return FlowReplay(log_prob, mean, std, velocity=self.theta * self.way)
 
 
 def scene(theta: float) -> tuple[Any, Batch, Tensor, Tensor]:
@@ -62,7 +63,7 @@ def scene(theta: float) -> tuple[Any, Batch, Tensor, Tensor]:
     )
     old = Shift(torch.tensor(0.0), way).replay(trace).log_prob
     policy = Shift(torch.tensor(theta, requires_grad=True), way)
-    batch = Batch(trace, old, torch.tensor(ADVANTAGE), torch.ones(B, w), {})
+    batch = Batch(trace, old, torch.ones(B, w).bool(), torch.tensor(ADVANTAGE), torch.ones(B, w), {})
     return policy, batch, eps.double(), way.double()
 
 
@@ -82,7 +83,7 @@ def clip_rule(log_ratio: Tensor, clip: float) -> tuple[Tensor, Tensor]:
 def check(module: ModuleType, options: dict[str, Any], theta: float, loss: Tensor, slope: Tensor) -> dict[str, Tensor]:
     """The rule's loss [B, W] and d loss / d theta, summed with uneven weights, are these; returns its scalars."""
     policy, batch, _, _ = scene(theta)
-    ours, stats = module.Rule(module.Config(**options)).loss(policy, batch)
+    ours, stats = module.Algorithm(module.Config(**options)).loss(policy, batch)
     weights = torch.rand(B, len(TRAINED), generator=torch.Generator().manual_seed(9))
     (gradient,) = torch.autograd.grad((ours * weights).sum(), policy.theta)
     assert ours.shape == (B, len(TRAINED)) and ours.dtype == torch.float32
@@ -140,7 +141,7 @@ def test_masked(theta: float, threshold: float) -> None:
 @pytest.mark.parametrize("importance", ["step", "sequence"])
 def test_all_are_the_policy_gradient_before_the_first_update(module: ModuleType, importance: str) -> None:
     policy, batch, _, _ = scene(0.0)
-    loss, stats = module.Rule(module.Config(importance=importance)).loss(policy, batch)
+    loss, stats = module.Algorithm(module.Config(importance=importance)).loss(policy, batch)
     expected = -torch.tensor(ADVANTAGE)[:, None].expand(-1, 3)
     assert torch.equal(loss, expected / -batch.trace.delta if module is grpo_guard else expected)
     assert stats["ratio_error"] == 0 and stats["ratio_mean"] == 1 and stats["approx_kl"] == 0
@@ -181,12 +182,12 @@ def test_the_kl_is_not_weighted() -> None:
     """And each convention divides by its own variance."""
     policy, batch, _, way = scene(0.02)
     views = {"reference": batch.trace.means - 0.1 * batch.trace.means.new_ones(())}
-    batch = replace(batch, views=views, advantage=torch.zeros(B))
+    batch = replace(batch, reference_outputs=views, advantage=torch.zeros(B))
     shift = dim_mean((0.02 * way + 0.1) ** 2)
     c, d2 = torch.tensor(STD, dtype=torch.float64), torch.tensor(D2, dtype=torch.float64)
     for convention, variance in (("exact", c**2), ("flow_grpo", c**2 / d2)):
         options = {"kl_loss_coef": 0.5, "kl_convention": convention, "timestep_weight": "noise"}
-        loss, stats = flow_grpo.Rule(flow_grpo.Config(**options)).loss(policy, batch)
+        loss, stats = flow_grpo.Algorithm(flow_grpo.Config(**options)).loss(policy, batch)
         kl = shift / (2 * variance)
         torch.testing.assert_close(loss.detach().double(), 0.5 * kl, rtol=1e-5, atol=0)
         assert stats["kl_ref"].item() == pytest.approx(kl.mean().item(), rel=1e-5)

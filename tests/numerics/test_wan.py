@@ -15,10 +15,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
-from phalanx.models.flow import FlowPolicy
-from phalanx.models.wan import Model
-from phalanx.rollout._denoise import Job
-from phalanx.types import Prompt, select
+from phalanx.models.flow.families.wan import Model
+from phalanx.models.flow.policy import FlowPolicy
+from phalanx.rollout.flow.denoise import Job
+from phalanx.types import Prompt
 from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, one_rank, sample, velocity
 from tests.tiny import load_pipeline, tiny_wan
 
@@ -149,7 +149,7 @@ def test_log_probs_are_exact(
     assert samples.outputs.shape == (6, VIDEO, 3, 32, 48)
     assert samples.log_prob is not None and samples.log_prob.shape == (6, 2) and samples.log_prob.std() > 0
     for part in torch.arange(4).split(2):  # the last micro-batch of the rollout is not full
-        assert torch.equal(policy.replay(select(samples.trace, part)).log_prob, samples.log_prob[part])
+        assert torch.equal(policy.replay(samples.trace.select(part)).log_prob, samples.log_prob[part])
 
 
 def test_each_video_has_a_noise_of_its_own(world: World, wan_folder: Path) -> None:
@@ -165,7 +165,7 @@ def test_each_video_has_a_noise_of_its_own(world: World, wan_folder: Path) -> No
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_reference_of_a_lora_is_the_base_model(world: World, wan_folder: Path, dtype: str) -> None:
     policy = make_policy(world, wan_folder, dtype=dtype, lora_rank=4)
-    policy.keep_reference()
+    policy.trained.keep_reference()
     base = velocity(policy)
     disturb(policy)
     assert not torch.equal(velocity(policy), base)
@@ -189,7 +189,7 @@ def test_what_is_computed_in_float32(world: World, wan_folder: Path) -> None:
 
 
 def test_layers_that_get_a_lora(world: World, wan_folder: Path) -> None:
-    names = make_policy(world, wan_folder, lora_rank=2).parameters
+    names = make_policy(world, wan_folder, lora_rank=2).trained.parameters
     assert {name.split(".", 2)[2].rsplit(".lora_", 1)[0] for name in names} == set(Model.lora_targets)
     assert len(names) == 2 * 2 * 8
 
@@ -275,5 +275,5 @@ def test_folders_that_are_refused(world: World, wan_folder: Path, sd3_folder: Pa
         "model_index.json",
         lambda index: index.update(scheduler=["diffusers", "UniPCMultistepScheduler"]),
     )
-    with pytest.raises(ValueError, match="UniPCMultistepScheduler; right is FlowMatchEulerDiscreteScheduler"):
+    with pytest.raises(ValueError, match="UniPCMultistepScheduler; expected FlowMatchEulerDiscreteScheduler"):
         make_policy(world, other)

@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -18,64 +19,45 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
     frozenset({"plan"}),
-    frozenset({"trainer", "flow_matching", "generate", "digits", "vae", "cli"}),
-    frozenset({"run", "export", "convert_open_clip", "image_data", "expert", "cluster"}),
-    frozenset({"report"}),
-    frozenset(
-        {
-            "algorithms",
-            "models",
-            "rollout",
-            "rewards",
-            "data",
-            "optim",
-            "checkpoint",
-            "metrics",
-            "evaluate",
-            "batches",
-            "micro_batches",
-        }
-    ),
-    frozenset({"loggers"}),
-    frozenset({"images", "pictures", "flops", "charts"}),
+    frozenset({"report", "convert_open_clip"}),
+    frozenset({"cli", "jobs", "tools"}),
+    frozenset({"training", "cluster"}),
+    frozenset({"rollout"}),
+    frozenset({"algorithms", "models", "rewards", "data"}),
+    frozenset({"telemetry"}),
+    frozenset({"engines"}),
+    frozenset({"media"}),
     frozenset({"distributed"}),
     frozenset({"functional"}),
-    frozenset({"types", "ending", "torchvision_ops", "videos"}),
+    frozenset({"types", "exit"}),
     frozenset({"config"}),
 )
 
 # Heavy libraries, and the only modules (or packages) that import them.
 OWNERS: dict[str, tuple[str, ...]] = {
-    "av": ("videos",),
-    "datasets": ("data", "image_data", "digits"),
-    "diffusers": ("models", "rollout._solver", "export", "vae", "digits"),
-    "fastapi": ("rewards._server",),
+    "av": ("media.videos",),
+    "datasets": ("data", "tools.digits"),
+    "diffusers": ("models.flow", "rollout.flow.solver", "tools"),
+    "fastapi": ("jobs.reward_server",),
     "httpx2": ("rewards.http",),
-    "matplotlib": ("digits",),
-    "onnxruntime": ("rewards.ocr",),
-    "peft": ("models",),
+    "matplotlib": ("tools.digits",),
+    "onnxruntime": ("rewards.image.ocr",),
+    "peft": ("models.lora",),
     "pyarrow": ("data",),
-    "rapidfuzz": ("rewards.ocr", "rewards.vlm_ocr"),
-    "rapidocr": ("rewards.ocr",),
-    "tensorboard": ("loggers",),
-    "torch.utils.tensorboard": ("loggers",),
-    "transformers": (
-        "models",
-        "digits",
-        "convert_open_clip",
-        "rewards._clip",
-        "rewards._transformers",
-        "rewards.hps_v3",
-    ),
-    "uvicorn": ("rewards._server",),
-    "vllm": ("rollout", "rewards._vllm", "distributed.vllm_groups"),
-    "vllm_omni": ("rollout",),
-    "wandb": ("loggers",),
+    "rapidfuzz": ("rewards.image.ocr", "rewards.judge.vlm_ocr"),
+    "rapidocr": ("rewards.image.ocr",),
+    "tensorboard": ("telemetry.loggers",),
+    "torch.utils.tensorboard": ("telemetry.loggers",),
+    "transformers": ("models", "tools", "engines.transformers", "rewards.image"),
+    "uvicorn": ("jobs.reward_server",),
+    "vllm": ("engines", "distributed.vllm_groups"),
+    "vllm_omni": ("engines.omni", "rollout.flow.vllm_omni"),
+    "wandb": ("telemetry.loggers",),
 }
 
 PURE = ("functional", "algorithms")
 IMPURE_LIBRARIES = ("torch.distributed", "diffusers", "vllm")
-LIGHT = ("config", "cli", "ending")  # a mistake in a configuration is told before torch is imported
+LIGHT = ("config", "cli", "exit")  # a mistake in a configuration is told before torch is imported
 LIGHT_LIBRARIES = {"omegaconf", "rich", "yaml"}
 GROUP_MAKERS = {
     "DeviceMesh",
@@ -104,9 +86,13 @@ class Module:
         """What LAYERS lists: the top-level package or module."""
         return self.name.split(".")[0]
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
+
+    @cached_property
+    def imports(self) -> list[str]:
+        return list(imports(self.tree))
 
 
 def read_modules() -> list[Module]:
@@ -150,12 +136,12 @@ def layer_of(part: str) -> int | None:
 def layer_errors(module: Module) -> list[str]:
     """Imports of phalanx that point up or sideways."""
     if module.name == "":
-        return [f"phalanx/__init__.py imports {name}" for name in imports(module.tree) if within(name, "phalanx")]
+        return [f"phalanx/__init__.py imports {name}" for name in module.imports if within(name, "phalanx")]
     here = layer_of(module.part)
     if here is None:
         return [f"{module.name}: {module.part} has no place in LAYERS"]
     errors = []
-    for name in sorted(set(imports(module.tree))):
+    for name in sorted(set(module.imports)):
         if not within(name, "phalanx") or name == "phalanx":
             continue
         part = name.split(".")[1]
@@ -173,7 +159,7 @@ def pure_errors(module: Module) -> list[str]:
     """Libraries that functional and algorithms must not know."""
     if module.part not in PURE:
         return []
-    used = {*imports(module.tree), *attributes(module.tree)}
+    used = {*module.imports, *attributes(module.tree)}
     found = sorted({library for library in IMPURE_LIBRARIES for name in used if within(name, library)})
     return [f"{module.name} uses {library}" for library in found]
 
@@ -185,7 +171,7 @@ def light_errors(module: Module) -> list[str]:
     top = ast.Module([n for n in module.tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
     allowed = {*sys.stdlib_module_names, *LIGHT_LIBRARIES}
     heavy = {n for n in imports(top) if n.split(".")[0] not in allowed and not within(n, "phalanx")}
-    light = ("phalanx.config", "phalanx.ending")
+    light = ("phalanx.config", "phalanx.exit")
     heavy |= {n for n in imports(top) if n.startswith("phalanx.") and not any(within(n, m) for m in light)}
     return [f"{module.name} imports {name} at its top" for name in sorted(heavy)]
 
@@ -205,7 +191,7 @@ def owner_errors(module: Module) -> list[str]:
     """Heavy libraries that are imported by a file that does not own them."""
     errors = []
     for library, owners in OWNERS.items():
-        used = any(within(name, library) for name in imports(module.tree))
+        used = any(within(name, library) for name in module.imports)
         if used and not any(within(module.name, owner) for owner in owners):
             errors.append(f"{module.name} imports {library}, which belongs to {' and '.join(owners)}")
     return errors
@@ -219,7 +205,7 @@ def style_errors(module: Module) -> list[str]:
             called = ast.unparse(node.func)
             if called in ("hasattr", "torch.load") or (called == "getattr" and len(node.args) == 3):
                 errors.append(f"{module.name}, line {node.lineno}: {called}")
-    errors += [f"{module.name} imports {name}" for name in imports(module.tree) if name in ("pickle", "dill")]
+    errors += [f"{module.name} imports {name}" for name in module.imports if name in ("pickle", "dill")]
     return errors
 
 
@@ -234,9 +220,7 @@ def declared() -> dict[str, str]:
 def undeclared_errors(module: Module) -> list[str]:
     """Libraries that pyproject.toml does not name."""
     known = {*sys.stdlib_module_names, *declared(), "phalanx"}
-    return [
-        f"{module.name} imports {n}" for n in sorted({n.split(".")[0] for n in imports(module.tree)}) if n not in known
-    ]
+    return [f"{module.name} imports {n}" for n in sorted({n.split(".")[0] for n in module.imports}) if n not in known]
 
 
 MODULES = read_modules()
@@ -285,16 +269,16 @@ def test_each_check_can_fail() -> None:
     assert layer_errors(Module("config.load", "from phalanx import types")) == [
         "config.load imports phalanx.types: imports point down"
     ]
-    assert layer_errors(Module("models.sd3", "def f():\n    import phalanx.rollout.policy")) == [
-        "models.sd3 imports phalanx.rollout.policy: imports point down"
+    assert layer_errors(Module("models.sd3", "def f():\n    import phalanx.rollout.flow.in_policy")) == [
+        "models.sd3 imports phalanx.rollout.flow.in_policy: imports point down"
     ]
-    assert layer_errors(Module("models.sd3", "from phalanx.trainer import Trainer")) == [
-        "models.sd3 imports phalanx.trainer: imports point down",
-        "models.sd3 imports phalanx.trainer.Trainer: imports point down",
+    assert layer_errors(Module("models.sd3", "from phalanx.training.rl import Trainer")) == [
+        "models.sd3 imports phalanx.training.rl: imports point down",
+        "models.sd3 imports phalanx.training.rl.Trainer: imports point down",
     ]
-    assert layer_errors(Module("models.sd3", "from phalanx.models.family import FlowModel")) == []
+    assert layer_errors(Module("models.sd3", "from phalanx.models.flow.family import FlowModel")) == []
     assert layer_errors(Module("newcomer", "")) == ["newcomer: newcomer has no place in LAYERS"]
-    assert layer_errors(Module("", "from phalanx.trainer import Trainer")) != []
+    assert layer_errors(Module("", "from phalanx.training.rl import Trainer")) != []
     assert pure_errors(Module("functional.sde", "import torch\ntorch.distributed.barrier()")) != []
     assert pure_errors(Module("algorithms.a", "from torch import distributed as dist")) != []
     assert pure_errors(Module("algorithms.a", "from torch import Tensor")) == []
@@ -303,9 +287,9 @@ def test_each_check_can_fail() -> None:
     assert group_errors(Module("checkpoint", "dist.new_group([0])")) == ["checkpoint calls new_group"]
     assert group_errors(Module("distributed.mesh", "init_device_mesh('cpu', (2,))")) == []
     assert owner_errors(Module("trainer", "def f():\n    import wandb")) == [
-        "trainer imports wandb, which belongs to loggers"
+        "trainer imports wandb, which belongs to telemetry.loggers"
     ]
-    assert owner_errors(Module("rewards.ocr", "from rapidocr import RapidOCR")) == []
+    assert owner_errors(Module("rewards.image.ocr", "from rapidocr import RapidOCR")) == []
     assert style_errors(Module("data", "hasattr(a, 'b')\ngetattr(a, 'b', None)\ngetattr(a, 'b')")) == [
         "data, line 1: hasattr",
         "data, line 2: getattr",

@@ -60,8 +60,8 @@ def test_gradients_are_those_of_the_default(world: World, folder: Path) -> None:
     for backend in (None, "_native_math"):
         policy = make_policy(world, folder, attn_backend=backend)
         velocity(policy).square().sum().backward()
-        policy.sharded.reduce_gradients()
-        found = [p.grad for p in policy.parameters.values()]
+        policy.trained.sharded.reduce_gradients()
+        found = [p.grad for p in policy.trained.parameters.values()]
         grads.append(torch.cat([g.flatten() for g in found if g is not None]))
     torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=1e-5 * float(grads[0].abs().max()))
 

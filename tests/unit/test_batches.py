@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from phalanx import batches
 from phalanx.algorithms import diffusion_dpo, flow_grpo
-from phalanx.batches import BatchPlan
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import RewardFunctionConfig, TrainConfig
+from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.distributed import mesh
+from phalanx.training import flow_rl
+from phalanx.training.batches import BatchPlan
 
 KEYS = {
     "data.train_batch_size": "prompts",
@@ -24,18 +24,18 @@ KEYS = {
 
 
 QUICKSTART: dict[str, int] = {
-    "samples": 192, "per_rank": 96, "updates": 2, "micro": 48, "window": 2, "stochastic": 2, "units": 96,
+    "samples": 192, "per_rank": 96, "updates": 2, "micro": 48, "actions": 2, "units": 96,
 }  # fmt: skip
 
 
 def config(
     prompts: int = 12, n: int = 16, mini: int = 6, micro: int = 48, window: int = 2, rollout: int | None = None
-) -> TrainConfig:
+) -> FlowRLConfig:
     """The quickstart's numbers, unless told otherwise."""
-    cfg = TrainConfig()
+    cfg = FlowRLConfig(algorithm=flow_grpo.Config())
     cfg.data.train_batch_size, cfg.rollout.n = prompts, n
     cfg.data.train_files, cfg.trainer.total_training_steps = ["prompts.txt"], 1
-    cfg.reward.functions = [RewardFunctionConfig(name="ocr")]
+    cfg.reward.functions = [FlowRewardFunctionConfig(name="ocr")]
     cfg.trainer.output_dir = "outputs/run"
     cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_micro_batch_size_per_gpu = mini, micro
     cfg.rollout.sde_window_size, cfg.rollout.micro_batch_size_per_gpu = window, rollout
@@ -44,43 +44,43 @@ def config(
 
 def refusal(world: int, **numbers: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        batches.plan(config(**numbers), world)
+        flow_rl.plan(config(**numbers), world)
     return str(error.value)
 
 
 def test_the_quickstart_on_two_ranks() -> None:
     # 12 prompts x 16 = 192 images, 96 a rank, 2 updates of 6 prompts; 48 x 2 steps sampled and replayed together
-    plan = batches.plan(config(), 2)
-    assert plan == BatchPlan(**{**QUICKSTART, "rollout_micro": 96})
+    plan = flow_rl.plan(config(), 2)
+    assert plan == BatchPlan(**{**QUICKSTART, "rollout_micro": 96}, exact=True)
     assert plan.exact
 
 
 def test_a_rollout_batch_of_its_own_is_not_exact() -> None:
-    plan = batches.plan(config(rollout=32), 2)
-    assert plan == BatchPlan(**{**QUICKSTART, "rollout_micro": 32})
+    plan = flow_rl.plan(config(rollout=32), 2)
+    assert plan == BatchPlan(**{**QUICKSTART, "rollout_micro": 32}, exact=False)
     assert not plan.exact
-    assert batches.plan(config(rollout=96), 2).exact
+    assert flow_rl.plan(config(rollout=96), 2).exact
 
 
 def test_a_window_of_all_steps() -> None:
     cfg = config(micro=16)
     cfg.rollout.sde_window_size = None
     cfg.rollout.sde_window_range = [1, 4]
-    assert batches.plan(cfg, 1).window == 3
-    assert batches.plan(cfg, 1).rollout_micro == 48
+    assert flow_rl.plan(cfg, 1).actions == 3
+    assert flow_rl.plan(cfg, 1).rollout_micro == 48
 
 
 def test_a_share_of_the_stochastic_steps() -> None:
     cfg = config(micro=16)
     cfg.rollout.sde_window_size, cfg.rollout.timestep_fraction = None, 0.34
-    plan = batches.plan(cfg, 1)
-    assert (plan.stochastic, plan.window, plan.rollout_micro) == (9, 3, 48)
+    plan = flow_rl.plan(cfg, 1)
+    assert (flow_rl.stochastic_steps(cfg), plan.actions, plan.rollout_micro) == (9, 3, 48)
     assert plan.exact
 
 
-def job(tmp_path: Path, *overrides: str) -> TrainConfig:
+def job(tmp_path: Path, *overrides: str) -> FlowRLConfig:
     return load(
-        TrainConfig,
+        FlowRLConfig,
         None,
         [
             "model.path=model",
@@ -145,7 +145,7 @@ def job(tmp_path: Path, *overrides: str) -> TrainConfig:
 )
 def test_samplers_that_make_no_sense(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        batches.check(job(tmp_path, *overrides))
+        flow_rl.check_config(job(tmp_path, *overrides))
     assert str(error.value) == message
 
 
@@ -162,7 +162,7 @@ def test_samplers_that_make_no_sense(overrides: tuple[str, ...], message: str, t
     ],
 )
 def test_samplers_that_make_sense(overrides: tuple[str, ...], tmp_path: Path) -> None:
-    batches.check(job(tmp_path, *overrides))
+    flow_rl.check_config(job(tmp_path, *overrides))
 
 
 @pytest.mark.parametrize(
@@ -183,38 +183,38 @@ def test_samplers_that_make_sense(overrides: tuple[str, ...], tmp_path: Path) ->
         (
             4,
             {"n": 3, "micro": 1, "window": 1},
-            "actor.ppo_mini_batch_size: 6 prompts x rollout.n 3 = 18 images of an update do not divide over 4 ranks; "
+            "actor.ppo_mini_batch_size: 6 prompts x rollout.n 3 = 18 samples of an update do not divide over 4 ranks; "
             "nearest that work: actor.ppo_mini_batch_size=4 or 12",
         ),
         (
             5,  # no mini-batch of 12 prompts x 16 images divides by 5
             {"micro": 6},
-            "actor.ppo_mini_batch_size: 6 prompts x rollout.n 16 = 96 images of an update do not divide over 5 ranks; "
+            "actor.ppo_mini_batch_size: 6 prompts x rollout.n 16 = 96 samples of an update do not divide over 5 ranks; "
             "nearest that work: rollout.n=15 or 20",
         ),
         (
             2,
             {"micro": 5},
-            "actor.ppo_micro_batch_size_per_gpu: 5 does not divide the 48 images of an update on a rank "
-            "(6 prompts x rollout.n 16 = 96 images of an update / 2 ranks); "
+            "actor.ppo_micro_batch_size_per_gpu: 5 does not divide the 48 samples of an update on a rank "
+            "(6 prompts x rollout.n 16 = 96 samples of an update / 2 ranks); "
             "nearest that work: actor.ppo_micro_batch_size_per_gpu=4 or 6",
         ),
         (
             2,
             {"micro": 48, "window": 3},
             "actor.ppo_micro_batch_size_per_gpu: 48 x 3 trained steps = 144, the rollout's micro-batch, does not divide the "
-            "96 images of a rank; nearest that work: actor.ppo_micro_batch_size_per_gpu=16",
+            "96 samples of a rank; nearest that work: actor.ppo_micro_batch_size_per_gpu=16",
         ),
         (
             1,  # 4 images, windows of 3: no micro-batch times 3 divides them
             {"prompts": 2, "n": 2, "mini": 2, "micro": 1, "window": 3},
             "actor.ppo_micro_batch_size_per_gpu: 1 x 3 trained steps = 3, the rollout's micro-batch, does not divide the "
-            "4 images of a rank; nearest that work: rollout.micro_batch_size_per_gpu=2 or 4",
+            "4 samples of a rank; nearest that work: rollout.micro_batch_size_per_gpu=2 or 4",
         ),
         (
             2,
             {"rollout": 36},
-            "rollout.micro_batch_size_per_gpu: 36 does not divide the 96 images of a rank; "
+            "rollout.micro_batch_size_per_gpu: 36 does not divide the 96 samples of a rank; "
             "nearest that work: rollout.micro_batch_size_per_gpu=32 or 48",
         ),
         (
@@ -262,7 +262,7 @@ def test_every_suggestion_works_and_is_the_nearest() -> None:
             "rollout": draw.choice([None, None, 1, 4, 9]),
         }
         if splits(world, **numbers):
-            batches.plan(config(**numbers), world)
+            flow_rl.plan(config(**numbers), world)
             continue
         refused += 1
         what, _, advice = refusal(world, **numbers).partition("; nearest that work: ")
@@ -275,7 +275,7 @@ def test_every_suggestion_works_and_is_the_nearest() -> None:
             changed[KEYS[also]] = int(also_value)
         named, suggested = KEYS[key], [int(v) for v in values if v is not None]
         for value in suggested:
-            plan = batches.plan(config(**{**changed, named: value}), world)
+            plan = flow_rl.plan(config(**{**changed, named: value}), world)
             assert splits(world, **{**changed, named: value}), advice
             assert plan.per_rank * world == plan.samples
         own = numbers[named] or numbers["micro"] * numbers["window"]
@@ -290,23 +290,23 @@ def test_every_suggestion_works_and_is_the_nearest() -> None:
 # --- pairs
 
 
-def pairs(**numbers: Any) -> TrainConfig:
+def pairs(**numbers: Any) -> FlowRLConfig:
     """diffusion_dpo: the best and the worst of a prompt's images, at two noise levels, are trained as one."""
     cfg = config(**numbers)
-    cfg.algorithm = diffusion_dpo.Config()
+    cfg.algorithm = diffusion_dpo.Config(name="diffusion_dpo")
     return cfg
 
 
 def test_the_units_of_pairs() -> None:
     """12 prompts x 16 images in 2 updates: a rank trains 3 pairs an update, and views all 6 at once."""
-    plan = batches.plan(pairs(micro=4, rollout=8), 2)
+    plan = flow_rl.plan(pairs(micro=4, rollout=8), 2)
     assert (plan.per_rank, plan.units, plan.together) == (96, 6, 2)
     assert (plan.micro_units, plan.passes, plan.trained) == (2, 2, 12)
     assert (plan.view_passes, plan.view_micro, plan.viewed) == (3, 4, 12)
     assert [plan.first(passes) for passes in (1, 2)] == [4, 6]  # the last micro-batch is a single pair
     for micro, units in ((1, 1), (3, 1), (6, 3), (48, 24)):
-        assert batches.plan(pairs(micro=micro, rollout=8), 2).micro_units == units
-    plain = batches.plan(config(micro=12), 2)
+        assert flow_rl.plan(pairs(micro=micro, rollout=8), 2).micro_units == units
+    plain = flow_rl.plan(config(micro=12), 2)
     assert (plain.micro_units, plain.passes, plain.trained, plain.view_passes, plain.viewed) == (12, 4, 96, 8, 96)
 
 
@@ -314,10 +314,10 @@ def test_views_of_every_epoch() -> None:
     """Those of the forward process, whose noise is another."""
     cfg = pairs(micro=4, rollout=8)
     cfg.actor.ppo_epochs = 3
-    plan = batches.plan(cfg, 2)
+    plan = flow_rl.plan(cfg, 2)
     assert (plan.trained, plan.view_rounds, plan.view_passes, plan.viewed) == (36, 3, 9, 36)
     cfg.algorithm = flow_grpo.Config()
-    plan = batches.plan(cfg, 2)
+    plan = flow_rl.plan(cfg, 2)
     assert (plan.trained, plan.view_rounds, plan.view_passes, plan.viewed) == (288, 1, 24, 96)
 
 
@@ -345,7 +345,7 @@ def test_views_of_every_epoch() -> None:
         (
             3,
             {"prompts": 4, "n": 2, "mini": 4, "micro": 1, "rollout": 1},
-            "actor.ppo_mini_batch_size: 4 prompts x rollout.n 2 = 8 images of an update do not divide over 3 ranks; "
+            "actor.ppo_mini_batch_size: 4 prompts x rollout.n 2 = 8 samples of an update do not divide over 3 ranks; "
             "nearest that work: actor.ppo_mini_batch_size=3 with data.train_batch_size=3 or 6",
         ),
         (
@@ -358,7 +358,7 @@ def test_views_of_every_epoch() -> None:
 )
 def test_pairs_that_do_not_divide(world: int, numbers: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        batches.plan(pairs(**numbers), world)
+        flow_rl.plan(pairs(**numbers), world)
     assert str(error.value) == message
 
 
@@ -375,7 +375,7 @@ def test_every_suggestion_for_pairs_works() -> None:
             "rollout": draw.choice([None, 1, 4, 9]),
         }
         try:
-            plan = batches.plan(pairs(**numbers), world)
+            plan = flow_rl.plan(pairs(**numbers), world)
         except ConfigError as error:
             advice = str(error).partition("; nearest that work: ")[2]
         else:
@@ -388,7 +388,7 @@ def test_every_suggestion_for_pairs_works() -> None:
         assert "rollout.n" not in (also, key)  # which pairs of the data do not leave open
         changed = numbers if also is None else {**numbers, KEYS[also]: int(also_value)}
         for value in (int(v) for v in values if v is not None):
-            batches.plan(pairs(**{**changed, KEYS[key]: value}), world)
+            flow_rl.plan(pairs(**{**changed, KEYS[key]: value}), world)
     assert refused > 200
 
 
@@ -396,9 +396,9 @@ def test_a_smaller_world_that_pairs_do_not_fit_is_warned_of(caplog: pytest.LogCa
     """Where nodes may come and go, a world in which the job would end is no reason not to start."""
     cfg = pairs(prompts=4, n=2, mini=4, micro=1, rollout=1)
     launch = mesh.Launch(0, 4, 0, 1, nodes="3:4")
-    mesh.check_elastic(cfg, launch, lambda size: batches.plan(cfg, size))
+    mesh.check_elastic(cfg, launch, lambda size: flow_rl.plan(cfg, size))
     assert (
-        "with 3 ranks the job would end: actor.ppo_mini_batch_size: 4 prompts x rollout.n 2 = 8 images" in caplog.text
+        "with 3 ranks the job would end: actor.ppo_mini_batch_size: 4 prompts x rollout.n 2 = 8 samples" in caplog.text
     )
     assert "actor.ppo_mini_batch_size=3 with data.train_batch_size=3 or 6" in caplog.text
 
@@ -448,13 +448,13 @@ def test_a_smaller_world_that_pairs_do_not_fit_is_warned_of(caplog: pytest.LogCa
 )
 def test_impossible_combinations(changes: dict[str, Any], message: str) -> None:
     cfg = config()
-    batches.check(cfg)
+    flow_rl.check_config(cfg)
     for key, value in changes.items():
         section, _, name = key.partition(".")
         assert name in vars(vars(cfg)[section])
         setattr(vars(cfg)[section], name, value)
     with pytest.raises(ConfigError) as error:
-        batches.check(cfg)
+        flow_rl.check_config(cfg)
     assert str(error.value) == message
 
 
@@ -462,17 +462,17 @@ def test_the_last_step_is_fine_under_the_other_types() -> None:
     for kind in ("sde", "dance_sde"):
         cfg = config()
         cfg.rollout.sde_type, cfg.rollout.sde_window_range = kind, [8, 10]
-        batches.check(cfg)
+        flow_rl.check_config(cfg)
 
 
 def test_a_folder_for_the_run_that_cannot_be(tmp_path: Path) -> None:
     cfg = config()
     for good in (tmp_path, tmp_path / "new" / "deep", Path("outputs") / "x"):
         cfg.trainer.output_dir = str(good)
-        batches.check(cfg)
+        flow_rl.check_config(cfg)
     (tmp_path / "file").write_text("")
     for bad in (tmp_path / "file", tmp_path / "file" / "deep"):
         cfg.trainer.output_dir = str(bad)
         with pytest.raises(ConfigError) as error:
-            batches.check(cfg)
+            flow_rl.check_config(cfg)
         assert str(error.value) == f"trainer.output_dir: '{bad}' cannot be a folder: {tmp_path}/file is a file"

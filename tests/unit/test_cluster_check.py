@@ -1,4 +1,4 @@
-"""What the check of a cluster says about made-up machines, line by line, and what it sees of this one."""
+"""Findings of the cluster check about made-up machines, line by line, and its facts about this one."""
 
 import dataclasses
 import os
@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from phalanx.cluster import facts, judge
-from phalanx.cluster.facts import Gpu, Machine, PathFact, Place, Seat
+from phalanx.cluster import diagnose, facts
+from phalanx.cluster.facts import Gpu, GpuInfo, Machine, PathFact, RankInfo
 from phalanx.cluster.measure import wrong_sum
+from phalanx.cluster.messages import difference, listed, name_nodes, reason, spans
 from phalanx.cluster.table import table
-from phalanx.cluster.words import difference, listed, name_nodes, reason, spans
 from phalanx.config import ConfigError, load
 from phalanx.config.tasks import CheckClusterConfig
 from tests.ranks import ROOT
@@ -41,17 +41,17 @@ def but(**changes: object) -> Machine:
     return dataclasses.replace(MACHINE, **changes)
 
 
-def places(*counts: int, told: int | None = None, hosts: str = "abcdefgh") -> list[Place]:
+def infos(*counts: int, told: int | None = None, hosts: str = "abcdefgh") -> list[RankInfo]:
     """Ranks on hosts a, b, ..., each with its launcher's LOCAL_WORLD_SIZE."""
     on = [node for node, number in enumerate(counts) for _ in range(number)]
-    return [Place(rank, node, hosts[node], told or counts[node]) for rank, node in enumerate(on)]
+    return [RankInfo(rank, node, hosts[node], told or counts[node]) for rank, node in enumerate(on)]
 
 
-def rank_lines(ranks: list[Place], expect: int | None = None) -> list[str]:
-    return [str(finding) for finding in judge.ranks(name_nodes(ranks), ranks, expect)]
+def rank_lines(ranks: list[RankInfo], expect: int | None = None) -> list[str]:
+    return [str(finding) for finding in diagnose.ranks(name_nodes(ranks), ranks, expect)]
 
 
-def lines(findings: Iterable[judge.Finding]) -> list[str]:
+def lines(findings: Iterable[diagnose.Finding]) -> list[str]:
     return [str(finding) for finding in findings]
 
 
@@ -59,50 +59,50 @@ def lines(findings: Iterable[judge.Finding]) -> list[str]:
 
 
 def test_ranks_that_are_as_expected() -> None:
-    assert rank_lines(places(8, 8, 8, 8), expect=32) == ["ok       ranks: 32 on 4 nodes, 8 on each"]
-    assert rank_lines(places(2)) == ["ok       ranks: 2 on 1 node"]
-    assert judge.regular(name_nodes(places(2, 2)), places(2, 2))
+    assert rank_lines(infos(8, 8, 8, 8), expect=32) == ["ok       ranks: 32 on 4 nodes, 8 on each"]
+    assert rank_lines(infos(2)) == ["ok       ranks: 2 on 1 node"]
+    assert diagnose.regular(name_nodes(infos(2, 2)), infos(2, 2))
 
 
 def test_too_few_ranks() -> None:
-    assert rank_lines(places(8, 8), expect=32) == [
+    assert rank_lines(infos(8, 8), expect=32) == [
         "FAIL     ranks: 16 came, but expect=32: 8 on a and 8 on b; check NNODES and NPROC_PER_NODE on every node"
     ]
 
 
 def test_unequal_nodes() -> None:
-    assert rank_lines(places(8, 4, 8)) == [
+    assert rank_lines(infos(8, 4, 8)) == [
         "FAIL     ranks: 4 on b, but 8 on the others; give every node the same NPROC_PER_NODE"
     ]
-    assert not judge.regular(name_nodes(places(8, 4, 8)), places(8, 4, 8))
+    assert not diagnose.regular(name_nodes(infos(8, 4, 8)), infos(8, 4, 8))
 
 
 def test_a_launcher_that_counts_wrong() -> None:
-    assert rank_lines(places(2, 2, told=4)) == [
+    assert rank_lines(infos(2, 2, told=4)) == [
         "FAIL     ranks: 2 on a and 2 on b, but LOCAL_WORLD_SIZE=4; the launcher must set it to the number of ranks on a node"
     ]
-    assert not judge.regular(name_nodes(places(2, 2, told=4)), places(2, 2, told=4))
+    assert not diagnose.regular(name_nodes(infos(2, 2, told=4)), infos(2, 2, told=4))
 
 
 def test_ranks_that_are_dealt_out_like_cards() -> None:
-    dealt = [Place(rank, rank % 2, "ab"[rank % 2], 2) for rank in range(4)]
+    dealt = [RankInfo(rank, rank % 2, "ab"[rank % 2], 2) for rank in range(4)]
     assert rank_lines(dealt) == [
         "FAIL     ranks: ranks 0, 2 on a and ranks 1, 3 on b; number them node by node, as srun --distribution=block does"
     ]
-    assert not judge.regular(name_nodes(dealt), dealt)
+    assert not diagnose.regular(name_nodes(dealt), dealt)
 
 
 def test_ranks_that_never_came() -> None:
     nodes = {"a": [0, 1], "b": [2]}
-    assert str(judge.absent(6, nodes, 60, "MASTER_ADDR=a, MASTER_PORT=29500")) == (
+    assert str(diagnose.absent(6, nodes, 60, "MASTER_ADDR=a, MASTER_PORT=29500")) == (
         "FAIL     ranks: 3 of 6 came within 60 s: ranks 0-1 on a and rank 2 on b; look at the logs of ranks 3-5, and whether "
         "their machines reach MASTER_ADDR=a, MASTER_PORT=29500 through the firewalls"
     )
 
 
 def test_nodes_are_called_by_host_and_by_number_where_that_is_not_enough() -> None:
-    assert name_nodes(places(2, 1)) == {"a": [0, 1], "b": [2]}
-    assert name_nodes(places(2, 1, 1, hosts="vvw")) == {"v (node 0)": [0, 1], "v (node 1)": [2], "w": [3]}
+    assert name_nodes(infos(2, 1)) == {"a": [0, 1], "b": [2]}
+    assert name_nodes(infos(2, 1, 1, hosts="vvw")) == {"v (node 0)": [0, 1], "v (node 1)": [2], "w": [3]}
 
 
 # -- machines ---------------------------------------------------------------------------------------------------------
@@ -110,10 +110,10 @@ def test_nodes_are_called_by_host_and_by_number_where_that_is_not_enough() -> No
 
 def test_versions() -> None:
     same = "phalanx 0.1.0 (source abc), python 3.11.7, torch 2.13.0"
-    assert lines(judge.versions({"a": MACHINE})) == [f"ok       versions: {same}"]
-    assert lines(judge.versions(machines())) == [f"ok       versions: {same}, the same on all nodes"]
+    assert lines(diagnose.versions({"a": MACHINE})) == [f"ok       versions: {same}"]
+    assert lines(diagnose.versions(machines())) == [f"ok       versions: {same}, the same on all nodes"]
     odd = machines(b=but(versions={**MACHINE.versions, "torch": "2.12.0", "python": "3.12.1"}))
-    assert lines(judge.versions(odd)) == [
+    assert lines(diagnose.versions(odd)) == [
         "warning  versions: python is 3.12.1 on b, but 3.11.7 on the others; install the same one on all nodes",
         "FAIL     versions: torch is 2.12.0 on b, but 2.13.0 on the others; install the same one on all nodes",
         "ok       versions: phalanx 0.1.0 (source abc), the same on all nodes",
@@ -128,114 +128,114 @@ def test_difference() -> None:
 
 def test_configurations_that_differ() -> None:
     odd = machines(c=but(settings={"trainer.seed": "1"}))
-    assert lines(judge.settings(machines())) == ["ok       configuration: 2 keys, the same on all nodes"]
-    assert lines(judge.settings(odd)) == [
+    assert lines(diagnose.settings(machines())) == ["ok       configuration: 2 keys, the same on all nodes"]
+    assert lines(diagnose.settings(odd)) == [
         "FAIL     configuration: optim.lr is not set on c, but 0.1 on the others; give every node the same file and overrides",
         "FAIL     configuration: trainer.seed is 1 on c, but 0 on the others; give every node the same file and overrides",
     ]
 
 
-def seats(**changes: Seat) -> dict[int, Seat]:
+def gpu_infos(**changes: GpuInfo) -> dict[int, GpuInfo]:
     """Six ranks with a GPU each; `changes` by `r` and the rank."""
-    usual = {rank: Seat(2, Gpu("H100", f"uuid-{rank}", 80.0, 79.0, "")) for rank in range(6)}
-    return usual | {int(name[1:]): seat for name, seat in changes.items()}
+    usual = {rank: GpuInfo(2, Gpu("H100", f"uuid-{rank}", 80.0, 79.0, "")) for rank in range(6)}
+    return usual | {int(name[1:]): info for name, info in changes.items()}
 
 
 def test_gpus_that_are_right() -> None:
-    assert lines(judge.gpus(NODES, seats())) == [
+    assert lines(diagnose.gpus(NODES, gpu_infos())) == [
         "ok       GPUs: 2 x H100 on each node, 90 % or more of their memory free"
     ]
-    none = dict.fromkeys(range(6), Seat(0, None))
-    assert lines(judge.gpus(NODES, none)) == ["ok       GPUs: none; all ranks run on CPUs"]
+    none = dict.fromkeys(range(6), GpuInfo(0, None))
+    assert lines(diagnose.gpus(NODES, none)) == ["ok       GPUs: none; all ranks run on CPUs"]
 
 
 def test_gpus_that_others_use() -> None:
-    used = Seat(2, Gpu("H100", "uuid-3", 80.0, 12.14, "python (process 77, 66000 MiB)"))
-    assert lines(judge.gpus(NODES, seats(r3=used))) == [
-        "warning  GPUs: rank 3 on b: 12.1 of 80.0 GB free, held by python (process 77, 66000 MiB); end what else runs there"
+    used = GpuInfo(2, Gpu("H100", "uuid-3", 80.0, 12.14, "python (process 77, 66000 MiB)"))
+    assert lines(diagnose.gpus(NODES, gpu_infos(r3=used))) == [
+        "warning  GPUs: rank 3 on b: 12.1 of 80.0 GB free, held by python (process 77, 66000 MiB); stop what else runs there"
     ]
 
 
 def test_ranks_without_a_gpu() -> None:
-    assert lines(judge.gpus(NODES, seats(r4=Seat(0, None), r5=Seat(0, None)))) == [
-        "FAIL     GPUs: none for ranks 4-5 on c, where torch sees 0; lower NPROC_PER_NODE, or look at nvidia-smi and "
+    assert lines(diagnose.gpus(NODES, gpu_infos(r4=GpuInfo(0, None), r5=GpuInfo(0, None)))) == [
+        "FAIL     GPUs: none for ranks 4-5 on c, where torch sees 0; lower NPROC_PER_NODE, or check nvidia-smi and "
         "CUDA_VISIBLE_DEVICES there"
     ]
 
 
 def test_ranks_that_share_a_gpu() -> None:
-    assert lines(judge.gpus(NODES, seats(r1=seats()[0]))) == [
-        "FAIL     GPUs: ranks 0-1 on a share one; each needs a LOCAL_RANK of its own, and all GPUs of the node in sight"
+    assert lines(diagnose.gpus(NODES, gpu_infos(r1=gpu_infos()[0]))) == [
+        "FAIL     GPUs: ranks 0-1 on a share one; each needs a LOCAL_RANK of its own, and must see all GPUs of the node"
     ]
 
 
 def test_gpus_of_two_kinds() -> None:
-    old = Seat(2, Gpu("A100", "uuid-old", 80.0, 80.0, ""))
-    assert lines(judge.gpus(NODES, seats(r2=old))) == [
+    old = GpuInfo(2, Gpu("A100", "uuid-old", 80.0, 80.0, ""))
+    assert lines(diagnose.gpus(NODES, gpu_infos(r2=old))) == [
         "warning  GPUs: 1 x A100, 1 x H100 on b, but 2 x H100 on the others; the slowest sets the pace, the smallest the batch"
     ]
 
 
 def test_memory() -> None:
-    assert lines(judge.memory({"a": MACHINE})) == ["ok       memory: 90.0 GB free, 50.0 GB in /dev/shm"]
+    assert lines(diagnose.memory({"a": MACHINE})) == ["ok       memory: 90.0 GB free, 50.0 GB in /dev/shm"]
     odd = machines(a=but(memory_free_gb=9.9), b=but(shm_free_gb=0.064))
-    assert lines(judge.memory(odd)) == [
-        "warning  memory: 9.9 of 100.0 GB free on a; end what else runs there",
-        "warning  memory: 0.06 GB free in /dev/shm on b; NCCL wants 1 GB: start the container with --shm-size=16g or --ipc=host",
+    assert lines(diagnose.memory(odd)) == [
+        "warning  memory: 9.9 of 100.0 GB free on a; stop what else runs there",
+        "warning  memory: 0.06 GB free in /dev/shm on b; NCCL needs 1 GB: start the container with --shm-size=16g or --ipc=host",
     ]
 
 
 def test_limits() -> None:
-    assert lines(judge.limits(machines(), 32)) == ["ok       limits: 1024 open files"]
+    assert lines(diagnose.limits(machines(), 32)) == ["ok       limits: 1024 open files"]
     infiniband = machines(c=but(open_files=4096, infiniband=True))
-    assert lines(judge.limits(infiniband, 64)) == [
+    assert lines(diagnose.limits(infiniband, 64)) == [
         "warning  limits: 1024 open files on a and b; 64 ranks may need 2048: ulimit -n 2048",
         "warning  limits: there is InfiniBand, but locked memory is limited on c: ulimit -l unlimited, or memlock in "
         "/etc/security/limits.conf",
     ]
     unlimited = machines(c=but(infiniband=True, locked_gb=None))
-    assert lines(judge.limits(unlimited, 32)) == ["ok       limits: 1024 open files"]
+    assert lines(diagnose.limits(unlimited, 32)) == ["ok       limits: 1024 open files"]
 
 
 def test_paths() -> None:
-    assert lines(judge.paths(machines())) == [
+    assert lines(diagnose.paths(machines())) == [
         "ok       paths: model.path and data.train_files[0] can be read, the same on all nodes"
     ]
-    assert lines(judge.paths({"a": but(paths={})})) == [
-        "ok       paths: none to look at; give model.path and data.train_files, or a training configuration"
+    assert lines(diagnose.paths({"a": but(paths={})})) == [
+        "ok       paths: nothing to check; give model.path and data.train_files, or a training configuration"
     ]
     gone = PathFact("/m", problem="'/m': no such folder")
     odd = machines(
         b=but(paths={"model.path": gone, "data.train_files[0]": PathFact("/d.txt", 19)}),
         c=but(paths={"model.path": gone, "data.train_files[0]": PathFact("/d.txt", 20)}),
     )
-    assert lines(judge.paths(odd)) == [
+    assert lines(diagnose.paths(odd)) == [
         "FAIL     paths: model.path: '/m': no such folder (on b and c)",
-        "FAIL     paths: data.train_files[0]: /d.txt has 19 bytes on b, but 20 bytes on the others; copy it anew, or share it",
+        "FAIL     paths: data.train_files[0]: /d.txt has 19 bytes on b, but 20 bytes on the others; copy it again, or share it",
     ]
 
 
 def test_a_hub_model_that_is_not_everywhere() -> None:
     odd = machines(c=but(paths={"model.path": PathFact("org/model", here=False)}))
-    assert lines(judge.paths(odd))[0] == (
-        "warning  paths: model.path: org/model is not whole in the hub's cache of c; every rank there would download it: "
+    assert lines(diagnose.paths(odd))[0] == (
+        "warning  paths: model.path: org/model is incomplete in the hub's cache of c; every rank there would download it: "
         "run hf download org/model there first"
     )
 
 
 def test_disk() -> None:
-    assert lines(judge.disk(machines(), "/out", 50)) == ["ok       disk: 500.0 GB free at /out"]
-    assert lines(judge.disk(machines(b=but(disk_free_gb=3.21)), "/out", 50)) == [
+    assert lines(diagnose.disk(machines(), "/out", 50)) == ["ok       disk: 500.0 GB free at /out"]
+    assert lines(diagnose.disk(machines(b=but(disk_free_gb=3.21)), "/out", 50)) == [
         "warning  disk: 3.2 GB free at /out on b, less than min_free_gb=50; checkpoints may not fit"
     ]
 
 
 def test_shared_disk() -> None:
-    assert str(judge.shared("/out", {"a": []}, 10)) == "ok       shared disk: /out can be written"
-    assert str(judge.shared("/out", {"a": [], "b": []}, 10)) == (
+    assert str(diagnose.shared("/out", {"a": []}, 10)) == "ok       shared disk: /out can be written"
+    assert str(diagnose.shared("/out", {"a": [], "b": []}, 10)) == (
         "ok       shared disk: /out can be written and is the same on all nodes"
     )
-    assert str(judge.shared("/out", {"a": ["c"], "b": [], "c": ["a"]}, 10)) == (
+    assert str(diagnose.shared("/out", {"a": ["c"], "b": [], "c": ["a"]}, 10)) == (
         "FAIL     shared disk: /out: a does not see what c wrote and c does not see what a wrote within 10 s; "
         "trainer.output_dir must be on a file system that all nodes share"
     )
@@ -245,9 +245,9 @@ def test_shared_disk() -> None:
 
 
 def test_clocks() -> None:
-    assert lines(judge.clocks({"a": 0.0})) == []
-    assert lines(judge.clocks({"a": 0.0, "b": -0.25, "c": 0.0})) == ["ok       clocks: within 0.250 s of a"]
-    assert lines(judge.clocks({"a": 0.0, "b": -3.24, "c": 61.0})) == [
+    assert lines(diagnose.clocks({"a": 0.0})) == []
+    assert lines(diagnose.clocks({"a": 0.0, "b": -0.25, "c": 0.0})) == ["ok       clocks: within 0.250 s of a"]
+    assert lines(diagnose.clocks({"a": 0.0, "b": -3.24, "c": 61.0})) == [
         "warning  clocks: b is 3.2 s behind a; logs and file times will not match: run an NTP client (chrony)",
         "warning  clocks: c is 61.0 s ahead of a; logs and file times will not match: run an NTP client (chrony)",
     ]
@@ -259,28 +259,28 @@ def test_sums() -> None:
     right[4] += 1
     problem = wrong_sum(right, 2)
     assert problem == "1 of 10 sums are wrong; the first is 16 and should be 15"
-    assert str(judge.sums(NODES, {0: None, 1: problem, 2: None})) == (
+    assert str(diagnose.sums(NODES, {0: None, 1: problem, 2: None})) == (
         f"FAIL     all-reduce: wrong on rank 1 on a: {problem}; suspect a GPU, a cable or the network's driver"
     )
-    assert str(judge.sums(NODES, dict.fromkeys(range(6)))) == "ok       all-reduce: right on 6 ranks"
+    assert str(diagnose.sums(NODES, dict.fromkeys(range(6)))) == "ok       all-reduce: correct on 6 ranks"
 
 
 def test_bandwidth() -> None:
     usual = {"all": 40.0, "node": 200.0, "link": 25.0}
     measured = dict.fromkeys(range(6), usual)
-    assert lines(judge.bandwidths(NODES, measured)) == [
+    assert lines(diagnose.bandwidths(NODES, measured)) == [
         "ok       bandwidth: all-reduce over all ranks 40 GB/s, inside a node 200 GB/s, from node to node 50 GB/s"
     ]
     slow = {**measured, 2: {**usual, "node": 119.0}, 4: {**usual, "link": 2.0}}
-    assert lines(judge.bandwidths(NODES, slow))[1:] == [
+    assert lines(diagnose.bandwidths(NODES, slow))[1:] == [
         "warning  bandwidth: b has 119 GB/s inside, the median is 200; all nodes will wait",
         "warning  bandwidth: c gets 27 GB/s from b, the median is 50; all nodes will wait",
     ]
     pair = {"all": 1.5, "node": 1.6}
-    assert lines(judge.bandwidths({"a": [0, 1]}, {0: pair, 1: pair})) == [
+    assert lines(diagnose.bandwidths({"a": [0, 1]}, {0: pair, 1: pair})) == [
         "ok       bandwidth: all-reduce over all ranks 1.5 GB/s"
     ]
-    assert lines(judge.bandwidths({"a": [0]}, {0: {}})) == []
+    assert lines(diagnose.bandwidths({"a": [0]}, {0: {}})) == []
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -299,7 +299,7 @@ def test_words() -> None:
 def test_table() -> None:
     rates = {"all": 40.0, "node": 200.0, "link": 25.0}
     ahead = {"a": 0.0, "b": -0.25, "c": 1.5}
-    text = table(NODES, machines(), seats(), ahead, dict.fromkeys(range(6), rates))
+    text = table(NODES, machines(), gpu_infos(), ahead, dict.fromkeys(range(6), rates))
     assert [line.split() for line in text.splitlines()][1:] == [
         [*f"{name} {ranks} 2 x H100 79.0 of 80.0 90.0 of 100.0 50.0 500.0 {clock} 200 50".split()]
         for name, ranks, clock in (("a", "0-1", "+0.000"), ("b", "2-3", "-0.250"), ("c", "4-5", "+1.500"))

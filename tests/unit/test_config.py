@@ -10,24 +10,36 @@ import pytest
 
 from phalanx.cli import parse
 from phalanx.config import ConfigError, load, save
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.load import arg, help_text, resolve_registry, rows
-from phalanx.config.schema import FlowMatchingTaskConfig, TrainConfig
-from phalanx.config.tasks import SampleConfig
+from phalanx.config.run import ModelConfig, RunConfig
+from phalanx.config.tasks import SampleConfig, read_run
 from tests.ranks import ROOT, launch_environment
 
 ALGORITHM = """
 from __future__ import annotations
 from dataclasses import dataclass
+from phalanx.algorithms import GroupAlgorithm
 from phalanx.config.load import arg
-from phalanx.config.schema import AlgorithmConfig
+from phalanx.config.run import AlgorithmConfig
 
 @dataclass
 class Config(AlgorithmConfig):
     temperature: float = arg(0.5, "how hot", gt=0)
     plain: int = 3
 
-class Rule:
-    pass
+class Algorithm(GroupAlgorithm):
+    def __init__(self, config):
+        self.config = config
+
+    def advantage(self, reward, group_id):
+        return reward - reward.mean()
+
+    def sample_mask(self, reward, group_id):
+        return reward == reward
+
+    def loss(self, policy, batch):
+        return -batch.advantage[:, None] * policy.replay(batch.trace).log_prob, {}
 """
 SECTIONS = "model, parallel, data, rollout, optim, reward, trainer, algorithm, actor"
 ALGORITHM_KEYS = (
@@ -36,8 +48,8 @@ ALGORITHM_KEYS = (
 )
 
 
-def train(*overrides: str, path: Path | str | None = None) -> TrainConfig:
-    return load(TrainConfig, None if path is None else str(path), ["model.path=x", *overrides])
+def train(*overrides: str, path: Path | str | None = None) -> FlowRLConfig:
+    return load(FlowRLConfig, None if path is None else str(path), ["model.path=x", *overrides])
 
 
 def refusal(*overrides: str, path: Path | str | None = None) -> str:
@@ -64,7 +76,7 @@ def test_defaults_and_differences(yaml_file: Path) -> None:
         "algorithm: {clip_ratio: 1e-5}\n"
         "reward:\n  functions:\n    - {name: ocr, kwargs: {scale: 1e-3, words: [a, b]}}\n    - {path: 'm:f', weight: -1}\n"
     )
-    cfg = load(TrainConfig, str(yaml_file), [])
+    cfg = load(FlowRLConfig, str(yaml_file), [])
     assert (cfg.model.path, cfg.model.lora_rank, cfg.model.dtype) == ("folder", 8, "bfloat16")
     assert (cfg.optim.lr, cfg.optim.betas) == (2e-4, [0.8, 1.0])
     assert (cfg.rollout.val.n, cfg.rollout.val.seed) == (3, 1234)
@@ -92,13 +104,30 @@ def test_overrides_win_in_their_order(yaml_file: Path) -> None:
     ]
 
 
-def test_texts_stand_for_numbers_but_not_the_other_way_round() -> None:
+def test_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of OmegaConf: texts stand for numbers and words for truth values, but 1.0 and true for no integer."""
     cfg = train(
         "optim.lr='3e-4'", "actor.ema.decay=.5", "trainer.seed='7'", "parallel.timeout_s=60", "model.compile=yes"
     )
     assert (cfg.optim.lr, cfg.actor.ema.decay, cfg.trainer.seed, cfg.parallel.timeout_s) == (3e-4, 0.5, 7, 60.0)
     assert cfg.model.compile is True
     assert type(cfg.parallel.timeout_s) is float
+    assert train("model.compile=5").model.compile is True
+    assert [train(f"trainer.experiment_name={v}").trainer.experiment_name for v in ("7", "1.5", "true")] == [
+        *["7", "1.5", "True"]
+    ]
+    for override in ("trainer.seed=1.0", "trainer.seed='7.0'", "optim.lr=true", "model.compile=t", "model.compile=1.0"):
+        assert ": expected " in refusal(override)
+    # a value is converted before another one refers to it
+    monkeypatch.setenv("PHALANX_TEST_HEIGHT", "64")
+    cfg = train(
+        "rollout.guidance_scale=4",
+        "rollout.height=${oc.env:PHALANX_TEST_HEIGHT}",
+        "trainer.experiment_name=cfg${rollout.guidance_scale}",
+        "reward.functions=[{name: ocr, kwargs: {size: '${rollout.height}'}}]",
+    )
+    assert (cfg.trainer.experiment_name, cfg.reward.functions[0].kwargs) == ("cfg4.0", {"size": 64})
+    assert train("trainer.seed=???", "optim=???").trainer.seed == 0
 
 
 def test_a_file_need_not_hold_anything(yaml_file: Path) -> None:
@@ -122,7 +151,7 @@ def test_interpolation(yaml_file: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "reward:\n  functions: [{name: ocr, weight: '${optim.lr}', kwargs: {size: '${rollout.height}'}}]\n"
         "rollout: {val: {height: '${rollout.height}'}}\n"
     )
-    cfg = load(TrainConfig, str(yaml_file), ["trainer.project_name=p", "rollout.height=64"])
+    cfg = load(FlowRLConfig, str(yaml_file), ["trainer.project_name=p", "rollout.height=64"])
     assert cfg.trainer.output_dir == "outputs/p/first"
     assert (cfg.trainer.seed, cfg.data.seed) == (11, 11)
     assert (cfg.data.train_files, cfg.data.val_files) == (["/data/a.txt", "b.txt"], ["b.txt"])
@@ -156,18 +185,46 @@ def test_the_resolved_configuration_is_saved_and_reads_as_the_same(
         *["rollout.sde_window_range=[0,5]", "trainer.experiment_name='007'", "trainer.resume='null'"],
     )
     save(cfg, tmp_path / "saved.yaml")
-    again = load(TrainConfig, str(tmp_path / "saved.yaml"), [])
+    again = load(FlowRLConfig, str(tmp_path / "saved.yaml"), [])
     assert again == cfg
     assert again.model.path == "d\u00e4ta: #1 'x'" and again.trainer.resume == "null"
     assert again.reward.functions[0].kwargs == {"a": 1e-7, "b": [1, "x"], "c": None, "d": "1e3", "e": "yes"}
     assert "${" not in (tmp_path / "saved.yaml").read_text()
 
 
+def test_the_configuration_of_a_run_is_read_as_that_of_its_kind(tmp_path: Path) -> None:
+    @dataclass
+    class OtherModelConfig(ModelConfig):
+        vocabulary: int = arg(3, "size", ge=1)
+
+    @dataclass
+    class OtherRunConfig(RunConfig):
+        model: OtherModelConfig = field(default_factory=OtherModelConfig)
+
+    file = tmp_path / "config.yaml"
+    flow = train("algorithm.name=awm", "model.family=sd3", "trainer.seed=5")
+    save(flow, file)
+    run = read_run(file, OtherRunConfig, FlowRunConfig)
+    assert type(run) is FlowRunConfig and (run.model, run.trainer) == (flow.model, flow.trainer)
+    other = load(OtherRunConfig, None, ["model.path=x", "model.vocabulary=7"])
+    save(other, file)
+    assert read_run(file, FlowRunConfig, OtherRunConfig) == other
+    for text, message in (
+        (file.read_text().replace("vocabulary: 7", "vocabulary: 0"), ": model.vocabulary: expected at least 1, got 0"),
+        ("model: {path: x}\n", " is not the configuration of a training run"),
+        ("[", " is not the configuration of a training run"),
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError) as error:
+            read_run(file, FlowRunConfig, OtherRunConfig)
+        assert str(error.value) == f"{file}{message}"
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("configs/flowgrpo/*.yaml")), ids=lambda p: p.stem)
 def test_shipped_configurations_load(path: Path, tmp_path: Path) -> None:
-    cfg = load(TrainConfig, str(path), [])
+    cfg = load(FlowRLConfig, str(path), [])
     save(cfg, tmp_path / "saved.yaml")
-    assert load(TrainConfig, str(tmp_path / "saved.yaml"), []) == cfg
+    assert load(FlowRLConfig, str(tmp_path / "saved.yaml"), []) == cfg
 
 
 def test_another_algorithm_begins_with_its_own_defaults(tmp_path: Path) -> None:
@@ -190,7 +247,7 @@ def test_an_algorithm_sets_defaults_elsewhere(tmp_path: Path) -> None:
     assert train("algorithm.name=cps", "rollout.sde_type=sde").rollout.sde_type == "sde"
     assert train("algorithm.name=sft").rollout.noise_level == 0.0
     assert train().rollout.noise_level == 0.7
-    shown = help_text(TrainConfig, "", None, ["algorithm.name=cps"])
+    shown = help_text(FlowRLConfig, "", None, ["algorithm.name=cps"])
     assert "\n  rollout.sde_type: str = cps\n" in shown
     assert "\n  rollout.noise_level: float = 0.8\n" in shown
 
@@ -200,7 +257,7 @@ def test_an_algorithm_out_of_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file.write_text(ALGORITHM)
     cfg = train(f"algorithm.name={file}", "algorithm.temperature=2")
     assert (cfg.algorithm.temperature, cfg.algorithm.plain) == (2.0, 3)
-    assert "Rule" in vars(resolve_registry("phalanx.algorithms", str(file), "algorithm.name"))
+    assert "Algorithm" in vars(resolve_registry("phalanx.algorithms", str(file), "algorithm.name"))
     assert refusal(f"algorithm.name={file}", "algorithm.temp=2") == (
         "unknown key algorithm.temp; did you mean algorithm.temperature?"
     )
@@ -208,10 +265,10 @@ def test_an_algorithm_out_of_tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "unknown key algorithm.clip_ratio; known here: name, temperature, plain"
     )
     assert refusal(f"algorithm.name={file}", "algorithm.temperature=0") == (
-        "algorithm.temperature: 0.0 should be greater than 0"
+        "algorithm.temperature: expected more than 0, got 0.0"
     )
     assert (
-        refusal(f"algorithm.name={file}", "algorithm.plain=many") == "algorithm.plain: 'many' should be a whole number"
+        refusal(f"algorithm.name={file}", "algorithm.plain=many") == "algorithm.plain: expected an integer, got 'many'"
     )
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "pack").mkdir()
@@ -226,13 +283,13 @@ def test_an_algorithm_that_is_none(tmp_path: Path) -> None:
         "",
         "Config = 3\n",
         "class Config: pass\n",
-        "from phalanx.config.schema import TrainerConfig as Config\n",
+        "from phalanx.config.run import TrainerConfig as Config\n",
     ):
         file.write_text(text)
         assert refusal(f"algorithm.name={file}") == f"algorithm.name: '{file}' has no Config, {derived}"
-    file.write_text(ALGORITHM.partition("class Rule")[0])
+    file.write_text(ALGORITHM.partition("class Algorithm")[0])
     assert refusal(f"algorithm.name={file}") == (
-        f"algorithm.name: '{file}' has no class Rule, which is made of its Config"
+        f"algorithm.name: '{file}' has no class Algorithm, which is made of its Config"
     )
     known = (
         "known: awm, cps, dance_grpo, diffusion_dpo, diffusion_nft, flow_dppo, flow_grpo, grpo_guard, mix_grpo, opd, rwr, "
@@ -244,9 +301,92 @@ def test_an_algorithm_that_is_none(tmp_path: Path) -> None:
     assert refusal("algorithm.name=zzz") == f"algorithm.name: 'zzz' is unknown; {known}"
     assert refusal("algorithm.name=no_such.module") == f"algorithm.name: 'no_such.module' is unknown; {known}"
     assert refusal(f"algorithm.name={tmp_path}/no.py") == f"algorithm.name: '{tmp_path}/no.py': no such file"
-    file.write_text("import a_module_that_is_not_there\n")
-    with pytest.raises(ModuleNotFoundError, match="a_module_that_is_not_there"):  # its author wants the traceback
+    assert refusal("algorithm.name=.flow_grpo") == (
+        f"algorithm.name: '.flow_grpo' is unknown; did you mean flow_grpo? {known}"
+    )
+
+
+def test_an_algorithm_of_the_release_before(tmp_path: Path) -> None:
+    file = tmp_path / "rule.py"
+    file.write_text(ALGORITHM.replace("class Algorithm(", "class Rule("))
+    assert refusal(f"algorithm.name={file}") == (
+        f"algorithm.name: '{file}' has class Rule, which is now called Algorithm; rename it "
+        "(GroupRule, TransitionRule, ForwardRule are GroupAlgorithm, TransitionAlgorithm, ForwardAlgorithm)"
+    )
+    file.write_text("import math\n\nfrom phalanx.algorithms import GroupRule\n")
+    assert refusal(f"algorithm.name={file}").startswith(
+        f"algorithm.name: {file}:3: phalanx.algorithms.GroupRule is now GroupAlgorithm"
+    )
+    file.write_text("from phalanx.config.schema import AlgorithmConfig\n")
+    assert refusal(f"algorithm.name={file}") == (
+        f"algorithm.name: {file}:1: phalanx.config.schema is now phalanx.config.run and phalanx.config.flow"
+    )
+
+
+def test_an_algorithm_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line names the place in the user's file, and the traceback is behind it."""
+    file = tmp_path / "broken.py"
+    for text, message in (
+        ("import math\nimport a_module_that_is_not_there\n", "2: No module named 'a_module_that_is_not_there'"),
+        ("def f():\n    from math import nope\n\nf()\n", "4: cannot import name 'nope' from 'math'"),
+        ("class Config:\n    a = (1\n", "2: '(' was never closed"),
+    ):
+        file.write_text(text)
+        assert refusal(f"algorithm.name={file}").startswith(f"algorithm.name: {file}:{message}")
+    with pytest.raises(ConfigError) as error:
         train(f"algorithm.name={file}")
+    assert isinstance(error.value.__cause__, SyntaxError)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "uses_helper.py").write_text("\nimport needy_helper.inner\n")
+    (tmp_path / "needy_helper").mkdir()
+    helper = tmp_path / "needy_helper" / "inner.py"
+    helper.write_text("import not_there\n")
+    assert refusal(f"algorithm.name={tmp_path}/uses_helper.py") == (
+        f"algorithm.name: {tmp_path}/uses_helper.py:2: No module named 'not_there'"
+    )
+    assert refusal("algorithm.name=needy_helper.inner") == f"algorithm.name: {helper}:1: No module named 'not_there'"
+    helper.write_text("x = = 1\n")
+    assert refusal(f"algorithm.name={tmp_path}/uses_helper.py") == f"algorithm.name: {helper}:1: invalid syntax"
+
+
+def test_an_algorithm_that_is_bare_or_contradicts_itself(tmp_path: Path) -> None:
+    from phalanx import algorithms
+
+    file = tmp_path / "my_rule.py"
+    here = f"algorithm.name: '{file}'"
+    head = ALGORITHM.partition("class Algorithm")[0]
+    file.write_text(head + "class Algorithm:\n    pass\n")
+    assert refusal(f"algorithm.name={file}") == (
+        f"{here}: class Algorithm lacks levels, behaviour, references, averages, teachers, samples_per_unit, "
+        "needs_reward, advantage, sample_mask, units, decay, corrupt, reference_output, loss; derive it from "
+        "GroupAlgorithm, TransitionAlgorithm or ForwardAlgorithm of phalanx.algorithms"
+    )
+    file.write_text(head + "from phalanx.algorithms import TransitionAlgorithm as T\nclass Algorithm(T):\n    pass\n")
+    assert refusal(f"algorithm.name={file}").startswith(f"{here}: class Algorithm lacks surrogate; derive it")
+    file.write_text(head + "Algorithm = 3\n")
+    assert refusal(f"algorithm.name={file}") == f"{here}: class Algorithm is not a class"
+    for old, new in (("counts", "sample_mask"), ("others", "references"), ("forward", "levels")):
+        file.write_text(ALGORITHM + f"\n    {old} = ()\n")
+        assert refusal(f"algorithm.name={file}") == (
+            f"{here}: class Algorithm has {old}, which is now called {new}; rename it"
+        )
+    for line, problem in (
+        ("references = ('olds',)", "references has 'olds'; expected one of policy, reference"),
+        ("behaviour = 'old'", "behaviour is 'old', which is not one of its averages"),
+        (
+            "samples_per_unit = 2",
+            "samples_per_unit is 2, and units of 2 prompts x 4 samples has shape [8, 1]; expected [2, 2]",
+        ),
+        ("advantage = lambda self, r, g: r[:3]", "advantage of 8 rewards has shape [3]; expected [8]"),
+        (
+            "advantage = lambda self, r, g: self.scale",
+            "advantage raised AttributeError: 'Algorithm' object has no attribute 'scale'",
+        ),
+    ):
+        file.write_text(ALGORITHM + f"\n    {line}\n")
+        with pytest.raises(ConfigError) as error:
+            algorithms.build(train(f"algorithm.name={file}").algorithm)
+        assert str(error.value) == f"{here}: {problem}"
 
 
 # --- what is wrong
@@ -260,54 +400,54 @@ MISTAKES = [
     (["seed=1"], "unknown key seed; did you mean one of data.seed, rollout.val.seed, reward.model.seed, trainer.seed?"),
     (["trainer.lr=1"], "unknown key trainer.lr; did you mean optim.lr?"),
     (["foo.bar=1"], f"unknown key foo; known here: {SECTIONS}"),
-    (["model.zzz=1"], "unknown key model.zzz; known here: path, family, dtype, reference_size, lora_rank, lora_alpha, lora_init, "
-     "target_modules, lora_dtype, attn_backend, gradient_checkpointing, compile"),
+    (["model.zzz=1"], "unknown key model.zzz; known here: path, dtype, lora_rank, lora_alpha, lora_init, target_modules, "
+     "lora_dtype, gradient_checkpointing, compile, family, reference_size, attn_backend"),
     (["algorithm.clip_rate=1"], "unknown key algorithm.clip_rate; did you mean algorithm.clip_ratio?"),
     (["reward.functions=[{name: ocr}, {nam: ocr}]"], "unknown key reward.functions[1].nam; did you mean reward.functions[1].name?"),
     (["trainer={sed: 3}"], "unknown key trainer.sed; did you mean trainer.seed?"),
     (["+trainer.seed=3"], "unknown key +trainer; did you mean trainer?"),
     # types
-    (["trainer.seed=abc"], "trainer.seed: 'abc' should be a whole number"),
-    (["trainer.seed=1.5"], "trainer.seed: 1.5 should be a whole number"),
-    (["trainer.seed=true"], "trainer.seed: true should be a whole number"),
-    (["trainer.seed=null"], "trainer.seed: null should be a whole number"),
-    (["trainer.seed="], "trainer.seed: null should be a whole number"),
-    (["trainer.seed={a: 1}"], "trainer.seed: {'a': 1} should be a whole number"),
-    (["optim.lr=fast"], "optim.lr: 'fast' should be a number"),
-    (["optim.lr=nan"], "optim.lr: nan should be a number"),
-    (["optim.betas=[a, b]"], "optim.betas: ['a', 'b'] should be a list of numbers"),
-    (["actor.ema.decay=x"], "actor.ema.decay: 'x' should be a number, or null"),
-    (["model.compile=maybe"], "model.compile: 'maybe' should be true or false"),
-    (["model.path=[a]"], "model.path: ['a'] should be a text"),
-    (["trainer.logger=wandb"], "trainer.logger: 'wandb' should be a list of texts, e.g. [wandb]"),
-    (["data.train_files=null"], "data.train_files: null should be a list of texts"),
-    (["rollout.sde_window_range=3"], "rollout.sde_window_range: 3 should be a list of whole numbers, e.g. [3], or null"),
-    (["rollout.sde_window_range=[0, x]"], "rollout.sde_window_range: [0, 'x'] should be a list of whole numbers, or null"),
-    (["rollout.val=5"], "rollout.val: 5 should be a section with keys: n, num_inference_steps, height, width, num_frames, "
-     "guidance_scale, true_cfg_scale, noise_level, solver, seed"),
-    (["algorithm=flow_grpo"], f"algorithm: 'flow_grpo' should be a section with keys: {ALGORITHM_KEYS}"),
-    (["reward.functions=ocr"], "reward.functions: 'ocr' should be a list of sections"),
-    (["reward.functions=[ocr]"], "reward.functions[0]: 'ocr' should be a section with keys: name, path, weight, "
-     "initial_weight, weight_steps, clip, frames, kwargs"),
-    (["reward.functions=[{weight: heavy}]"], "reward.functions[0].weight: 'heavy' should be a number"),
-    (["reward.functions=[{weight: nan}]"], "reward.functions[0].weight: nan should be a number"),
-    (["reward.functions=[{kwargs: 3}]"], "reward.functions[0].kwargs: 3 should be a section of keys and values"),
+    (["trainer.seed=abc"], "trainer.seed: expected an integer, got 'abc'"),
+    (["trainer.seed=1.5"], "trainer.seed: expected an integer, got 1.5"),
+    (["trainer.seed=true"], "trainer.seed: expected an integer, got true"),
+    (["trainer.seed=null"], "trainer.seed: expected an integer, got null"),
+    (["trainer.seed="], "trainer.seed: expected an integer, got null"),
+    (["trainer.seed={a: 1}"], "trainer.seed: expected an integer, got {'a': 1}"),
+    (["optim.lr=fast"], "optim.lr: expected a number, got 'fast'"),
+    (["optim.lr=nan"], "optim.lr: expected a number, got nan"),
+    (["optim.betas=[a, b]"], "optim.betas: expected a list of numbers, got ['a', 'b']"),
+    (["actor.ema.decay=x"], "actor.ema.decay: expected a number or null, got 'x'"),
+    (["model.compile=maybe"], "model.compile: expected true or false, got 'maybe'"),
+    (["model.path=[a]"], "model.path: expected a string, got ['a']"),
+    (["trainer.logger=wandb"], "trainer.logger: expected a list of strings, got 'wandb'; write [wandb]"),
+    (["data.train_files=null"], "data.train_files: expected a list of strings, got null"),
+    (["rollout.sde_window_range=3"], "rollout.sde_window_range: expected a list of integers or null, got 3; write [3]"),
+    (["rollout.sde_window_range=[0, x]"], "rollout.sde_window_range: expected a list of integers or null, got [0, 'x']"),
+    (["rollout.val=5"], "rollout.val: expected a section, got 5; its keys: n, seed, num_inference_steps, height, width, num_frames, "
+     "guidance_scale, true_cfg_scale, noise_level, solver"),
+    (["algorithm=flow_grpo"], f"algorithm: expected a section, got 'flow_grpo'; its keys: {ALGORITHM_KEYS}"),
+    (["reward.functions=ocr"], "reward.functions: expected a list of sections, got 'ocr'"),
+    (["reward.functions=[ocr]"], "reward.functions[0]: expected a section, got 'ocr'; its keys: name, path, weight, "
+     "initial_weight, weight_steps, clip, kwargs, frames"),
+    (["reward.functions=[{weight: heavy}]"], "reward.functions[0].weight: expected a number, got 'heavy'"),
+    (["reward.functions=[{weight: nan}]"], "reward.functions[0].weight: expected a number, got nan"),
+    (["reward.functions=[{kwargs: 3}]"], "reward.functions[0].kwargs: expected a section of keys and values, got 3"),
     # choices and bounds
-    (["model.dtype=float16"], "model.dtype: 'float16' should be one of float32, bfloat16 (did you mean bfloat16?)"),
-    (["rollout.sde_type=x"], "rollout.sde_type: 'x' should be one of sde, cps, dance_sde"),
-    (["algorithm.kl_convention=exakt"], "algorithm.kl_convention: 'exakt' should be one of exact, flow_grpo (did you mean exact?)"),
-    (["rollout.n=1"], "rollout.n: 1 should be at least 2"),
-    (["optim.lr=0"], "optim.lr: 0.0 should be greater than 0"),
-    (["actor.ema.decay=1"], "actor.ema.decay: 1.0 should be less than 1"),
-    (["rollout.timestep_fraction=1.5"], "rollout.timestep_fraction: 1.5 should be at most 1"),
-    (["rollout.ode_compression=0"], "rollout.ode_compression: 0.0 should be greater than 0"),
-    (["rollout.val.solver=dpm"], "rollout.val.solver: 'dpm' should be one of euler, dpm_solver++"),
-    (["rollout.val.n=0"], "rollout.val.n: 0 should be at least 1"),
-    (["algorithm.clip_ratio=-1"], "algorithm.clip_ratio: -1.0 should be greater than 0"),
-    (["trainer.seed=-1"], "trainer.seed: -1 should be at least 0"),
-    (["trainer.seed=9223372036854775808"], "trainer.seed: 9223372036854775808 should be less than 9.22337e+18"),
+    (["model.dtype=float16"], "model.dtype: expected one of float32, bfloat16, got 'float16'; did you mean bfloat16?"),
+    (["rollout.sde_type=x"], "rollout.sde_type: expected one of sde, cps, dance_sde, got 'x'"),
+    (["algorithm.kl_convention=exakt"], "algorithm.kl_convention: expected one of exact, flow_grpo, got 'exakt'; did you mean exact?"),
+    (["rollout.n=1"], "rollout.n: expected at least 2, got 1"),
+    (["optim.lr=0"], "optim.lr: expected more than 0, got 0.0"),
+    (["actor.ema.decay=1"], "actor.ema.decay: expected less than 1, got 1.0"),
+    (["rollout.timestep_fraction=1.5"], "rollout.timestep_fraction: expected at most 1, got 1.5"),
+    (["rollout.ode_compression=0"], "rollout.ode_compression: expected more than 0, got 0.0"),
+    (["rollout.val.solver=dpm"], "rollout.val.solver: expected one of euler, dpm_solver++, got 'dpm'"),
+    (["rollout.val.n=0"], "rollout.val.n: expected at least 1, got 0"),
+    (["algorithm.clip_ratio=-1"], "algorithm.clip_ratio: expected more than 0, got -1.0"),
+    (["trainer.seed=-1"], "trainer.seed: expected at least 0, got -1"),
+    (["trainer.seed=9223372036854775808"], "trainer.seed: expected less than 9.22337e+18, got 9223372036854775808"),
     # missing
-    (["model.path=???"], "model.path is not set; give model.path=...: diffusers model folder (or hub id, where a hub is reachable)"),
+    (["model.path=???"], "model.path is not set; give model.path=...: model folder (or hub id, where a hub is reachable)"),
     # interpolation
     (["trainer.output_dir=${trainer.nope}"], "trainer.output_dir: Interpolation key 'trainer.nope' not found"),
     (["trainer.output_dir=${oc.env:PHALANX_TEST_UNSET}"], "trainer.output_dir: Environment variable 'PHALANX_TEST_UNSET' not found"),
@@ -317,12 +457,12 @@ MISTAKES = [
      "Value 'phalanx' of type 'str' could not be converted to Integer"),
     (["trainer.seed=${data.seed}", "data.seed=${trainer.seed}"], "data.seed: Recursive interpolation detected"),
     (["trainer.seed=${nope:1}"], "trainer.seed: Unsupported interpolation type nope"),
-    (["rollout.n=${data.seed}"], "rollout.n: 0 should be at least 2"),
+    (["rollout.n=${data.seed}"], "rollout.n: expected at least 2, got 0"),
     (["trainer.output_dir=${nope"], "'trainer.output_dir=${nope': not a valid interpolation: no viable alternative at input '${nope'"),
     # overrides
     (["trainer.seed"], "'trainer.seed': an override is written key=value, e.g. trainer.seed=1"),
     (["=5"], "'=5': an override is written key=value, e.g. trainer.seed=1"),
-    (["other.yaml"], "'other.yaml': the configuration file comes first, and there is but one"),
+    (["other.yaml"], "'other.yaml': the configuration file comes first, and there is only one"),
     (["trainer.logger=[a"], "'trainer.logger=[a': the value is not valid YAML: expected ',' or ']', but got '<stream end>'"),
     (["data.train_files=[${oc.env:HOME}/a.txt]"], "'data.train_files=[${oc.env:HOME}/a.txt]': the value is not valid YAML: "
      "expected ',' or ']', but got '{'; within [ ] or { } an interpolation needs quotes"),
@@ -350,11 +490,11 @@ FILES = [
     ("1: 2\n", f"unknown key 1; known here: {SECTIONS}"),
     ("trainer:\n  seed: 1\n  sede: 2\n", "unknown key trainer.sede; did you mean trainer.seed?"),
     ("reward:\n  functions:\n    - nam: ocr\n", "unknown key reward.functions[0].nam; did you mean reward.functions[0].name?"),
-    ("trainer: [1]\n", "trainer: [1] should be a section with keys: total_training_steps, total_epochs, save_freq, test_freq, "
+    ("trainer: [1]\n", "trainer: expected a section, got [1]; its keys: total_training_steps, total_epochs, save_freq, test_freq, "
      "val_before_train, log_val_generations, logger, project_name, experiment_name, output_dir, seed, resume, max_bad_steps, max_checkpoints, "
      "deterministic"),
-    ("trainer: {seed: two}\n", "trainer.seed: 'two' should be a whole number"),
-    ("data: {train_files: a.txt}\n", "data.train_files: 'a.txt' should be a list of texts, e.g. [a.txt]"),
+    ("trainer: {seed: two}\n", "trainer.seed: expected an integer, got 'two'"),
+    ("data: {train_files: a.txt}\n", "data.train_files: expected a list of strings, got 'a.txt'; write [a.txt]"),
 ]  # fmt: skip
 
 
@@ -377,9 +517,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_a_missing_value_needs_no_other_mistake() -> None:
     with pytest.raises(ConfigError) as error:
-        load(TrainConfig, None, [])
+        load(FlowRLConfig, None, [])
     assert str(error.value) == (
-        "model.path is not set; give model.path=...: diffusers model folder (or hub id, where a hub is reachable)"
+        "model.path is not set; give model.path=...: model folder (or hub id, where a hub is reachable)"
     )
 
 
@@ -418,7 +558,7 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
     shown = done.stdout
     plan = "--plan [nnodes=4] [nproc=8] [gpu_memory_gb=80]: what the job would be on that cluster; nothing is trained"
     assert f"[config.yaml] [key=value ...]\n  --help: this text\n  {plan}\n\n" in shown
-    wanted = [key for key in leaves(TrainConfig) if key != "algorithm"]
+    wanted = [key for key in leaves(FlowRLConfig) if key != "algorithm"]
     wanted += ["algorithm.name", "algorithm.temperature", "algorithm.plain"]
     assert len(wanted) > 80
     lines = shown.splitlines()
@@ -427,7 +567,7 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
         assert " = " in lines[at]
         assert key == "algorithm.plain" or len(lines[at + 1].strip()) > 3, key
     for line in (
-        "  model.path: str = required\n      diffusers model folder (or hub id, where a hub is reachable)\n",
+        "  model.path: str = required\n      model folder (or hub id, where a hub is reachable)\n",
         "  model.compile: bool = false\n",
         "  rollout.sde_type: str = sde\n      the stochastic step [sde | cps | dance_sde]\n",
         "  rollout.sde_window_range: list[int] or null = null\n",
@@ -446,7 +586,7 @@ def test_help_of_a_task_without_a_plan(capsys: pytest.CaptureFixture[str]) -> No
     assert "[config.yaml] [key=value ...]\n  --help: this text\n\n" in shown and "--plan" not in shown
 
 
-@pytest.mark.parametrize("schema", [TrainConfig, FlowMatchingTaskConfig])
+@pytest.mark.parametrize("schema", [FlowRLConfig, FlowMatchingTaskConfig])
 def test_every_key_is_explained(schema: type) -> None:
     table = {row.key: row for row in rows(schema)}
     assert {key for key in leaves(schema) if key != "algorithm"} <= set(table)
@@ -471,5 +611,5 @@ def test_schemas_of_ones_own() -> None:
     assert load(Whole, None, ["part.size=2", "parts=[{size: 3}, {}]", "anything=[1]"]) == Whole(
         Part(2), [Part(3), Part(1)], [1]
     )
-    with pytest.raises(ConfigError, match=r"^parts\[1\]\.size: 0 should be at least 1$"):
+    with pytest.raises(ConfigError, match=r"^parts\[1\]\.size: expected at least 1, got 0$"):
         load(Whole, None, ["parts=[{size: 3}, {size: 0}]"])

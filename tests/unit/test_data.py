@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from phalanx.data import FORMATS, PromptRow, PromptStream, held_out_overlap, load_prompts, validation_sets
+from phalanx.data.prompts import FORMATS, PromptRow, PromptStream, held_out_overlap, load_prompts, validation_sets
 from phalanx.types import Prompt
 
 KEY = "data.train_files"
@@ -130,7 +130,7 @@ def test_datasets_folder_and_its_splits(tmp_path: Path) -> None:
     for file, message in {
         both: f"has the splits train, test; name one, e.g. {both}:train",
         f"{both}:val": "there is no split 'val'; it has train, test",
-        f"{single}:train": f"the dataset has no splits; right is {single}",
+        f"{single}:train": f"the dataset has no splits; expected {single}",
     }.items():
         with pytest.raises(ValueError) as error:
             load_prompts([file], KEY)
@@ -148,28 +148,28 @@ BAD = {
     "latin1.txt": (b"ok\n\nd\xe9j\xe0 vu\n", ":3: not UTF-8 (byte 0xe9); save the file as UTF-8"),
     "empty.txt": (b"\n  \n", " has no prompts"),
     "empty.jsonl": (b"", " has no prompts"),
-    "table.csv": (b"prompt\na\n", f" ends in .csv; right is {FORMATS}"),
-    "noending": (b"a\n", f" has no ending; right is {FORMATS}"),
+    "table.csv": (b"prompt\na\n", f" ends in .csv; expected {FORMATS}"),
+    "noending": (b"a\n", f" has no ending; expected {FORMATS}"),
     "cut.jsonl": (
         b'{"prompt": "a"}\n{"prompt": "b"\n',
-        ':2: not JSON (Expecting \',\' delimiter at column 15); right is an object a line, {"prompt": "..."}',
+        ':2: not JSON (Expecting \',\' delimiter at column 15); expected one object per line, {"prompt": "..."}',
     ),
-    "list.jsonl": (b'["a"]\n', ':1: JSON of type list; right is an object a line, {"prompt": "..."}'),
+    "list.jsonl": (b'["a"]\n', ':1: JSON of type list; expected one object per line, {"prompt": "..."}'),
     "caption.jsonl": (b'{"text": "a", "id": 1}\n', ":1: no 'prompt'; it has text, id"),
-    "number.jsonl": (b'{"prompt": 7}\n', ":1: prompt is of type number; right is a text, or a chat of texts"),
-    "null.jsonl": (b'{"prompt": null}\n', ":1: prompt is of type null; right is a text, or a chat of texts"),
+    "number.jsonl": (b'{"prompt": 7}\n', ":1: prompt is of type number; expected text, or a chat of texts"),
+    "null.jsonl": (b'{"prompt": null}\n', ":1: prompt is of type null; expected text, or a chat of texts"),
     "blank.jsonl": (b'{"prompt": "a"}\n\n{"prompt": " "}\n', ":3: the prompt is empty"),
     "system.jsonl": (
         b'{"prompt": [{"role": "system", "content": "x"}]}\n',
-        ":1: prompt is a list without a user message; right is a text or [{role, content}]",
+        ":1: prompt is a list without a user message; expected text or [{role, content}]",
     ),
     "parts.jsonl": (
         b'{"prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}\n',
-        ":1: prompt is of type list; right is a text, or a chat of texts",
+        ":1: prompt is of type list; expected text, or a chat of texts",
     ),
     "negative.jsonl": (
         b'{"prompt": "a", "negative_prompt": true}\n',
-        ":1: negative_prompt is of type boolean; right is a text, or a chat of texts",
+        ":1: negative_prompt is of type boolean; expected text, or a chat of texts",
     ),
 }
 
@@ -190,7 +190,7 @@ def test_bad_parquet(tmp_path: Path) -> None:
     broken = write(tmp_path / "broken.parquet", "not parquet at all")
     with pytest.raises(ValueError) as error:
         load_prompts([broken], KEY)
-    assert str(error.value).startswith(f"{KEY}: {broken} is no Parquet file: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(f"{KEY}: {broken} is not a Parquet file: ") and "\n" not in str(error.value)
 
     caption, empty = str(tmp_path / "caption.parquet"), str(tmp_path / "empty.parquet")
     pq.write_table(pa.table({"caption": ["a"], "id": [1]}), caption)
@@ -210,8 +210,8 @@ def test_missing_files(tmp_path: Path) -> None:
     for file, message in {
         f"{tmp_path}/trian.txt": f"{tmp_path}/trian.txt does not exist; did you mean {tmp_path}/train.txt?",
         f"{tmp_path}/train.txt:test": f"{tmp_path}/train.txt:test does not exist; did you mean {tmp_path}/train.txt?",
-        f"{tmp_path}/no/x.parquet": f"{tmp_path}/no/x.parquet does not exist; right is {FORMATS}",
-        f"{tmp_path}/folder": f"{tmp_path}/folder is a folder, but no dataset that save_to_disk wrote; right is {FORMATS}",
+        f"{tmp_path}/no/x.parquet": f"{tmp_path}/no/x.parquet does not exist; expected {FORMATS}",
+        f"{tmp_path}/folder": f"{tmp_path}/folder is a folder, but not a dataset written by save_to_disk; expected {FORMATS}",
     }.items():
         with pytest.raises(ValueError) as error:
             load_prompts([file], "data.val_files")
@@ -247,7 +247,7 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
 def test_a_batch_is_the_same_in_another_process() -> None:
     """Ranks are processes, each with its own salt of hash()."""
     code = (
-        "from phalanx.data import PromptRow, PromptStream\n"
+        "from phalanx.data.prompts import PromptRow, PromptStream\n"
         "rows = [PromptRow(str(i), None, {}) for i in range(30)]\n"
         "print([p.text for p in PromptStream(rows, 8, seed=5).batch(4)])"
     )
@@ -274,7 +274,7 @@ def test_a_batch_larger_than_the_data_warns_once(caplog: pytest.LogCaptureFixtur
         stream = PromptStream(rows_of(3), 7, seed=0)
         batches = [stream.batch(step) for step in range(3)]
     assert [r.getMessage() for r in caplog.records] == [
-        "data.train_batch_size=7 is more than the 3 prompts of the data; a batch holds some several times"
+        "data.train_batch_size=7 exceeds the 3 prompts of the data; a batch holds some of them several times"
     ]
     assert [len(b) for b in batches] == [7, 7, 7]
     assert [p.group_id for p in batches[1]] == list(range(7))
@@ -309,12 +309,12 @@ def test_overlap_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:
         assert caplog.records == []
         assert held_out_overlap(rows_of(3), held_out) == 2
     assert [r.getMessage() for r in caplog.records] == [
-        "2 of 3 validation prompts are training prompts as well; they do not measure generalisation"
+        "2 of 3 validation prompts are training prompts as well; they do not measure generalization"
     ]
 
 
 def test_overlap_of_prompts_about_images(tmp_path: Path) -> None:
-    """The same instruction about another image is no training prompt, whatever the size of its file; the same image is,
+    """The same instruction about another image is not a training prompt, whatever the size of its file; the same image is,
     under another name too. Images of other instructions are not read.
     """
     (tmp_path / "held_out").mkdir()

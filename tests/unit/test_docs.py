@@ -13,22 +13,23 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx import batches
 from phalanx.cli import _plan_words
 from phalanx.config import load
-from phalanx.config.schema import FlowMatchingTaskConfig, RewardConfig, TrainConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
+from phalanx.config.run import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig, ServeRewardConfig
-from phalanx.data import load_prompts
-from phalanx.models.family import model_index
+from phalanx.data.prompts import load_prompts
+from phalanx.models.flow.folder import model_index
 from phalanx.plan import clusters
 from phalanx.rewards import RewardSet
+from phalanx.training import flow_rl
 from phalanx.types import Prompt
 from tests.jobs import PROMPTS, base_overrides, one_step
 from tests.ranks import ROOT, run_ranks
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 SCHEMAS: dict[str, type] = {
-    "tasks/train_flowgrpo.py": TrainConfig,
+    "tasks/train_flowgrpo.py": FlowRLConfig,
     "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
     "tasks/sample.py": SampleConfig,
     "tasks/export_checkpoint.py": ExportConfig,
@@ -102,10 +103,10 @@ def try_arguments(schema: type, arguments: list[str], env: dict[str, str]) -> No
         file = "configs/flowgrpo/quickstart.yaml"
     path = ROOT / file if file else None
     cfg = load(schema, path and str(path), overrides)
-    if isinstance(cfg, TrainConfig) and path is not None:
+    if isinstance(cfg, FlowRLConfig) and path is not None:
         made_for = re.search(r"^# ranks: (\d+)$", path.read_text(), re.MULTILINE)
         ranks = env.get("NPROC_PER_NODE", made_for[1] if made_for else "1")
-        assert batches.plan(cfg, int(ranks)).exact, overrides
+        assert flow_rl.plan(cfg, int(ranks)).exact, overrides
 
 
 def test_configurations(tmp_path: Path) -> None:
@@ -114,7 +115,7 @@ def test_configurations(tmp_path: Path) -> None:
     for i, block in enumerate(found):
         file = tmp_path / f"{i}.yaml"
         file.write_text(block.text)
-        load(TrainConfig, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
+        load(FlowRLConfig, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
 
 
 def test_links() -> None:
@@ -166,8 +167,8 @@ def test_messages(override: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(ValueError) as error:
         model = ["model.path=assets/digits/base", "data.train_files=[assets/digits/train.txt]"]
-        cfg = load(TrainConfig, None, [*model, override])
-        batches.plan(cfg, 2)
+        cfg = load(FlowRLConfig, None, [*model, override])
+        flow_rl.plan(cfg, 2)
         load_prompts(cfg.data.train_files, "data.train_files")
         model_index(cfg.model.path)
     assert f"error: {error.value}\n" in (ROOT / "docs" / "configuration.md").read_text()
@@ -181,8 +182,8 @@ def test_faults_are_proved_by_tests() -> None:
 
 
 def test_the_loop_is_the_loop() -> None:
-    shown = example("src/phalanx/trainer.py")
-    assert textwrap.indent(shown, " " * 12) in (ROOT / "src" / "phalanx" / "trainer.py").read_text()
+    shown = example("src/phalanx/training/rl.py")
+    assert textwrap.indent(shown, " " * 12) in (ROOT / "src" / "phalanx" / "training" / "rl.py").read_text()
 
 
 @pytest.fixture
@@ -199,8 +200,8 @@ def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def score(functions: str, images: torch.Tensor, metadata: list[dict[str, Any]]) -> dict[str, list[float]]:
     """The terms of a `reward.functions` on images, one a prompt."""
-    cfg = load(TrainConfig, None, ["model.path=x", f"reward.functions={functions}"])
-    reward = RewardSet(RewardConfig(functions=cfg.reward.functions), "cpu")
+    cfg = load(FlowRLConfig, None, ["model.path=x", f"reward.functions={functions}"])
+    reward = RewardSet(FlowRewardConfig(functions=cfg.reward.functions), "cpu")
     reward.submit(images, [Prompt(f"prompt {i}", i, meta) for i, meta in enumerate(metadata)])
     return {name: values.tolist() for name, values in reward.collect().items()}
 
@@ -223,6 +224,14 @@ def test_reward_examples(examples: Path) -> None:
     assert score(motion, videos, wanted)["motion"] == pytest.approx([0.5, 0.0])
 
 
+def test_the_reward_example_of_text(examples: Path) -> None:
+    functions = [RewardFunctionConfig(path="rewards/answers.py:exact")]
+    reward = RewardSet(RewardConfig(functions=functions), "cpu", outputs="completions")
+    prompts = [Prompt("6 x 7?", i, {"ground_truth": "42"}) for i in range(3)]
+    reward.submit(["Let me think.\n42\n", "42, I think", ""], prompts)
+    assert reward.collect()["exact"].tolist() == [1, 0, 0]
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -234,7 +243,7 @@ def test_reward_examples(examples: Path) -> None:
 def test_examples_train(overrides: list[str], examples: Path, sd3_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
     base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
-    cfg = load(TrainConfig, None, [*base, *overrides])
+    cfg = load(FlowRLConfig, None, [*base, *overrides])
     (result,) = run_ranks(one_step, 1, cfg, timeout=240)
     assert result["row"]["actor/first_ratio_error"] == 0
     assert result["row"]["actor/grad_norm"] > 0

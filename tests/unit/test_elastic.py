@@ -1,4 +1,4 @@
-"""What an elastic job refuses and warns of, and what a rank says of others that it lost."""
+"""Worlds that an elastic job refuses or warns of, and the words of a rank for others that it lost."""
 
 import logging
 import multiprocessing
@@ -8,16 +8,16 @@ import pytest
 import torch.distributed as dist
 
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.mesh import Launch, check_elastic
-from phalanx.distributed.watch import Watch
+from phalanx.distributed.watchdog import Watch
 from tests.ranks import run_ranks
 
 ENV = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4"}
 
 
-def job(*overrides: str) -> TrainConfig:
-    return load(TrainConfig, None, ["model.path=any", *overrides])
+def job(*overrides: str) -> FlowRLConfig:
+    return load(FlowRLConfig, None, ["model.path=any", *overrides])
 
 
 def works(size: int) -> None:
@@ -46,7 +46,7 @@ def test_a_restart_must_resume(elastic: dict[str, str]) -> None:
         check_elastic(job("trainer.resume=never"), launch, works)
     assert str(error.value) == (
         "trainer.resume: 'never' would begin from there again whenever the ranks are restarted (MAX_RESTARTS, or a range "
-        "of NNODES); right is auto, with a trainer.output_dir of its own"
+        "of NNODES); expected auto, with a trainer.output_dir of its own"
     )
     check_elastic(job("trainer.resume=never"), Launch.from_env(ENV), works)
 

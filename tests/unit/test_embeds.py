@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from phalanx.models import embeds
-from phalanx.models.embeds import EmbedsCache
-from phalanx.models.family import Embeds
+from phalanx.models.flow import embeds
+from phalanx.models.flow.embeds import EmbedsCache
+from phalanx.models.flow.family import Embeds
 from tests.policies import MAX_LENGTH, PROMPTS, make_policy, one_rank
 
 
@@ -63,7 +63,7 @@ def test_another_model_has_other_embeddings(tmp_path: Path) -> None:
 def test_another_family_has_other_embeddings(sd3_folder: Path, tmp_path: Path) -> None:
     """A family of one's own may encode the same folder's prompts in another way."""
     own = tmp_path / "family.py"
-    own.write_text("from phalanx.models import sd3\n\n\nclass Model(sd3.Model):\n    pass\n")
+    own.write_text("from phalanx.models.flow.families import sd3\n\n\nclass Model(sd3.Model):\n    pass\n")
     with one_rank() as world:
         for family, files in ((None, 1), (str(own), 2), (str(own), 2)):
             policy = make_policy(world, sd3_folder, embeds_cache_dir=tmp_path / "cache", family=family)

@@ -14,9 +14,9 @@ import jsonschema
 import pytest
 import yaml
 
-from phalanx import batches
 from phalanx.config import load
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
+from phalanx.training import flow_rl
 from tests.ranks import ROOT
 from tests.shells import (
     DSTACK,
@@ -82,7 +82,7 @@ def test_its_job_exists_and_divides(path: Path) -> None:
     file = ROOT / command[1]
     made_for = re.search(r"^# ranks: (\d+)$", file.read_text(), re.MULTILINE)
     assert made_for is not None
-    assert batches.plan(load(TrainConfig, str(file), overrides), int(made_for[1])).exact
+    assert flow_rl.plan(load(FlowRLConfig, str(file), overrides), int(made_for[1])).exact
     assert made_for[1] == "32"  # the 4 nodes of 8 GPUs that every example asks for
     nodes = re.search(
         r"--nodes=4 --gpus-per-node=8|num_nodes: 4|^nodes: 4|numNodes: 4|completions: 4|NNODES=4", text, re.M

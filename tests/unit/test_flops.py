@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.flops import forward_flops, named_peak_flops, peak_flops, step_flops
+from phalanx.telemetry.flops import forward_flops, named_peak_flops, peak_flops, step_flops
 
 
 def linear(rows: int, inputs: int, outputs: int) -> int:

@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.config.schema import RewardConfig, RewardFunctionConfig, RewardModelConfig
-from phalanx.rewards import Marked, RewardSet
-from phalanx.rewards._judge import Reading
-from phalanx.rewards.unified_reward import UnifiedReward
-from phalanx.rewards.vlm_ocr import VlmOcr
+from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
+from phalanx.config.run import RewardModelConfig
+from phalanx.rewards import RewardOutput, RewardSet
+from phalanx.rewards.judge._base import ParsedAnswers
+from phalanx.rewards.judge.unified_reward import UnifiedReward
+from phalanx.rewards.judge.vlm_ocr import VlmOcr
 
 GRADES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
 
@@ -42,7 +43,7 @@ def test_vlm_ocr_wants_a_target() -> None:
         VlmOcr().question("a dog", {})
     assert str(error.value) == (
         'no ground_truth for the prompt "a dog" '
-        "(right is a text in double quotes in the prompt, or a column ground_truth in the data)"
+        "(expected a text in double quotes in the prompt, or a column ground_truth in the data)"
     )
 
 
@@ -76,14 +77,14 @@ def test_unified_reward_weighs_axes() -> None:
     with pytest.raises(ValueError) as error:
         UnifiedReward(axes={"beauty": 1})
     assert str(error.value) == (
-        "axes {'beauty': 1}: right are positive weights of alignment, coherence, style, or of some of them"
+        "axes {'beauty': 1}: expected positive weights of alignment, coherence, style, or of some of them"
     )
 
 
 def test_unreadable_answers_are_counted_and_scored_as_configured() -> None:
-    reading = Reading(UnifiedReward(), unparseable_score=0.25)
-    read = reading(["no idea", GRADES.format(5, 5, 5), ""], ["a", "b", "c"], [{}, {}, {}])
-    assert read == Marked([0.25, 1.0, 0.25], {"unparseable": [1.0, 0.0, 1.0]})
+    parsed = ParsedAnswers(UnifiedReward(), unparseable_score=0.25)
+    output = parsed(["no idea", GRADES.format(5, 5, 5), ""], ["a", "b", "c"], [{}, {}, {}])
+    assert output == RewardOutput([0.25, 1.0, 0.25], {"unparseable": [1.0, 0.0, 1.0]})
 
 
 OWN = """
@@ -103,38 +104,38 @@ class Empty(Judge):
 
 
 def test_a_judge_of_ones_own(tmp_path: Path) -> None:
-    from phalanx.rewards._registry import build_terms
+    from phalanx.rewards.registry import build_terms
 
     (tmp_path / "own.py").write_text(OWN)
-    entry = RewardFunctionConfig(path=f"{tmp_path}/own.py:Seen", weight=0.5)
+    entry = FlowRewardFunctionConfig(path=f"{tmp_path}/own.py:Seen", weight=0.5)
     (term,) = build_terms([entry], "cpu", unparseable_score=-1.0)
     assert (term.name, term.share.weight) == ("Seen", 0.5)
-    assert isinstance(term.function, Reading)
+    assert isinstance(term.function, ParsedAnswers)
     assert term.function.judge.question("p", {"thing": "a dog"}) == "How well does the image show a dog? {0 to 10}"
     assert term.rows == ("Seen", "Seen_unparseable")
     assert term.function(["7", "seven"], ["p", "p"], [{}, {}]).scores == [0.7, -1.0]
     with pytest.raises(ConfigError) as error:
-        build_terms([RewardFunctionConfig(path=f"{tmp_path}/own.py:Empty")], "cpu", 0.0)
+        build_terms([FlowRewardFunctionConfig(path=f"{tmp_path}/own.py:Empty")], "cpu", 0.0)
     assert str(error.value) == "reward.functions[0]: the judge Empty has no method parse(answer, prompt, metadata)"
 
 
 def test_what_a_judge_logs_is_no_other_term(tmp_path: Path) -> None:
-    from phalanx.rewards._registry import build_terms
+    from phalanx.rewards.registry import build_terms
 
     (tmp_path / "own.py").write_text(OWN)
-    paths = {"Seen": f"{tmp_path}/own.py:Seen", "Seen_unparseable": "phalanx.rewards.ocr:Ocr"}
+    paths = {"Seen": f"{tmp_path}/own.py:Seen", "Seen_unparseable": "phalanx.rewards.image.ocr:Ocr"}
     for names in (paths, reversed(paths)):
         with pytest.raises(ConfigError) as error:
-            build_terms([RewardFunctionConfig(name=name, path=paths[name]) for name in names], "cpu", 0.0)
+            build_terms([FlowRewardFunctionConfig(name=name, path=paths[name]) for name in names], "cpu", 0.0)
         assert str(error.value) == (
             "reward.functions[0] and reward.functions[1] both log reward/Seen_unparseable; give one of them another name"
         )
 
 
 def refused(kwargs: dict[str, Any] | None = None, model: str | None = None, **settings: Any) -> str:
-    functions = [RewardFunctionConfig(name="vlm_ocr", kwargs=kwargs or {})]
+    functions = [FlowRewardFunctionConfig(name="vlm_ocr", kwargs=kwargs or {})]
     with pytest.raises(ConfigError) as error:
-        RewardSet(RewardConfig(functions=functions, model=RewardModelConfig(path=model)), "cpu", **settings)
+        RewardSet(FlowRewardConfig(functions=functions, model=RewardModelConfig(path=model)), "cpu", **settings)
     return str(error.value)
 
 
@@ -156,8 +157,8 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_rewards_without_judges_ask_nothing() -> None:
     rewards = RewardSet(
-        RewardConfig(functions=[RewardFunctionConfig(name="jpeg_compressibility")]), "cpu", group_timeout_s=60.0
+        FlowRewardConfig(functions=[FlowRewardFunctionConfig(name="jpeg_compressibility")]), "cpu", group_timeout_s=60.0
     )
-    assert not rewards.asks
+    assert not rewards.must_ask
     rewards.ask()
     assert list(rewards.collect()) == ["jpeg_compressibility"]

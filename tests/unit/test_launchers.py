@@ -1,4 +1,4 @@
-"""What train.sh makes of each launcher's variables. The stub srun starts its tasks as Slurm does."""
+"""Reading of each launcher's variables by train.sh. The stub srun starts its tasks as Slurm does."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -263,7 +263,7 @@ def test_tasks_of_one_node(shell: list[str], folder: Path) -> None:
         ({**SLURM_STEP, "NNODES": "1"}, "NODE_RANK=1 is not below NNODES=1; nodes are numbered from 0"),
         (
             {**SLURM_TASK, "SLURM_STEP_NUM_TASKS": "15"},
-            "WORLD_SIZE=15 is no multiple of LOCAL_WORLD_SIZE=7, the tasks of a node",
+            "WORLD_SIZE=15 is not a multiple of LOCAL_WORLD_SIZE=7, the tasks per node",
         ),
         (
             {**SLURM_TASK, "CUDA_VISIBLE_DEVICES": "0"},
@@ -272,7 +272,7 @@ def test_tasks_of_one_node(shell: list[str], folder: Path) -> None:
         ({**MPIRUN_TASK, "MASTER_ADDR": ""}, "NNODES=2 needs MASTER_ADDR, the name or address of node 0"),
         (
             {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"},
-            "LOCAL_WORLD_SIZE=: expected a whole number, such as LOCAL_WORLD_SIZE=8",
+            "LOCAL_WORLD_SIZE=: expected an integer, such as LOCAL_WORLD_SIZE=8",
         ),
         (
             {**TRAIN_JOB, "PET_NNODES": "2-4"},

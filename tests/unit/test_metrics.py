@@ -20,9 +20,10 @@ import pytest
 from PIL import Image
 
 from phalanx.config.load import ConfigError
-from phalanx.config.schema import TrainerConfig
-from phalanx.images import CAPTION_LINES, TILE_MAX, TILE_MIN, ImageRecord, grid, save_images
-from phalanx.metrics import RunLogger, Timers, check_loggers, read_metrics
+from phalanx.config.run import TrainerConfig
+from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
+from phalanx.telemetry.metrics import RunLogger, Timers, check_loggers, read_metrics
+from phalanx.telemetry.records import Record, grid, read_index, save_records
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -46,12 +47,17 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if key != "perf/elapsed_s"} for row in found]
 
 
-def records(count: int = 3, height: int = 6, width: int = 9) -> list[ImageRecord]:
+def records(count: int = 3, height: int = 6, width: int = 9) -> list[Record]:
     rng = np.random.default_rng(0)
     return [
-        ImageRecord(f'a sign that says "{i}"', i / 10, rng.integers(0, 256, (height, width, 3), dtype=np.uint8), i)
+        Record(f'a sign that says "{i}"', i / 10, rng.integers(0, 256, (height, width, 3), dtype=np.uint8), i)
         for i in range(count)
     ]
+
+
+def texts(count: int = 2) -> list[Record]:
+    """Completions of some lines, with characters that markdown, HTML and JSON give a meaning."""
+    return [Record(f"What is {i} + *1*?", i / 4, f"# {i}\n\n  <b>{i + 1}</b> \\ | 二", i) for i in range(count)]
 
 
 class TestTimers:
@@ -102,7 +108,7 @@ class TestNames:
         assert str(error.value) == "trainer.logger: 'wandb' needs a package that is not installed: pip install wandb"
 
     def test_configurations_are_checked_without_torch(self) -> None:
-        code = "import sys, phalanx.metrics as m; m.check_loggers(['wandb', 'tensorboard'])\n"
+        code = "import sys, phalanx.telemetry.metrics as m; m.check_loggers(['wandb', 'tensorboard'])\n"
         code += "print(sorted({'torch', 'wandb', 'tensorboard', 'rich'} & set(sys.modules)))"
         done = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True
@@ -173,7 +179,7 @@ class TestMetricsFile:
         with start(folder, "console", "tensorboard", "wandb", wandb_id="abc", enabled=False) as log:
             log.log(1, {"reward/mean": 1})
             log.log(1, {"reward/mean": 1})
-            log.images(1, "ocr", records())
+            log.records(1, "ocr", records())
             assert log.wandb_id == "abc"
         assert not folder.exists()
         assert capsys.readouterr() == ("", "")
@@ -199,7 +205,7 @@ class TestConsole:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = [0.0]
-        monkeypatch.setattr("phalanx.loggers.time", SimpleNamespace(monotonic=lambda: now[0]))
+        monkeypatch.setattr("phalanx.telemetry.loggers.time", SimpleNamespace(monotonic=lambda: now[0]))
         with RunLogger(trainer(tmp_path, "console"), {}, None, 10, 100, True) as log:
             for step, now[0] in (11, 100.0), (12, 160.0):
                 log.log(step, {"reward/mean": 0.0})
@@ -212,7 +218,7 @@ class TestConsole:
 
     def test_a_bar_on_a_terminal(self, tmp_path: Path) -> None:
         code = (
-            "import sys; from phalanx.metrics import *\n"
+            "import sys; from phalanx.telemetry.metrics import *\n"
             "cfg = TrainerConfig(output_dir=sys.argv[1])\n"
             "with RunLogger(cfg, {}, None, 0, 3, True) as log:\n"
             "    log.log(0, {'val/ocr/reward/mean': 0.5})\n"
@@ -249,7 +255,7 @@ class TestTensorBoard:
 
         with start(tmp_path, "tensorboard") as log:
             log.log(0, {"val/ocr/reward/mean": 0.5})
-            log.images(0, "ocr", records())
+            log.records(0, "ocr", records())
             for step in (1, 2, 3):
                 log.log(step, {"reward/mean": step / 8})
         with start(tmp_path, "tensorboard", step=2) as log:
@@ -269,6 +275,22 @@ class TestTensorBoard:
             assert (image.step, image.width, image.height) == (0, *picture.size)
         assert b'"seed": 3' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
+    def test_texts(self, tmp_path: Path) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        with start(tmp_path, "tensorboard") as log:
+            log.records(3, "math", texts())
+        events = EventAccumulator(str(tmp_path / "tensorboard"))
+        events.Reload()
+        (event,) = events.Tensors("samples/math/text_summary")
+        assert event.step == 3
+        shown = event.tensor_proto.string_val[0].decode().split("\n\n---\n\n")
+        # code blocks, in which markdown means nothing
+        assert shown[1] == (
+            "**prompt**\n\n    What is 1 + *1*?\n\n**reward 0.250**\n\n    # 1\n\n      <b>2</b> \\ | 二"
+        )
+        assert len(shown) == 2
+
 
 class TestWandb:
     @pytest.fixture(autouse=True)
@@ -287,7 +309,7 @@ class TestWandb:
         with start(tmp_path, "wandb") as log:
             name = log.wandb_id
             log.log(1, {"reward/mean": 0.25, "x": float("nan")})
-            log.images(1, "ocr", records(2))
+            log.records(1, "ocr", records(2))
         assert name
         with start(tmp_path, "wandb", step=1, wandb_id=name) as log:
             assert log.wandb_id == name
@@ -301,6 +323,17 @@ class TestWandb:
         history.sort(key=lambda row: row["_step"])
         assert [(h["_step"], h["reward/mean"]) for h in history] == [(1, 0.25), (2, 0.5)]
         assert history[0]["images/ocr/captions"] == ['0.000: a sign that says "0"', '0.100: a sign that says "1"']
+
+    def test_texts_are_a_table(self, tmp_path: Path) -> None:
+        import wandb
+
+        with start(tmp_path, "wandb") as log:
+            log.records(3, "math", texts())
+        wandb.teardown()
+        (file,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/math_*.table.json")
+        table = json.loads(file.read_text())
+        assert table["columns"] == ["step", "prompt", "text", "reward"]
+        assert table["data"] == [[3, record.prompt, record.text, record.reward] for record in texts()]
 
     def test_no_account_is_told_in_a_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import wandb
@@ -348,9 +381,9 @@ def history_row(record: Any) -> dict[str, Any]:
 class TestImages:
     def test_files_and_index(self, tmp_path: Path) -> None:
         given = records()
-        given[1] = ImageRecord("日本語 <b>", float("nan"), given[1].image, 7)
+        given[1] = Record("日本語 <b>", float("nan"), given[1].output, 7)
         with start(tmp_path) as log:
-            log.images(10, "ocr", reversed(given))
+            log.records(10, "ocr", reversed(given))
         folder = tmp_path / "images/ocr/step_000010"
         assert sorted(p.name for p in folder.iterdir()) == [
             "00000.png",
@@ -366,23 +399,43 @@ class TestImages:
             {"index": 7, "prompt": "日本語 <b>", "reward": None, "file": "00007.png"},
         ]
         with Image.open(folder / "00007.png") as image:
-            assert np.array_equal(np.asarray(image), given[1].image)
+            assert np.array_equal(np.asarray(image), given[1].output)
 
     def test_a_later_start_replaces_the_folder(self, tmp_path: Path) -> None:
-        save_images(tmp_path, 1, "ocr", records(5))
-        folder = save_images(tmp_path, 1, "ocr", records(1))
+        save_records(tmp_path, 1, "ocr", records(5))
+        folder = save_records(tmp_path, 1, "ocr", records(1))
         assert sorted(p.name for p in folder.iterdir()) == ["00000.png", "grid.png", "index.jsonl"]
         assert [p.name for p in folder.parent.iterdir()] == ["step_000001"]
 
     def test_no_images(self, tmp_path: Path) -> None:
-        folder = save_images(tmp_path, 1, "ocr", [])
+        folder = save_records(tmp_path, 1, "ocr", [])
         assert [p.name for p in folder.iterdir()] == ["index.jsonl"]
+
+    def test_texts_stand_in_the_index(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        given = [Record("a", float("nan"), "", 9), *texts()]
+        with start(tmp_path, "console") as log:
+            log.records(10, "math", given)
+        assert capsys.readouterr() == ("", "")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "samples"]
+        folder = tmp_path / "samples/math/step_000010"
+        assert [p.name for p in folder.iterdir()] == ["index.jsonl"]
+        lines = (folder / "index.jsonl").read_text(encoding="utf-8").splitlines()
+        assert lines[0] == (
+            r'{"index": 0, "prompt": "What is 0 + *1*?", "reward": 0.0, "text": "# 0\n\n  <b>1</b> \\ | 二"}'
+        )
+        assert [json.loads(line) for line in lines[1:]] == [
+            {"index": 1, "prompt": "What is 1 + *1*?", "reward": 0.25, "text": texts()[1].output},
+            {"index": 9, "prompt": "a", "reward": None, "text": ""},
+        ]
+        assert read_index(folder, "text") == [json.loads(line) for line in lines]
+        with pytest.raises(ValueError, match=r":1: not a row with index, prompt, reward and file$"):
+            read_index(folder)
 
     def test_tiny_images_are_enlarged_by_whole_pixels_with_captions_below(self) -> None:
         (record,) = records(1, height=4, width=8)
         picture = np.asarray(grid([record]))
         factor = TILE_MIN // 8
-        enlarged = record.image.repeat(factor, 0).repeat(factor, 1)
+        enlarged = record.frames[0].repeat(factor, 0).repeat(factor, 1)
         assert np.array_equal(picture[8 : 8 + 4 * factor, 8 : 8 + TILE_MIN], enlarged)
         below = picture[8 + 4 * factor :]
         assert (below < 128).any()  # text
@@ -396,20 +449,20 @@ class TestImages:
     def test_long_prompts_and_long_words_stay_in_their_tile(self) -> None:
         image = np.full((160, 160, 3), 255, np.uint8)
         for prompt in ("word " * 300, "w" * 3000):
-            picture = np.asarray(grid([ImageRecord(prompt, 1.0, image, 0)]))
+            picture = np.asarray(grid([Record(prompt, 1.0, image, 0)]))
             assert picture.shape[0] <= 160 + 17 * (CAPTION_LINES + 1) + 24
             assert (picture[:, -6:] == 255).all()  # nothing runs into the margin
 
     @pytest.mark.parametrize("image", [np.zeros((3, 4, 4), np.uint8), np.zeros((4, 4, 3), np.float32)])
     def test_another_layout_is_refused(self, tmp_path: Path, image: Any) -> None:
         with pytest.raises(ValueError) as error:
-            save_images(tmp_path, 1, "ocr", [ImageRecord("a", 1.0, image, 2)])
+            save_records(tmp_path, 1, "ocr", [Record("a", 1.0, image, 2)])
         assert str(error.value) == (
-            f"images: record 2 is {image.dtype} {list(image.shape)}; uint8 [H, W, 3] was expected"
+            f"images: record 2 is {image.dtype} {list(image.shape)}; expected uint8 [H, W, 3], or [F, H, W, 3]"
         )
 
     @pytest.mark.parametrize("name", ["../x", "", ".."])
     def test_a_set_cannot_leave_its_folder(self, tmp_path: Path, name: str) -> None:
         with pytest.raises(ValueError) as error:
-            save_images(tmp_path, 1, name, records())
+            save_records(tmp_path, 1, name, records())
         assert str(error.value) == f"images: {name!r} cannot name a validation set's folder; use a name without '/'"

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.micro_batches import MicroBatches
-from phalanx.types import Noised, Samples
+from phalanx.functional.flow import Noised
+from phalanx.training.minibatches import MicroBatches
+from phalanx.types import Samples
 from tests.policies import make_policy, make_rollout, one_rank, sample
 
 WINDOW = 2
@@ -28,20 +29,21 @@ def batches(samples: Samples) -> MicroBatches:
 
 def test_all_parts_of_a_sample_go_with_it(samples: Samples) -> None:
     rows = torch.tensor([4, 0, 3])
-    batch = batches(samples).select(rows, torch.tensor([0.5, 0.0, 0.25]), WINDOW)
-    assert samples.log_prob is not None and batch.noised is not None
+    batch = batches(samples).select(rows, torch.tensor([[0.5, 0.5], [0, 0], [0.25, 0.25]]))
     for name in ("latents", "means", "clean", "prompt_index"):
         assert torch.equal(vars(batch.trace)[name], vars(samples.trace)[name][rows]), name
     assert torch.equal(batch.log_prob, samples.log_prob[rows])
-    assert batch.advantage.tolist() == [4, 0, 3] and batch.views["old"].tolist() == [8, 0, 6]
+    assert batch.advantage.tolist() == [4, 0, 3] and batch.reference_outputs["old"].tolist() == [8, 0, 6]
     assert batch.weight.tolist() == [[0.5, 0.5], [0, 0], [0.25, 0.25]]
-    assert batch.noised.noise[:, 0, 0].tolist() == [4, 0, 3]
-    assert torch.equal(batch.noised.levels[:, 1], torch.tensor([4, 0, 3]) / 10)
+    assert batch.corrupted.noise[:, 0, 0].tolist() == [4, 0, 3]
+    assert torch.equal(batch.corrupted.levels[:, 1], torch.tensor([4, 0, 3]) / 10)
 
 
 def test_a_correction_multiplies_the_weights(samples: Samples) -> None:
     factors = torch.tensor([[1.0, 0.0]] * len(samples.index))
-    batch = batches(replace(samples, weight=factors)).select(torch.tensor([1, 2]), torch.tensor([0.5, 0.25]), WINDOW)
+    batch = batches(replace(samples, weight=factors)).select(
+        torch.tensor([1, 2]), torch.tensor([[0.5, 0.5], [0.25, 0.25]])
+    )
     assert batch.weight.tolist() == [[0.5, 0.0], [0.25, 0.0]]
 
 

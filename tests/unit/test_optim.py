@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.config.schema import EmaConfig, OptimConfig, ParallelConfig
+from phalanx.config.run import EmaConfig, OptimConfig, ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.fsdp import Sharded
-from phalanx.optim import Ema, Optimizer, learning_rate
+from phalanx.training.optim import Ema, Optimizer, learning_rate
 from tests.ranks import run_ranks
 
 STEPS = 5
@@ -207,9 +207,9 @@ def test_moving_average_by_hand() -> None:
     ema = Ema(EmaConfig(decay=0.75, warmup=False), weight)
     assert ema.values["w"].tolist() == [1.0, 8.0] and ema.values["w"] is not weight["w"]
     weight["w"].copy_(torch.tensor([5.0, 0.0]))
-    ema.update(1)
+    ema.after_update(1)
     assert ema.values["w"].tolist() == [2.0, 6.0]  # 3/4 of 1 and 8, 1/4 of 5 and 0
-    ema.update(2)
+    ema.after_update(2)
     assert ema.values["w"].tolist() == [2.75, 4.5]
     assert weight["w"].tolist() == [5.0, 0.0]
 
@@ -218,7 +218,7 @@ def test_moving_average_of_bfloat16_weights_keeps_small_steps() -> None:
     weight = {"w": torch.ones(1, dtype=torch.bfloat16)}
     ema = Ema(EmaConfig(decay=0.999, warmup=False), weight)
     weight["w"].fill_(1.5)
-    ema.update(1)
+    ema.after_update(1)
     assert ema.values["w"].dtype == torch.float32
     assert ema.values["w"].item() == pytest.approx(1.0005, rel=1e-7)  # bfloat16 knows 1.0 and 1.0078
 
@@ -230,7 +230,7 @@ def test_moving_average_with_a_short_memory_at_first() -> None:
     # decay (1 + u) / (10 + u) = 2/11, 3/12, ... until 1/2, at u = 8
     left = 1.0
     for update in range(1, 12):
-        ema.update(update)
+        ema.after_update(update)
         left *= min(0.5, (1 + update) / (10 + update))
         assert ema.values["w"].item() == pytest.approx(1 - left, rel=1e-6)
     assert left < 1e-4
@@ -243,7 +243,7 @@ def test_moving_average_at_intervals() -> None:
     seen = []
     for update in range(1, 7):
         weight["w"].fill_(float(update))
-        ema.update(update)
+        ema.after_update(update)
         seen.append(ema.values["w"].item())
     # after 3: 4/13 of 0 and 9/13 of 3; after 6: 7/16 of that and 9/16 of 6
     third = 27 / 13
@@ -260,7 +260,7 @@ def averages(fsdp_size: int) -> dict[str, Tensor]:
     for step in range(STEPS):
         net(data(step).chunk(world.size)[world.rank]).square().sum().backward()
         optimizer.step(torch.zeros(()))
-        ema.update(optimizer.updates)
+        ema.after_update(optimizer.updates)
     return {name: value.clone() for name, value in ema.values.items()}
 
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 from PIL import Image
 
-from phalanx.batches import check
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import RolloutConfig, TrainConfig
-from phalanx.data import DataError, PromptRow, load_prompts
-from phalanx.image_data import ImageTextData
-from phalanx.pictures import Picture, to_size
-from phalanx.rewards.preferred import preferred
-from phalanx.rollout import check_engine
-from phalanx.rollout.dataset import PAIR
+from phalanx.config.flow import FlowRLConfig, FlowRolloutConfig
+from phalanx.data.images import ImageTextData
+from phalanx.data.prompts import DataError, PromptRow, load_prompts
+from phalanx.media.pictures import Picture, to_size
+from phalanx.rewards.image.preferred import preferred
+from phalanx.rollout.flow import check_engine
+from phalanx.rollout.flow.dataset import PAIR
+from phalanx.training.flow_rl import check_config as check
 from tests.pairs import PROMPTS, picture, png, rows, write_jsonl, write_parquet
 
 KEY = "data.train_files"
@@ -108,7 +108,9 @@ def test_missing_columns(tmp_path: Path) -> None:
         f"{KEY}: {text} is plain text; images (chosen, rejected) come in the other formats"
     )
     (tmp_path / "x.parquet").write_bytes(b"nothing")
-    assert message([str(tmp_path / "x.parquet")], KEY).startswith(f"{KEY}: {tmp_path}/x.parquet is no Parquet file: ")
+    assert message([str(tmp_path / "x.parquet")], KEY).startswith(
+        f"{KEY}: {tmp_path}/x.parquet is not a Parquet file: "
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,10 +121,10 @@ def test_missing_columns(tmp_path: Path) -> None:
         ("none.png", "place: the image cannot be read: [Errno 2] No such file or directory: "),
         (
             None,
-            "place is of type NoneType; right is the bytes of an image file, its path beside the data file, or {bytes, path}",
+            "place is of type NoneType; expected the bytes of an image file, its path beside the data file, or {bytes, path}",
         ),
-        ({"bytes": None, "path": None}, "place is of type NoneType; right is "),
-        (3, "place is of type int; right is "),
+        ({"bytes": None, "path": None}, "place is of type NoneType; expected "),
+        (3, "place is of type int; expected "),
     ],
 )
 def test_what_is_no_image(value: Any, said: str, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def refusal(folder: Path, *overrides: str) -> str:
     base = ["model.path=x", f"data.train_files=[{json.dumps(str(folder))}]", "reward.functions=[{name: preferred}]"]
     run = ["trainer.total_training_steps=1", f"trainer.output_dir={folder}", "rollout.engine=dataset"]
     with pytest.raises(ConfigError) as error:
-        check(load(TrainConfig, None, [*base, *run, *overrides]))
+        check(load(FlowRLConfig, None, [*base, *run, *overrides]))
     return str(error.value)
 
 
@@ -194,7 +196,7 @@ def test_what_cannot_be_trained_on_pairs(tmp_path: Path) -> None:
         "take one that trains on images, such as diffusion_dpo"
     )
     with pytest.raises(ValueError) as error:
-        check_engine(RolloutConfig(engine="dataset", correction="none"))
+        check_engine(FlowRolloutConfig(engine="dataset", correction="none"))
     assert str(error.value) == (
         "rollout.correction: none has nothing to correct where rollout.engine is dataset; its images have no log-probs"
     )

@@ -3,7 +3,7 @@
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.config.schema import RewardModelConfig
+from phalanx.config.run import RewardModelConfig
 from phalanx.distributed.placement import Domain, place
 
 

@@ -1,13 +1,15 @@
 """The harness that distributed tests stand on: results, failures and hangs of forked ranks."""
 
 import os
+import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RankError, run_ranks
+from tests.ranks import RankError, run_ranks, torchrun
 
 
 def _sum_and_place(offset: int) -> tuple[torch.Tensor, tuple[str, ...]]:
@@ -74,3 +76,22 @@ def test_a_rank_that_dies_is_named_with_its_status() -> None:
 
     with pytest.raises(RankError, match="rank 0: exit status 7"):
         run_ranks(dies_on_rank_0, 2)
+
+
+def test_a_test_that_is_killed_leaves_no_torchrun(tmp_path: Path) -> None:
+    task, said = tmp_path / "task.py", tmp_path / "pid"
+    task.write_text(f"import os, time\nopen({str(said)!r}, 'w').write(f'{{os.getpid()}}\\n')\ntime.sleep(300)\n")
+    test = os.fork()
+    if test == 0:
+        torchrun([task], timeout=300)
+        os._exit(1)
+    deadline = time.monotonic() + 60
+    while not said.exists() or not said.read_text().endswith("\n"):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    os.kill(test, signal.SIGKILL)
+    os.waitpid(test, 0)
+    rank = Path("/proc", said.read_text().strip())
+    while rank.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -14,10 +14,10 @@ import torch
 import yaml
 from PIL import Image
 
-from phalanx import batches
 from phalanx.config import ConfigError, load
-from phalanx.config.schema import RewardConfig, TrainConfig
+from phalanx.config.flow import FlowRewardConfig, FlowRLConfig
 from phalanx.rewards import RewardSet
+from phalanx.training import flow_rl
 from phalanx.types import Prompt
 from tests.jobs import PROMPTS, one_step
 from tests.ranks import ROOT, run_ranks
@@ -95,9 +95,9 @@ def verl_rows(folder: str, split: str) -> Iterator[dict[str, Any]]:
 
 @recipes
 def test_batches_divide(path: Path) -> None:
-    cfg = load(TrainConfig, str(path), [])
-    batches.check(cfg)
-    plan = batches.plan(cfg, ranks_of(path))
+    cfg = load(FlowRLConfig, str(path), [])
+    flow_rl.check_config(cfg)
+    plan = flow_rl.plan(cfg, ranks_of(path))
     assert plan.exact  # log-probs of rollout and replay are equal to the last bit
     assert cfg.trainer.experiment_name == path.stem
 
@@ -105,8 +105,8 @@ def test_batches_divide(path: Path) -> None:
 @gpu_recipes
 def test_holds_differences_only(path: Path) -> None:
     """The quickstart also spells out defaults, for a newcomer to read."""
-    plain = asdict(load(TrainConfig, None, ["model.path=x"]))
-    cfg = asdict(load(TrainConfig, str(path), []))
+    plain = asdict(load(FlowRLConfig, None, ["model.path=x"]))
+    cfg = asdict(load(FlowRLConfig, str(path), []))
     for key, _ in leaves(yaml.safe_load(path.read_text())):
         assert key == "model.path" or leaf(cfg, key) != leaf(plain, key), f"{path.name}: {key} is the default"
 
@@ -114,8 +114,8 @@ def test_holds_differences_only(path: Path) -> None:
 @recipes
 def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -> None:
     """One step on one rank, with all of the recipe's settings but the model, its size, the batch and the reward."""
-    cfg = load(TrainConfig, str(path), [])
-    window = batches.plan(cfg, ranks_of(path)).window
+    cfg = load(FlowRLConfig, str(path), [])
+    window = flow_rl.plan(cfg, ranks_of(path)).actions
     tiny = []
     if path in FOR_GPUS:
         folder = request.getfixturevalue(next(TINY[name] for name in TINY if path.stem.startswith(name)))
@@ -127,7 +127,7 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
             "rollout.width=32",
         ]
     cfg = load(
-        TrainConfig,
+        FlowRLConfig,
         str(path),
         [
             *tiny,
@@ -152,12 +152,14 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
 
 @recipes
 def test_rewards_are_there(path: Path) -> None:
-    cfg = load(TrainConfig, str(path), [])
+    cfg = load(FlowRLConfig, str(path), [])
     (entry,) = cfg.reward.functions
     if entry.name == "pickscore":  # known, and it looks for its model where it is told to
-        with pytest.raises(ConfigError, match=r"reward.functions\[0\] \(pickscore\): model='./nowhere' is no folder"):
+        with pytest.raises(
+            ConfigError, match=r"reward.functions\[0\] \(pickscore\): model='./nowhere' is not a folder"
+        ):
             entry.kwargs = {**entry.kwargs, "model": "./nowhere"}
-            RewardSet(RewardConfig(functions=[entry]), "cpu")
+            RewardSet(FlowRewardConfig(functions=[entry]), "cpu")
         return
     reward = RewardSet(cfg.reward, "cpu")
     reward.submit(torch.ones(1, 3, 32, 64), [Prompt('a sign that says "alpha"', 0, {"ground_truth": "alpha"})])
@@ -166,9 +168,9 @@ def test_rewards_are_there(path: Path) -> None:
 
 @gpu_recipes
 def test_data_paths(path: Path, home: Path) -> None:
-    from phalanx.data import load_prompts
+    from phalanx.data.prompts import load_prompts
 
-    cfg = load(TrainConfig, str(path), [])
+    cfg = load(FlowRLConfig, str(path), [])
     for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
         rows = load_prompts(files, key)
         assert [row.text for row in rows] == PROMPTS

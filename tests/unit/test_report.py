@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from phalanx.charts import MAX_BARS, MAX_POINTS, Series, line_chart, stacked_bars
-from phalanx.config.schema import TrainerConfig
-from phalanx.images import ImageRecord
-from phalanx.metrics import RunLogger
-from phalanx.report import MAX_PAIRS, main, write_report
+from phalanx.config.run import TrainerConfig
+from phalanx.telemetry.charts import MAX_BARS, MAX_POINTS, Series, line_chart, stacked_bars
+from phalanx.telemetry.metrics import RunLogger
+from phalanx.telemetry.records import Record
+from phalanx.telemetry.report import MAX_PAIRS, main, write_report
 
 SRC = Path(__file__).parents[2] / "src"
 VOID = {"meta", "img", "br", "link", "input", "hr"}
@@ -68,14 +68,14 @@ def run(folder: Path, steps: int = 3) -> Path:
     trainer = TrainerConfig(output_dir=str(folder), logger=[])
     with RunLogger(trainer, {}, None, 0, steps, True) as log:
         log.log(0, {"val/ocr/reward/mean": 0.5, "val/easy/reward/mean": 0.9, "time/validation": 2.0})
-        log.images(0, "ocr", [ImageRecord(f'sign "{i}" & <more>', 0.25, picture(i), i) for i in range(2)])
+        log.records(0, "ocr", [Record(f'sign "{i}" & <more>', 0.25, picture(i), i) for i in range(2)])
         for step in range(1, steps + 1):
             row = {"reward/mean": 0.1 * step, "reward/std": 0.05, "reward/max": 1.0, "reward/ocr": 0.1 * step}
             row |= {"actor/grad_norm": float("nan") if step == 2 else 0.5, "actor/ratio_mean": 1.0}
             row |= {"time/rollout": 3.0, "time/update": 1.0, "perf/images_per_gpu_per_s": 20.0}
             row |= {"val/ocr/reward/mean": 0.75, "val/easy/reward/mean": 0.8} if step == steps else {}
             log.log(step, row)
-        log.images(steps, "ocr", [ImageRecord(f'sign "{i}" & <more>', 0.875, picture(10 + i), i) for i in range(2)])
+        log.records(steps, "ocr", [Record(f'sign "{i}" & <more>', 0.875, picture(10 + i), i) for i in range(2)])
     (folder / "config.yaml").write_text(
         "trainer:\n  experiment_name: my <run>\n  total_training_steps: 3\nmodel:\n  path: a/b\n"
     )
@@ -141,9 +141,23 @@ def test_it_needs_no_network_and_describes_its_charts(tmp_path: Path) -> None:
     )
 
 
+def test_texts_stand_side_by_side_as_they_are(tmp_path: Path) -> None:
+    prompts = ["What is 1 < 2?", "Write\n  <b>bold</b> & more"]
+    with RunLogger(TrainerConfig(output_dir=str(tmp_path), logger=[]), {}, None, 0, 1, True) as log:
+        log.records(0, "math", [Record(p, 0.0, f"<script>{i}</script>\n  no", i) for i, p in enumerate(prompts)])
+        log.records(1, "math", [Record(p, 0.75, "</pre> yes & done", i) for i, p in enumerate(prompts)])
+        log.log(1, {"reward/mean": 0.5})
+    page = Page(write_report(tmp_path))
+    assert page.all("script") == page.all("img") == page.all("b")[4:] == []  # only the rewards are bold
+    assert "math: step 0 and step 1" in page.words()
+    assert "Before 0.000 </pre> yes & done After 0.750 What is 1 < 2?" in page.words()
+    assert "<pre>&lt;script&gt;1&lt;/script&gt;\n  no</pre>" in page.source  # line breaks and spaces stay
+    assert "No validation samples" not in page.words()
+
+
 def test_large_images_are_scaled(tmp_path: Path) -> None:
     with RunLogger(TrainerConfig(output_dir=str(tmp_path), logger=[]), {}, None, 0, 1, True) as log:
-        log.images(0, "ocr", [ImageRecord("a", 0.5, picture(0, 1024, 512), 0)])
+        log.records(0, "ocr", [Record("a", 0.5, picture(0, 1024, 512), 0)])
     (image,) = Page(write_report(tmp_path)).all("img")
     kind, data = image["src"].split(",")
     assert kind == "data:image/jpeg;base64"
@@ -157,7 +171,7 @@ class TestMissingPieces:
         (tmp_path / "metrics.jsonl").touch()
         words = Page(write_report(tmp_path)).words()
         assert words.startswith(f"{tmp_path.name} Training steps 0 metrics.jsonl has no rows yet.")
-        assert "No validation images were kept (trainer.log_val_generations, images/)." in words
+        assert "No validation samples were kept (trainer.log_val_generations, images/ or samples/)." in words
         assert "There is nothing to draw." in words
         assert "There is no config.yaml in the folder." in words
 
@@ -199,8 +213,8 @@ class TestMissingPieces:
     def test_many_prompts_are_cut_and_changed_prompts_are_not_compared(self, tmp_path: Path) -> None:
         with RunLogger(TrainerConfig(output_dir=str(tmp_path), logger=[]), {}, None, 0, 1, True) as log:
             for name, word in ("a", "same"), ("b", "new"):
-                log.images(0, name, [ImageRecord("same", 0.5, picture(0), i) for i in range(MAX_PAIRS + 3)])
-                log.images(1, name, [ImageRecord(word, 0.5, picture(0), i) for i in range(MAX_PAIRS + 3)])
+                log.records(0, name, [Record("same", 0.5, picture(0), i) for i in range(MAX_PAIRS + 3)])
+                log.records(1, name, [Record(word, 0.5, picture(0), i) for i in range(MAX_PAIRS + 3)])
             log.log(1, {"reward/mean": 0.5})
         page = Page(write_report(tmp_path))
         assert len(page.all("img")) == 2 * MAX_PAIRS
@@ -217,7 +231,7 @@ class TestCommand:
     def test_it_prints_the_path(self, tmp_path: Path) -> None:
         folder = run(tmp_path)
         done = subprocess.run(
-            [sys.executable, "-m", "phalanx.report", str(folder)],
+            [sys.executable, "-m", "phalanx.telemetry.report", str(folder)],
             env={**os.environ, "PYTHONPATH": str(SRC)},
             capture_output=True,
             text=True,

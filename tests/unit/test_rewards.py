@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config.schema import RewardConfig, RewardFunctionConfig
-from phalanx.rewards import DeviceReward, Marked, Marking, RewardError, RewardSet
+from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
+from phalanx.rewards import DeviceReward, RewardError, RewardOutput, RewardSet, RewardWithExtras
 from phalanx.types import JobError, Prompt
 
 BUILT_IN = (
@@ -87,12 +87,21 @@ class Stateful:
         return [self.offset] * len(images)
 
 
-class Marks(Marking):
-    def __init__(self, marks: list[str]) -> None:
-        self.marks = tuple(marks)
+class Extras(RewardWithExtras):
+    def __init__(self, extras: list[str]) -> None:
+        self.extras = tuple(extras)
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> Marked:
-        return Marked([2.0] * len(images), metadata[0]["marked"])
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> RewardOutput:
+        return RewardOutput([2.0] * len(images), metadata[0]["extras"])
+
+
+class Marks(RewardWithExtras):
+    """As users wrote it when extras were called marks."""
+
+    marks = ("odd",)
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> RewardOutput:
+        return RewardOutput([2.0] * len(images), {"odd": [1.0] * len(images)})
 
 
 class NoCall:
@@ -111,15 +120,17 @@ class OnDevice(DeviceReward):
         return images.requires_grad_().amax((1, 2, 3)) * self.factor
 
 
-def entry(name: str | None = None, path: str | None = None, weight: float = 1.0, **kwargs: Any) -> RewardFunctionConfig:
-    return RewardFunctionConfig(name=name, path=path, weight=weight, kwargs=kwargs)
+def entry(
+    name: str | None = None, path: str | None = None, weight: float = 1.0, **kwargs: Any
+) -> FlowRewardFunctionConfig:
+    return FlowRewardFunctionConfig(name=name, path=path, weight=weight, kwargs=kwargs)
 
 
-def rewards(*functions: RewardFunctionConfig, **settings: Any) -> RewardSet:
-    return RewardSet(RewardConfig(functions=list(functions), **settings), "cpu")
+def rewards(*functions: FlowRewardFunctionConfig, **settings: Any) -> RewardSet:
+    return RewardSet(FlowRewardConfig(functions=list(functions), **settings), "cpu")
 
 
-def mine(name: str, weight: float = 1.0, term: str | None = None, **kwargs: Any) -> RewardFunctionConfig:
+def mine(name: str, weight: float = 1.0, term: str | None = None, **kwargs: Any) -> FlowRewardFunctionConfig:
     return entry(term, f"{HERE}:{name}", weight, **kwargs)
 
 
@@ -154,7 +165,7 @@ def test_terms_their_names_and_weights(tmp_path: Path) -> None:
     assert Stateful.made == made + 1  # once, not at each call
 
 
-def bad_configurations(tmp_path: Path) -> list[tuple[list[RewardFunctionConfig], str]]:
+def bad_configurations(tmp_path: Path) -> list[tuple[list[FlowRewardFunctionConfig], str]]:
     file = tmp_path / "own.py"
     file.write_text("x = 1\ndef score(images, prompts, metadata, power=1):\n    return [0.0]\n")
     here = f"{HERE}:"
@@ -170,14 +181,14 @@ def bad_configurations(tmp_path: Path) -> list[tuple[list[RewardFunctionConfig],
         ),
         (
             [entry("orc")],
-            f"reward.functions[0].name='orc' is no built-in reward; did you mean ocr? built in: {BUILT_IN}; "
+            f"reward.functions[0].name='orc' is not a built-in reward; did you mean ocr? built in: {BUILT_IN}; "
             f"or give path: {FORMS}",
         ),
         (
             [mine("brightness"), entry("_runner")],
-            f"reward.functions[1].name='_runner' is no built-in reward; built in: {BUILT_IN}; or give path: {FORMS}",
+            f"reward.functions[1].name='_runner' is not a built-in reward; built in: {BUILT_IN}; or give path: {FORMS}",
         ),
-        ([entry(path=str(file))], f"reward.functions[0].path='{file}' names no function; right is {FORMS}"),
+        ([entry(path=str(file))], f"reward.functions[0].path='{file}' names no function; expected {FORMS}"),
         ([entry(path=f"{tmp_path}/no.py:f")], f"reward.functions[0].path: '{tmp_path}/no.py': no such file"),
         (
             [entry(path=f"{file}:scor")],
@@ -186,10 +197,10 @@ def bad_configurations(tmp_path: Path) -> list[tuple[list[RewardFunctionConfig],
         (
             [entry(path="no_such_module.sub:f")],
             "reward.functions[0].path='no_such_module.sub:f': no module 'no_such_module' on the Python path; "
-            f"right is {FORMS}",
+            f"expected {FORMS}",
         ),
         ([mine("zzz")], f"reward.functions[0].path='{here}zzz': {HERE} has no 'zzz'"),
-        ([mine("NUMBER")], f"reward.functions[0].path='{here}NUMBER' is of type int; right is a function or a class"),
+        ([mine("NUMBER")], f"reward.functions[0].path='{here}NUMBER' is of type int; expected a function or a class"),
         (
             [mine("brightness", scal=2)],
             "reward.functions[0].kwargs: brightness(images, prompts, metadata, **kwargs): got an unexpected keyword "
@@ -216,7 +227,7 @@ def bad_configurations(tmp_path: Path) -> list[tuple[list[RewardFunctionConfig],
         ),
         (
             [mine("NoCall")],
-            "reward.functions[0]: NoCall is a class without __call__; right is __call__(images, prompts, metadata)",
+            "reward.functions[0]: NoCall is a class without __call__; expected __call__(images, prompts, metadata)",
         ),
         (
             [mine("OnDevice", scale=1)],
@@ -362,35 +373,35 @@ def test_a_later_failure_does_not_wait_for_an_earlier_slow_call() -> None:
     [
         (
             None,
-            'returned no numbers but a NoneType on the prompts "a" (+1 more); right is 3 numbers: a list, an array or a tensor',
+            'returned no numbers but a NoneType on the prompts "a" (+1 more); expected 3 numbers: a list, an array or a tensor',
         ),
         (
             ([0.0, 0.0, 0.0], {}),
-            'returned no numbers but a tuple on the prompts "a" (+1 more); right is 3 numbers: a list, an array or a tensor',
+            'returned no numbers but a tuple on the prompts "a" (+1 more); expected 3 numbers: a list, an array or a tensor',
         ),
         (
             [1.0, 2.0],
-            'returned 2 scores for 3 images on the prompts "a" (+1 more); right is 3 numbers: a list, an array or a tensor',
+            'returned 2 scores for 3 images on the prompts "a" (+1 more); expected 3 numbers: a list, an array or a tensor',
         ),
         (
             [[1.0], [2.0], [3.0]],
             'returned scores of shape [3, 1] for 3 images on the prompts "a" (+1 more); '
-            "right is 3 numbers: a list, an array or a tensor",
+            "expected 3 numbers: a list, an array or a tensor",
         ),
         (
             0.5,
             'returned scores of shape [] for 3 images on the prompts "a" (+1 more); '
-            "right is 3 numbers: a list, an array or a tensor",
+            "expected 3 numbers: a list, an array or a tensor",
         ),
-        ([0.0, float("nan"), 1.0], 'returned nan for 1 of 3 images on the prompt "b"; right are finite numbers'),
+        ([0.0, float("nan"), 1.0], 'returned nan for 1 of 3 images on the prompt "b"; expected finite numbers'),
         (
             [float("-inf"), 0.0, float("nan")],
-            'returned -inf for 2 of 3 images on the prompt "a"; right are finite numbers',
+            'returned -inf for 2 of 3 images on the prompt "a"; expected finite numbers',
         ),
         (
-            Marked([0.0, 1.0, 2.0], {"odd": [0, 1, 0]}),
-            'returned the marks odd on the prompts "a" (+1 more); right are those in `marks` of its class, derived '
-            "from Marking: none",
+            RewardOutput([0.0, 1.0, 2.0], {"odd": [0, 1, 0]}),
+            'returned the extras odd on the prompts "a" (+1 more); expected those that `extras` of its class, derived '
+            "from RewardWithExtras, names: none",
         ),
     ],
 )
@@ -402,31 +413,46 @@ def test_what_a_reward_must_not_return(value: Any, message: str) -> None:
     assert str(error.value) == f"reward 'gives' {message}"
 
 
-def test_marks_are_rows_of_their_own() -> None:
-    marking = rewards(mine("Marks", marks=["even", "odd"]), mine("brightness"), num_workers=2)
+def test_extras_are_rows_of_their_own() -> None:
+    reward = rewards(mine("Extras", extras=["even", "odd"]), mine("brightness"), num_workers=2)
     for numbers in ((0, 1), (3,)):
-        marking.submit(
-            *some(*map(str, numbers), marked={"odd": [n % 2 for n in numbers], "even": [1 - n % 2 for n in numbers]})
+        reward.submit(
+            *some(*map(str, numbers), extras={"odd": [n % 2 for n in numbers], "even": [1 - n % 2 for n in numbers]})
         )
-    terms = marking.collect()
-    assert list(terms) == ["Marks", "Marks_even", "Marks_odd", "brightness"]
-    assert (terms["Marks_odd"].tolist(), terms["Marks_even"].tolist()) == ([0, 1, 1], [1, 0, 0])
-    assert marking.weighted(terms).tolist() == [0.5 + 2] * 3  # marks are no part of the reward
-    for marked, message in (
+    terms = reward.collect()
+    assert list(terms) == ["Extras", "Extras_even", "Extras_odd", "brightness"]
+    assert (terms["Extras_odd"].tolist(), terms["Extras_even"].tolist()) == ([0, 1, 1], [1, 0, 0])
+    assert reward.weighted(terms).tolist() == [0.5 + 2] * 3  # extras are no part of the reward
+    for extras, message in (
         (
             {"odd": [0]},
-            "reward 'Marks' returned the marks odd on the prompt \"a\"; right are those in `marks` of its class, derived from Marking: even, odd",
+            "reward 'Extras' returned the extras odd on the prompt \"a\"; expected those that `extras` of its class, derived "
+            "from RewardWithExtras, names: even, odd",
         ),
         (
             {"even": [1], "odd": [0, 1]},
-            "reward 'Marks_odd' returned 2 scores for 1 images on the prompt \"a\"; right is 1 numbers: a list, an array or a tensor",
+            "reward 'Extras_odd' returned 2 scores for 1 images on the prompt \"a\"; expected 1 numbers: a list, an array or a tensor",
         ),
     ):
-        wrong = rewards(mine("Marks", marks=["even", "odd"]))
+        wrong = rewards(mine("Extras", extras=["even", "odd"]))
         with pytest.raises(RewardError) as error:
-            wrong.submit(*some("a", marked=marked))
+            wrong.submit(*some("a", extras=extras))
             wrong.collect()
         assert str(error.value) == message
+
+
+def test_names_of_before_work_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    reward = rewards(mine("Marks"))
+    reward.submit(*some("a"))
+    assert {name: t.tolist() for name, t in reward.collect().items()} == {"Marks": [2.0], "Marks_odd": [1.0]}
+    from phalanx.rewards import Marked, Marking
+
+    assert (Marked, Marking) == (RewardOutput, RewardWithExtras)
+    assert set(caplog.messages) == {
+        "the reward Marks has an attribute `marks`, which is now called `extras`; rename it",
+        "phalanx.rewards.Marked is now RewardOutput",
+        "phalanx.rewards.Marking is now RewardWithExtras",
+    }
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -456,12 +482,12 @@ def test_the_process_exits_although_a_reward_hangs(tmp_path: Path) -> None:
     )
     code = f"""
         import torch
-        from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+        from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
         from phalanx.rewards import RewardSet
         from phalanx.types import Prompt
 
-        functions = [RewardFunctionConfig(path="{tmp_path}/hang.py:forever")]
-        reward = RewardSet(RewardConfig(functions=functions, timeout_s=0.2), "cpu")
+        functions = [FlowRewardFunctionConfig(path="{tmp_path}/hang.py:forever")]
+        reward = RewardSet(FlowRewardConfig(functions=functions, timeout_s=0.2), "cpu")
         reward.submit(torch.zeros(1, 3, 8, 8), [Prompt("stuck", 0, {{}})])
         reward.collect()
     """
@@ -470,7 +496,7 @@ def test_the_process_exits_although_a_reward_hangs(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr.strip().splitlines()[-1] == (
-        "phalanx.rewards._base.RewardError: reward 'forever' ran longer than reward.timeout_s=0.2 seconds "
+        "phalanx.rewards.base.RewardError: reward 'forever' ran longer than reward.timeout_s=0.2 seconds "
         'on the prompt "stuck"'
     )
 

@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
 from phalanx.rewards import DeviceReward, RewardSet
 from phalanx.types import Prompt
 from tests.judged import cut
@@ -101,8 +101,8 @@ def reference(folder: Path, images: Tensor, prompts: list[str]) -> Any:
 
 
 def score(name: str, images: Tensor, prompts: list[str], **kwargs: Any) -> Tensor:
-    functions = [RewardFunctionConfig(name=name, kwargs={k: str(v) for k, v in kwargs.items()})]
-    reward = RewardSet(RewardConfig(functions=functions), "cpu")
+    functions = [FlowRewardFunctionConfig(name=name, kwargs={k: str(v) for k, v in kwargs.items()})]
+    reward = RewardSet(FlowRewardConfig(functions=functions), "cpu")
     assert isinstance(reward.terms[0].function, DeviceReward) and reward.terms[0].on_device
     reward.submit(images, [Prompt(text, i, {}) for i, text in enumerate(prompts)])
     return reward.collect()[name]
@@ -112,7 +112,7 @@ def score(name: str, images: Tensor, prompts: list[str], **kwargs: Any) -> Tenso
 def test_pixels_are_those_of_the_image_processor(clip_folder: Path, size: tuple[int, int]) -> None:
     from transformers import AutoImageProcessor
 
-    from phalanx.rewards._clip import pixels_of
+    from phalanx.rewards.image._clip import pixels_of
 
     images = random_images(*size)
     processor = AutoImageProcessor.from_pretrained(clip_folder)
@@ -168,19 +168,19 @@ def test_aesthetic_is_the_mlp_on_the_unit_image_vector(
 
 
 def error_of(name: str, **kwargs: Any) -> str:
-    functions = [RewardFunctionConfig(name=name, kwargs={k: str(v) for k, v in kwargs.items()})]
+    functions = [FlowRewardFunctionConfig(name=name, kwargs={k: str(v) for k, v in kwargs.items()})]
     with pytest.raises(ValueError) as error:
-        RewardSet(RewardConfig(functions=functions), "cpu")
+        RewardSet(FlowRewardConfig(functions=functions), "cpu")
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def test_missing_models(tmp_path: Path, clip_folder: Path) -> None:
     assert error_of("clip_score", model=tmp_path / "no") == (
-        f"reward.functions[0] (clip_score): model='{tmp_path}/no' is no folder; give a folder with a CLIP model, or a hub id"
+        f"reward.functions[0] (clip_score): model='{tmp_path}/no' is not a folder; give a folder with a CLIP model, or a hub id"
     )
     assert error_of("pickscore", model=clip_folder, processor="./no") == (
-        "reward.functions[0] (pickscore): processor='./no' is no folder; give a folder with a CLIP model, or a hub id"
+        "reward.functions[0] (pickscore): processor='./no' is not a folder; give a folder with a CLIP model, or a hub id"
     )
     assert error_of("pickscore") == (  # the tests are offline
         "reward.functions[0] (pickscore): model='yuvalkirstain/PickScore_v1' does not load as CLIPModel: We couldn't "
@@ -207,7 +207,7 @@ def test_weights_of_another_model(tmp_path: Path, clip_folder: Path) -> None:
     save_file({"logit_scale": torch.tensor(1.0)}, tmp_path / "model.safetensors", {"format": "pt"})
     message = error_of("clip_score", model=tmp_path)
     assert message == (
-        f"reward.functions[0] (clip_score): model='{tmp_path}' is no CLIP model: "
+        f"reward.functions[0] (clip_score): model='{tmp_path}' is not a CLIP model: "
         "it has no text_model.embeddings.position_embedding.weight"
     )
 
@@ -219,7 +219,7 @@ def test_weights_of_another_model(tmp_path: Path, clip_folder: Path) -> None:
         (
             "config.json",
             lambda text: text.replace('"projection_dim": 24', '"projection_dim": 12'),
-            "is no CLIP model: its text_projection.weight is [24, 32] rather than [12, 32]",
+            "is not a CLIP model: its text_projection.weight is [24, 32] rather than [12, 32]",
         ),
         ("config.json", cut, "does not load as CLIPModel: It looks like the config file at "),
         ("processor_config.json", cut, "does not load as AutoImageProcessor: It looks like the config file at "),
@@ -267,7 +267,7 @@ def test_a_processor_that_is_not_clips(tmp_path: Path, clip_folder: Path, other:
 def test_processors_that_lack_a_value(clip_folder: Path, lacking: str) -> None:
     from transformers import AutoImageProcessor
 
-    from phalanx.rewards._clip import pixels_of
+    from phalanx.rewards.image._clip import pixels_of
 
     config = AutoImageProcessor.from_pretrained(clip_folder).to_dict()
     pixels_of(config, torch.device("cpu"))
@@ -288,26 +288,26 @@ def test_bad_predictors(tmp_path: Path, clip_folder: Path) -> None:
         "its kwargs: predictor, clip_model"
     )
     none, pth = tmp_path / "none.safetensors", tmp_path / "sac+logos.pth"
-    assert message(none) == (f"{head}predictor='{none}' does not exist; right is a .safetensors file or its folder")
+    assert message(none) == (f"{head}predictor='{none}' does not exist; expected a .safetensors file or its folder")
     assert message(pth) == (
         f"{head}predictor='{pth}' is a pickle, which can run code; convert it once: python -c \"import torch, "
         f"safetensors.torch as s; s.save_file(torch.load('{pth}', weights_only=True), '{tmp_path}/sac+logos.safetensors')\""
     )
-    assert message(tmp_path) == f"{head}predictor='{tmp_path}' is a folder with 0 .safetensors files; right is one"
+    assert message(tmp_path) == f"{head}predictor='{tmp_path}' is a folder with 0 .safetensors files; expected one"
 
     other, wide, noise, short = (tmp_path / f"{n}.safetensors" for n in ("other", "wide", "noise", "short"))
     save_file({"head.weight": torch.zeros(1, 1)}, other)
-    assert message(other) == f"{head}predictor='{other}' has no matrix layers.0.weight; right are {keys}"
+    assert message(other) == f"{head}predictor='{other}' has no matrix layers.0.weight; expected {keys}"
     save_file(predictor_state(768), wide)
     assert message(wide) == (
-        f"{head}predictor='{wide}' takes 768 features, and clip_model='{clip_folder}' gives {DIM}; right is the CLIP "
+        f"{head}predictor='{wide}' takes 768 features, and clip_model='{clip_folder}' gives {DIM}; expected the CLIP "
         "that it was trained on, openai/clip-vit-large-patch14"
     )
     noise.write_bytes(b"\xff" * 100)
-    assert message(noise).startswith(f"{head}predictor='{noise}' is no safetensors file: ")
+    assert message(noise).startswith(f"{head}predictor='{noise}' is not a safetensors file: ")
     save_file({k: v for k, v in predictor_state(DIM).items() if not k.startswith("layers.7")}, short)
     text = message(short)
-    assert text.startswith(f"{head}predictor='{short}' has other layers (") and text.endswith(f"); right are {keys}")
+    assert text.startswith(f"{head}predictor='{short}' has other layers (") and text.endswith(f"); expected {keys}")
 
 
 def test_the_conversion_that_the_message_gives_works(tmp_path: Path, clip_folder: Path) -> None:

@@ -16,7 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
 from phalanx.rewards import RewardSet
 from phalanx.types import Prompt
 from tests.tiny import byte_alphabet, clip_tokenizer
@@ -28,7 +28,7 @@ State = dict[str, Tensor]
 
 def build(name: str, **kwargs: Any) -> RewardSet:
     plain = {k: str(v) if isinstance(v, Path) else v for k, v in kwargs.items()}
-    return RewardSet(RewardConfig(functions=[RewardFunctionConfig(name=name, kwargs=plain)]), "cpu")
+    return RewardSet(FlowRewardConfig(functions=[FlowRewardFunctionConfig(name=name, kwargs=plain)]), "cpu")
 
 
 def score(name: str, images: Tensor, prompts: list[str], **kwargs: Any) -> Tensor:
@@ -144,7 +144,7 @@ def clip_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def hps_v2_folder(open_clip: OpenClip, clip_base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The weights of open_clip, converted by the command."""
-    from phalanx.convert_open_clip import main
+    from phalanx.tools.convert_open_clip import main
 
     folder = tmp_path_factory.mktemp("hps_v2")
     save_file(open_clip.state_dict(), folder / "HPS.safetensors")
@@ -191,7 +191,7 @@ def test_hps_v2_is_the_cosine_of_open_clips_model(
 
 @pytest.mark.parametrize("size", [(EDGE, EDGE), (64, 64), (40, 90), (101, 37), (9, 300)])
 def test_letterbox(size: tuple[int, int]) -> None:
-    from phalanx.rewards.hps_v2 import letterbox
+    from phalanx.rewards.image.hps_v2 import letterbox
 
     images = random_images(*size)
     found = letterbox(images, EDGE).mul(255)
@@ -209,7 +209,7 @@ def test_hps_v2_with_the_processor_of_another_folder(hps_v2_folder: Path, clip_b
     assert torch.equal(found, score("hps_v2", images, PROMPTS, model=hps_v2_folder))
     assert error_of("hps_v2", model=tmp_path).startswith(f"model='{tmp_path}' does not load as ")
     assert error_of("hps_v2", model=tmp_path, processor="./no") == (
-        "processor='./no' is no folder; give a folder with a CLIP model, or a hub id"
+        "processor='./no' is not a folder; give a folder with a CLIP model, or a hub id"
     )
 
 
@@ -221,7 +221,7 @@ def test_converted_weights_keep_their_dtype_and_load_without_a_word(open_clip: O
     folder = clip_base.parent / "half"
     folder.mkdir()
     save_file({k: v.half() for k, v in open_clip.state_dict().items()}, folder / "half.safetensors")
-    command = [sys.executable, "-m", "phalanx.convert_open_clip", folder / "half.safetensors", folder / "clip"]
+    command = [sys.executable, "-m", "phalanx.tools.convert_open_clip", folder / "half.safetensors", folder / "clip"]
     ran = subprocess.run([*command, "--base", clip_base], capture_output=True, text=True, timeout=120, check=True)
     assert ran.stdout == f"{folder / 'clip'}\n"
     state = load_file(folder / "clip" / "model.safetensors")
@@ -235,7 +235,7 @@ def test_converted_weights_keep_their_dtype_and_load_without_a_word(open_clip: O
 def test_what_cannot_be_converted(
     open_clip: OpenClip, clip_base: Path, qwen_base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from phalanx.convert_open_clip import main
+    from phalanx.tools.convert_open_clip import main
 
     def message(state: State | None, name: str = "a.safetensors", target: str = "out", base: object = clip_base) -> str:
         if state is not None:
@@ -247,11 +247,11 @@ def test_what_cannot_be_converted(
 
     state, source = open_clip.state_dict(), tmp_path / "a.safetensors"
     other = "give the base of its architecture"
-    assert message(None) == f"{source} is no file; give a .safetensors file with the weights of open_clip's CLIP"
+    assert message(None) == f"{source} is not a file; expected a .safetensors file with the weights of open_clip's CLIP"
     source.write_bytes(b"\xff" * 100)
-    assert message(None).startswith(f"{source} is no safetensors file: ")
+    assert message(None).startswith(f"{source} is not a safetensors file: ")
     assert message({**state, "visual.head.weight": torch.zeros(1)}) == (
-        f"{source} has visual.head.weight, which is no weight of open_clip's CLIP"
+        f"{source} has visual.head.weight, which is not a weight of open_clip's CLIP"
     )
     assert message({k: v for k, v in state.items() if k != "ln_final.bias"}) == (
         f"{source} is another CLIP than --base {clip_base}: no weights for text_model.final_layer_norm.bias; {other}"
@@ -268,16 +268,16 @@ def test_what_cannot_be_converted(
         f"{other}"
     )
     assert message(state, base="/no/clip").startswith("--base /no/clip does not load: ")
-    assert message(state, base=qwen_base) == f"--base {qwen_base} is a model of type qwen2_vl; right is a clip"
+    assert message(state, base=qwen_base) == f"--base {qwen_base} is a model of type qwen2_vl; expected clip"
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
-    assert message(state, target="full") == f"{tmp_path}/full exists and is no empty folder; give another DST"
+    assert message(state, target="full") == f"{tmp_path}/full exists and is not an empty folder; give another DST"
 
 
 def test_a_pickle_is_not_read_and_the_command_that_it_gets_works(
     open_clip: OpenClip, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from phalanx.convert_open_clip import main
+    from phalanx.tools.convert_open_clip import main
 
     path = tmp_path / "HPS_v2.1_compressed.pt"
     for saved in ({"state_dict": open_clip.state_dict(), "epoch": 1}, open_clip.state_dict()):
@@ -425,7 +425,7 @@ def test_hps_v3_is_the_plain_computation(
 
 
 def test_hps_v3_with_its_own_template_and_in_bfloat16(qwen_base: Path, hps_v3_state: State, hps_v3_file: Path) -> None:
-    from phalanx.rewards._hps_v3_text import TEMPLATE as OFFICIAL
+    from phalanx.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
 
     images = random_images(SIZE, SIZE, 1)
     expected = plainly(qwen_base, hps_v3_state, pil(images)[0], PROMPTS[0], OFFICIAL)
@@ -485,7 +485,7 @@ def test_weights_in_shards_and_under_the_names_of_today(
 def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    from phalanx.rewards.hps_v3 import Patches, resized
+    from phalanx.rewards.image.hps_v3 import Patches, resized
 
     area = 256 * 28 * 28
     sides = (30, 64, 448, 449, 512, 768, 1000, 1024, 1328, 1664)
@@ -509,14 +509,14 @@ def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
 
 def test_the_template_is_the_one_that_the_model_was_trained_with() -> None:
     """A slip in it, or an editor that strips spaces, would shift all scores without an error."""
-    from phalanx.rewards._hps_v3_text import TEMPLATE as OFFICIAL
+    from phalanx.rewards.image._hps_v3_text import TEMPLATE as OFFICIAL
 
     digest = hashlib.sha256(OFFICIAL.encode()).hexdigest()
     assert digest == "e61d58f3c7d3be656ccd024f5c0cd8c001cf9a2122305d52b59e60d94147e0f2"
 
 
 def test_bad_weights_of_hps_v3(qwen_base: Path, hps_v3_state: State, tmp_path: Path) -> None:
-    path, right = tmp_path / "HPSv3.safetensors", "right is HPSv3.safetensors of MizzenAI/HPSv3, or its folder"
+    path, right = tmp_path / "HPSv3.safetensors", "expected HPSv3.safetensors of MizzenAI/HPSv3, or its folder"
 
     def message(state: State | None = None) -> str:
         if state is not None:
@@ -529,7 +529,7 @@ def test_bad_weights_of_hps_v3(qwen_base: Path, hps_v3_state: State, tmp_path: P
     assert message() == f" has no .safetensors file; {right}"
     assert error_of("hps_v3", model=tmp_path, base=qwen_base) == f"model='{tmp_path}' has no .safetensors file; {right}"
     path.write_bytes(b"\xff" * 100)
-    assert message().startswith(": HPSv3.safetensors is no safetensors file: ")
+    assert message().startswith(": HPSv3.safetensors is not a safetensors file: ")
     assert message(without("rm_head.")) == f" has no weights rm_head.0.weight (and 5 more): no reward model; {right}"
     assert message(without("rm_head.5.bias")) == f" has no weights rm_head.5.bias: no reward model; {right}"
     assert (
@@ -537,14 +537,14 @@ def test_bad_weights_of_hps_v3(qwen_base: Path, hps_v3_state: State, tmp_path: P
         == f" has another head, with rm_head.7.bias; {right}"
     )
     assert message({**hps_v3_state, "film.weight": torch.zeros(1)}) == (
-        f" has film.weight, which is no weight of HPSv3; {right}"
+        f" has film.weight, which is not a weight of HPSv3; {right}"
     )
     assert message(without("model.embed_tokens")) == f" has no weights model.embed_tokens.weight; {right}"
     assert message(without("model.norm")) == f" has no weights language_model.norm.weight; {right}"
     assert message(without("visual.blocks.1.mlp")) == (
         f" has no weights visual.blocks.1.mlp.fc1.bias (and 3 more); {right}"
     )
-    other = f"does not go with base='{qwen_base}'; right is the base that the model was trained from"
+    other = f"does not go with base='{qwen_base}'; expected the base that the model was trained from"
     deeper = {"model.layers.2.mlp.up_proj.weight": torch.zeros(1)}
     assert message({**hps_v3_state, **deeper}) == f" has language_model.layers.2.mlp.up_proj.weight, which {other}"
     assert message({**hps_v3_state, "model.norm.weight": torch.ones(31)}) == (
@@ -552,7 +552,7 @@ def test_bad_weights_of_hps_v3(qwen_base: Path, hps_v3_state: State, tmp_path: P
     )
     rows = hps_v3_state["model.embed_tokens.weight"][:-1].clone()
     assert message({**hps_v3_state, "model.embed_tokens.weight": rows}) == (
-        f" embeds 262 tokens, and <|Reward|> is number 262 of base='{qwen_base}'; right is the base that the model was "
+        f" embeds 262 tokens, and <|Reward|> is number 262 of base='{qwen_base}'; expected the base that the model was "
         "trained from"
     )
 
@@ -565,17 +565,17 @@ def test_bad_kwargs_of_hps_v3(qwen_base: Path, hps_v3_file: Path, clip_base: Pat
         "reward.functions[0].kwargs: hps_v3(**kwargs): missing a required argument: 'model'; its kwargs: model, base, "
         "template, reward_token, micro_batch_size, dtype"
     )
-    assert message(dtype="int8") == "dtype='int8'; right are bfloat16, float16, float32"
-    assert message(micro_batch_size=0) == "micro_batch_size=0; right is a number of images, at least 1"
+    assert message(dtype="int8") == "dtype='int8'; expected one of bfloat16, float16, float32"
+    assert message(micro_batch_size=0) == "micro_batch_size=0; expected a number of images, at least 1"
     for template in ("{prompt}", "<|Reward|>", "{prompt} <|Reward|> <|Reward|>"):
         assert message(template=template) == (
             f"template has to have {{prompt}} and <|Reward|> once each, and is '{template}'"
         )
     assert message(base="./no") == (
-        "base='./no' is no folder; give a folder with the configuration and tokenizer of Qwen2-VL, or a hub id"
+        "base='./no' is not a folder; give a folder with the configuration and tokenizer of Qwen2-VL, or a hub id"
     )
     assert message(base=tmp_path).startswith(f"base='{tmp_path}' does not load as AutoConfig: ")
-    assert message(base=clip_base) == f"base='{clip_base}' is a model of type clip; right is a qwen2_vl"
+    assert message(base=clip_base) == f"base='{clip_base}' is a model of type clip; expected a qwen2_vl"
     (tmp_path / "config.json").write_bytes((qwen_base / "config.json").read_bytes())
     assert message(base=tmp_path) == (
         f"base='{tmp_path}' has no tokenizer of Qwen2-VL: <|image_pad|> is not its image token"

@@ -9,9 +9,9 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
 from phalanx.rewards import RewardError, RewardSet
-from phalanx.rewards.ocr import Ocr
+from phalanx.rewards.image.ocr import Ocr
 from phalanx.types import Prompt
 
 
@@ -110,7 +110,7 @@ def test_detection_finds_lines_in_reading_order(page_ocr: Ocr) -> None:
 def test_two_workers_read_what_one_reads(page_ocr: Ocr) -> None:
     """The detecting engine keeps state between its stages, so each worker has its own."""
     pages = [picture({(20, 20): f"word {i}", (40, 70): f"{i}{i}{i}"}, (160, 110), 28) for i in range(4)]
-    cfg = RewardConfig(functions=[RewardFunctionConfig(name="ocr")], num_workers=2)
+    cfg = FlowRewardConfig(functions=[FlowRewardFunctionConfig(name="ocr")], num_workers=2)
     reward = RewardSet(cfg, "cpu")
     for i, page in enumerate(pages):
         reward.submit(page.unsqueeze(0), [Prompt("p", 0, {"ground_truth": f"word{i}{i}{i}{i}"})])
@@ -124,19 +124,23 @@ def test_two_workers_read_what_one_reads(page_ocr: Ocr) -> None:
     [({}, "no ground_truth"), ({"ground_truth": " "}, "ground_truth ' '"), ({"ground_truth": 7}, "ground_truth 7")],
 )
 def test_a_prompt_without_target_is_named(meta: dict[str, Any], found: str) -> None:
-    reward = RewardSet(RewardConfig(functions=[RewardFunctionConfig(name="ocr", kwargs={"detect": False})]), "cpu")
+    reward = RewardSet(
+        FlowRewardConfig(functions=[FlowRewardFunctionConfig(name="ocr", kwargs={"detect": False})]), "cpu"
+    )
     with pytest.raises(RewardError) as error:
         reward.submit(words("1"), [Prompt("a cat", 0, meta)])
         reward.collect()
     assert str(error.value) == (
-        f"reward 'ocr' raised ValueError: {found} for the prompt \"a cat\" (right is a text in double quotes "
+        f"reward 'ocr' raised ValueError: {found} for the prompt \"a cat\" (expected a text in double quotes "
         'in the prompt, or a column ground_truth in the data) on the prompt "a cat"'
     )
 
 
 def test_reading_overlaps_with_torch_on_the_main_thread() -> None:
     """Both release the interpreter's lock: the engine reads while this thread multiplies matrices."""
-    reward = RewardSet(RewardConfig(functions=[RewardFunctionConfig(name="ocr", kwargs={"detect": False})]), "cpu")
+    reward = RewardSet(
+        FlowRewardConfig(functions=[FlowRewardFunctionConfig(name="ocr", kwargs={"detect": False})]), "cpu"
+    )
     images = words(*["123"] * 16)
     prompts = [Prompt('"123"', 0, {"ground_truth": "123"})] * 16
     matrix = torch.rand(500, 500)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config.schema import RewardConfig, RewardFunctionConfig
+from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
 from phalanx.config.tasks import ServeRewardConfig
-from phalanx.rewards import DeviceReward, Judge, Marked, Marking, RewardError, RewardSet
-from phalanx.rewards._registry import build_terms
+from phalanx.rewards import DeviceReward, Judge, RewardError, RewardOutput, RewardSet, RewardWithExtras
+from phalanx.rewards.registry import build_terms
 from phalanx.types import Prompt
 
 HERE = __name__
@@ -39,14 +39,14 @@ class Frames(DeviceReward):
         return [video.to(self.device).shape[0] for video in videos]
 
 
-class Dark(Marking):
-    """Marks frames below 0.15."""
+class Dark(RewardWithExtras):
+    """Says which frames are below 0.15."""
 
-    marks = ("dark",)
+    extras = ("dark",)
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Marked:
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> RewardOutput:
         found = images.mean((1, 2, 3))
-        return Marked(found, {"dark": (found < 0.15).float()})
+        return RewardOutput(found, {"dark": (found < 0.15).float()})
 
 
 def late_nan(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
@@ -62,12 +62,12 @@ class Verdict(Judge):
         return 0.0
 
 
-def entry(name: str, **keys: Any) -> RewardFunctionConfig:
-    return RewardFunctionConfig(path=f"{HERE}:{name}", **keys)
+def entry(name: str, **keys: Any) -> FlowRewardFunctionConfig:
+    return FlowRewardFunctionConfig(path=f"{HERE}:{name}", **keys)
 
 
-def score(samples: Tensor, *entries: RewardFunctionConfig) -> dict[str, list[float]]:
-    reward = RewardSet(RewardConfig(functions=list(entries)), "cpu")
+def score(samples: Tensor, *entries: FlowRewardFunctionConfig) -> dict[str, list[float]]:
+    reward = RewardSet(FlowRewardConfig(functions=list(entries)), "cpu")
     reward.submit(samples, PROMPTS)
     return {name: [round(v, 4) for v in values.tolist()] for name, values in reward.collect().items()}
 
@@ -95,7 +95,7 @@ def test_videos_as_a_whole() -> None:
     assert score(VIDEOS[:, 3], *wanted) == {"motion": [0.0, 0.0], "Frames": [1.0, 1.0], "shade": [0.3, 10.6]}
 
 
-def test_marks_are_shares_of_frames() -> None:
+def test_extras_are_shares_of_frames() -> None:
     assert score(VIDEOS, entry("Dark")) == {"Dark": [0.2, 0.4], "Dark_dark": [0.4, 0.2]}
 
 
@@ -105,17 +105,17 @@ def test_one_bad_frame_ends_the_job() -> None:
 
 
 def test_judges_look_at_the_same_frames() -> None:
-    other = RewardFunctionConfig(name="other", path=f"{HERE}:Verdict", frames=4)
+    other = FlowRewardFunctionConfig(name="other", path=f"{HERE}:Verdict", frames=4)
     terms = build_terms([entry("Verdict", frames=4), other], "cpu", 0.0)
     assert [term.frames for term in terms] == [4, 4]
     with pytest.raises(ValueError) as error:
-        RewardSet(RewardConfig(functions=[entry("Verdict"), other]), "cpu", 60.0)
+        RewardSet(FlowRewardConfig(functions=[entry("Verdict"), other]), "cpu", 60.0)
     assert str(error.value) == "reward.functions: judges have frames 4, 8; give them the same number"
 
 
 def test_a_server_takes_no_videos() -> None:
-    from phalanx.rewards._server import RewardServer
+    from phalanx.jobs.reward_server import RewardServer
 
     with pytest.raises(ValueError) as error:
-        RewardServer(ServeRewardConfig(reward=RewardConfig(functions=[entry("motion")]), port=0))
+        RewardServer(ServeRewardConfig(reward=FlowRewardConfig(functions=[entry("motion")]), port=0))
     assert str(error.value) == "reward.functions: motion takes videos, and the server gets images; give it to the job"

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from phalanx.torchvision_ops import install
+from phalanx.tools.torchvision_ops import install
 
 # What torchvision does at import, with its compiled part left out.
 META = """

@@ -154,11 +154,11 @@ def test_ranks_follow_rocm_smi_where_nvidia_smi_finds_no_driver(shell: list[str]
         (
             ["tasks/train.py"],
             {"MAX_RESTARTS": "no"},
-            "MAX_RESTARTS=no: expected a whole number, such as MAX_RESTARTS=3",
+            "MAX_RESTARTS=no: expected an integer, such as MAX_RESTARTS=3",
         ),
-        (["tasks/train.py"], {"GRACE_S": "1m"}, "GRACE_S=1m: expected a whole number, such as GRACE_S=30"),
+        (["tasks/train.py"], {"GRACE_S": "1m"}, "GRACE_S=1m: expected an integer, such as GRACE_S=30"),
         (["tasks/train.py"], {"NNODES": "0"}, "NNODES=0: expected at least 1"),
-        (["tasks/train.py"], {"NODE_RANK": "-1"}, "NODE_RANK=-1: expected a whole number, such as NODE_RANK=0"),
+        (["tasks/train.py"], {"NODE_RANK": "-1"}, "NODE_RANK=-1: expected an integer, such as NODE_RANK=0"),
         (
             ["tasks/train.py"],
             {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
@@ -167,12 +167,12 @@ def test_ranks_follow_rocm_smi_where_nvidia_smi_finds_no_driver(shell: list[str]
         (
             ["tasks/train.py"],
             {"MASTER_PORT": "http"},
-            "MASTER_PORT=http: expected a whole number, such as MASTER_PORT=29500",
+            "MASTER_PORT=http: expected an integer, such as MASTER_PORT=29500",
         ),
         (
             ["tasks/train.py"],
             {"NPROC_PER_NODE": "2.5"},
-            "NPROC_PER_NODE=2.5: expected a whole number, such as NPROC_PER_NODE=8",
+            "NPROC_PER_NODE=2.5: expected an integer, such as NPROC_PER_NODE=8",
         ),
         (["tasks/train.py"], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: expected at least 1"),
     ],
@@ -389,6 +389,7 @@ sys.exit(1)
 """
 
 
+@pytest.mark.full
 def test_failed_ranks_start_again_on_two_nodes(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
     task.write_text(FAILS_ONCE)

@@ -11,17 +11,18 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from phalanx.config.schema import RolloutConfig, TrainerConfig
+from phalanx.config.flow import FlowRolloutConfig
+from phalanx.config.run import TrainerConfig
 from phalanx.functional.frames import evenly_spaced
-from phalanx.generate import GRID_VIDEOS, Writer
-from phalanx.images import ImageRecord, grid, read_index, save_images
-from phalanx.loggers import GIF_FRAMES
-from phalanx.metrics import RunLogger
-from phalanx.models.sd3 import Model as ImageModel
-from phalanx.models.wan import Model as VideoModel
-from phalanx.rollout import check_engine
-from phalanx.rollout.policy import train_sampler, val_sampler
-from phalanx.videos import can_write, write_video
+from phalanx.jobs.sample import GRID_VIDEOS, Writer
+from phalanx.media.videos import can_write, write_video
+from phalanx.models.flow.families.sd3 import Model as ImageModel
+from phalanx.models.flow.families.wan import Model as VideoModel
+from phalanx.rollout.flow import check_engine
+from phalanx.rollout.flow.samplers import train_sampler, val_sampler
+from phalanx.telemetry.loggers import GIF_FRAMES
+from phalanx.telemetry.metrics import RunLogger
+from phalanx.telemetry.records import Record, grid, read_index, save_records
 
 SHADES = [20, 90, 160, 230]  # of a video's frames, far enough from each other for any encoder
 
@@ -31,12 +32,12 @@ def video(shades: list[int], height: int = 32, width: int = 48) -> NDArray[np.ui
     return np.stack([np.full((height, width, 3), shade, dtype=np.uint8) for shade in shades])
 
 
-def records(count: int = 2, shades: list[int] = SHADES) -> list[ImageRecord]:
-    return [ImageRecord(f"prompt {i}", i / 10, video(shades), i, fps=8) for i in range(count)]
+def records(count: int = 2, shades: list[int] = SHADES) -> list[Record]:
+    return [Record(f"prompt {i}", i / 10, video(shades), i, fps=8) for i in range(count)]
 
 
-def shaded(i: int) -> ImageRecord:
-    return ImageRecord(f"prompt {i}", i / 10, video([40 * i] * 4), i, fps=8)
+def shaded(i: int) -> Record:
+    return Record(f"prompt {i}", i / 10, video([40 * i] * 4), i, fps=8)
 
 
 def read(path: Path) -> tuple[NDArray[np.uint8], float]:
@@ -78,19 +79,20 @@ def test_what_the_encoder_refuses(tmp_path: Path, caplog: pytest.LogCaptureFixtu
         write_video(tmp_path / "a.mp4", wide, fps=8)
     assert "\n" not in str(error.value)
     with start(tmp_path, "console") as log:
-        log.images(2, "ocr", [ImageRecord("a", 0.5, wide, 0, fps=8)])
+        log.records(2, "ocr", [Record("a", 0.5, wide, 0, fps=8)])
     assert "images of step 2 are not written: " in caplog.text
     assert list((tmp_path / "images" / "ocr").iterdir()) == []
 
 
 def test_a_build_without_the_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
     assert can_write()
-    monkeypatch.setattr("phalanx.videos.CODEC", "libx26x")
+    monkeypatch.setattr("phalanx.media.videos.CODEC", "libx26x")
     assert not can_write()
 
 
 def test_validation_folder(tmp_path: Path) -> None:
-    folder = save_images(tmp_path, 10, "ocr", records(3, [*SHADES, 250]))
+    folder = save_records(tmp_path, 10, "ocr", records(3, [*SHADES, 250]))
+    assert folder == tmp_path / "images" / "ocr" / "step_000010"
     names = sorted(file.name for file in folder.iterdir())
     each = [f"{i:05d}.{kind}" for i in range(3) for kind in ("mp4", "png")]
     assert names == sorted([*each, "grid.mp4", "grid.png", "index.jsonl"])
@@ -100,14 +102,14 @@ def test_validation_folder(tmp_path: Path) -> None:
         assert strip.size == (4 * 48, 32)
         assert [strip.getpixel((k * 48 + 5, 5))[0] for k in range(4)] == [20, 90, 230, 250]  # type: ignore[index]
     frames, rate = read(folder / "grid.mp4")
-    still = grid([ImageRecord("prompt", 0.0, video([0])[0], i) for i in range(3)])
+    still = grid([Record("prompt", 0.0, video([0])[0], i) for i in range(3)])
     assert len(frames) == 5 and rate == 8
     assert frames.shape[1:3] == tuple(side + side % 2 for side in reversed(still.size))
     assert len(read(folder / "00002.mp4")[0]) == 5
 
 
 def test_images_have_no_videos_beside_them(tmp_path: Path) -> None:
-    folder = save_images(tmp_path, 10, "ocr", [ImageRecord("a", 0.5, video([9])[0], 0)])
+    folder = save_records(tmp_path, 10, "ocr", [Record("a", 0.5, video([9])[0], 0)])
     assert sorted(file.name for file in folder.iterdir()) == ["00000.png", "grid.png", "index.jsonl"]
     assert "video" not in json.loads((folder / "index.jsonl").read_text())
 
@@ -120,7 +122,7 @@ def test_tensorboard_plays_the_grid(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with start(tmp_path, "tensorboard") as log:
-        log.images(2, "ocr", records(shades=list(range(20, 240, 10))))
+        log.records(2, "ocr", records(shades=list(range(20, 240, 10))))
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     (still,), (moving,) = events.Images("images/ocr"), events.Images("videos/ocr")
@@ -139,7 +141,7 @@ def test_wandb_gets_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WANDB_SILENT", "true")
     wandb.teardown()
     with start(tmp_path, "wandb") as log:
-        log.images(2, "ocr", [shaded(i) for i in range(3)])
+        log.records(2, "ocr", [shaded(i) for i in range(3)])
     wandb.teardown()
     files = (tmp_path / "wandb").glob("offline-run-*/files/media/videos/videos/ocr_*.mp4")
     shades = sorted(read(file)[0].mean() for file in files)
@@ -180,7 +182,7 @@ def test_the_moving_grid_shows_the_first_videos(tmp_path: Path) -> None:
 
 
 def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    config, val = RolloutConfig(num_frames=5), RolloutConfig()
+    config, val = FlowRolloutConfig(num_frames=5), FlowRolloutConfig()
     val.val.num_frames = 9
     assert train_sampler(config, VideoModel).num_frames == 5 and val_sampler(config, VideoModel).num_frames == 5
     assert val_sampler(val, VideoModel).num_frames == 9 and train_sampler(val, VideoModel).num_frames == 1
@@ -190,10 +192,10 @@ def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         assert str(error.value) == f"{key}: {number}: StableDiffusion3Pipeline makes images, not videos; set it to 1"
     for engine in ("vllm_omni", "dataset"):
         with pytest.raises(ValueError) as error:
-            check_engine(RolloutConfig(num_frames=5, engine=engine))
+            check_engine(FlowRolloutConfig(num_frames=5, engine=engine))
         assert str(error.value) == f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} knows images alone"
     monkeypatch.setitem(sys.modules, "av", None)
-    assert train_sampler(RolloutConfig(), VideoModel).num_frames == 1
+    assert train_sampler(FlowRolloutConfig(), VideoModel).num_frames == 1
     with pytest.raises(ValueError) as error:
         train_sampler(config, VideoModel)
     assert str(error.value) == "rollout.num_frames: 5: PyAV with libx264 writes videos; pip install 'phalanx[video]'"

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.schema import RewardModelConfig
-from phalanx.rewards.unified_reward import UnifiedReward
-from phalanx.rewards.vlm_ocr import VlmOcr
+from phalanx.config.run import RewardModelConfig
+from phalanx.rewards.judge.unified_reward import UnifiedReward
+from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from tests.judged import RAGGED, ask, converted, expected, mistake, refused
 from tests.ranks import run_ranks
 

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.config.schema import DataConfig, ModelConfig, ParallelConfig, RolloutConfig
+from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
+from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.mesh import Launch, World
-from phalanx.models.flow import FlowPolicy, build_policy
-from phalanx.rollout import build_rollout
-from phalanx.types import Samples, select
+from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.rollout.flow import build_rollout
+from phalanx.types import Samples
 from tests.jobs import full_weights
 from tests.policies import PROMPTS, disturb, make_policy, sample
 from tests.ranks import run_ranks
@@ -32,14 +33,14 @@ def folder(request: pytest.FixtureRequest) -> Path:
 
 def make_samples(engine: str, policy: FlowPolicy, world: World, guidance: float = 3.0) -> tuple[Any, Samples]:
     keys = {"n": 2, "num_inference_steps": 4, "height": 32, "width": 48, policy.model.guidance_key: guidance}
-    rollout = build_rollout(policy, RolloutConfig(engine=engine, **keys), world, 3)
+    rollout = build_rollout(policy, FlowRolloutConfig(engine=engine, **keys), world, 3)
     return rollout, sample(rollout)
 
 
 def replayed(policy: FlowPolicy, samples: Samples) -> torch.Tensor:
     with torch.no_grad(), policy.unsharded():
         rows = torch.arange(len(samples.prompts)).split(3)
-        return torch.cat([policy.replay(select(samples.trace, part)).log_prob for part in rows])
+        return torch.cat([policy.replay(samples.trace.select(part)).log_prob for part in rows])
 
 
 def started(width: int = 1) -> World:
@@ -96,21 +97,21 @@ def beside(folder: Path, width: int) -> dict[str, Any]:
     """Our own steps before, between and after the engine's."""
     world = started(width)
     launch = Launch.from_env()
-    config = ModelConfig(path=str(folder), dtype="float32")
-    data, parallel = DataConfig(max_prompt_length=32), ParallelConfig(fsdp_size=width)
+    config = FlowModelConfig(path=str(folder), dtype="float32")
+    data, parallel = FlowDataConfig(max_prompt_length=32), ParallelConfig(fsdp_size=width)
     policy = build_policy(config, parallel, data, world, seed=0, detach_uncond=False)
 
     def step() -> None:
         samples = make_samples("policy", policy, world)[1]
-        policy.sharded.set_last_micro_batch(True)
+        policy.trained.sharded.set_last_micro_batch(True)
         policy.replay(samples.trace).log_prob.sum().backward()
-        policy.sharded.reduce_gradients()
+        policy.trained.sharded.reduce_gradients()
         with torch.no_grad():
-            for p in policy.parameters.values():
+            for p in policy.trained.parameters.values():
                 if p.grad is not None:  # the last block's text goes nowhere
                     p.add_(p.grad, alpha=-1e-4)
                 p.grad = None
-        policy.sharded.publish()
+        policy.trained.sharded.copy_to_module()
 
     step()
     rollout, samples = make_samples("vllm_omni", policy, world)
@@ -125,7 +126,7 @@ def beside(folder: Path, width: int) -> dict[str, Any]:
         "index": samples.index,
         "images": samples.outputs,
         "drift": drift,
-        "weights": full_weights(policy.parameters),
+        "weights": full_weights(policy.trained.parameters),
     }
 
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.data import PromptStream, load_prompts
-from phalanx.rewards.vlm_ocr import VlmOcr
+from phalanx.data.prompts import PromptStream, load_prompts
+from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from tests.jobs import one_step
 from tests.judged import config, read, settings, step_and_terms
 from tests.ranks import run_ranks
@@ -52,7 +52,7 @@ def test_scores_are_what_the_model_says(
 
 OWN = '''
 from phalanx.rewards import Judge
-from phalanx.rewards.vlm_ocr import VlmOcr
+from phalanx.rewards.judge.vlm_ocr import VlmOcr
 
 
 class Named(Judge):

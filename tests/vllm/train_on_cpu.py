@@ -5,19 +5,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from phalanx.cli import parse, run
-from phalanx.config.schema import TrainConfig
+from phalanx.config.flow import FlowRLConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
-def build(cfg: TrainConfig) -> Callable[[], None]:
+def build(cfg: FlowRLConfig) -> Callable[[], None]:
     from tests.vllm import omni_cpu_platform
 
     omni_cpu_platform.install()
-    from phalanx.trainer import Trainer
+    from phalanx.training.flow_rl import build
 
-    return Trainer(cfg).run
+    return build(cfg).run
 
 
 if __name__ == "__main__":
-    run(build, parse(TrainConfig, __doc__ or ""))
+    run(build, parse(FlowRLConfig, __doc__ or ""))

@@ -1,7 +1,131 @@
 """Learning rules, a file each, and the classes that new ones derive from."""
 
-from phalanx.algorithms._forward import ForwardConfig, ForwardRule
-from phalanx.algorithms._group import GroupConfig, GroupRule
-from phalanx.algorithms._transitions import TransitionConfig, TransitionRule
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, NoReturn
 
-__all__ = ["ForwardConfig", "ForwardRule", "GroupConfig", "GroupRule", "TransitionConfig", "TransitionRule"]
+import torch
+from torch import Tensor
+
+from phalanx import types
+from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig
+from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
+from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig
+from phalanx.config.load import ConfigError, resolve_registry
+
+__all__ = [
+    "ForwardAlgorithm",
+    "ForwardConfig",
+    "GroupAlgorithm",
+    "GroupConfig",
+    "TransitionAlgorithm",
+    "TransitionConfig",
+    "build",
+    "check_entry",
+]
+
+_CLASSES = {
+    "GroupRule": "GroupAlgorithm",
+    "TransitionRule": "TransitionAlgorithm",
+    "ForwardRule": "ForwardAlgorithm",
+}
+_MEMBERS = {
+    "counts": "sample_mask",
+    "others": "references",
+    "view": "reference_output",
+    "experts": "teachers",
+    "forward": "levels",
+}
+
+
+def __getattr__(name: str) -> NoReturn:
+    """Say what became of a class that a user's file still imports by its old name."""
+    if name in _CLASSES:
+        raise ConfigError(
+            f"phalanx.algorithms.{name} is now {_CLASSES[name]}, and class Rule is class Algorithm",
+        )
+    raise AttributeError(f"module 'phalanx.algorithms' has no attribute {name!r}")
+
+
+def build(config: Any) -> types.Algorithm:
+    """The algorithm that the section `algorithm` names; ConfigError where it contradicts itself."""
+    module = resolve_registry("phalanx.algorithms", config.name, "algorithm.name")
+    algorithm: types.Algorithm = module.Algorithm(config)
+    _check_facts(algorithm, config.name)
+    return algorithm
+
+
+def check_entry(module: ModuleType, name: str) -> None:
+    """Raise ConfigError, as a configuration is loaded, for a class Algorithm that cannot be one."""
+    found = vars(module)["Algorithm"]
+    here = f"algorithm.name: {name!r}: class Algorithm"
+    if not isinstance(found, type):
+        raise ConfigError(f"{here} is not a class")
+    for old, new in _MEMBERS.items():
+        if old in vars(found):
+            raise ConfigError(f"{here} has {old}, which is now called {new}; rename it")
+    wanted = [
+        *inspect.get_annotations(types.Algorithm),
+        *(n for n in vars(types.Algorithm) if not n.startswith("_")),
+    ]
+    missing = [member for member in wanted if member not in dir(found)]
+    if inspect.isabstract(found):
+        missing += sorted(vars(found)["__abstractmethods__"])
+    if missing:
+        raise ConfigError(
+            f"{here} lacks {', '.join(missing)}; derive it from GroupAlgorithm, TransitionAlgorithm or "
+            "ForwardAlgorithm of phalanx.algorithms"
+        )
+
+
+def _check_facts(algorithm: types.Algorithm, name: str) -> None:
+    """Raise ConfigError where the algorithm's facts cannot all be true, tried on two groups."""
+    here = f"algorithm.name: {name!r}"
+    known = {
+        "policy",
+        "reference",
+        *algorithm.averages,
+        *(teacher.name for teacher in algorithm.teachers),
+    }
+    for reference in algorithm.references:
+        if reference not in known:
+            raise ConfigError(
+                f"{here}: references has {reference!r}; expected one of {', '.join(sorted(known))}",
+            )
+    if algorithm.behaviour is not None and algorithm.behaviour not in algorithm.averages:
+        raise ConfigError(
+            f"{here}: behaviour is {algorithm.behaviour!r}, which is not one of its averages",
+        )
+    reward, group_id = torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0]), torch.arange(8) // 4
+
+    def tried(method: str, call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        try:
+            return call(reward, group_id)
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{here}: {method} raised {type(error).__name__}: {reason}",
+            ) from error
+
+    for method, call in (
+        ("advantage", algorithm.advantage),
+        ("sample_mask", algorithm.sample_mask),
+    ):
+        shape = list(tried(method, call).shape)
+        if shape != [8]:
+            raise ConfigError(f"{here}: {method} of 8 rewards has shape {shape}; expected [8]")
+    units = tried("units", algorithm.units)
+    expected = (8 if algorithm.samples_per_unit == 1 else 2, algorithm.samples_per_unit)
+    if tuple(units.shape) != expected:
+        raise ConfigError(
+            f"{here}: samples_per_unit is {algorithm.samples_per_unit}, and units of 2 prompts x 4 samples has shape "
+            f"{list(units.shape)}; expected {list(expected)}"
+        )

@@ -1,15 +1,16 @@
-"""What algorithms on the forward process share: fresh noise at some levels, a penalty on leaving the reference."""
+"""The base of algorithms on the forward process: fresh noise, a penalty on leaving the reference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.algorithms._group import GroupConfig, GroupRule
+from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.config.load import arg
-from phalanx.config.schema import RolloutConfig
-from phalanx.types import Batch, Policy
+from phalanx.functional.flow import FlowBatch, Noised
+from phalanx.types import Policy, Samples
 
 
 @dataclass
@@ -26,33 +27,38 @@ class ForwardConfig(GroupConfig):
     )
     kl_loss_coef: float = arg(0.0, "weight of mean (v - v_ref)^2; 0 runs no reference at all", ge=0)
 
-    def trained_steps(self, rollout: RolloutConfig) -> int:
-        """Noise levels of each image."""
-        return self.train_timesteps
 
-
-class ForwardRule(GroupRule):
+class ForwardAlgorithm(GroupAlgorithm):
     """An algorithm that regresses the velocity at freshly noised images."""
-
-    forward = True
 
     def __init__(self, config: ForwardConfig) -> None:
         super().__init__(config)
-        self.penalty = config.kl_loss_coef
-        self.others = ("reference",) if self.penalty > 0 else ()
+        self.levels, self.penalty = config.train_timesteps, config.kl_loss_coef
+        self.distribution = config.level_distribution
+        self.references = ("reference",) if self.penalty > 0 else ()
 
-    def view(self, policy: Policy, batch: Batch) -> Tensor:
+    def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Noised:
+        """Fresh noise for the final latents, at `algorithm.train_timesteps` levels each."""
+        assert self.levels is not None
+        noised: Noised = policy.corrupt(
+            samples,
+            seeds,
+            levels=self.levels,
+            distribution=self.distribution,
+        )
+        return noised
+
+    def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The velocities [B, W, ...] of other weights at the same noised images."""
-        assert batch.noised is not None
-        return policy.predict(batch.trace, batch.noised)
+        return policy.predict(batch.trace, batch.corrupted)
 
     def penalise(
-        self, loss: Tensor, velocity: Tensor, batch: Batch, stats: dict[str, Tensor]
+        self, loss: Tensor, velocity: Tensor, batch: FlowBatch, stats: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] with the penalty on velocities [B, W, ...] that differ from the reference's."""
-        if "reference" not in batch.views:
+        """The loss [B, W] with the penalty on velocities [B, W, ...] unlike the reference's."""
+        if "reference" not in batch.reference_outputs:
             return loss, stats
-        distance = mean_square(velocity - batch.views["reference"])
+        distance = mean_square(velocity - batch.reference_outputs["reference"])
         return loss + self.penalty * distance, stats | {"kl_ref": distance.detach().mean()}
 
 

@@ -1,20 +1,21 @@
-"""What the algorithms share: advantages within prompt groups, and which samples are trained on."""
+"""The common part of all algorithms: advantages within groups, and which samples are trained on."""
 
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from phalanx.config.load import ConfigError, arg
-from phalanx.config.schema import AlgorithmConfig, RolloutConfig
+from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, informative, top_and_bottom
-from phalanx.types import Batch, Expert, Policy
+from phalanx.types import Batch, Policy, Samples, Teacher
 
 
 @dataclass
 class GroupConfig(AlgorithmConfig):
-    """Keys of `algorithm` that all algorithms with advantages have, but those that `unused` names."""
+    """Keys of `algorithm` that algorithms with advantages have, but for those in `unused`."""
 
     unused: ClassVar[tuple[str, ...]] = ()
 
@@ -22,39 +23,50 @@ class GroupConfig(AlgorithmConfig):
     global_std: bool = arg(False, "divide advantages by the std of all rewards, not of the group's")
     norm_adv_by_std_in_grpo: bool = arg(True, "divide advantages by a std at all; false is Dr.GRPO")
     group_filter: str = arg(
-        "all", "train on all images of a prompt, or on the best and worst alone", choices=("all", "top_bottom")
+        "all",
+        "train on all samples of a prompt, or on the best and worst alone",
+        choices=("all", "top_bottom"),
     )
-    group_filter_k: int = arg(4, "images of each end that group_filter=top_bottom keeps", ge=1)
+    group_filter_k: int = arg(4, "samples of each end that group_filter=top_bottom keeps", ge=1)
 
-    def check(self, rollout: RolloutConfig) -> None:
+    def check(self, rollout: Any) -> None:
         """Raise ConfigError for a key that means nothing to this algorithm, where it is set."""
+        # the class has keys in common with others, whose values this algorithm never reads
         defaults = {f.name: f.default for f in fields(self)}
+        values = asdict(self)
         for key in self.unused:
-            if vars(self)[key] != defaults[key]:
+            if values[key] != defaults[key]:
                 raise ConfigError(
-                    f"algorithm.{key}: {vars(self)[key]} means nothing to algorithm.name={self.name}; leave it out"
+                    f"algorithm.{key}: {values[key]} means nothing to algorithm.name={self.name}; leave it out"
                 )
 
 
-class GroupRule:
-    """An algorithm that compares the images of each prompt; see phalanx.types.Algorithm."""
+class GroupAlgorithm:
+    """An algorithm that compares the samples of each prompt; see phalanx.types.Algorithm."""
 
-    forward = False
+    levels: int | None = None
     behaviour: str | None = None
-    others: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
     averages: tuple[str, ...] = ()
-    experts: tuple[Expert, ...] = ()
+    teachers: tuple[Teacher, ...] = ()
+    samples_per_unit = 1
+    needs_reward = True
 
     def __init__(self, config: GroupConfig) -> None:
         self.group = config
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] advantages of the world's N samples, clamped."""
+        """[N] advantages of the N samples of all ranks, clamped."""
         c = self.group
-        values = group_advantage(reward, group_id, global_std=c.global_std, normalize=c.norm_adv_by_std_in_grpo)
+        values = group_advantage(
+            reward,
+            group_id,
+            global_std=c.global_std,
+            normalize=c.norm_adv_by_std_in_grpo,
+        )
         return values.clamp(-c.adv_clip_max, c.adv_clip_max)
 
-    def counts(self, reward: Tensor, group_id: Tensor) -> Tensor:
+    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] bool: samples of groups whose rewards differ, those that group_filter keeps."""
         chosen = informative(reward, group_id)
         if self.group.group_filter == "top_bottom":
@@ -67,8 +79,12 @@ class GroupRule:
 
     def decay(self, name: str, step: int) -> float:
         """Only algorithms with `averages` are asked."""
-        raise AssertionError(f"{name} is no average of this algorithm")
+        raise AssertionError(f"{name} is not an average of this algorithm")
 
-    def view(self, policy: Policy, batch: Batch) -> Tensor:
-        """Only algorithms with `others` are asked."""
+    def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Any:
+        """Only algorithms with `levels` are asked."""
+        raise AssertionError("this algorithm trains on the sampled actions")
+
+    def reference_output(self, policy: Policy, batch: Batch) -> Tensor:
+        """Only algorithms with `references` are asked."""
         raise AssertionError("this algorithm looks at no other weights")

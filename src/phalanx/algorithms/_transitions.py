@@ -1,18 +1,19 @@
-"""What algorithms on the sampled transitions share: a surrogate of the likelihood ratio, and a KL to the reference."""
+"""The base of algorithms on sampled transitions: a surrogate of the ratio, a KL to the reference."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from phalanx.algorithms._group import GroupConfig, GroupRule
+from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
+from phalanx.config.flow import SDE_TYPES
 from phalanx.config.load import ConfigError, arg
-from phalanx.config.schema import SDE_TYPES, RolloutConfig
+from phalanx.functional.flow import FlowBatch, FlowReplay, FlowTrace
 from phalanx.functional.losses import noise_weight
 from phalanx.functional.sde import gaussian_kl
-from phalanx.types import Batch, FlowTrace, Policy, Replay
+from phalanx.types import Policy
 
 
 @dataclass
@@ -24,9 +25,15 @@ class TransitionConfig(GroupConfig):
 
     sde_types: ClassVar[tuple[str, ...]] = SDE_TYPES
 
-    kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
+    kl_loss_coef: float = arg(
+        0.0,
+        "beta: weight of the KL to the reference; 0 runs no reference at all",
+        ge=0,
+    )
     kl_convention: str = arg(
-        "exact", "exact Gaussian KL, or divided as flow_grpo's code does", choices=("exact", "flow_grpo")
+        "exact",
+        "exact Gaussian KL, or divided as flow_grpo's code does",
+        choices=("exact", "flow_grpo"),
     )
     importance: str = arg(
         "step",
@@ -40,8 +47,8 @@ class TransitionConfig(GroupConfig):
         choices=("none", "noise"),
     )
 
-    def check(self, rollout: RolloutConfig) -> None:
-        """Raise ConfigError for stochastic steps that make no sense here, and options that exclude one another."""
+    def check(self, rollout: Any) -> None:
+        """Raise ConfigError for stochastic steps that make no sense here, and options that clash."""
         super().check(rollout)
         if rollout.sde_type not in self.sde_types:
             raise ConfigError(
@@ -55,42 +62,47 @@ class TransitionConfig(GroupConfig):
             )
 
 
-class TransitionRule(GroupRule, ABC):
+class TransitionAlgorithm(GroupAlgorithm, ABC):
     """loss = surrogate + beta KL(pi, pi_ref), for each sample and trained step."""
 
     def __init__(self, config: TransitionConfig) -> None:
         super().__init__(config)
         self.transition = config
-        self.others = ("reference",) if config.kl_loss_coef > 0 else ()
+        self.references = ("reference",) if config.kl_loss_coef > 0 else ()
 
     @abstractmethod
-    def surrogate(self, replay: Replay, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The policy's part of the loss [B, W], and detached scalars."""
 
-    def view(self, policy: Policy, batch: Batch) -> Tensor:
+    def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The means [B, W, ...] of the same transitions under other weights."""
-        return policy.replay(batch.trace).mean
+        replay: FlowReplay = policy.replay(batch.trace)
+        return replay.mean
 
-    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] of each sample and trained step, before its weight, and detached scalars."""
-        replay = policy.replay(batch.trace)
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
+        replay: FlowReplay = policy.replay(batch.trace)
         loss, stats = self.surrogate(replay, batch)
         if self.transition.timestep_weight == "noise":
             loss = loss * noise_weight(replay.std)
-        if "reference" in batch.views:
-            kl = divergence(replay.mean, batch.views["reference"], self._kl_std(replay.std, batch.trace))
+        if "reference" in batch.reference_outputs:
+            kl = divergence(
+                replay.mean,
+                batch.reference_outputs["reference"],
+                self._kl_std(replay.std, batch.trace),
+            )
             loss = loss + self.transition.kl_loss_coef * kl
             stats["kl_ref"] = kl.detach().mean()
         return loss, stats
 
-    def together(self, values: Tensor) -> Tensor:
-        """Values [B, W] of each step, or, where a sample has one ratio for all of its steps, their mean at each."""
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Values [B, W] of each step, or their mean at each where a sample has one ratio."""
         if self.transition.importance == "step":
             return values
         return values.mean(1, keepdim=True).expand_as(values)
 
     def _kl_std(self, std: Tensor, trace: FlowTrace) -> Tensor:
-        """[W] what the KL divides by: the transitions' std, or the `sde`'s scale without its time step."""
+        """[W] the KL's divisor: the transitions' std, or the `sde`'s scale without its time step."""
         if self.transition.kl_convention == "flow_grpo" and trace.sampler.sde_type == "sde":
             return std / torch.sqrt(-trace.delta)
         return std

@@ -1,48 +1,62 @@
-"""Advantage weighted matching: the policy gradient with flow matching's loss (https://arxiv.org/abs/2509.25050).
+"""Advantage weighted matching: the policy gradient with flow matching's loss
+(https://arxiv.org/abs/2509.25050).
 
     rho = exp(mean (v_old - u)^2 - mean (v - u)^2),   u = noise - x_0
     L = mean over samples and noise levels of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + lambda mean (v - v_ref)^2
 
-The negative loss of flow matching stands for the log-likelihood of an image, at any noise level and from any sampler.
-v_old are the policy's weights before the first update of a pass over the samples, at the same noise and levels.
+The negative loss of flow matching stands for the log-likelihood of an image, at any noise level and
+from any sampler. v_old are the policy's weights before the first update of a pass over the samples,
+at the same noise and levels.
 
 Deviations from the paper and its authors' code:
-1. Noise levels have equal weights, as in the paper; the authors' recipes take t times a power of the error.
+1. Noise levels have equal weights, as in the paper; the authors' recipes take t times a power of
+   the error.
 2. There is no second penalty on leaving a moving average of the policy.
 3. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator.
-4. With actor.ppo_epochs > 1 the old predictions are those before each pass, since each has fresh noise.
+4. With actor.ppo_epochs > 1 the old predictions are those before each pass, since each has fresh
+   noise.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.algorithms._forward import ForwardConfig, ForwardRule, mean_square
+from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
 from phalanx.config.load import arg
+from phalanx.functional.flow import FlowBatch
 from phalanx.functional.losses import clipped_surrogate
-from phalanx.types import Batch, Policy
+from phalanx.types import Policy
 
 
 @dataclass
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is awm."""
 
-    clip_ratio: float = arg(1.0, "eps: the ratio is clipped to 1 +- clip_ratio; 1 as in the authors' recipes", gt=0)
+    clip_ratio: float = arg(
+        1.0,
+        "eps: the ratio is clipped to 1 +- clip_ratio; 1 as in the authors' recipes",
+        gt=0,
+    )
 
 
-class Rule(ForwardRule):
+class Algorithm(ForwardAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.config = config
-        self.others = ("policy", *self.others)
+        self.references = ("policy", *self.references)
 
-    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] of each sample and noise level, before its weight, and detached scalars."""
-        assert batch.noised is not None
-        target = batch.noised.target(batch.trace.clean)
-        velocity = policy.predict(batch.trace, batch.noised)
-        error, old_error = mean_square(velocity - target), mean_square(batch.views["policy"] - target)
-        loss, stats = clipped_surrogate(-error, -old_error, batch.advantage, clip_ratio=self.config.clip_ratio)
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [B, W] per sample and noise level, before its weight, and detached scalars."""
+        target = batch.corrupted.target(batch.trace.clean)
+        velocity = policy.predict(batch.trace, batch.corrupted)
+        error = mean_square(velocity - target)
+        old_error = mean_square(batch.reference_outputs["policy"] - target)
+        loss, stats = clipped_surrogate(
+            -error,
+            -old_error,
+            batch.advantage,
+            clip_ratio=self.config.clip_ratio,
+        )
         return self.penalise(loss, velocity, batch, stats | {"flow_loss": error.detach().mean()})

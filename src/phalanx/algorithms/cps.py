@@ -2,8 +2,8 @@
 
     L = mean over samples and trained steps of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + beta KL(pi, pi_ref)
 
-It is flow_grpo's surrogate on steps that leave no more noise in a sample than its level says (rollout.sde_type cps),
-with ln p = -mean (x' - mu)^2.
+It is flow_grpo's surrogate on steps that leave no more noise in a sample than its level says
+(rollout.sde_type cps), with ln p = -mean (x' - mu)^2.
 
 Deviations from the paper: those of flow_grpo.
 """
@@ -11,11 +11,11 @@ Deviations from the paper: those of flow_grpo.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from phalanx.algorithms.flow_grpo import Algorithm
 from phalanx.algorithms.flow_grpo import Config as FlowGrpoConfig
-from phalanx.algorithms.flow_grpo import Rule
 from phalanx.config.load import arg
 
-__all__ = ["Config", "Rule"]
+__all__ = ["Algorithm", "Config"]
 
 
 @dataclass

@@ -2,22 +2,25 @@
 
     L = mean over samples and trained steps of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps))
 
-It is flow_grpo's surrogate on other samples: steps of the paper's SDE (rollout.sde_type dance_sde) at all levels but
-the last, of which a random share is trained; the images of a prompt begin with the same noise.
+It is flow_grpo's surrogate on other samples: steps of the paper's SDE (rollout.sde_type dance_sde)
+at all levels but the last, of which a random share is trained; the images of a prompt begin with
+the same noise.
 
 Deviations from the paper:
-1. The trained steps are drawn for a training step, the same for all images; the authors' code draws an image's own.
-2. The log-probability has its constants, which the authors' code leaves out; they cancel in the ratio.
+1. The trained steps are drawn for a training step, the same for all images; the authors' code draws
+   an image's own.
+2. The log-probability has its constants, which the authors' code leaves out; they cancel in the
+   ratio.
 3. As in flow_grpo, groups of equal rewards have weight 0, and a KL to the reference can be added.
 """
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from phalanx.algorithms.flow_grpo import Algorithm
 from phalanx.algorithms.flow_grpo import Config as FlowGrpoConfig
-from phalanx.algorithms.flow_grpo import Rule
 
-__all__ = ["Config", "Rule"]
+__all__ = ["Algorithm", "Config"]
 
 
 @dataclass

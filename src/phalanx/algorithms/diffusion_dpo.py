@@ -1,18 +1,21 @@
-"""Diffusion-DPO: direct preference optimisation of diffusion models (https://arxiv.org/abs/2311.12908).
+"""Diffusion-DPO: direct preference optimisation of diffusion models
+(https://arxiv.org/abs/2311.12908).
 
     L = mean over pairs and noise levels of  -log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)])
 
-with e = mean (v - u)^2 the error of the predicted velocity v at a freshly noised image, u = noise - image the velocity
-that leads there, w the preferred image of a pair and l the other, and ref the reference. Both images of a pair get the
-same noise at the same level.
+with e = mean (v - u)^2 the error of the predicted velocity v at a freshly noised image, u = noise -
+image the velocity that leads there, w the preferred image of a pair and l the other, and ref the
+reference. Both images of a pair get the same noise at the same level.
 
 Deviations from the paper:
-1. The pair is the best and the worst image of each prompt, by the reward. With rollout.engine=dataset and the reward
-   `preferred` it is a pair of the data, as in the paper.
-2. The loss is written for velocities. beta holds the paper's T and its weight of the noise level, as in the authors'
-   code, and e is a mean over dims, as there.
-3. Where the rollout is guided, so are the velocities: the policy is what samples. Guidance 1 is the paper's.
-4. Each pair is trained at `train_timesteps` levels at once, from the distribution that `level_distribution` names.
+1. The pair is the best and the worst image of each prompt, by the reward. With
+   rollout.engine=dataset and the reward `preferred` it is a pair of the data, as in the paper.
+2. The loss is written for velocities. beta holds the paper's T and its weight of the noise level,
+   as in the authors' code, and e is a mean over dims, as there.
+3. Where the rollout is guided, so are the velocities: the policy is what samples. Guidance 1 is the
+   paper's.
+4. Each pair is trained at `train_timesteps` levels at once, from the distribution that
+   `level_distribution` names.
 """
 
 from dataclasses import dataclass, replace
@@ -21,10 +24,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from phalanx.algorithms._forward import ForwardConfig, ForwardRule, mean_square
+from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
 from phalanx.config.load import arg
+from phalanx.functional.flow import FlowBatch
 from phalanx.functional.preference import best_and_worst, dpo_loss
-from phalanx.types import Batch, Noised, Policy
+from phalanx.types import Policy
 
 
 @dataclass
@@ -35,34 +39,36 @@ class Config(ForwardConfig):
         "adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k",
     )  # fmt: skip
 
-    samples_together: ClassVar[int] = 2
-
     beta: float = arg(2000.0, "how much a pair's difference of errors counts", gt=0)
 
 
-class Rule(ForwardRule):
-    """See phalanx.types.Algorithm. Rows 2 j and 2 j + 1 of a Batch are the preferred image of a pair and the other."""
+class Algorithm(ForwardAlgorithm):
+    """See phalanx.types.Algorithm. Rows 2 j and 2 j + 1 of a Batch are a pair, preferred first."""
+
+    samples_per_unit = 2
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.config = config
-        self.others = ("reference",)
+        self.references = ("reference",)
 
     def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[G, 2]: the best and the worst image of each prompt."""
         return best_and_worst(reward, group_id)
 
-    def view(self, policy: Policy, batch: Batch) -> Tensor:
+    def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The velocities [B, W, ...] of other weights."""
-        return super().view(policy, _shared(batch))
+        return super().reference_output(policy, _shared(batch))
 
-    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [B / 2, W] of each pair, and its scalars."""
         batch = _shared(batch)
-        assert batch.noised is not None
-        velocity, reference = policy.predict(batch.trace, batch.noised), batch.views["reference"]
-        target = batch.noised.target(batch.trace.clean)
-        error, reference_error = (mean_square(v - target).unflatten(0, (-1, 2)) for v in (velocity, reference))
+        velocity = policy.predict(batch.trace, batch.corrupted)
+        reference = batch.reference_outputs["reference"]
+        target = batch.corrupted.target(batch.trace.clean)
+        # [B, W] -> [B / 2, 2, W]: a pair's samples stand side by side
+        error = mean_square(velocity - target).unflatten(0, (-1, 2))
+        reference_error = mean_square(reference - target).unflatten(0, (-1, 2))
         loss, stats = dpo_loss(error, reference_error, beta=self.config.beta)
         if self.penalty > 0:
             distance = mean_square(velocity - reference).unflatten(0, (-1, 2)).mean(1)
@@ -71,8 +77,7 @@ class Rule(ForwardRule):
         return loss, stats
 
 
-def _shared(batch: Batch) -> Batch:
+def _shared(batch: FlowBatch) -> FlowBatch:
     """The batch with the noise and the levels of each pair's first image for both."""
-    assert batch.noised is not None
-    first = torch.arange(len(batch.noised.levels), device=batch.noised.levels.device) // 2 * 2
-    return replace(batch, noised=Noised(batch.noised.noise[first], batch.noised.levels[first]))
+    first = torch.arange(len(batch.corrupted.levels), device=batch.corrupted.levels.device) // 2 * 2
+    return replace(batch, corrupted=batch.corrupted.select(first))

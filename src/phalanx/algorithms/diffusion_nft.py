@@ -1,18 +1,21 @@
-"""DiffusionNFT: negative-aware fine-tuning on the forward process (https://arxiv.org/abs/2509.16117).
+"""DiffusionNFT: negative-aware fine-tuning on the forward process
+(https://arxiv.org/abs/2509.16117).
 
     v+ = beta v + (1 - beta) v_old,   v- = (1 + beta) v_old - beta v,   r = clip(A, -c, c) / 2c + 1/2
     L = mean over samples and noise levels of  c (r l+ + (1 - r) l-) / beta + lambda mean (v - v_ref)^2
 
-with l+- the squared errors of x_0 = x_t - t v+-, each divided by its own mean absolute error, and c = adv_clip_max.
-v_old are the weights that sample: an average of the policy's, old <- d old + (1 - d) policy after each training step.
+with l+- the squared errors of x_0 = x_t - t v+-, each divided by its own mean absolute error, and c
+= adv_clip_max. v_old are the weights that sample: an average of the policy's, old <- d old + (1 -
+d) policy after each training step.
 
 Deviations from the paper and its authors' code:
-1. The decay d is a function of the training step; the authors count optimizer steps, which is the same where a
-   training step has one.
-2. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator; the authors train
-   them with r = 1/2.
-3. The authors sample with a solver of second order (such as rollout.solver=dpm_solver++) and train at 9 of its 10 noise
-   levels; here the sampler is Euler's where the user is silent, and `train_timesteps` says how many levels.
+1. The decay d is a function of the training step; the authors count optimizer steps, which is the
+   same where a training step has one.
+2. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator;
+   the authors train them with r = 1/2.
+3. The authors sample with a solver of second order (such as rollout.solver=dpm_solver++) and train
+   at 9 of its 10 noise levels; here the sampler is Euler's where the user is silent, and
+   `train_timesteps` says how many levels.
 """
 
 from dataclasses import dataclass
@@ -20,11 +23,12 @@ from typing import Optional
 
 from torch import Tensor
 
-from phalanx.algorithms._forward import ForwardConfig, ForwardRule, mean_square
+from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
 from phalanx.config import ConfigError
 from phalanx.config.load import arg
+from phalanx.functional.flow import FlowBatch
 from phalanx.functional.forward_losses import negative_aware, optimality
-from phalanx.types import Batch, Policy
+from phalanx.types import Policy
 
 # (rate, flat, limit) of d = min(rate x max(step - flat, 0), limit), as in the authors' code
 SCHEDULES = {"zero": (0.0, 0, 0.0), "slow": (0.001, 0, 0.5), "late": (0.0075, 75, 0.999)}
@@ -34,7 +38,10 @@ SCHEDULES = {"zero": (0.0, 0, 0.0), "slow": (0.001, 0, 0.5), "late": (0.0075, 75
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is diffusion_nft."""
 
-    global_std: bool = arg(True, "divide advantages by the std of all rewards, as the paper does, not of the group's")
+    global_std: bool = arg(
+        True,
+        "divide advantages by the std of all rewards, as the paper does, not of the group's",
+    )
     beta: float = arg(1.0, "how far the implicit policies lie from the old one", gt=0)
     old_decay: str = arg(
         "slow",
@@ -42,12 +49,25 @@ class Config(ForwardConfig):
         "(0.001, 0, 0.5) or late (0.0075, 75, 0.999)",
         choices=tuple(SCHEDULES),
     )
-    old_decay_rate: Optional[float] = arg(None, "rate of old_decay a training step; null: the schedule's", ge=0)
-    old_decay_flat: Optional[int] = arg(None, "training steps before old_decay rises; null: the schedule's", ge=0)
-    old_decay_limit: Optional[float] = arg(None, "largest old_decay; null: the schedule's", ge=0, lt=1)
+    old_decay_rate: Optional[float] = arg(
+        None,
+        "rate of old_decay a training step; null: the schedule's",
+        ge=0,
+    )
+    old_decay_flat: Optional[int] = arg(
+        None,
+        "training steps before old_decay rises; null: the schedule's",
+        ge=0,
+    )
+    old_decay_limit: Optional[float] = arg(
+        None,
+        "largest old_decay; null: the schedule's",
+        ge=0,
+        lt=1,
+    )
 
 
-class Rule(ForwardRule):
+class Algorithm(ForwardAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
     behaviour = "old"
@@ -56,7 +76,7 @@ class Rule(ForwardRule):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.config = config
-        self.others = ("old", *self.others)
+        self.references = ("old", *self.references)
         given = (config.old_decay_rate, config.old_decay_flat, config.old_decay_limit)
         if config.old_decay == "zero":
             for name, value in zip(("rate", "flat", "limit"), given, strict=True):
@@ -65,24 +85,25 @@ class Rule(ForwardRule):
                         f"algorithm.old_decay_{name}: {value} has no effect with algorithm.old_decay=zero; "
                         "set old_decay to slow or late, or leave it out"
                     )
-        numbers = zip(given, SCHEDULES[config.old_decay], strict=True)
-        self.rate, self.flat, self.limit = (default if value is None else value for value, default in numbers)
+        rate, flat, limit = SCHEDULES[config.old_decay]
+        self.rate = rate if config.old_decay_rate is None else config.old_decay_rate
+        self.flat = flat if config.old_decay_flat is None else config.old_decay_flat
+        self.limit = limit if config.old_decay_limit is None else config.old_decay_limit
 
     def decay(self, name: str, step: int) -> float:
         """Of the sampling weights, after training step number `step` (from 1)."""
         assert name == "old"
         return min(self.rate * max(step - self.flat, 0), self.limit)
 
-    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] of each sample and noise level, before its weight, and detached scalars."""
-        assert batch.noised is not None
-        velocity, old = policy.predict(batch.trace, batch.noised), batch.views["old"]
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [B, W] per sample and noise level, before its weight, and detached scalars."""
+        velocity, old = policy.predict(batch.trace, batch.corrupted), batch.reference_outputs["old"]
         limit = self.config.adv_clip_max
         loss, positive, negative = negative_aware(
             velocity,
             old,
-            batch.noised.target(batch.trace.clean),
-            batch.noised.levels,
+            batch.corrupted.target(batch.trace.clean),
+            batch.corrupted.levels,
             optimality(batch.advantage, limit),
             beta=self.config.beta,
         )

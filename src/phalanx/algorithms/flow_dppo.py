@@ -4,44 +4,49 @@
     M = 0 where D >= threshold, and rho > 1 with A > 0 or rho < 1 with A < 0;  else 1
     D = mean(mu - mu_old)^2 / 2 std^2
 
-The divergence D of two Gaussian transitions is exact, where PPO's clip judges by the ratio of one noisy sample. A step
-that leads back to the old policy is never dropped.
+The divergence D of two Gaussian transitions is exact, where PPO's clip judges by the ratio of one
+noisy sample. A step that leads back to the old policy is never dropped.
 
 Deviations from the paper:
 1. D is the mean over a latent's dims, as all log-probabilities are here, and so is the threshold.
-2. As in flow_grpo, groups of equal rewards have weight 0, and only the steps of a window are trained.
+2. As in flow_grpo, groups of equal rewards have weight 0, and only the steps of a window are
+   trained.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.algorithms._transitions import TransitionConfig, TransitionRule, divergence
+from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig, divergence
 from phalanx.config.load import arg
+from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import masked_ratio
-from phalanx.types import Batch, Replay
 
 
 @dataclass
 class Config(TransitionConfig):
     """Keys of `algorithm` where its name is flow_dppo."""
 
-    threshold: float = arg(1e-5, "divergence to the old policy from which on no step leads further away", gt=0)
+    threshold: float = arg(
+        1e-5,
+        "divergence to the old policy from which on no step leads further away",
+        gt=0,
+    )
 
 
-class Rule(TransitionRule):
+class Algorithm(TransitionAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.config = config
 
-    def surrogate(self, replay: Replay, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The masked surrogate [B, W], and its scalars."""
         moved = divergence(replay.mean.detach(), batch.trace.means, replay.std)
         return masked_ratio(
-            self.together(replay.log_prob - batch.log_prob),
-            self.together(moved),
+            self.sequence_mean(replay.log_prob - batch.log_prob),
+            self.sequence_mean(moved),
             batch.advantage,
             threshold=self.config.threshold,
         )

@@ -1,24 +1,27 @@
-"""Flow-GRPO: group-relative policy optimisation of flow-matching models (https://arxiv.org/abs/2505.05470).
+"""Flow-GRPO: group-relative policy optimisation of flow-matching models
+(https://arxiv.org/abs/2505.05470).
 
     L = mean over samples and trained steps of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + beta KL(pi, pi_ref)
 
-with rho the ratio of transition probabilities, A the group-relative advantage, and KL that of two Gaussian transitions.
+with rho the ratio of transition probabilities, A the group-relative advantage, and KL that of two
+Gaussian transitions.
 
 Deviations from the paper:
-1. The KL divides by the true variance of the transition; `kl_convention: flow_grpo` divides by the SDE's scale without
-   its time step, as the authors' code does.
+1. The KL divides by the true variance of the transition; `kl_convention: flow_grpo` divides by the
+   SDE's scale without its time step, as the authors' code does.
 2. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator.
-3. Only a window of steps is stochastic and trained (Flow-GRPO-Fast), where rollout.sde_window_size says so.
+3. Only a window of steps is stochastic and trained (Flow-GRPO-Fast), where rollout.sde_window_size
+   says so.
 """
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.algorithms._transitions import TransitionConfig, TransitionRule
+from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig
 from phalanx.config.load import arg
+from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import clipped_ratio
-from phalanx.types import Batch, Replay
 
 
 @dataclass
@@ -28,14 +31,14 @@ class Config(TransitionConfig):
     clip_ratio: float = arg(1e-4, "eps: the ratio is clipped to 1 +- clip_ratio", gt=0)
 
 
-class Rule(TransitionRule):
+class Algorithm(TransitionAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.config = config
 
-    def surrogate(self, replay: Replay, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate [B, W], and its scalars."""
-        log_ratio = self.together(replay.log_prob - batch.log_prob)
+        log_ratio = self.sequence_mean(replay.log_prob - batch.log_prob)
         return clipped_ratio(log_ratio, batch.advantage, clip_ratio=self.config.clip_ratio)

@@ -1,14 +1,17 @@
-"""GRPO-Guard: flow-matching GRPO whose ratios are regulated, against over-optimisation (arXiv 2510.22319).
+"""GRPO-Guard: flow-matching GRPO whose ratios are regulated, against over-optimisation (arXiv
+2510.22319).
 
     L = mean over samples and trained steps of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) / d^2 + beta KL(pi, pi_ref)
     ln rho = (ln p - ln p_old + b) c,  b = mean(mu - mu_old)^2 / 2 c^2,  c the transition's std,  d^2 = sigma - sigma'
 
-b takes away the bias of ln p - ln p_old, whose mean is below 0 for samples of the old policy; c leaves ln rho =
-mean((mu - mu_old) eps), so that no noise level has a clip range of its own; 1/d^2 balances the steps' gradients.
+b takes away the bias of ln p - ln p_old, whose mean is below 0 for samples of the old policy; c
+leaves ln rho = mean((mu - mu_old) eps), so that no noise level has a clip range of its own; 1/d^2
+balances the steps' gradients.
 
 Deviations from the paper:
 1. c and d are those of each sample and step, not averaged over a batch.
-2. As in flow_grpo, groups of equal rewards have weight 0, and only the steps of a window are trained.
+2. As in flow_grpo, groups of equal rewards have weight 0, and only the steps of a window are
+   trained.
 """
 
 from dataclasses import dataclass
@@ -16,10 +19,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phalanx.algorithms._transitions import TransitionConfig, TransitionRule, divergence
+from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig, divergence
 from phalanx.config.load import arg
+from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.losses import clipped_ratio, guarded_log_ratio
-from phalanx.types import Batch, Replay
 
 
 @dataclass
@@ -32,16 +35,20 @@ class Config(TransitionConfig):
     clip_ratio: float = arg(2e-6, "eps: the regulated ratio is clipped to 1 +- clip_ratio", gt=0)
 
 
-class Rule(TransitionRule):
+class Algorithm(TransitionAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.config = config
 
-    def surrogate(self, replay: Replay, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate of the regulated ratio [B, W], over the time steps, and its scalars."""
+    def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The clipped surrogate of the regulated ratio [B, W], over the time steps; its scalars."""
         bias = divergence(replay.mean, batch.trace.means, replay.std)
         log_ratio = guarded_log_ratio(replay.log_prob - batch.log_prob, bias, replay.std)
-        loss, stats = clipped_ratio(self.together(log_ratio), batch.advantage, clip_ratio=self.config.clip_ratio)
+        loss, stats = clipped_ratio(
+            self.sequence_mean(log_ratio),
+            batch.advantage,
+            clip_ratio=self.config.clip_ratio,
+        )
         return loss / -batch.trace.delta, stats | {"ratio_bias": bias.detach().mean()}

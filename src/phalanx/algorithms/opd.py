@@ -1,31 +1,35 @@
-"""On-policy distillation: a student learns from a frozen teacher at the states that the student itself visits
-(DiffusionOPD, https://arxiv.org/abs/2605.15055; for language models https://arxiv.org/abs/2306.13649).
+"""On-policy distillation: a student learns from a frozen teacher at the states that the student
+itself visits (DiffusionOPD, https://arxiv.org/abs/2605.15055; for language models
+https://arxiv.org/abs/2306.13649).
 
     kl:        L = mean over samples and trained steps of  mean (mu - mu_T)^2 / 2 sigma_q^2
     velocity:  L = mean over samples and trained steps of  mean (v - v_T)^2
 
-mu is the mean of the student's stochastic step, of standard deviation sigma_q, from a state of its own trajectory, and
-mu_T that of the teacher's from the same state. The KL of the two Gaussians is exact; no reward takes part in it.
+mu is the mean of the student's stochastic step, of standard deviation sigma_q, from a state of its
+own trajectory, and mu_T that of the teacher's from the same state. The KL of the two Gaussians is
+exact; no reward takes part in it.
 
 With `teacher_guidance` a guided teacher teaches a student that samples without guidance.
 
 Deviations from the paper:
 1. There is one teacher, for all prompts.
-2. Only the steps of the rollout's window are stochastic and trained, where rollout.sde_window_size says so.
+2. Only the steps of the rollout's window are stochastic and trained, where rollout.sde_window_size
+   says so.
 3. `velocity` is beside it: the same states, with equal weight at all noise levels.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from phalanx.algorithms._group import GroupRule
+from phalanx.algorithms._group import GroupAlgorithm
 from phalanx.config.load import arg
-from phalanx.config.schema import AlgorithmConfig
+from phalanx.config.run import AlgorithmConfig
+from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.sde import gaussian_kl
-from phalanx.types import Batch, Expert, Policy, Replay
+from phalanx.types import Policy, Teacher
 
 TEACHER = "teacher"
 
@@ -34,9 +38,11 @@ TEACHER = "teacher"
 class Config(AlgorithmConfig):
     """Keys of `algorithm` where its name is opd."""
 
-    needs_reward: ClassVar[bool] = False
-
-    teacher_path: str = arg("???", "the teacher: a diffusers folder (or hub id) of the model's family", path=True)
+    teacher_path: str = arg(
+        "???",
+        "the teacher: a diffusers folder (or hub id) of the model's family",
+        path=True,
+    )
     teacher_guidance: Optional[float] = arg(
         None, "classifier-free guidance of the teacher, 1 is off; null: as in the rollout", ge=1
     )
@@ -47,36 +53,50 @@ class Config(AlgorithmConfig):
     )
 
 
-class Rule(GroupRule):
+class Algorithm(GroupAlgorithm):
     """See phalanx.types.Algorithm. All samples count, whatever their rewards."""
+
+    needs_reward = False
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        self.others = (TEACHER,)
-        self.experts = (Expert(TEACHER, config.teacher_path, "algorithm.teacher_path", config.teacher_guidance),)
+        self.references = (TEACHER,)
+        self.teachers = (
+            Teacher(
+                TEACHER,
+                config.teacher_path,
+                "algorithm.teacher_path",
+                config.teacher_guidance,
+            ),
+        )
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] zeros: rewards are reported, and teach nothing."""
         return torch.zeros(len(reward))
 
-    def counts(self, reward: Tensor, group_id: Tensor) -> Tensor:
+    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] bool: all."""
         return torch.ones(len(reward), dtype=torch.bool)
 
-    def view(self, policy: Policy, batch: Batch) -> Tensor:
+    def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
         """The teacher's means or velocities [B, W, ...] of the same transitions."""
         return self._prediction(policy.replay(batch.trace))
 
-    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] of each sample and trained step, before its weight, and detached scalars."""
-        replay, teacher = policy.replay(batch.trace), batch.views[TEACHER]
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
+        replay: FlowReplay = policy.replay(batch.trace)
+        teacher = batch.reference_outputs[TEACHER]
         own = self._prediction(replay)
         if self.config.loss_type == "kl":
-            loss = gaussian_kl(own.flatten(0, 1), teacher.flatten(0, 1), replay.std.repeat(len(own)))
+            loss = gaussian_kl(
+                own.flatten(0, 1),
+                teacher.flatten(0, 1),
+                replay.std.repeat(len(own)),
+            )
         else:
             loss = torch.square(own - teacher).flatten(2).mean(2)
         loss = loss.view(own.shape[:2])
         return loss, {f"teacher_{self.config.loss_type}": loss.detach().mean()}
 
-    def _prediction(self, replay: Replay) -> Tensor:
+    def _prediction(self, replay: FlowReplay) -> Tensor:
         return replay.mean if self.config.loss_type == "kl" else replay.velocity

@@ -1,14 +1,15 @@
-"""Reward-weighted regression: flow matching on the policy's own images, the good ones more than the bad ones.
+"""Reward-weighted regression: flow matching on the policy's own images, weighted by their reward.
 
     w_i = n exp(A_i / tau) / (sum of exp(A_j / tau) over the n images of the prompt)
     L = mean over samples and noise levels of  w mean (v - u)^2 + lambda mean (v - v_ref)^2,   u = noise - x_0
 
-Source: online reward-weighted conditional flow matching (https://arxiv.org/abs/2502.06061), whose bound of the
-Wasserstein distance is the penalty with lambda; reward-weighted regression is Peters and Schaal's (2007).
+Source: online reward-weighted conditional flow matching (https://arxiv.org/abs/2502.06061), whose
+bound of the Wasserstein distance is the penalty with lambda; reward-weighted regression is Peters
+and Schaal's (2007).
 
 Deviations from the paper:
-1. Weights are those of the group-relative advantage, not of the reward, and their mean over a prompt's images is 1, so
-   that hard and easy prompts count alike.
+1. Weights are those of the group-relative advantage, not of the reward, and their mean over a
+   prompt's images is 1, so that hard and easy prompts count alike.
 2. Images of a prompt whose rewards are all equal have weight 0 and leave the mean's denominator.
 """
 
@@ -16,20 +17,25 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from phalanx.algorithms._forward import ForwardConfig, ForwardRule, mean_square
+from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
 from phalanx.config.load import arg
 from phalanx.functional.advantage import group_weights
-from phalanx.types import Batch, Policy
+from phalanx.functional.flow import FlowBatch
+from phalanx.types import Policy
 
 
 @dataclass
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is rwr."""
 
-    temperature: float = arg(1.0, "tau: the smaller, the more the best image of a prompt counts", gt=0)
+    temperature: float = arg(
+        1.0,
+        "tau: the smaller, the more the best image of a prompt counts",
+        gt=0,
+    )
 
 
-class Rule(ForwardRule):
+class Algorithm(ForwardAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
     def __init__(self, config: Config) -> None:
@@ -37,14 +43,13 @@ class Rule(ForwardRule):
         self.config = config
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] the weights w: a share of the group, which only the world's samples together have."""
+        """[N] the weights w: a share of the group, which only all ranks' samples have."""
         values = super().advantage(reward, group_id) / self.config.temperature
-        return group_weights(values, group_id, self.counts(reward, group_id))
+        return group_weights(values, group_id, self.sample_mask(reward, group_id))
 
-    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] of each sample and noise level, before its weight, and detached scalars."""
-        assert batch.noised is not None
-        velocity = policy.predict(batch.trace, batch.noised)
-        error = mean_square(velocity - batch.noised.target(batch.trace.clean))
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [B, W] per sample and noise level, before its weight, and detached scalars."""
+        velocity = policy.predict(batch.trace, batch.corrupted)
+        error = mean_square(velocity - batch.corrupted.target(batch.trace.clean))
         stats = {"flow_loss": error.detach().mean()}
         return self.penalise(batch.advantage[:, None] * error, velocity, batch, stats)

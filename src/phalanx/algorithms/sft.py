@@ -2,10 +2,11 @@
 
     L = mean over the k best images of each prompt and noise levels of  mean (v - u)^2 + lambda mean (v - v_ref)^2
 
-with u = noise - x_0. It is RAFT (https://arxiv.org/abs/2304.06767) with the flow-matching loss of rectified flow
-(SD3, https://arxiv.org/abs/2403.03206).
+with u = noise - x_0. It is RAFT (https://arxiv.org/abs/2304.06767) with the flow-matching loss of
+rectified flow (SD3, https://arxiv.org/abs/2403.03206).
 
-Deviation from the paper: prompts whose images all have one reward are left out, since none of them is the best.
+Deviation from the paper: prompts whose images all have one reward are left out, since none of them
+is the best.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from phalanx.algorithms._forward import ForwardConfig, ForwardRule, mean_square
+from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
 from phalanx.config.load import arg
 from phalanx.functional.advantage import rank_in_group
-from phalanx.types import Batch, Policy
+from phalanx.functional.flow import FlowBatch
+from phalanx.types import Policy
 
 
 @dataclass
@@ -27,23 +29,27 @@ class Config(ForwardConfig):
         "adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k",
     )  # fmt: skip
 
-    best: int = arg(1, "images of each prompt that are trained on: those of the highest rewards", ge=1)
+    best: int = arg(
+        1,
+        "images of each prompt that are trained on: those of the highest rewards",
+        ge=1,
+    )
 
 
-class Rule(ForwardRule):
+class Algorithm(ForwardAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.config = config
 
-    def counts(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] bool: the best of each group whose rewards differ; of equals, those of lower number."""
-        return super().counts(reward, group_id) & (rank_in_group(-reward, group_id) < self.config.best)
+    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[N] bool: the best of each group whose rewards differ; of equals, the first ones."""
+        best = rank_in_group(-reward, group_id) < self.config.best
+        return super().sample_mask(reward, group_id) & best
 
-    def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss [B, W] of each sample and noise level, before its weight, and detached scalars."""
-        assert batch.noised is not None
-        velocity = policy.predict(batch.trace, batch.noised)
-        error = mean_square(velocity - batch.noised.target(batch.trace.clean))
+    def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [B, W] per sample and noise level, before its weight, and detached scalars."""
+        velocity = policy.predict(batch.trace, batch.corrupted)
+        error = mean_square(velocity - batch.corrupted.target(batch.trace.clean))
         return self.penalise(error, velocity, batch, {"flow_loss": error.detach().mean()})

@@ -1,1 +1,1 @@
-"""Whether a cluster is fit to train on, found out in a minute: what tasks/check_cluster.py does."""
+"""A check, in a minute, that a cluster is fit to train on (tasks/check_cluster.py)."""

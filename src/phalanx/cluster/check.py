@@ -1,7 +1,8 @@
-"""The check itself: all ranks go through the same steps together, and rank 0 writes down what is found.
+"""The check itself: all ranks go through the same steps together, and rank 0 collects the findings.
 
-A step ends after `timeout_s` seconds, also where it hangs in a library or in a file system: it runs on a thread of its
-own, while the main thread talks over the store. What would wait for a stuck rank is then left out.
+A step ends after `timeout_s` seconds, even if it hangs in a library or in a file system: it runs on
+a thread of its own, while the main thread talks over the store. Steps that would wait for a stuck
+rank are then left out.
 """
 
 import os
@@ -15,26 +16,27 @@ from typing import Any
 
 import torch.distributed as dist
 
-from phalanx.cluster import facts, judge, measure
-from phalanx.cluster.board import Board, open_store
+from phalanx.cluster import diagnose, facts, measure
+from phalanx.cluster.diagnose import FAIL, Finding
 from phalanx.cluster.disk import PATIENCE_S, SharedFolder
-from phalanx.cluster.judge import FAIL, Finding
+from phalanx.cluster.exchange import KVExchange, open_store
+from phalanx.cluster.messages import listed, name_nodes, on_nodes, reason
 from phalanx.cluster.table import table
-from phalanx.cluster.words import listed, name_nodes, on_nodes, reason
-from phalanx.config.schema import ParallelConfig
+from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed import mesh
 from phalanx.types import JobError
 
 GRACE_S = 5.0  # for notes to arrive after a step's time limit
 NETWORK = (
-    "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME for GPUs, to the interface that reaches the other nodes (ip addr); "
-    "let firewalls pass all TCP ports between nodes; look at MASTER_ADDR and MASTER_PORT"
+    "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME for GPUs, to the interface that reaches the "
+    "other nodes (ip addr); let firewalls pass all TCP ports between nodes; "
+    "check MASTER_ADDR and MASTER_PORT"
 )
 
 
 class ClusterCheck:
-    """`ClusterCheck(cfg).run()` on every rank of the world. `findings` and what they rest on are rank 0's."""
+    """The check on one rank: all ranks call `run` together. Findings and facts are with rank 0."""
 
     def __init__(self, cfg: CheckClusterConfig) -> None:
         self.cfg, self.launch = cfg, mesh.Launch.from_env()
@@ -44,14 +46,17 @@ class ClusterCheck:
         self._can_connect = True
         self.findings: list[Finding] = []
         self.nodes: dict[str, list[int]] = {}
-        self.seats: dict[int, facts.Seat] = {}
+        self.gpus: dict[int, facts.GpuInfo] = {}
         self.machines: dict[str, facts.Machine] = {}
         self.ahead: dict[str, float] = {}
         self.rates: dict[int, dict[str, float]] = {}
 
     def run(self) -> None:
-        """Go through all steps, print what was found, and raise JobError, on all ranks, where training would fail."""
-        self.board = Board(self.launch.rank, self.launch.world_size, self._open_store())
+        """Go through all steps and print the findings.
+
+        Raises JobError, on all ranks, if training would fail.
+        """
+        self.exchange = KVExchange(self.launch.rank, self.launch.world_size, self._open_store())
         steps = {
             "ranks": self._ranks,
             "machines": self._machines,
@@ -65,81 +70,94 @@ class ClusterCheck:
         while left and self._agree(steps[left.pop(0)]()):
             pass
         if self.launch.rank == 0:
-            print(table(self.nodes, self.machines, self.seats, self.ahead, self.rates))
+            print(table(self.nodes, self.machines, self.gpus, self.ahead, self.rates))
             print(*self.findings, sep="\n", flush=True)
         verdict = self._agree(self._verdict(left))
-        self.board.gather(None, GRACE_S)  # the store may end with rank 0: all have read it by now
+        # the store may end with rank 0, which goes on only once all have read the verdict
+        self.exchange.gather(None, GRACE_S)
         if verdict is not None:
             raise JobError(verdict)
         mesh.stop()
 
     def _verdict(self, left: list[str]) -> str | None:
-        failed = list(dict.fromkeys(f.topic for f in self.findings if f.level == FAIL))
+        failed = dict.fromkeys(found.topic for found in self.findings if found.level == FAIL)
         if not failed:
             return None
         rest = f" (not checked: {', '.join(left)})" if left else ""
-        return f"training would fail here; to be mended: {listed(failed)}{rest}"
+        return f"training would fail here; to fix: {listed(list(failed))}{rest}"
 
-    # -- steps: on rank 0 each returns whether the next one is possible --------------------------------------------
+    # -- steps: on rank 0 each returns True if the next one is possible -----------------------------
 
     def _ranks(self) -> bool:
         limit = self.cfg.timeout_s
-        notes = self.board.gather(asdict(facts.Place.here(self.launch)), limit)
-        places = [facts.Place(**note) for note in notes.values()]
-        self.nodes = name_nodes(places)
-        self.firsts = self._agree([ranks[0] for ranks in self.nodes.values()])  # one rank of each node
+        notes = self.exchange.gather(asdict(facts.RankInfo.here(self.launch)), limit)
+        infos = [facts.RankInfo(**note) for note in notes.values()]
+        self.nodes = name_nodes(infos)
+        # one rank of each node, for what is the same for all its ranks
+        self.firsts = self._agree([ranks[0] for ranks in self.nodes.values()])
         if self.launch.rank != 0:
             return True
-        if len(places) < self.launch.world_size:
-            self.findings.append(judge.absent(self.launch.world_size, self.nodes, limit, _master()))
+        size = self.launch.world_size
+        if len(infos) < size:
+            self.findings.append(diagnose.absent(size, self.nodes, limit, _master()))
             return False
-        self.findings += judge.ranks(self.nodes, places, self.cfg.expect)
-        self._can_connect = judge.regular(self.nodes, places)
+        self.findings += diagnose.ranks(self.nodes, infos, self.cfg.expect)
+        self._can_connect = diagnose.regular(self.nodes, infos)
         return True
 
     def _machines(self) -> bool:
-        seats = self._ask(
-            "GPUs", lambda: asdict(facts.look_at_seat(self.launch.local_rank)), "look at nvidia-smi there"
-        )
-        if not self._agree(seats is not None):
+        def look_at_gpu() -> dict[str, Any]:
+            return asdict(facts.look_at_gpu(self.launch.local_rank))
+
+        gpu_notes = self._ask("GPUs", look_at_gpu, "check nvidia-smi there")
+        if not self._agree(gpu_notes is not None):
             return False
         look = self._on_firsts(lambda: asdict(facts.look_at_machine(self.cfg)))
-        machines = self._ask("machines", look, "try ls on the paths of the configuration there")
-        if seats is None or machines is None:
+        advice = "try ls on the paths of the configuration there"
+        machine_notes = self._ask("machines", look, advice)
+        if gpu_notes is None or machine_notes is None:
             return False
-        self.seats = {rank: facts.Seat.of(note) for rank, note in seats.items()}
-        self.machines = {name: facts.Machine.of(machines[ranks[0]]) for name, ranks in self.nodes.items()}
-        gpus = list(judge.gpus(self.nodes, self.seats))
+        self.gpus = {rank: facts.GpuInfo.of(note) for rank, note in gpu_notes.items()}
+        for name, ranks in self.nodes.items():
+            self.machines[name] = facts.Machine.of(machine_notes[ranks[0]])
+        gpus = list(diagnose.gpus(self.nodes, self.gpus))
+        # two ranks on one GPU would make NCCL fail, or hang
         self._can_connect &= all(finding.level != FAIL for finding in gpus)
         self.findings += [
-            *judge.versions(self.machines),
-            *judge.settings(self.machines),
+            *diagnose.versions(self.machines),
+            *diagnose.settings(self.machines),
             *gpus,
-            *judge.memory(self.machines),
-            *judge.limits(self.machines, self.launch.world_size),
-            *judge.paths(self.machines),
-            *judge.disk(self.machines, str(self._output_dir), self.cfg.min_free_gb),
+            *diagnose.memory(self.machines),
+            *diagnose.limits(self.machines, self.launch.world_size),
+            *diagnose.paths(self.machines),
+            *diagnose.disk(self.machines, str(self._output_dir), self.cfg.min_free_gb),
         ]
         return True
 
     def _shared_disk(self) -> bool:
+        # a new name at each check: a network file system may still show the marks of an earlier one
         folder = SharedFolder(self._output_dir, self._agree(secrets.token_hex(4)), self.launch.rank)
-        topic, advice = "shared disk", "trainer.output_dir must be a folder that every node can write to"
+        topic = "shared disk"
+        advice = "trainer.output_dir must be a folder that every node can write to"
         written = self._ask(topic, self._on_firsts(folder.write), advice)
         if self._agree(written is not None):
+            # each node against the first: that is enough, and few reads where there are many nodes
             wanted = self.firsts if self.launch.rank == 0 else self.firsts[:1]
             patience = min(PATIENCE_S, self.cfg.timeout_s / 2)
-            missing = self._ask(topic, self._on_firsts(lambda: folder.missing(wanted, patience)), advice)
+            look = self._on_firsts(lambda: folder.missing(wanted, patience))
+            missing = self._ask(topic, look, advice)
             if missing is not None:
                 names = dict(zip(self.firsts, self.nodes, strict=True))
-                unseen = {name: [names[other] for other in missing[first]] for first, name in names.items()}
-                self.findings.append(judge.shared(str(self._output_dir), unseen, patience))
+                unseen = {}
+                for first, name in names.items():
+                    unseen[name] = [names[other] for other in missing[first]]
+                self.findings.append(diagnose.shared(str(self._output_dir), unseen, patience))
         if self._agree(not self._stuck):
             self._ask(topic, self._on_firsts(folder.remove), advice)
         return self._can_connect and not self._stuck
 
     def _groups(self) -> bool:
-        # NCCL ends the process where its own time limit passes; the check's comes first
+        # NCCL ends the process at its own time limit, so the check's comes first
         limits = ParallelConfig(timeout_s=2 * self.cfg.timeout_s + 30)
 
         def connect() -> None:
@@ -152,61 +170,74 @@ class ClusterCheck:
         if offsets is None:
             return False
         self.ahead = {name: offsets[ranks[0]] for name, ranks in self.nodes.items()}
-        self.findings += judge.clocks(self.ahead)
+        self.findings += diagnose.clocks(self.ahead)
         return True
 
     def _sums(self) -> bool:
         problems = self._ask("all-reduce", lambda: measure.check_sums(self.world), NETWORK)
         if problems is None:
             return False
-        self.findings.append(judge.sums(self.nodes, problems))
+        self.findings.append(diagnose.sums(self.nodes, problems))
         return True
 
     def _bandwidth(self) -> bool:
-        rates = self._ask("bandwidth", lambda: measure.bandwidths(self.world), "raise timeout_s if the network is slow")
+        advice = "raise timeout_s if the network is slow"
+        rates = self._ask("bandwidth", lambda: measure.bandwidths(self.world), advice)
         if rates is None:
             return False
         self.rates = rates
-        self.findings += judge.bandwidths(self.nodes, rates)
+        self.findings += diagnose.bandwidths(self.nodes, rates)
         return True
 
     def _open_store(self) -> dist.Store:
-        try:  # whatever else listens at that port may leave torch waiting for ever
+        try:  # something else that listens at that port may keep torch waiting for ever
             opened = self._worker.submit(open_store, self.launch, self.cfg.timeout_s)
             return opened.result(2 * self.cfg.timeout_s + GRACE_S)
         except TimeoutError as error:
-            raise JobError(f"what listens at {_master()} does not answer; it is no store of torch's") from error
+            raise JobError(
+                f"{_master()}: something listens there, but does not answer as torch's store would"
+            ) from error
 
-    # -- all ranks together ------------------------------------------------------------------------------------------
+    # -- all ranks together -------------------------------------------------------------------------
 
     @property
     def _output_dir(self) -> Path:
         return Path(self.cfg.trainer.output_dir).absolute()
 
     def _on_firsts(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        """`work` on the first rank of each node, nothing on the others."""
         return work if self.launch.rank in self.firsts else lambda: None
 
     def _agree(self, value: Any) -> Any:
-        """Rank 0's value, which it may have only after two time limits: its own work's, and that of the notes."""
-        return self.board.agree(value, 2 * self.cfg.timeout_s + 3 * GRACE_S)
+        """Rank 0's value, which may take it two time limits: its own work's, and that of the notes."""
+        return self.exchange.agree(value, 2 * self.cfg.timeout_s + 3 * GRACE_S)
 
     def _ask(self, topic: str, work: Callable[[], Any], advice: str) -> dict[int, Any] | None:
-        """Do `work` on all ranks; rank 0 gets what it returned on each, or None, and a finding, where it failed."""
+        """Do `work` on all ranks; rank 0 gets the results by rank, or None and a new finding."""
         begin, limit = time.monotonic(), self.cfg.timeout_s
         try:
             note = {"value": self._worker.submit(work).result(limit)}
         except TimeoutError:
-            note = {"stuck": f"not done within {limit:g} s"}
+            note = {"stuck": f"not finished within {limit:g} s"}
         except (RuntimeError, ValueError, OSError) as error:
             note = {"error": reason(error)}
-        notes = self.board.gather(note, max(GRACE_S, begin + limit + GRACE_S - time.monotonic()))
+        # this rank may be done early; the others have all of their time limit
+        left = begin + limit - time.monotonic()
+        notes = self.exchange.gather(note, GRACE_S + max(0.0, left))
         if self.launch.rank != 0:
             return None
-        silent = {rank: "no answer" for rank in range(self.launch.world_size) if rank not in notes}
-        failed = {rank: note["error"] for rank, note in notes.items() if "error" in note}
-        stuck = {rank: note["stuck"] for rank, note in notes.items() if "stuck" in note}
+        silent: dict[int, str] = {}
+        failed: dict[int, str] = {}
+        stuck: dict[int, str] = {}
+        for rank in range(self.launch.world_size):
+            if rank not in notes:
+                silent[rank] = "no answer"
+            elif "error" in notes[rank]:
+                failed[rank] = notes[rank]["error"]
+            elif "stuck" in notes[rank]:
+                stuck[rank] = notes[rank]["stuck"]
         self._stuck |= bool(silent or stuck)
-        # who is silent, or has an error of its own, is why others are stuck
+        # ranks that are silent, or have an error of their own, are why others are stuck
         for those in (silent, failed, stuck):
             if those:
                 text = f"{next(iter(those.values()))} ({on_nodes(self.nodes, those)})"

@@ -1,4 +1,4 @@
-"""Whether all nodes write to one and the same folder: each leaves a mark there, and looks for those of the others."""
+"""A test that all nodes write to one folder: each leaves a mark, and looks for those of others."""
 
 import shutil
 import time
@@ -8,7 +8,7 @@ PATIENCE_S = 10.0  # a network file system may show what another node wrote some
 
 
 class SharedFolder:
-    """The marks of one node in `output_dir`; `token` is the same on all nodes and new at each check."""
+    """A node's mark in `output_dir`; `token` is the same on all nodes and new at each check."""
 
     def __init__(self, output_dir: Path, token: str, node: int) -> None:
         self.folder = output_dir / f".check_cluster_{token}"
@@ -32,7 +32,7 @@ class SharedFolder:
             time.sleep(0.2)
 
     def remove(self) -> None:
-        """Take away the marks, and the folders that this node made for them."""
+        """Remove the marks, and the folders that this node made for them."""
         shutil.rmtree(self.folder, ignore_errors=True)
         for folder in self._made:
             try:

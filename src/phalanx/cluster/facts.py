@@ -1,4 +1,4 @@
-"""What a rank can tell about itself, its machine and the files it sees, without talking to any other."""
+"""Facts that a rank finds out by itself: its place, its GPU, its machine, and the files it sees."""
 
 import hashlib
 import os
@@ -20,16 +20,15 @@ import torch.distributed as dist
 from phalanx import __version__
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed.mesh import Launch
-from phalanx.models.family import model_index
-from phalanx.models.folder import check_components
+from phalanx.models.flow.folder import check_components, model_index
 
 LIBRARIES = ("diffusers", "transformers", "peft", "accelerate", "safetensors")
 ENOUGH = 0.9  # share of a GPU's memory that is free where nobody else uses it
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a rank runs; `node` is the number of its torchrun."""
+class RankInfo:
+    """The place of a rank; `node` is the number of its torchrun."""
 
     rank: int
     node: int
@@ -37,14 +36,14 @@ class Place:
     local_world_size: int
 
     @classmethod
-    def here(cls, launch: Launch, env: Mapping[str, str] = os.environ) -> "Place":
+    def here(cls, launch: Launch, env: Mapping[str, str] = os.environ) -> "RankInfo":
         node = env.get("GROUP_RANK", str(launch.rank // launch.local_world_size))
         return cls(launch.rank, int(node), socket.gethostname(), launch.local_world_size)
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of one rank, in GB (10^9 bytes); `users` says who holds its memory, "" where that is not known."""
+    """The GPU of one rank, in GB (10^9 bytes); `users` hold its memory, "" if not known."""
 
     name: str
     uuid: str
@@ -54,20 +53,23 @@ class Gpu:
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What a rank computes on: the GPUs that it sees, and its own (None: there is none of its number)."""
+class GpuInfo:
+    """The number of GPUs that a rank sees, and its own (None: there is none with its number)."""
 
     visible: int
     gpu: Gpu | None
 
     @classmethod
-    def of(cls, facts: dict[str, Any]) -> "Seat":
+    def of(cls, facts: dict[str, Any]) -> "GpuInfo":
         return cls(facts["visible"], None if facts["gpu"] is None else Gpu(**facts["gpu"]))
 
 
 @dataclass(frozen=True)
 class PathFact:
-    """A path of the configuration, as one node sees it: its bytes, or what is wrong. `here`: nothing to download."""
+    """A path of the configuration, as a node sees it: its bytes, or a problem.
+
+    `here` is False for a model of the hub that would have to be downloaded.
+    """
 
     path: str
     size: int = 0
@@ -77,7 +79,10 @@ class PathFact:
 
 @dataclass(frozen=True)
 class Machine:
-    """A node as its first rank sees it. Memory and disks in GB (10^9 bytes); `locked_gb` None: unlimited."""
+    """A node as its first rank sees it, memory and disks in GB (10^9 bytes).
+
+    `locked_gb` is the most memory that a process may lock, None where that is unlimited.
+    """
 
     versions: dict[str, str]
     settings: dict[str, str]
@@ -92,37 +97,43 @@ class Machine:
 
     @classmethod
     def of(cls, facts: dict[str, Any]) -> "Machine":
-        return cls(**{**facts, "paths": {key: PathFact(**fact) for key, fact in facts["paths"].items()}})
+        paths = {key: PathFact(**fact) for key, fact in facts["paths"].items()}
+        return cls(**{**facts, "paths": paths})
 
 
-def look_at_seat(local_rank: int) -> Seat:
-    """This rank's GPU, of the number that `mesh.start` gives it."""
+def look_at_gpu(local_rank: int) -> GpuInfo:
+    """This rank's GPU, the one that `mesh.start` gives it."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= visible:
-        return Seat(visible, None)
+        return GpuInfo(visible, None)
     free, total = torch.cuda.mem_get_info(local_rank)
     properties = torch.cuda.get_device_properties(local_rank)
     uuid = str(properties.uuid)
     users = gpu_users(uuid) if free < ENOUGH * total else ""
-    return Seat(visible, Gpu(properties.name, uuid, total / 1e9, free / 1e9, users))
+    return GpuInfo(visible, Gpu(properties.name, uuid, total / 1e9, free / 1e9, users))
 
 
 def gpu_users(uuid: str) -> str:
-    """Processes with memory on a GPU, by nvidia-smi; "" where it knows none. In a container it may see none."""
-    fields = "--query-compute-apps=pid,process_name,used_memory"
-    command = ["nvidia-smi", "-i", f"GPU-{uuid}", fields, "--format=csv,noheader"]
+    """Processes with memory on a GPU, by nvidia-smi, which in a container may see none; else ""."""
+    query = "--query-compute-apps=pid,process_name,used_memory"
+    command = ["nvidia-smi", "-i", f"GPU-{uuid}", query, "--format=csv,noheader"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    rows = [line.split(", ") for line in listed.stdout.splitlines() if line.count(", ") == 2]
-    own = str(os.getpid())
-    return ", ".join(f"{Path(name).name} (process {pid}, {used})" for pid, name, used in rows if pid != own)
+    users = []
+    for line in listed.stdout.splitlines():
+        fields = line.split(", ")
+        if len(fields) == 3 and fields[0] != str(os.getpid()):
+            pid, name, used = fields
+            users.append(f"{Path(name).name} (process {pid}, {used})")
+    return ", ".join(users)
 
 
 def look_at_machine(cfg: CheckClusterConfig) -> Machine:
     """This node's software, memory, disks, limits, and the files that the configuration names."""
-    memory = dict(re.findall(r"^(\w+): +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE))
+    meminfo = Path("/proc/meminfo").read_text()
+    memory = dict(re.findall(r"^(\w+): +(\d+) kB", meminfo, re.MULTILINE))
     folder = Path(cfg.trainer.output_dir).absolute()
     existing = next(p for p in (folder, *folder.parents) if p.exists())
     infiniband = Path("/sys/class/infiniband")
@@ -142,18 +153,22 @@ def look_at_machine(cfg: CheckClusterConfig) -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that must be the same on every node; "none" where there is no such thing."""
-    cuda = torch.cuda.is_available()
-    driver = Path("/proc/driver/nvidia/version")
-    number = re.search(r"\b\d+\.\d+(\.\d+)?\b", driver.read_text()) if driver.is_file() else None
+    """Versions of all that should be the same on every node; "none" of what is not there."""
+    nccl, driver = "none", "none"
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+    file = Path("/proc/driver/nvidia/version")
+    if file.is_file():
+        number = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text())
+        driver = number[0] if number else "none"
     found = {
         "phalanx": f"{__version__} (source {source_digest()})",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "CUDA": torch.version.cuda or "none",
         "ROCm": torch.version.hip or "none",
-        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else "none",
-        "NVIDIA driver": number[0] if number else "none",
+        "NCCL": nccl,
+        "NVIDIA driver": driver,
     }
     for name in LIBRARIES:
         try:
@@ -164,7 +179,7 @@ def versions() -> dict[str, str]:
 
 
 def source_digest() -> str:
-    """Six digits that differ where the source of phalanx does, as in a checkout that was not updated."""
+    """Six digits that differ from those of another state of phalanx's source."""
     root = Path(__file__).parents[1]
     digest = hashlib.blake2b(digest_size=3)
     for file in sorted(root.rglob("*.py")):
@@ -185,9 +200,10 @@ def named_paths(cfg: CheckClusterConfig) -> Iterator[tuple[str, str]]:
     """Key and path of all that a training job would read."""
     if cfg.model.path:
         yield "model.path", cfg.model.path
-    for name, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
-        for i, file in enumerate(files):
-            yield f"{name}[{i}]", file
+    for i, file in enumerate(cfg.data.train_files):
+        yield f"data.train_files[{i}]", file
+    for i, file in enumerate(cfg.data.val_files):
+        yield f"data.val_files[{i}]", file
     for i, function in enumerate(cfg.reward.functions):
         file = (function.path or "").partition(":")[0]
         if file.endswith(".py"):
@@ -195,7 +211,7 @@ def named_paths(cfg: CheckClusterConfig) -> Iterator[tuple[str, str]]:
 
 
 def look_at_path(key: str, path: str) -> PathFact:
-    """Open what `path` names: a diffusers model folder or hub id, a data file, or a folder of them."""
+    """Open `path`: a diffusers model folder or hub id, a data file, or a folder of such files."""
     try:
         if key == "model.path":
             return look_at_model(path)
@@ -211,7 +227,7 @@ def look_at_path(key: str, path: str) -> PathFact:
 
 
 def look_at_model(path: str) -> PathFact:
-    """A model folder, whole and with readable headers; of a hub's model, the part of it in this node's cache."""
+    """Check that a model folder, or the cache of a hub's model, is complete and readable."""
     index = model_index(path)
     folder = Path(path).expanduser()
     here = folder.is_dir()
@@ -224,14 +240,21 @@ def look_at_model(path: str) -> PathFact:
             here = True
         except ValueError:
             return PathFact(path, here=False)
-    parts = [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
-    return PathFact(path, sum(bytes_below(folder / name) for name in ("model_index.json", *parts)))
+    size = bytes_below(folder / "model_index.json")
+    for name, value in index.items():
+        # [library, class] of a component, [null, null] of one that the pipeline goes without
+        if isinstance(value, list) and value[0] is not None:
+            size += bytes_below(folder / name)
+    return PathFact(path, size)
 
 
 def bytes_below(path: Path) -> int:
     """The size of a file, or of all files in a folder, each of which is opened; raises OSError."""
-    walk = os.walk(path, onerror=_refuse)
-    files = [Path(root, name) for root, _, names in walk for name in names] if path.is_dir() else [path]
+    files = [path]
+    if path.is_dir():
+        files = []
+        for root, _, names in os.walk(path, onerror=_refuse):
+            files += [Path(root, name) for name in names]
     for file in files:
         with file.open("rb") as content:
             content.read(1)

@@ -1,4 +1,4 @@
-"""What the ranks find out together: clocks, sums, and how fast the network is. All ranks call each function."""
+"""Measurements that all ranks make together: clocks, sums, bandwidths. All call each function."""
 
 import statistics
 import time
@@ -12,15 +12,18 @@ from torch import Tensor
 from phalanx.distributed.mesh import World
 
 ROUND_TRIPS = 8
-SUM_SIZES = (1, 1000, 1 << 20)  # numbers: a message that fits a packet, a small one, one that is cut into pieces
+# numbers: a message that fits into a packet, a small one, and one that is sent in pieces
+SUM_SIZES = (1, 1000, 1 << 20)
 REPETITIONS = 5
 MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 
 
 def clock_offset(world: World, clock: Callable[[], float] = time.time) -> float | None:
-    """Seconds that the clock of this node is ahead of rank 0's, measured by its first rank (None on the others).
+    """Seconds by which this node's clock is ahead of rank 0's, on its first rank; None on the
+    others.
 
-    Rank 0 is asked for its time, which was read halfway through the round trip; the shortest trip errs least.
+    A node asks rank 0 for its time, which is taken to be read halfway through the round trip, as in
+    NTP; of several trips the shortest errs least.
     """
     box = torch.zeros(1, dtype=torch.float64)
     if world.rank == 0:
@@ -44,7 +47,7 @@ def clock_offset(world: World, clock: Callable[[], float] = time.time) -> float 
 
 
 def check_sums(world: World) -> str | None:
-    """Add known numbers up over all ranks; says what is wrong with the sum that this rank gets, None where it is right.
+    """Sum known numbers across all ranks; returns what is wrong with this rank's result, or None.
 
     Small integers in float32 have exact sums in any order.
     """
@@ -58,13 +61,14 @@ def check_sums(world: World) -> str | None:
 
 
 def wrong_sum(total: Tensor, ranks: int) -> str | None:
-    """What is wrong with the sum [N] of the numbers of `ranks` ranks, or None."""
+    """Describe the error in `total` [N], the sum of what `ranks` ranks have; None if correct."""
     right = _pattern(total.numel(), total.device) * sum(_factor(rank) for rank in range(ranks))
     wrong = (total != right).nonzero().flatten()
     if not wrong.numel():
         return None
     i = int(wrong[0])
-    return f"{wrong.numel()} of {total.numel()} sums are wrong; the first is {total[i]:g} and should be {right[i]:g}"
+    first = f"the first is {total[i]:g} and should be {right[i]:g}"
+    return f"{wrong.numel()} of {total.numel()} sums are wrong; {first}"
 
 
 def _pattern(size: int, device: torch.device) -> Tensor:
@@ -76,14 +80,15 @@ def _factor(rank: int) -> int:
 
 
 def bandwidths(world: World) -> dict[str, float]:
-    """GB (10^9 bytes) a second, as this rank sees it.
+    """GB (10^9 bytes) per second, as this rank sees it.
 
-    - `all`: all-reduce over all ranks;
-    - `node`: all-reduce over the ranks of this node, where it has several;
-    - `link`: what this rank receives from its counterpart on the node before, while each rank of the world sends to
-      the node after its own; where there are several nodes.
+    - `all`: all-reduce across all ranks;
+    - `node`: all-reduce across the ranks of this node, if it has several;
+    - `link`: data that this rank receives from its counterpart on the node before, while every rank
+      sends to the node after its own; if there are several nodes.
     """
     size = MESSAGE_BYTES[world.device.type]
+    # mesh.start makes a node's ranks a row of the mesh; a column is one rank of each node
     node, link = world.mesh["shard"].get_group(), world.mesh["replicate"].get_group()
     found = {}
     if world.size > 1:
@@ -96,18 +101,21 @@ def bandwidths(world: World) -> dict[str, float]:
 
 
 def _all_reduce(size: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
-    """Bus bandwidth: of an all-reduce over n ranks, each link carries 2 (n - 1) / n times the message."""
-    tensor, n = torch.zeros(size // 4, device=device), dist.get_world_size(group)
-    return 2 * (n - 1) / n * size / _seconds(lambda: dist.all_reduce(tensor, group=group), device) / 1e9
+    """Bus bandwidth, as of NCCL's tests: each link carries 2 (n - 1) / n times the message."""
+    tensor = torch.zeros(size // 4, device=device)
+    n = dist.get_world_size(group)
+    seconds = _seconds(lambda: dist.all_reduce(tensor, group=group), device)
+    return 2 * (n - 1) / n * size / seconds / 1e9
 
 
 def _ring(size: int, device: torch.device, group: dist.ProcessGroup) -> float:
-    ranks, place = dist.get_process_group_ranks(group), dist.get_rank(group)
+    """Bandwidth of a shift by one rank, in which all ranks of `group` send and receive at once."""
+    ranks, i = dist.get_process_group_ranks(group), dist.get_rank(group)
     out, into = torch.zeros(size // 4, device=device), torch.zeros(size // 4, device=device)
 
     def shift() -> None:
-        send = dist.P2POp(dist.isend, out, ranks[(place + 1) % len(ranks)], group)
-        receive = dist.P2POp(dist.irecv, into, ranks[place - 1], group)
+        send = dist.P2POp(dist.isend, out, ranks[(i + 1) % len(ranks)], group)
+        receive = dist.P2POp(dist.irecv, into, ranks[i - 1], group)
         for work in dist.batch_isend_irecv([send, receive]):
             work.wait()
 
@@ -115,12 +123,12 @@ def _ring(size: int, device: torch.device, group: dist.ProcessGroup) -> float:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Median time of some repetitions after a first one, in which connections are made."""
+    """Median time of some repetitions, after a first one that makes the connections."""
     times = []
     for _ in range(1 + REPETITIONS):
         begin = time.perf_counter()
         work()
-        if device.type == "cuda":
+        if device.type == "cuda":  # which has only queued the work so far
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - begin)
     return statistics.median(times[1:])

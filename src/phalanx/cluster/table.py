@@ -1,10 +1,10 @@
-"""The nodes in a table: plain text, a line each."""
+"""The nodes in a table: plain text, one line each."""
 
 import io
 from collections.abc import Iterator, Mapping
 
-from phalanx.cluster.facts import Machine, Seat
-from phalanx.cluster.words import Nodes, spans
+from phalanx.cluster.facts import GpuInfo, Machine
+from phalanx.cluster.messages import Nodes, spans
 
 TEXTS = ("node", "ranks", "device")
 FIGURES = (
@@ -21,11 +21,11 @@ FIGURES = (
 def table(
     nodes: Nodes,
     machines: Mapping[str, Machine],
-    seats: Mapping[int, Seat],
+    gpus: Mapping[int, GpuInfo],
     ahead: Mapping[str, float],
     rates: Mapping[int, Mapping[str, float]],
 ) -> str:
-    """A row for each node; `-` is what was not measured, or does not exist there."""
+    """A row for each node, with `-` for what was not measured or does not exist there."""
     from rich.console import Console
     from rich.table import Table
 
@@ -35,24 +35,26 @@ def table(
     for title in FIGURES:
         grid.add_column(title, no_wrap=True, justify="right")
     for name, ranks in nodes.items():
-        shown = dict(_figures(machines.get(name), [seats[r] for r in ranks if r in seats]))
+        here = [gpus[rank] for rank in ranks if rank in gpus]
+        shown = dict(_figures(machines.get(name), here))
         if name in ahead:
             shown["clock s"] = f"{ahead[name]:+.3f}"
         if ranks[0] in rates:
-            shown |= _rates([rates[r] for r in ranks])
-        grid.add_row(name, spans(ranks), *(shown.get(title, "-") for title in (*TEXTS[2:], *FIGURES)))
+            shown |= _rates([rates[rank] for rank in ranks])
+        cells = [shown.get(title, "-") for title in (*TEXTS[2:], *FIGURES)]
+        grid.add_row(name, spans(ranks), *cells)
     text = io.StringIO()
     Console(file=text, width=1000, highlight=False, markup=False).print(grid)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _figures(machine: Machine | None, seats: list[Seat]) -> Iterator[tuple[str, str]]:
-    gpus = [seat.gpu for seat in seats if seat.gpu is not None]
+def _figures(machine: Machine | None, infos: list[GpuInfo]) -> Iterator[tuple[str, str]]:
+    gpus = [info.gpu for info in infos if info.gpu is not None]
     if gpus:
         yield "device", f"{len(gpus)} x {gpus[0].name}"
         least = min(gpus, key=lambda gpu: gpu.free_gb)
         yield "GPU GB free", f"{least.free_gb:.1f} of {least.memory_gb:.1f}"
-    elif seats:
+    elif infos:
         yield "device", "cpu"
     if machine is not None:
         yield "RAM GB free", f"{machine.memory_free_gb:.1f} of {machine.memory_gb:.1f}"

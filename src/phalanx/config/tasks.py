@@ -1,25 +1,23 @@
-"""Configuration of the tasks beside training: export_checkpoint.py, sample.py, check_cluster.py, serve_reward.py."""
+"""Configuration of export_checkpoint.py, sample.py, check_cluster.py and serve_reward.py in tasks/."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Optional
+from typing import Optional, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from phalanx.config.load import ConfigError, arg
-from phalanx.config.schema import (
-    DTYPES,
+from phalanx.config.flow import (
     SDE_TYPES,
-    SEEDS,
     FlowMatchingTaskConfig,
-    ModelConfig,
-    ParallelConfig,
-    RewardConfig,
-    RunConfig,
-    TrainConfig,
+    FlowModelConfig,
+    FlowRewardConfig,
+    FlowRLConfig,
 )
+from phalanx.config.load import ConfigError, arg, build
+from phalanx.config.run import DTYPES, SEEDS, ParallelConfig, RunConfig
+
+T = TypeVar("T", bound=RunConfig)
 
 WEIGHTS = ("auto", "model", "ema")
 EXPORT_DTYPES = (*DTYPES, "float16")
@@ -33,24 +31,26 @@ class ExportConfig:
     output_dir: Optional[str] = arg(None, "new folder for the export; null: export/step_NNNNNN in the run's output_dir")
     weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
     dtype: Optional[str] = arg(
-        None, "null: a LoRA as it was trained, a whole transformer as in the base model folder", choices=EXPORT_DTYPES
+        None, "null: a LoRA as trained, a whole transformer as in the base model folder", choices=EXPORT_DTYPES
     )
     model_path: Optional[str] = arg(None, "the base model, where it is no longer at the run's model.path")
-    push_to_hub: Optional[str] = arg(None, "hub repository (user/name) that gets the export; it is made if need be")
+    push_to_hub: Optional[str] = arg(None, "hub repository (user/name) for the export; it is created if needed")
 
 
 @dataclass
 class SampleModelConfig:
-    """What is sampled from. LoRA settings are always those of the checkpoint's run."""
+    """The model that is sampled. LoRA settings are always those of the checkpoint's run."""
 
     path: Optional[str] = arg(None, "diffusers model folder or hub id; null: the checkpoint's base model")
-    family: Optional[str] = arg(None, "module of phalanx.models (or a dotted module); null: from model_index.json")
+    family: Optional[str] = arg(
+        None, "module of phalanx.models.flow.families (or a dotted module); null: from model_index.json"
+    )
     dtype: Optional[str] = arg(None, "dtype that the model computes in; null: the run's, or bfloat16", choices=DTYPES)
     reference_size: Optional[int] = arg(
-        None, "side of the area at which an editing model's VAE sees the image; null: as in the run, or 1024", ge=32
+        None, "side of the area at which an editing model's VAE sees the image; null: the run's, or 1024", ge=32
     )
     attn_backend: Optional[str] = arg(None, "attention backend of diffusers' dispatch; null: the run's, or torch's")
-    compile: Optional[bool] = arg(None, "torch.compile each transformer block; null: as in the run, or not")
+    compile: Optional[bool] = arg(None, "torch.compile each transformer block; null: the run's, or false")
 
 
 @dataclass
@@ -68,7 +68,7 @@ class SampleConfig:
     max_prompt_length: Optional[int] = arg(
         None, "tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", ge=1
     )
-    n: int = arg(1, "images a prompt", ge=1)
+    n: int = arg(1, "images per prompt", ge=1)
     num_inference_steps: Optional[int] = arg(None, "denoising steps; null: the run's, or 10", ge=1)
     height: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
     width: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
@@ -85,48 +85,49 @@ class SampleConfig:
     )
     seed: Optional[int] = arg(None, "seed of the noise; null: that of the run's validation, or 1234", **SEEDS)
     micro_batch_size_per_gpu: int = arg(1, "images sampled together", ge=1)
-    output_dir: str = arg("outputs/samples", "folder for the images, which are replaced, and grid.png")
-    columns: Optional[int] = arg(None, "images in a row of the grid; null: n, or a square where n is 1", ge=1)
+    output_dir: str = arg("outputs/samples", "folder for the images and grid.png, which are replaced")
+    columns: Optional[int] = arg(None, "images per row of the grid; null: n, or a square grid where n is 1", ge=1)
 
 
 @dataclass
-class CheckedModelConfig(ModelConfig):
-    """As in a training job, but not required."""
+class CheckedModelConfig(FlowModelConfig):
+    """The model of a training job, but not required."""
 
-    path: str = arg("", "diffusers model folder or hub id that every node must read; empty: not looked at", path=True)
+    path: str = arg("", "diffusers model folder or hub id that every node must read; empty: not checked", path=True)
 
 
 @dataclass
-class CheckClusterConfig(TrainConfig, FlowMatchingTaskConfig):
+class CheckClusterConfig(FlowRLConfig, FlowMatchingTaskConfig):
     """Configuration of tasks/check_cluster.py: all keys of the training tasks, and those of its own."""
 
     model: CheckedModelConfig = field(default_factory=CheckedModelConfig)
-    expect: Optional[int] = arg(None, "ranks that there should be; null: as many as there are", ge=1)
-    timeout_s: float = arg(60.0, "seconds that a step of the check may take", gt=0)
+    expect: Optional[int] = arg(None, "expected number of ranks; null: any", ge=1)
+    timeout_s: float = arg(60.0, "longest step of the check, in seconds", gt=0)
     min_free_gb: float = arg(50.0, "warn where trainer.output_dir has less free space, in GB (10^9 bytes)", ge=0)
 
 
 @dataclass
 class ServeRewardConfig:
-    """Configuration of tasks/serve_reward.py. Within reward.timeout_s a request has its turn and its scores."""
+    """Configuration of tasks/serve_reward.py. Within reward.timeout_s a request must have waited and been scored."""
 
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    host: str = arg("127.0.0.1", "address to listen on; one that other machines reach wants a token")
+    reward: FlowRewardConfig = field(default_factory=FlowRewardConfig)
+    host: str = arg("127.0.0.1", "address to listen on; one that other machines reach needs a token")
     port: int = arg(8077, "port to listen on; 0: any free one", ge=0, lt=65536)
     token_env: Optional[str] = arg(None, "environment variable that holds the token clients must send; null: none")
-    allow_open: bool = arg(False, "let everybody use the server who reaches it, without a token")
-    max_body_mb: float = arg(64.0, "longest request, in MB (10^6 bytes)", gt=0)
-    max_images: int = arg(64, "most images of a request", ge=1)
+    allow_open: bool = arg(False, "serve everyone who reaches the server, without a token")
+    max_body_mb: float = arg(64.0, "largest request, in MB (10^6 bytes)", gt=0)
+    max_images: int = arg(64, "most images per request", ge=1)
     max_pixels: int = arg(2**22, "largest image, in pixels", ge=1)
-    max_requests: int = arg(256, "most connections at once; further ones are told to come again", ge=1)
-    read_timeout_s: float = arg(30.0, "seconds for the head of a request, and then for its body, to be there", gt=0)
+    max_requests: int = arg(256, "most connections at once; further ones are told to retry", ge=1)
+    read_timeout_s: float = arg(30.0, "seconds for the head of a request to arrive, and then for its body", gt=0)
 
 
-def read_run(file: Path) -> RunConfig:
-    """The sections that all training jobs share, from the config.yaml of a run's output_dir.
+def read_run(file: Path, *kinds: type[T]) -> T:
+    """The sections that all jobs of a kind share, from the config.yaml of a run's output_dir.
 
-    The job's own sections (algorithm, actor, ...) are left out, so that no file of the user's is needed for them.
-    Raises ConfigError where the file is missing or no such configuration.
+    `kinds` are such as FlowRunConfig; the first one that knows all keys of the file's sections is taken. The job's own
+    sections (algorithm, actor, ...) are left out, so that no file of the user's is needed for them.
+    Raises ConfigError where the file is missing or is not such a configuration.
     """
     try:
         content = yaml.safe_load(file.read_text())
@@ -134,15 +135,12 @@ def read_run(file: Path) -> RunConfig:
         raise ConfigError(f"{file} is missing; it says which model the checkpoints belong to") from None
     except (UnicodeDecodeError, yaml.YAMLError):
         content = None
-    names = [f.name for f in fields(RunConfig)]
-    if not isinstance(content, dict) or not content.keys() >= set(names):
-        raise ConfigError(f"{file} is not the configuration of a training run")
-    try:
-        run = OmegaConf.to_object(
-            OmegaConf.merge(OmegaConf.structured(RunConfig), {name: content[name] for name in names})
-        )
-    except OmegaConfBaseException as error:
-        reason = (error.msg or str(error)).split("\n")[0]
-        raise ConfigError(f"{file}: {error.full_key}: {reason}") from None
-    assert isinstance(run, RunConfig)
-    return run
+    reason = f"{file} is not the configuration of a training run"
+    for kind in kinds:
+        names = [f.name for f in fields(kind)]
+        if isinstance(content, dict) and content.keys() >= set(names):
+            try:
+                return build(kind, OmegaConf.create({name: content[name] for name in names}))
+            except ConfigError as error:
+                reason = f"{file}: {error}"
+    raise ConfigError(reason)

@@ -1,4 +1,4 @@
-"""Collectives over the whole world on small CPU values. Every rank must reach each call."""
+"""Collectives across all ranks on small CPU values. Every rank must reach each call."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -18,7 +18,7 @@ def all_gather(value: Tensor) -> Tensor:
 
 
 def all_gather_object(value: T) -> list[T]:
-    """Every rank's value, in the order of ranks. For small picklable values."""
+    """Every rank's value, in the order of ranks; for small values that can be pickled."""
     out: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(out, value)
     return out
@@ -46,7 +46,7 @@ def reduce_float(value: float, op: str) -> float:
 
 
 def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The mean over this rank's rows and over all ranks, key by key; every rank must have the same keys."""
+    """The mean of all ranks' rows, key by key; each needs the same keys and as many rows."""
     keys = sorted(rows[0])
     local = torch.tensor([[row[k] for k in keys] for row in rows], dtype=torch.float64).mean(0)
     dist.all_reduce(local)
@@ -54,18 +54,24 @@ def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def agree(error: str | None, stop: int) -> tuple[str | None, int]:
-    """On all ranks: the error of the lowest rank that has one, with its rank (None where all went well), and the
-    largest `stop`, the number of a signal that asks the job to stop (0: none).
+    """Agree on one error and one request to stop, on all ranks.
+
+    The error is that of the lowest rank that has one, with its rank (None where all went well);
+    `stop`, the number of a signal that asks the job to stop (0: none), is the largest of all ranks.
     """
     said = all_gather_object((error, stop))
-    errors = [f"rank {rank}: {text}" if len(said) > 1 else text for rank, (text, _) in enumerate(said) if text]
-    return (errors[0] if errors else None), max(signal for _, signal in said)
+    largest = max(signal for _, signal in said)
+    for rank, (text, _) in enumerate(said):
+        if text:
+            return (f"rank {rank}: {text}" if len(said) > 1 else text), largest
+    return None, largest
 
 
 def to_first(value: Tensor, source: int) -> None:
-    """Fill rank 0's `value` with that of rank `source`, a contiguous CPU tensor of the same shape and dtype.
+    """Fill rank 0's `value` with that of `source`, a contiguous CPU tensor of the same shape and
+    dtype.
 
-    A gather would hold as much for every other rank. Those may leave this call out.
+    A gather would need memory for every rank's on rank 0. The other ranks may skip this call.
     """
     if source == 0:
         return

@@ -1,8 +1,15 @@
 """The trained module over the mesh: sharded (FSDP2, HSDP) or replicated, one interface for both.
 
-Gradients are summed over the world, never averaged (the loss's weights hold the denominator), in float32, once per
-optimizer step. The optimizer owns float32 (or `lora_dtype`) values: sharded DTensors under FSDP; where the weights are
-replicated, the module's own parameters or, if it computes in another dtype, float32 copies of them.
+Gradients are summed across all ranks, never averaged, in float32, once per optimizer step: the
+loss's weights hold the global denominator, so the sum is the whole batch's gradient in any layout.
+The optimizer owns float32 (or `lora_dtype`) values: sharded DTensors under FSDP; where the weights
+are replicated, the module's own parameters or, if it computes in another dtype, float32 copies.
+
+The order of calls in an optimizer step:
+
+    for each micro-batch:
+        set_last_micro_batch(last), forward, backward
+    reduce_gradients, clip_gradients, finite, the optimizer's own step, copy_to_module
 """
 
 from collections.abc import Iterator
@@ -11,11 +18,17 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from phalanx.config.schema import ParallelConfig
+from phalanx.config.run import ParallelConfig
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.mesh import World
 
@@ -23,38 +36,53 @@ from phalanx.distributed.mesh import World
 class Sharded:
     """A module whose parameters are laid out over the mesh.
 
-    `parameters` maps the name of each trained parameter to the tensor that the optimizer owns; `hidden_matrices` names
-    those of two dims or more within the blocks.
+    `parameters` maps the name of each trained parameter to the tensor that the optimizer owns;
+    `hidden_matrices` names those of two dims or more within the blocks, which Muon may take.
     """
 
     def __init__(
-        self, module: nn.Module, blocks: list[nn.Module], world: World, config: ParallelConfig, dtype: torch.dtype
+        self,
+        module: nn.Module,
+        blocks: list[nn.Module],
+        world: World,
+        config: ParallelConfig,
+        dtype: torch.dtype,
     ) -> None:
         self.module, self.world, self.config = module, world, config
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._fsdp: list[FSDPModule] = []
         self._copies: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        trained = _trained(module)
         if world.shard_size > 1:
-            replicated = trained if config.lora_sharding == "replicate" and len(trained) < _count(module) else {}
-            _fully_shard(module, blocks, world, config, dtype, set(replicated.values()))
+            # LoRA matrices are small: replicated, they need no gathering, and one message per step
+            # sums their gradients. A fully trained model is never small, so it is always sharded.
+            has_frozen = len(trained) < sum(1 for _ in module.parameters())
+            replicate = config.lora_sharding == "replicate" and has_frozen
+            replicated = list(trained) if replicate else []
+            ignored = {trained[name] for name in replicated}
+            _fully_shard(module, blocks, world, config, dtype, ignored)
             self._fsdp = [m for m in module.modules() if isinstance(m, FSDPModule)]
-            trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+            trained = _trained(module)  # fully_shard has put DTensors in the parameters' place
         else:
-            replicated = trained
+            replicated = list(trained)
             module.to(world.device)
-        self._replicated = [trained[name] for name in replicated]
-        self.parameters: dict[str, Tensor] = {}
-        for name, p in trained.items():
-            self.parameters[name] = self._own(name, p, dtype) if name in replicated else p
-        blocks_of = {id(p) for block in blocks for p in block.parameters()}
-        self.hidden_matrices = {name for name, p in trained.items() if id(p) in blocks_of and p.dim() >= 2}
-        self.publish()
+        self.parameters: dict[str, Tensor] = dict(trained)
+        for name in replicated:
+            self.parameters[name] = self._own(name, trained[name], dtype)
+        self._replicated = [self.parameters[name] for name in replicated]
+        inner = {id(p) for block in blocks for p in block.parameters()}
+        matrices = {name: p for name, p in trained.items() if p.dim() >= 2}
+        self.hidden_matrices = {name for name, p in matrices.items() if id(p) in inner}
+        self.copy_to_module()
 
     def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
-        """The optimizer's tensor of a replicated parameter; a float32 copy where the module computes in `dtype`."""
+        """The optimizer's tensor of a replicated parameter: a copy where that is not in `dtype`."""
+        # FSDP neither moves nor casts the parameters that it is told to ignore
         p.data = p.data.to(self.world.device)
         if p.dtype == dtype:
             return p
+        # The module computes in `dtype`. In bfloat16 an update of 1e-4 of a weight would vanish,
+        # and so would a small gradient in a sum of many: the copy holds both in the dtype that the
+        # parameter came in, as FSDP does for shards.
         copy = p.data.detach().clone().requires_grad_()
         p.data = p.data.to(dtype)
         self._copies[name] = (p, copy)
@@ -73,8 +101,10 @@ class Sharded:
             finally:
                 self.reshard()
             return
-        root = self._fsdp[0]
-        root.set_reshard_after_forward(False)
+        # A rollout calls the module dozens of times between two updates, and each call would gather
+        # every block anew. FSDP frees a block after its forward pass, so it has to be told not to;
+        # setting the root is enough, as the call recurses, while unshard() does not.
+        self._fsdp[0].set_reshard_after_forward(False)
         for m in self._fsdp:
             m.unshard()
         try:
@@ -84,60 +114,68 @@ class Sharded:
             self.reshard()
 
     def reshard(self) -> None:
-        """Let go of gathered weights: a change of their shards would not show in them."""
+        """Free gathered weights: they would not follow a change of their shards."""
         for m in self._fsdp:
             m.reshard()
 
     def _restore_resharding(self) -> None:
         for i, m in enumerate(self._fsdp):
-            # the root is used at both ends of a forward pass, and its backward follows at once
+            # The root's own weights (embeddings, the last layer) are used at both ends of a forward
+            # pass, and its backward follows at once: freeing them would only gather them again.
             m.set_reshard_after_forward(self.config.reshard_after_forward and i > 0, recurse=False)
 
     def set_last_micro_batch(self, last: bool) -> None:
-        """Before a backward pass: reduce gradients after this one only if it is the last of the optimizer step."""
+        """Before a backward pass: reduce gradients only if it is the last of the optimizer step."""
         if self._fsdp:
+            # until then each rank adds up whole gradients: more memory, but one reduction per step
             self._fsdp[0].set_requires_gradient_sync(last)
+            # the last backward pass waits for the reductions; the others have none to wait for
             self._fsdp[0].set_is_last_backward(last)
 
     def reduce_gradients(self) -> None:
-        """After the last backward pass: sum replicated parameters' gradients over the world, in one float32 message."""
+        """After the last backward pass: sum replicated parameters' gradients across all ranks.
+
+        FSDP has reduced those of the shards within that backward pass.
+        """
         if not self._replicated:
             return
-        replicated = {id(p) for p in self._replicated}
-        own = [t for name, t in self.parameters.items() if self._is_replicated(name, t, replicated)]
-        for t in own:
+        gradients: list[Tensor] = []
+        for t in self._replicated:
+            # all ranks must send equally much, also for what a rank's samples did not use
             if t.grad is None:
                 t.grad = torch.zeros_like(t)
+            gradients.append(t.grad)
         if self.world.size == 1:
             return
-        flat = torch.cat([t.grad.float().flatten() for t in own if t.grad is not None])
+        # one message for all: hundreds of LoRA matrices would each pay the network's latency
+        flat = torch.cat([grad.float().flatten() for grad in gradients])
         dist.all_reduce(flat)
-        for t, part in zip(own, flat.split([t.numel() for t in own]), strict=True):
-            assert t.grad is not None
-            t.grad.copy_(part.view_as(t))
-
-    def _is_replicated(self, name: str, tensor: Tensor, replicated: set[int]) -> bool:
-        return name in self._copies or id(tensor) in replicated
+        parts = flat.split([grad.numel() for grad in gradients])
+        for grad, part in zip(gradients, parts, strict=True):
+            grad.copy_(part.view_as(grad))
 
     @torch.no_grad()
-    def publish(self) -> None:
-        """After the optimizer's tensors changed: show the module their values."""
+    def copy_to_module(self) -> None:
+        """After a change of the optimizer's tensors: copy their values into the module."""
         for p, copy in self._copies.values():
             p.copy_(copy)
 
     @torch.no_grad()
     def clip_gradients(self, max_norm: float) -> Tensor:
-        """The norm of the whole gradient, which is scaled down to `max_norm` where it is larger (0: never)."""
+        """The norm of the whole gradient, then scaled down to `max_norm` if above (0: never)."""
         tensors = list(self.parameters.values())
         grads = [t.grad for t in tensors if t.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads)
+        # of shards it is a DTensor, of which each rank has its own part until full_tensor
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if max_norm > 0:
             torch.nn.utils.clip_grads_with_norm_(tensors, max_norm, norm)
         return norm
 
     def finite(self, loss: Tensor, norm: Tensor) -> bool:
-        """Whether the gradient's norm and every rank's loss are finite; the same on all ranks."""
+        """True on all ranks where the gradient's norm and every rank's loss are finite."""
+        # The norm is the same everywhere, but a loss is a rank's own. All must agree: a rank that
+        # alone skipped an update would train other weights from then on.
         bad = not bool(torch.isfinite(loss) & torch.isfinite(norm))
         return not (bad if self.world.size == 1 else reduce_int(bad, "max"))
 
@@ -148,20 +186,23 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def as_part_of(part: Tensor, whole: Tensor) -> Tensor:
-    """A local `part` as the DTensor that `whole` is (the same tensor where it is none), to save or to load."""
+    """A local `part` as the DTensor that `whole` is, to save or load; unchanged if it is none."""
     if not isinstance(whole, DTensor):
         return part
-    # DTensor.from_local would copy a part that is kept on the CPU to the mesh's device, and a load would fill the copy
+    # DTensor.from_local would copy a part that is kept on the CPU to the mesh's device, and a load
+    # would fill the copy
     meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
-    return DTensor(part, DTensorSpec(whole.device_mesh, whole.placements, meta), requires_grad=False)
+    spec = DTensorSpec(whole.device_mesh, whole.placements, meta)
+    return DTensor(part, spec, requires_grad=False)
 
 
-def _count(module: nn.Module) -> int:
-    return sum(1 for _ in module.parameters())
+def _trained(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module.named_parameters() if p.requires_grad}
 
 
 @torch.no_grad()
 def _accumulate(param: Tensor, copy: Tensor) -> None:
+    """Add a micro-batch's gradient to that of the optimizer's copy, in the copy's dtype."""
     assert param.grad is not None
     if copy.grad is None:
         copy.grad = param.grad.to(copy.dtype)
@@ -178,10 +219,25 @@ def _fully_shard(
     dtype: torch.dtype,
     ignored: set[nn.Parameter],
 ) -> None:
-    """Shard blocks, then the root: one unit a block, LoRA matrices with the block that they belong to."""
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if config.param_offload else OffloadPolicy()
+    """Shard the blocks, then the root; LoRA matrices belong to the block that they are in."""
+    precision = MixedPrecisionPolicy(
+        param_dtype=dtype,
+        # in bfloat16, a sum over many ranks would lose the small ones
+        reduce_dtype=torch.float32,
+        # A timestep in bfloat16 has three digits left. The models cast what they want cast, as they
+        # do where the weights are replicated and FSDP is not there to cast for them.
+        cast_forward_inputs=False,
+    )
+    offload = OffloadPolicy()
+    if config.param_offload:
+        # pinned memory is what lets copies to a GPU run beside its computing
+        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
+    # Inner modules first: fully_shard takes the parameters that no unit below has taken, so the
+    # root gets what is outside the blocks. A unit is gathered as a whole; with one per block, about
+    # two blocks' weights are whole at a time, one that computes and the next one on its way.
     for i, unit in enumerate([*blocks, module]):
+        # One by one, so that a model larger than the device is never whole on it. Not with offload:
+        # the root's turn would bring the blocks' shards along, which are to stay on the CPU.
         if not config.param_offload:
             unit.to(world.device)
         fully_shard(
@@ -194,8 +250,10 @@ def _fully_shard(
         )
     for m in module.modules():
         for name, buffer in m.named_buffers(recurse=False):
-            setattr(m, name, buffer.to(world.device))  # offload is of parameters; buffers are used where they are
+            # only parameters are offloaded; a buffer is used where it is
+            setattr(m, name, buffer.to(world.device))
         if isinstance(m, FSDPModule):
-            # sums, by a plain SUM: averaging belongs to the loss's weights, and gloo knows no other
+            # FSDP2 averages by default; here the loss's weights hold the denominator. Without the
+            # second call it would sum by PREMUL_SUM(1.0), which gloo does not have.
             m.set_gradient_divide_factor(1.0)
             m.set_force_sum_reduction_for_comms(True)

@@ -1,10 +1,15 @@
-"""The world: one mesh (replicate, shard), and the groups that are cut from it. All process groups are made here."""
+"""The world: one mesh (replicate, shard) and the groups that are cut from it.
+
+Process groups are made in `distributed/` alone, at points that all ranks reach: a group that only
+some ranks ask for is a hang, and one made elsewhere would miss the job's time limit.
+"""
 
 import logging
 import os
 import socket
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 
@@ -14,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.config import ConfigError
-from phalanx.config.schema import ParallelConfig, RunConfig
-from phalanx.distributed import watch
+from phalanx.config.run import ParallelConfig, RunConfig
+from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object
 
 log = logging.getLogger(__name__)
@@ -23,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Launch:
-    """What the launcher's environment says of this process; one process alone where it says nothing."""
+    """This process's place by the launcher's environment; a single process where that is empty."""
 
     rank: int
     world_size: int
@@ -35,17 +40,19 @@ class Launch:
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "Launch":
         world = int(env.get("WORLD_SIZE", "1"))
+        # train.sh exports NNODES as the user gave it: only a range makes the job elastic
+        nodes = env.get("NNODES", "")
         return cls(
             rank=int(env.get("RANK", "0")),
             world_size=world,
             local_rank=int(env.get("LOCAL_RANK", "0")),
             local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world))),
             max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
-            nodes=env.get("NNODES", "") if ":" in env.get("NNODES", "") else "",
+            nodes=nodes if ":" in nodes else "",
         )
 
     def worlds(self) -> list[int]:
-        """How many ranks the world may have, in an elastic job, as nodes come and go."""
+        """World sizes that an elastic job may have as nodes come and go; else the present one."""
         if not self.nodes:
             return [self.world_size]
         first, last = (int(n) for n in self.nodes.split(":"))
@@ -54,8 +61,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class World:
-    """This process's place: `mesh` has axes (replicate, shard); `checkpoint_group` is a CPU group of all ranks;
-    `watch` hears signals and knows which ranks live.
+    """This process's place in the world.
+
+    `mesh` has axes (replicate, shard); `checkpoint_group` is a CPU group of all ranks; `watch`
+    hears signals and knows which ranks live.
     """
 
     rank: int
@@ -63,23 +72,23 @@ class World:
     device: torch.device
     mesh: DeviceMesh
     checkpoint_group: dist.ProcessGroup
-    watch: watch.Watch
+    watch: watchdog.Watch
 
     @property
     def shard_size(self) -> int:
-        """Ranks that share one copy of the weights."""
+        """Number of ranks that share one copy of the weights."""
         return self.mesh["shard"].size()
 
 
 def shard_size(config: ParallelConfig, launch: Launch) -> int:
     """The width of the shard axis; raises ConfigError where it does not divide the world."""
+    # A node by default: weights are gathered at every block, which wants the links inside a node,
+    # while gradients cross nodes once per optimizer step.
     width = config.fsdp_size or launch.local_world_size
     if launch.world_size % width:
-        fitting = [n for n in range(1, launch.world_size + 1) if launch.world_size % n == 0]
-        below, above = (
-            max(n for n in fitting if n <= max(width, 1)),
-            min((n for n in fitting if n >= width), default=fitting[-1]),
-        )
+        divisors = [n for n in range(1, launch.world_size + 1) if launch.world_size % n == 0]
+        below = max(n for n in divisors if n <= width)
+        above = min((n for n in divisors if n >= width), default=launch.world_size)
         near = " or ".join(str(n) for n in sorted({below, above}))
         raise ConfigError(
             f"parallel.fsdp_size: {width} does not divide the world's {launch.world_size} ranks; "
@@ -91,39 +100,47 @@ def shard_size(config: ParallelConfig, launch: Launch) -> int:
 def check_sharding(optimizer: str, config: ParallelConfig, launch: Launch) -> None:
     """Refuse an optimizer or an offload that this world's sharding does not allow (ConfigError)."""
     width = shard_size(config, launch)
+    # FSDP does the offloading, and a shard axis of one rank goes without FSDP (see fsdp.Sharded)
     if config.param_offload and width == 1:
         raise ConfigError(
             "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
         )
+    # Newton-Schulz needs all rows of a matrix, of which a rank would hold only some
     if optimizer == "muon" and width > 1:
         raise ConfigError(
-            f"optim.name: 'muon' orthogonalises whole matrices, which {width} ranks share here; "
+            f"optim.name: 'muon' orthogonalizes whole matrices, which {width} ranks share here; "
             "set parallel.fsdp_size=1 or optim.name=adamw"
         )
 
 
 def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[int], object]) -> None:
-    """Refuse what a job whose ranks are started again cannot do, and warn of worlds that it may come to but not run in.
+    """Refuse what a job with restarts cannot do, and warn of world sizes that it cannot run with.
 
-    `works(world_size)` raises ConfigError for such a world.
+    `works(world_size)` raises ConfigError for such a size.
     """
+    # torchrun restarts ranks with the same command line, so "never" or a path would start over
     resume = cfg.trainer.resume
     if resume != "auto" and (launch.max_restarts > 0 or launch.nodes):
         raise ConfigError(
-            f"trainer.resume: {resume!r} would begin from there again whenever the ranks are restarted (MAX_RESTARTS, "
-            "or a range of NNODES); right is auto, with a trainer.output_dir of its own"
+            f"trainer.resume: {resume!r} would begin from there again whenever the ranks are "
+            "restarted (MAX_RESTARTS, or a range of NNODES); "
+            "expected auto, with a trainer.output_dir of its own"
         )
     for size in launch.worlds():
-        if size != launch.world_size:
-            try:
-                check_sharding(cfg.optim.name, cfg.parallel, replace(launch, world_size=size))
-                works(size)
-            except ConfigError as error:
-                log.warning("NNODES=%s: with %d ranks the job would end: %s", launch.nodes, size, error)
+        if size == launch.world_size:
+            continue
+        # a warning, not an error: the present size works, and that one may never come
+        try:
+            check_sharding(cfg.optim.name, cfg.parallel, replace(launch, world_size=size))
+            works(size)
+        except ConfigError as error:
+            log.warning("NNODES=%s: with %d ranks the job would end: %s", launch.nodes, size, error)
 
 
 def group_timeout(timeout_s: float) -> timedelta:
-    """The time limit of a process group. NCCL ends the process at its own; the watch is to name the lost rank first."""
+    """The time limit of a process group."""
+    # At its limit NCCL aborts the process from a thread of its own, without a word on who is
+    # missing. The watch can name the lost ranks, so it gets to speak first.
     return timedelta(seconds=timeout_s + (30 if torch.cuda.is_available() else 0))
 
 
@@ -131,49 +148,81 @@ def start(config: ParallelConfig) -> World:
     """Join the world and cut its mesh. Every group gets the configured time limit."""
     launch = Launch.from_env()
     width = shard_size(config, launch)
-    cuda = torch.cuda.is_available()
-    # NCCL's own end at its limit is an abort without words, so the watch, which names the lost ranks, comes first
     timeout = group_timeout(config.timeout_s)
+    cuda = torch.cuda.is_available()
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     if cuda:
+        # before any collective: NCCL and FSDP2 take the current device, on every rank 0 at first
         torch.cuda.set_device(device)
+    # gloo serves tensors on the CPU (rewards, prompts, counts), so they need no copy to a GPU
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
     if not dist.is_initialized():
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         else:
-            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (launch.world_size // width, width), mesh_dim_names=("replicate", "shard"))
-    for group in mesh.get_all_groups():  # subgroups do not inherit the limit of the default group
+            # `python tasks/...` without a launcher: a world of one, without a port to listen on
+            store = dist.HashStore()
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    # Ranks are numbered node by node and the last axis counts fastest, so that a shard axis of one
+    # node's ranks lies within a node. FSDP2 takes both axes for HSDP: it gathers weights along
+    # `shard`, and reduces gradients along both.
+    shape = (launch.world_size // width, width)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():  # subgroups do not inherit the default group's limit
         _set_pg_timeout(timeout, group)
+    # Checkpoints are written by a thread while training goes on. Collectives of two threads on one
+    # group may meet in another order on another rank, so that thread has a group to itself.
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
-    return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, _watch(launch, config.timeout_s))
+    watch = _watch(launch, config.timeout_s)
+    return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch)
 
 
-def _watch(launch: Launch, timeout_s: float) -> watch.Watch:
-    """The watch of this rank, over connections of its own to the store that the world was made with."""
-    node = launch.rank // launch.local_world_size
-    alone = launch.world_size == launch.local_world_size
-    hosts = all_gather_object(socket.gethostname() if alone else f"{socket.gethostname()} (node {node})")
-    name = broadcast_object(uuid.uuid4().hex)  # a store may outlive a restart of the ranks
+def _watch(launch: Launch, timeout_s: float) -> watchdog.Watch:
+    """This rank's watch, over connections of its own to the store that the world was made with."""
+    host = socket.gethostname()
+    if launch.world_size != launch.local_world_size:  # clones of one image often share a host name
+        host += f" (node {launch.rank // launch.local_world_size})"
+    hosts = all_gather_object(host)
+    # torchrun's store may outlive a restart of the ranks, with the last words of those before them
+    name = broadcast_object(uuid.uuid4().hex)
     stores: list[dist.Store] = []
     if launch.world_size > 1 and "MASTER_ADDR" in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        patience = timedelta(seconds=10)
+        # A TCPStore client serves one call at a time. Torch's own is busy while a group connects;
+        # and of these two, one carries the signs of life, which a dead host may block for ever,
+        # and the other what must still be said then.
         for _ in range(2):
-            client = dist.TCPStore(address, port, wait_for_workers=False, timeout=timedelta(seconds=10))
+            client = dist.TCPStore(address, port, wait_for_workers=False, timeout=patience)
             stores.append(dist.PrefixStore(f"watch/{name}", client))
     first = launch.rank - launch.local_rank
     local = range(first, first + launch.local_world_size)
-    found = watch.current = watch.Watch(launch.rank, hosts, local, timeout_s, *stores)
-    dist.barrier()
+    watch = watchdog.Watch(launch.rank, hosts, local, timeout_s, *stores)
+    watchdog.current = watch  # for cli, which has no World at hand when an exception ends it all
+    dist.barrier()  # every rank's first sign of life is in the store before anybody reads them all
     if stores:
-        found.start()
-    return found
+        watch.start()
+    return watch
 
 
 def stop() -> None:
-    """Leave the world."""
-    if watch.current is not None:
-        watch.current.close()
+    """Leave the world, the watch first: a peer that has left is no failure from then on."""
+    if watchdog.current is not None:
+        watchdog.current.close()
     if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Collectives with nobody else, where there is no process group: for a job that is counted and does not run."""
+    if dist.is_initialized():
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
         dist.destroy_process_group()

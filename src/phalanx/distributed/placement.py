@@ -1,10 +1,10 @@
-"""Where the reward model stands in the world: which ranks hold it together, whose images they score, and when."""
+"""The places of the reward model in the world: which ranks hold it together, whose images they score, and when."""
 
 import re
 from dataclasses import dataclass
 
 from phalanx.config import ConfigError
-from phalanx.config.schema import RewardModelConfig, RunConfig
+from phalanx.config.run import RewardModelConfig, RunConfig
 
 _FORMS = "colocate, or ranks of each node such as ranks 6-7"
 
@@ -44,7 +44,7 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
 
 
 def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
-    """Whether the reward model answers on a thread while images are sampled, as reward.overlap asks for.
+    """True where the reward model answers on a thread while images are sampled, as reward.overlap asks for.
 
     Not where it stands on all ranks, and nobody would sample meanwhile; nor where the rollout's engine is vLLM's too,
     whose state is one a process; nor where both would send over NCCL at a time, which may block: a model that is

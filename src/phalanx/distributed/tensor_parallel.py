@@ -46,22 +46,33 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
     Every rank comes with the same whole model. ValueError where the model cannot be divided so.
     """
     modules = dict(model.named_modules())
-    found = {name: plan[wildcard(name)] for name in modules if plan.get(wildcard(name), WHOLE[0]) not in WHOLE}
+    planned = {name: plan.get(wildcard(name), WHOLE[0]) for name in modules}
+    found = {name: style for name, style in planned.items() if style not in WHOLE}
+
+    # attention first: where key-value heads are fewer than ranks, its k_proj and v_proj are not divided as planned
     styles: dict[str, ParallelStyle] = {}
-    for name in (name for name, style in found.items() if name.endswith(".k_proj") and style == "colwise"):
-        styles |= _heads(modules, name.removesuffix(".k_proj"), mesh.size())
-    for name, style in ((name, style) for name, style in found.items() if name not in styles):
+    for name, style in found.items():
+        if name.endswith(".k_proj") and style == "colwise":
+            styles |= _heads(modules, name.removesuffix(".k_proj"), mesh.size())
+
+    for name, style in found.items():
         module = modules[name]
+        if name in styles:
+            continue
         if style == EXPERTS:
-            parts = {own: plan.get(f"{wildcard(name)}.{own}") for own, _ in module.named_parameters(recurse=False)}
-            styles[name] = Experts(name, {own: part for own, part in parts.items() if part is not None})
+            # the plan has a style for each of the experts' parameters that are divided
+            parts = {}
+            for own, _ in module.named_parameters(recurse=False):
+                if f"{wildcard(name)}.{own}" in plan:
+                    parts[own] = plan[f"{wildcard(name)}.{own}"]
+            styles[name] = Experts(name, parts)
         elif style in LINEAR and isinstance(module, nn.Linear):
             _check_features(name, module, style, mesh.size())
             styles[name] = LINEAR[style]()
         else:
             raise ValueError(
                 f"{KEY}: {mesh.size()}: the layer {name}, a {type(module).__name__}, has the style {style!r} in "
-                "transformers' plan, which is not supported; right is 1"
+                "transformers' plan, which is not supported; expected 1"
             )
     parallelize_module(model, mesh, styles, src_data_rank=None)
 
@@ -81,15 +92,17 @@ def _heads(modules: Mapping[str, nn.Module], name: str, tp: int) -> dict[str, Pa
         raise ValueError(f"{KEY}: {tp}: the heads of {type(attention).__name__} are unknown: it has no {missing[0]}")
     groups: int = own["num_key_value_groups"]
     pairs: int = attention.get_parameter("k_proj.weight").shape[0] // own["head_dim"]
-    right = [n for n in range(1, pairs * groups + 1) if pairs * groups % n == 0 and (n % pairs == 0 or pairs % n == 0)]
-    if tp not in right:
+    heads = pairs * groups
+    # a rank has whole heads, and either whole key-value heads or a whole part of the queries of one
+    fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n % pairs == 0 or pairs % n == 0)]
+    if tp not in fitting:
         raise ValueError(
-            f"{KEY}: {tp} does not divide the model's {pairs * groups} attention heads and {pairs} key-value heads; "
-            f"right are {', '.join(map(str, right))}"
+            f"{KEY}: {tp} does not divide the model's {heads} attention heads and {pairs} key-value heads; "
+            f"expected one of {', '.join(map(str, fitting))}"
         )
     if tp <= pairs:
         return {}
-    own["num_key_value_groups"] = pairs * groups // tp
+    own["num_key_value_groups"] = heads // tp  # of this rank's queries to its one key-value head
     return {f"{name}.{part}": RepeatedHeads(pairs) for part in ("k_proj", "v_proj")}
 
 
@@ -113,7 +126,7 @@ class Experts(ParallelStyle):
         """`parts` is the plan of the parameters of the module `name`; ValueError for what is not supported."""
         for own, style in parts.items():
             if style not in ("colwise", "rowwise", "packed_colwise", "packed_rowwise"):
-                raise ValueError(f"{KEY}: {name}.{own} has the style {style!r}, which is not supported; right is 1")
+                raise ValueError(f"{KEY}: {name}.{own} has the style {style!r}, which is not supported; expected 1")
         self.name, self.parts = name, parts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

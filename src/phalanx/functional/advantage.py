@@ -1,13 +1,18 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300; without the std: Dr.GRPO, arXiv 2503.20783)."""
+"""Group-relative advantages (GRPO, arXiv 2402.03300; without std: Dr.GRPO, arXiv 2503.20783)."""
 
 import torch
 from torch import Tensor
 
 
 def group_advantage(
-    reward: Tensor, group_id: Tensor, *, global_std: bool = False, normalize: bool = True, eps: float = 1e-4
+    reward: Tensor,
+    group_id: Tensor,
+    *,
+    global_std: bool = False,
+    normalize: bool = True,
+    eps: float = 1e-4,
 ) -> Tensor:
-    """(reward - mean of the group) / (std + eps), over the whole world's samples.
+    """(reward - mean of the group) / (std + eps), over the samples of all ranks.
 
     Args:
         reward: [N].
@@ -28,22 +33,25 @@ def group_advantage(
 
 
 def informative(reward: Tensor, group_id: Tensor) -> Tensor:
-    """[N] bool: whether a sample's group has rewards that differ."""
+    """[N] bool: True where the rewards of a sample's group differ."""
     _, inverse = torch.unique(group_id, return_inverse=True)
     groups = int(inverse.max()) + 1 if len(inverse) else 0
     r = reward.double()
-    low = torch.full((groups,), torch.inf, dtype=r.dtype, device=r.device).scatter_reduce(0, inverse, r, "amin")
-    high = torch.full((groups,), -torch.inf, dtype=r.dtype, device=r.device).scatter_reduce(0, inverse, r, "amax")
+    # by the extremes and not by the variance, which rounding keeps from being exactly 0
+    infinite = torch.full((groups,), torch.inf, dtype=r.dtype, device=r.device)
+    low = infinite.scatter_reduce(0, inverse, r, "amin")
+    high = (-infinite).scatter_reduce(0, inverse, r, "amax")
     return (high > low)[inverse]
 
 
 def top_and_bottom(reward: Tensor, group_id: Tensor, k: int) -> Tensor:
-    """[N] bool: whether a sample is among the k best or the k worst of its group; of equals, those of lower number."""
+    """[N] bool: True for the k best and the k worst of each group; of equals, the first ones."""
     return (rank_in_group(-reward, group_id) < k) | (rank_in_group(reward, group_id) < k)
 
 
 def rank_in_group(value: Tensor, group_id: Tensor) -> Tensor:
-    """[N] int64: a sample's place in its group, 0 for the smallest value; equals in the order of their numbers."""
+    """[N] int64: a sample's place in its group, 0 for the smallest value; equals keep their order."""
+    # two stable sorts: by value, then by group
     order = torch.argsort(value.double(), stable=True)
     order = order[torch.argsort(group_id[order], stable=True)]
     _, counts = torch.unique(group_id, return_counts=True)
@@ -54,19 +62,22 @@ def rank_in_group(value: Tensor, group_id: Tensor) -> Tensor:
 
 
 def group_weights(value: Tensor, group_id: Tensor, keep: Tensor) -> Tensor:
-    """[N] float32: exp(value), of mean 1 over the samples of each group that `keep` [N] names, and 0 for all others."""
+    """[N] float32: exp(value), of mean 1 over each group's samples in `keep` [N]; 0 for others."""
     _, inverse = torch.unique(group_id, return_inverse=True)
     groups = int(inverse.max()) + 1
     v = torch.where(keep, value.double(), -torch.inf)
-    top = torch.full((groups,), -torch.inf, dtype=v.dtype, device=v.device).scatter_reduce(0, inverse, v, "amax")
-    exp = torch.where(keep, torch.exp(v - top[inverse]), 0.0)  # exp(-inf - -inf) is NaN where none is kept
+    # the group's largest value is taken off first, so that no exponential overflows
+    lowest = torch.full((groups,), -torch.inf, dtype=v.dtype, device=v.device)
+    top = lowest.scatter_reduce(0, inverse, v, "amax")
+    # exp(-inf - -inf) is NaN where none is kept
+    exp = torch.where(keep, torch.exp(v - top[inverse]), 0.0)
     zeros = torch.zeros(groups, dtype=v.dtype, device=v.device)
     mean = zeros.index_add(0, inverse, exp) / zeros.index_add(0, inverse, keep.double())
     return torch.where(keep, exp / mean[inverse], 0.0).float()
 
 
 def group_std(reward: Tensor, group_id: Tensor) -> Tensor:
-    """[G] float32: the population std of each group's rewards, groups in ascending order of their id."""
+    """[G] float32: the population std of each group's rewards, in the order of the groups' ids."""
     _, variance = _centred(reward.double(), group_id)
     _, inverse = torch.unique(group_id, return_inverse=True)
     out = torch.zeros(int(inverse.max()) + 1, dtype=torch.float64, device=reward.device)

@@ -1,5 +1,5 @@
-"""Losses on the forward process: freshly noised images x_t = (1 - t) x_0 + t noise, whose velocity u = noise - x_0 the
-model regresses. Everything is float32.
+"""Losses on the forward process: freshly noised images x_t = (1 - t) x_0 + t noise, whose velocity
+u = noise - x_0 the model regresses. Everything is float32.
 """
 
 import torch
@@ -9,8 +9,8 @@ SMALLEST_ERROR = 1e-5  # of the adaptive weight's denominator, as in DiffusionNF
 
 
 def optimality(advantage: Tensor, limit: float) -> Tensor:
-    """The probability [...] that an image of this advantage [...] is a good one: clip(A, -limit, limit) / (2 limit) +
-    1/2, in 0..1 (DiffusionNFT, arXiv 2509.16117).
+    """The probability [...] that an image of this advantage [...] is a good one: clip(A, -limit,
+    limit) / (2 limit) + 1/2, in 0..1 (DiffusionNFT, arXiv 2509.16117).
     """
     return (advantage.float().clamp(-limit, limit) / (2 * limit) + 0.5).clamp(0, 1)
 
@@ -18,7 +18,7 @@ def optimality(advantage: Tensor, limit: float) -> Tensor:
 def negative_aware(
     velocity: Tensor, old: Tensor, target: Tensor, levels: Tensor, good: Tensor, *, beta: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """DiffusionNFT's loss (arXiv 2509.16117, equation 5), in x_0-space and with its adaptive weights.
+    """DiffusionNFT's loss (arXiv 2509.16117, equation 5), in x_0-space, with adaptive weights.
 
         v+ = beta v + (1 - beta) v_old,   v- = (1 + beta) v_old - beta v,   x0+- = x_t - t v+-
         l+- = mean of (x0+- - x_0)^2 / max(mean |x0+- - x_0|, 1e-5), the denominator without a gradient
@@ -30,7 +30,8 @@ def negative_aware(
         target: [B, W, ...], u.
         levels: [B, W], t.
         good: [B], `optimality`.
-        beta: how far the implicit policies v+ and v- lie from the old one; 1 makes v+ the policy itself.
+        beta: how far the implicit policies v+ and v- lie from the old one; 1 makes v+ the policy
+            itself.
 
     Returns:
         The loss [B, W], and its branches l+ and l- [B, W].

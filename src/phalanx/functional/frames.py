@@ -1,9 +1,9 @@
-"""Which frames of a video stand for it."""
+"""The frames of a video that stand for it."""
 
 
 def evenly_spaced(total: int, count: int) -> list[int]:
-    """Numbers of `count` of `total` frames, as evenly spaced as they can be, the first and the last among them; a
-    single one is the middle. All frames where there are no more than `count`.
+    """Numbers of `count` of `total` frames, as evenly spaced as they can be, the first and the last
+    among them; a single one is the middle. All frames where there are no more than `count`.
     """
     if count >= total:
         return list(range(total))

@@ -1,7 +1,8 @@
 """Policy losses, per sample and trained step, from likelihood ratios rho of Gaussian transitions.
 
-Sources: PPO's clipped surrogate as in equation (5) of Flow-GRPO (arXiv 2505.05470); GRPO-Guard (arXiv 2510.22319);
-Flow-DPPO (arXiv 2606.11025); the step weights of TempFlow-GRPO (arXiv 2508.04324).
+Sources: PPO's clipped surrogate as in equation (5) of Flow-GRPO (arXiv 2505.05470); GRPO-Guard
+(arXiv 2510.22319); Flow-DPPO (arXiv 2606.11025); the step weights of TempFlow-GRPO (arXiv
+2508.04324).
 """
 
 import torch
@@ -11,11 +12,20 @@ from torch import Tensor
 def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip_ratio: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """`clipped_ratio` of rho = exp(log_prob - old_log_prob), both [B, ...]; only log_prob carries a gradient."""
-    return clipped_ratio(log_prob.float() - old_log_prob.detach().float(), advantage, clip_ratio=clip_ratio)
+    """`clipped_ratio` of rho = exp(log_prob - old_log_prob), both [B, ...]; the old is detached."""
+    return clipped_ratio(
+        log_prob.float() - old_log_prob.detach().float(),
+        advantage,
+        clip_ratio=clip_ratio,
+    )
 
 
-def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_ratio(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    *,
+    clip_ratio: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-A rho, -A clip(rho, 1 - clip_ratio, 1 + clip_ratio)), rho = exp(log_ratio).
 
     Args:
@@ -23,14 +33,15 @@ def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) ->
         advantage: [B] (for all steps of a sample) or [B, ...].
 
     Returns:
-        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`, clipfrac, and
-        clipfrac_higher and clipfrac_lower, the shares above and below the range.
+        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`,
+        clipfrac, and clipfrac_higher and clipfrac_lower, the shares above and below the range.
     """
     log_ratio, a = log_ratio.float(), _like(advantage, log_ratio)
     ratio = torch.exp(log_ratio)
     loss = torch.maximum(-a * ratio, -a * ratio.clamp(1 - clip_ratio, 1 + clip_ratio))
     with torch.no_grad():
-        higher, lower = (ratio > 1 + clip_ratio).float().mean(), (ratio < 1 - clip_ratio).float().mean()
+        higher = (ratio > 1 + clip_ratio).float().mean()
+        lower = (ratio < 1 - clip_ratio).float().mean()
         stats = ratio_stats(log_ratio) | {
             "clipfrac": higher + lower,
             "clipfrac_higher": higher,
@@ -42,7 +53,7 @@ def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) ->
 def masked_ratio(
     log_ratio: Tensor, divergence: Tensor, advantage: Tensor, *, threshold: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """-A rho, and 0 where the policy has left the old one by `threshold` and would go on in that direction.
+    """-A rho, and 0 where the policy has left the old one by `threshold` and would go further.
 
     That is where divergence >= threshold, and rho > 1 with A > 0 or rho < 1 with A < 0 (Flow-DPPO).
 
@@ -52,22 +63,26 @@ def masked_ratio(
         advantage: [B] (for all steps of a sample) or [B, ...].
 
     Returns:
-        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`, divergence, its mean, and
-        maskfrac, the share of elements that are dropped.
+        The loss per element [B, ...], float32, and detached scalars: those of `ratio_stats`,
+        divergence, its mean, and maskfrac, the share of elements that are dropped.
     """
     log_ratio, a = log_ratio.float(), _like(advantage, log_ratio)
     divergence = divergence.detach().float()
     away = a * log_ratio.detach() > 0
     dropped = away & (divergence >= threshold)
     loss = torch.where(dropped, 0.0, -a * torch.exp(log_ratio))
-    stats = ratio_stats(log_ratio) | {"divergence": divergence.mean(), "maskfrac": dropped.float().mean()}
+    stats = ratio_stats(log_ratio) | {
+        "divergence": divergence.mean(),
+        "maskfrac": dropped.float().mean(),
+    }
     return loss, stats
 
 
 def guarded_log_ratio(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Tensor:
     """(ln rho + b) c, the logarithm of GRPO-Guard's ratio: its mean is 0 under the old policy.
 
-    ln rho = mean(dmu eps) / c - b for dmu = mu - mu_old and x' = mu_old + c eps, so that what is left is mean(dmu eps).
+    ln rho = mean(dmu eps) / c - b for dmu = mu - mu_old and x' = mu_old + c eps, so that what is
+    left is mean(dmu eps).
 
     Args:
         log_ratio: [B, W], of Gaussian log-probabilities.
@@ -78,19 +93,20 @@ def guarded_log_ratio(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Ten
 
 
 def noise_weight(std: Tensor) -> Tensor:
-    """[W] weights of the trained steps, proportional to the std [W] of their transitions and of mean 1."""
+    """[W] weights of the trained steps, of mean 1, proportional to their transitions' std [W]."""
     return std.float() / std.float().mean()
 
 
 @torch.no_grad()
 def ratio_stats(log_ratio: Tensor) -> dict[str, Tensor]:
-    """ratio_mean, ratio_std, ratio_error (the largest |rho - 1|) and approx_kl (rho - 1 - ln rho, Schulman's k3)."""
+    """Scalars of rho; ratio_error: largest |rho - 1|; approx_kl: rho - 1 - ln rho (Schulman's k3)."""
     ratio = torch.exp(log_ratio)
     return {
         "ratio_mean": ratio.mean(),
         "ratio_std": ratio.std(correction=0),
         "ratio_error": (ratio - 1).abs().max(),
-        "approx_kl": (torch.expm1(log_ratio) - log_ratio).mean(),  # rho - 1 would drown it: ratios are near 1
+        # expm1, as ratios are near 1: in rho - 1 rounding would drown the difference
+        "approx_kl": (torch.expm1(log_ratio) - log_ratio).mean(),
     }
 
 

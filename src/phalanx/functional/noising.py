@@ -4,14 +4,22 @@ import torch
 from torch import Tensor
 
 
-def noise_levels(uniform: Tensor, count: int, schedule: Tensor, *, distribution: str, shift: float) -> Tensor:
-    """The levels [B, count] of B images from random numbers.
+def noise_levels(
+    uniform: Tensor,
+    count: int,
+    schedule: Tensor,
+    *,
+    distribution: str,
+    shift: float,
+) -> Tensor:
+    """The levels [B, count] of B samples from random numbers.
 
     Args:
         uniform: [B, >= max(count, len(schedule))] random numbers of 0 .. 1.
         schedule: [N] the noise levels of the rollout's steps, without the last, 0.
-        distribution: "schedule": levels of the schedule in random order, none twice before all were drawn; "uniform",
-            or "logit_normal" (SD3, arXiv 2403.03206, section 3.1), then moved by `shift`: s t / (1 + (s - 1) t).
+        distribution: "schedule": levels of the schedule in random order, none twice before all were
+            drawn; "uniform", or "logit_normal" (SD3, arXiv 2403.03206, section 3.1), then moved by
+            `shift`: s t / (1 + (s - 1) t).
 
     Raises:
         ValueError: for an unknown distribution.
@@ -21,7 +29,9 @@ def noise_levels(uniform: Tensor, count: int, schedule: Tensor, *, distribution:
         order = torch.argsort(uniform[:, :n], dim=1)
         return schedule[order[:, torch.arange(count) % n]]
     if distribution not in ("uniform", "logit_normal"):
-        raise ValueError(f"noise_levels: distribution {distribution!r} should be schedule, uniform or logit_normal")
+        raise ValueError(
+            f"noise_levels: distribution {distribution!r} should be schedule, uniform or logit_normal",
+        )
     t = uniform[:, :count]
     if distribution == "logit_normal":
         # the normal's quantile; the ends, which have none, are not reached in 24 bits

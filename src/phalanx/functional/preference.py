@@ -1,21 +1,27 @@
-"""Preference losses on pairs of a better and a worse sample (Diffusion-DPO, arXiv 2311.12908, equation 14)."""
+"""Preference losses on pairs of samples (Diffusion-DPO, arXiv 2311.12908, equation 14)."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+def dpo_loss(
+    error: Tensor,
+    reference_error: Tensor,
+    *,
+    beta: float,
+) -> tuple[Tensor, dict[str, Tensor]]:
     """-log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)]).
 
     Args:
-        error: [U, 2, ...] the policy's regression errors e of (winner, loser), each a mean over a sample's dims.
+        error: [U, 2, ...] the policy's regression errors e of (winner, loser), each a mean over a
+            sample's dims.
         reference_error: [U, 2, ...] those of the reference; it carries no gradient.
         beta: how much a difference of errors counts.
 
     Returns:
-        The loss [U, ...], float32, and detached scalars: accuracy, the share of pairs whose winner has the larger
-        implicit reward r = -beta / 2 (e - e_ref), and margin, the mean of r_w - r_l.
+        The loss [U, ...], float32, and detached scalars: accuracy, the share of pairs whose winner
+        has the larger implicit reward r = -beta / 2 (e - e_ref), and margin, the mean of r_w - r_l.
     """
     gain = -0.5 * beta * (error.float() - reference_error.detach().float())
     margin = gain[:, 0] - gain[:, 1]
@@ -25,8 +31,9 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
 
 
 def best_and_worst(reward: Tensor, group_id: Tensor) -> Tensor:
-    """[G, 2] the numbers of each group's sample of the highest reward and of that of the lowest, groups in ascending
-    order of their id. Of equals the best is the last and the worst the first, so that the two always differ.
+    """[G, 2] the numbers of each group's sample of the highest reward and of that of the lowest,
+    groups in ascending order of their id. Of equals the best is the last and the worst the first,
+    so that the two always differ.
     """
     order = torch.argsort(reward.double(), stable=True)
     order = order[torch.argsort(group_id[order], stable=True)]

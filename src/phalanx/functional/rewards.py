@@ -1,4 +1,4 @@
-"""From the terms of the reward to one number an image: clipped, normalised in its group, weighted and summed."""
+"""From a reward's terms to one number per sample: clipped, normalised, weighted and summed."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,16 @@ from torch import Tensor
 
 from phalanx.functional.advantage import group_advantage
 
-_EPS = 1e-6  # far below any spread of scores: terms that cancel leave nothing that would be normalised again
+# far below any spread of scores: terms that cancel leave nothing that would be normalised again
+_EPS = 1e-6
 
 
 @dataclass(frozen=True)
 class Share:
-    """One term's part in the sum: its `weight` and the range `clip` (low, high) that its scores are clamped to.
+    """One term's part in the sum: its `weight`, and the range `clip` (low, high) of its scores.
 
-    With `initial_weight`, the weight goes on a straight line from there to `weight` in the first `weight_steps` steps.
+    With `initial_weight`, the weight goes on a straight line from there to `weight` in the first
+    `weight_steps` steps.
     """
 
     weight: float = 1.0
@@ -30,12 +32,17 @@ class Share:
 
 
 def combine(
-    terms: list[Tensor], shares: list[Share], *, step: int | None = None, group_id: Tensor | None = None
+    terms: list[Tensor],
+    shares: list[Share],
+    *,
+    step: int | None = None,
+    group_id: Tensor | None = None,
 ) -> Tensor:
-    """The reward [N] of N images: the sum of their terms, each clipped, then times its weight.
+    """The reward [N] of N samples: the sum of their terms, each clipped, then times its weight.
 
-    With `group_id` [N], each clipped term is first centred and divided by its std within every group, so that no term
-    outweighs another by its scale (GDPO, arXiv 2601.05242); a term that is equal for a whole group adds 0.
+    With `group_id` [N], each clipped term is first centred and divided by its std within every
+    group, so that no term outweighs another by its scale (GDPO, arXiv 2601.05242); a term that is
+    equal for a whole group adds 0.
     """
     total = torch.zeros_like(terms[0])
     for values, share in zip(terms, shares, strict=True):

@@ -1,10 +1,11 @@
-"""One denoising step of a flow-matching model, deterministic or stochastic, and its log-probability.
+"""One denoising step of flow matching, deterministic or stochastic, and its log-probability.
 
-Notation: sigma the noise level of `sample` x, sigma_next < sigma the next one, delta = sigma_next - sigma < 0, v the
-predicted velocity (v ~ noise - data, so x0 = x - sigma v), eta the sampler's noise level. All values are float32.
+Notation: sigma the noise level of `sample` x, sigma_next < sigma the next one, delta = sigma_next -
+sigma < 0, v the predicted velocity (v ~ noise - data, so x0 = x - sigma v), eta the sampler's noise
+level. All values are float32.
 
-Sources: `sde` Flow-GRPO (arXiv 2505.05470), `cps` Flow-CPS (arXiv 2509.05952), `dance_sde` DanceGRPO
-(arXiv 2505.07818).
+Sources: `sde` Flow-GRPO (arXiv 2505.05470), `cps` Flow-CPS (arXiv 2509.05952), `dance_sde`
+DanceGRPO (arXiv 2505.07818).
 """
 
 import math
@@ -13,14 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from phalanx.config.schema import SDE_TYPES
+from phalanx.config.flow import SDE_TYPES
 
 
 class SdeStep(NamedTuple):
-    """prev_sample and mean [B, ...]; std [B], the true standard deviation of the transition; log_prob [B].
+    """prev_sample and mean [B, ...]; std [B] of the transition; log_prob [B].
 
-    For `sde` and `dance_sde` the log-probability is the Gaussian's, averaged (not summed) over the latent's dims; for
-    `cps` it is -(x' - mean)^2, averaged. Without noise (noise_level 0) it is None and std is 0.
+    For `sde` and `dance_sde` the log-probability is the Gaussian's, averaged (not summed) over the
+    latent's dims; for `cps` it is -(x' - mean)^2, averaged. Without noise (noise_level 0) it is
+    None and std is 0.
     """
 
     prev_sample: Tensor
@@ -48,13 +50,15 @@ def sde_step(
         sigma, sigma_next: a number, or [B].
         noise_level: eta; 0 is the Euler step of the ODE, for every type.
         sde_type: "sde", "cps" or "dance_sde".
-        sigma_max: the schedule's second entry, which stands for sigma where sigma is 1 (`sde` only).
-        prev_sample: [B, ...], the sample that was drawn (replay); it is detached in the log-probability.
+        sigma_max: the schedule's second entry, which stands for sigma where sigma is 1 (`sde`
+            only).
+        prev_sample: [B, ...], the sample that was drawn (replay); it is detached in the
+            log-probability.
         noise: [B, ...], standard normal (sampling).
 
     Raises:
-        ValueError: for an unknown type, a stochastic step with neither or both of `prev_sample` and `noise`, or a `cps`
-            step to sigma_next = 0, whose transition has no density.
+        ValueError: for an unknown type, a stochastic step with neither or both of `prev_sample` and
+            `noise`, or a `cps` step to sigma_next = 0, whose transition has no density.
     """
     if sde_type not in SDE_TYPES:
         raise ValueError(f"sde_step: sde_type {sde_type!r} should be one of {', '.join(SDE_TYPES)}")
@@ -66,7 +70,9 @@ def sde_step(
         prev = mean if prev_sample is None else prev_sample.float()
         return SdeStep(prev, mean, torch.zeros_like(delta).flatten().expand(len(x)), None)
     if (prev_sample is None) == (noise is None):
-        raise ValueError("sde_step: a stochastic step takes either noise (to sample) or prev_sample (to replay)")
+        raise ValueError(
+            "sde_step: a stochastic step takes either noise (to sample) or prev_sample (to replay)",
+        )
 
     if sde_type == "sde":
         scale = noise_level * torch.sqrt(s / (1 - torch.where(s == 1, s_max, s)))
@@ -102,7 +108,7 @@ def sde_step(
 
 
 def gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
-    """KL divergence [B] of two transitions of one `std` [B], averaged over the latent's dims: (m - m')^2 / 2 std^2."""
+    """KL [B] of two transitions of one `std` [B], averaged over dims: (m - m')^2 / 2 std^2."""
     squared = _mean_of_dims((mean.float() - other_mean.float()) ** 2)
     return squared / (2 * std.float() ** 2)
 
@@ -122,7 +128,7 @@ def _mean_of_dims(values: Tensor) -> Tensor:
 
 
 def _holds_zero(value: float | Tensor) -> bool:
-    """Whether a noise level is 0; one that lies on a device is not asked, since the answer would stall it."""
+    """True where a noise level is 0; one on a device is not asked, as the answer would stall it."""
     if isinstance(value, Tensor):
         return value.device.type == "cpu" and bool((value == 0).any())
     return value == 0

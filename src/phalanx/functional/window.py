@@ -1,4 +1,4 @@
-"""Which denoising steps are taken, stochastic and trained (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802)."""
+"""Denoising steps: taken, stochastic and trained (Flow-GRPO-Fast; MixGRPO, arXiv 2507.21802)."""
 
 import random
 
@@ -14,12 +14,12 @@ def sde_window(
     stride: int | None = None,
     seed: int,
 ) -> range:
-    """The window of training step `step` (counted from 0): one for all prompt groups, since a group's rewards are
-    compared with one another.
+    """The window of training step `step` (counted from 0): one for all prompt groups, since a
+    group's rewards are compared with one another.
 
-    `size` None is all steps of the range; `window_range` [a, b] (None: all steps but the last) holds steps a .. b-1.
-    `random` draws the start from a .. b - size by (seed, step); `progressive` moves it by `stride` (None: its size)
-    every `iters` steps, to b - size at most.
+    `size` None is all steps of the range; `window_range` [a, b] (None: all steps but the last)
+    holds steps a .. b-1. `random` draws the start from a .. b - size by (seed, step); `progressive`
+    moves it by `stride` (None: its size) every `iters` steps, to b - size at most.
 
     Raises:
         ValueError: where the range is empty, leaves the schedule, or is shorter than the window.
@@ -50,13 +50,13 @@ def sde_window(
 
 
 def trained_count(stochastic: int, fraction: float) -> int:
-    """How many of a window's steps are trained: the nearest number to `fraction` of them, at least 1 if it has any."""
+    """Number of a window's steps that are trained: nearest to `fraction` of them, at least 1."""
     return min(max(1, round(stochastic * fraction)), stochastic)
 
 
 def trained_steps(window: range, step: int, *, fraction: float, seed: int) -> list[int]:
-    """The steps of the window that training step `step` trains, ascending, drawn by (seed, step): one choice for all
-    prompt groups (DanceGRPO, arXiv 2505.07818, draws one for each sample).
+    """The steps of the window that training step `step` trains, ascending, drawn by (seed, step):
+    one choice for all prompt groups (DanceGRPO, arXiv 2505.07818, draws one for each sample).
     """
     count = trained_count(len(window), fraction)
     if count == len(window):
@@ -65,9 +65,14 @@ def trained_steps(window: range, step: int, *, fraction: float, seed: int) -> li
 
 
 def visited_levels(num_inference_steps: int, first: int, compression: float) -> list[int]:
-    """Numbers of the schedule's levels that a sample passes, from 0 to num_inference_steps: all up to `first`, then
-    `compression` times as many steps as there are left, spread evenly over the schedule's own levels.
+    """Numbers of the schedule's levels that a sample passes, from 0 to num_inference_steps: all up
+    to `first`, then `compression` times as many steps as there are left, spread evenly over the
+    schedule's own levels.
     """
     left = num_inference_steps - first
     steps = max(1, round(left * compression)) if left else 0
-    return [*range(first), *(first + round(k * left / steps) for k in range(steps)), num_inference_steps]
+    return [
+        *range(first),
+        *(first + round(k * left / steps) for k in range(steps)),
+        num_inference_steps,
+    ]

@@ -1,1 +1,1 @@
-"""Model families, a file each (`Model`), and the policy that is made of one (flow.py)."""
+"""Models that are trained: weights over the mesh (trained.py), and what each kind computes."""

@@ -1,9 +1,10 @@
 """Float32 linear layers on CPUs whose vector units MKL leaves half idle.
 
-torch hands float32 matrix products to MKL, which on processors that are not Intel's keeps to AVX2 even where they have
-AVX-512. oneDNN, which torch brings as well and uses for convolutions and bfloat16, does not: on one core of an AMD EPYC
-with AVX-512 it does 240 GFLOP/s instead of 105 (docs/performance.md). Rounding differs in the last bits, so that the
-choice depends on the processor and the shape alone.
+torch hands float32 matrix products to MKL, which on processors that are not Intel's keeps to AVX2
+even where they have AVX-512. oneDNN, which torch brings as well and uses for convolutions and
+bfloat16, does not: on one core of an AMD EPYC with AVX-512 it does 240 GFLOP/s instead of 105
+(docs/performance.md). Rounding differs in the last bits, so that the choice depends on the
+processor and the shape alone.
 """
 
 import math
@@ -21,37 +22,45 @@ MIN_ROWS = 64  # fewer are MKL's: oneDNN takes about 10 us to find its kernel
 
 @cache
 def prefers_onednn() -> bool:
-    """Whether oneDNN's float32 products are the faster ones on this CPU."""
-    if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """True where oneDNN's float32 products are the faster ones on this CPU."""
+    if not torch.backends.mkldnn.is_available():
         return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return False
+    # Intel's own processors get AVX-512 from MKL too. Where nothing says whose this one is, nothing
+    # changes.
     info = Path("/proc/cpuinfo")
     return info.is_file() and "GenuineIntel" not in info.read_text()
 
 
 def use_onednn(module: nn.Module) -> None:
-    """Let all float32 linear layers in `module` compute by oneDNN. They stay nn.Linear, with the same parameters."""
+    """Let all float32 linear layers in `module` compute by oneDNN, in place."""
     _count_operations()
     for part in module.modules():
         if type(part) is nn.Linear:
+            # not a new module in its place: parameters, hooks and names in checkpoints stay
             part.__class__ = OneDnnLinear
 
 
 class OneDnnLinear(nn.Linear):
-    """nn.Linear that computes by oneDNN where input and weight are float32 on the CPU, in both passes."""
+    """nn.Linear by oneDNN, in both passes, where input and weight are float32 on the CPU."""
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
         float32 = input.dtype == self.weight.dtype == torch.float32
-        if not float32 or input.device.type != "cpu" or input.numel() < MIN_ROWS * self.in_features:
+        few = input.numel() < MIN_ROWS * self.in_features
+        if not float32 or input.device.type != "cpu" or few:
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
             return _product(input, self.weight, self.bias)
+        # the operation has no derivative of its own
         return _Linear.apply(input, self.weight, self.bias)
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # the input is wanted for the weight's gradient alone: a frozen layer under a LoRA has none
         ctx.save_for_backward(input if weight.requires_grad else None, weight)
         return _product(input, weight, bias)
 
@@ -60,9 +69,14 @@ class _Linear(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         rows = grad.reshape(-1, grad.shape[-1])
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad
-        of_input = _product(grad, weight.t(), None) if needs_input else None
-        of_weight = _product(rows.t(), input.reshape(-1, input.shape[-1]).t(), None) if needs_weight else None
-        return of_input, of_weight, rows.sum(0) if needs_bias else None
+        of_input = of_weight = of_bias = None
+        if needs_input:
+            of_input = _product(grad, weight.t(), None)
+        if needs_weight:
+            of_weight = _product(rows.t(), input.reshape(-1, input.shape[-1]).t(), None)
+        if needs_bias:
+            of_bias = rows.sum(0)
+        return of_input, of_weight, of_bias
 
 
 @cache

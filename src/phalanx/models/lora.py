@@ -9,58 +9,65 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from phalanx.config.schema import ModelConfig
+from phalanx.config.run import ModelConfig
 
 
-def add_lora(transformer: Any, config: ModelConfig, default_targets: Sequence[str], seed: int) -> None:
-    """Add a LoRA to a diffusers transformer and freeze all else. Its weights are a function of `seed`.
+def add_lora(
+    module: nn.Module,
+    config: ModelConfig,
+    default_targets: Sequence[str],
+    seed: int,
+) -> None:
+    """Add a LoRA to a module and freeze all else. Its weights are a function of `seed`.
 
     Raises ValueError where no module matches `model.target_modules`.
     """
-    from peft import LoraConfig
+    from peft import LoraConfig, inject_adapter_in_model
 
     targets = config.target_modules if config.target_modules is not None else default_targets
-    linear = [name for name, m in transformer.named_modules() if isinstance(m, nn.Linear)]
+    # peft asks only that some target matches; one that is misspelt would silently go untrained
+    linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
     for target in targets:
         if not any(name == target or name.endswith("." + target) for name in linear):
             in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in linear]
-            leaves = sorted({found[1] for found in in_blocks if found})
+            leaves = ", ".join(sorted({found[1] for found in in_blocks if found}))
             raise ValueError(
-                f"model.target_modules: no linear layer ends in {target!r}; in a block: {', '.join(leaves)}"
+                f"model.target_modules: no linear layer ends in {target!r}; in a block: {leaves}",
             )
-    alpha = config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
     inits: dict[str, Any] = {
         "kaiming": True,
         "gaussian": "gaussian",
         "orthogonal": "orthogonal",
         "pissa": "pissa_niter_8",
     }
-    transformer.requires_grad_(False)
+    module.requires_grad_(False)
+    # All ranks begin with the same weights, without a message: peft draws them from the process's
+    # generator, which is as it was afterwards.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        transformer.add_adapter(
-            LoraConfig(
-                r=config.lora_rank,
-                lora_alpha=alpha,
-                target_modules=list(targets),
-                init_lora_weights=inits[config.lora_init],
-            )
+        lora = LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=_alpha(config),
+            target_modules=list(targets),
+            init_lora_weights=inits[config.lora_init],
         )
+        # in place, without a PeftModel around it: diffusers' own class keeps its methods
+        inject_adapter_in_model(lora, module)
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.lora_dtype]
-    for p in transformer.parameters():
+    for p in module.parameters():
         if p.requires_grad:
             p.data = p.data.to(dtype)
 
 
 @contextmanager
-def lora_off(transformer: nn.Module) -> Iterator[None]:
+def lora_off(module: nn.Module) -> Iterator[None]:
     """The base weights alone, for a while.
 
     peft's own disable_adapters() flips requires_grad, which FSDP's backward pass does not survive.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    layers = [m for m in transformer.modules() if isinstance(m, BaseTunerLayer)]
+    layers = [m for m in module.modules() if isinstance(m, BaseTunerLayer)]
     before = [layer._disable_adapters for layer in layers]
     for layer in layers:
         layer._disable_adapters = True
@@ -72,20 +79,26 @@ def lora_off(transformer: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """A transformer's state_dict under diffusers' names, each tensor whole and with its LoRA added, one at a time.
+    """A module's state_dict under its names without a LoRA, one whole and merged tensor at a time.
 
     Sharded tensors are gathered: all ranks of a shard group must draw all of them, in step.
     """
-    alpha = config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
+    scale = _alpha(config) / config.lora_rank if config.lora_rank > 0 else 0.0
     for name, tensor in state.items():
         if ".lora_" in name:
             continue
         weight = _whole(tensor)
         if name.endswith(".base_layer.weight"):
             stem = name.removesuffix("base_layer.weight")
-            down, up = (_whole(state[f"{stem}lora_{matrix}.default.weight"]).float() for matrix in "AB")
-            weight = weight.float() + (alpha / config.lora_rank) * (up @ down)
+            down = _whole(state[f"{stem}lora_A.default.weight"])
+            up = _whole(state[f"{stem}lora_B.default.weight"])
+            # in float32: the receiver rounds the sum, once
+            weight = weight.float() + scale * (up.float() @ down.float())
         yield name.replace(".base_layer.", "."), weight
+
+
+def _alpha(config: ModelConfig) -> float:
+    return config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
 
 
 def _whole(tensor: Tensor) -> Tensor:

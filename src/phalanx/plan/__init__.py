@@ -11,16 +11,16 @@ from copy import deepcopy
 
 import torch
 
-from phalanx import flow_matching, trainer
 from phalanx.config import ConfigError
-from phalanx.config.schema import FlowMatchingTaskConfig, RunConfig, TrainConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.plan.blueprint import family_name, fetch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.text import Gpu, describe, sizes
+from phalanx.training import flow_matching, flow_rl
 
 
-def plan_job(cfg: RunConfig, words: Mapping[str, str]) -> str:
+def plan_job(cfg: FlowRunConfig, words: Mapping[str, str]) -> str:
     """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc) and gpu_memory_gb; what is missing comes
     from train.sh's variables, and from the GPU that is here.
 
@@ -72,11 +72,11 @@ def gpu_of(words: Mapping[str, str]) -> Gpu | None:
     return Gpu(found.name, found.total_memory)
 
 
-def check(cfg: RunConfig, cluster: Cluster) -> None:
+def check(cfg: FlowRunConfig, cluster: Cluster) -> None:
     """What the job itself checks before it starts, on this cluster; raises its ConfigError."""
     with _launched(cluster):
-        if isinstance(cfg, TrainConfig):
-            trainer.check(cfg)
+        if isinstance(cfg, FlowRLConfig):
+            flow_rl.check(cfg)
         else:
             assert isinstance(cfg, FlowMatchingTaskConfig)
             flow_matching.check(cfg)

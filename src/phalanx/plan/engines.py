@@ -12,10 +12,11 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from phalanx.config.schema import RewardModelConfig, RunConfig
+from phalanx.config.flow import FlowRunConfig
+from phalanx.config.run import RewardModelConfig
 from phalanx.distributed.placement import judged_beside
-from phalanx.models.flow import DTYPES
-from phalanx.models.folder import read_json
+from phalanx.models.flow.folder import read_json
+from phalanx.models.flow.policy import DTYPES
 from phalanx.plan.layout import Layout
 
 _COMPUTED_IN = ("F64", "F32", "F16", "BF16")  # as safetensors calls what is loaded in the dtype that is asked for
@@ -64,7 +65,7 @@ class RewardModel:
         return self.weights or 0 if self.sleeps else 0
 
 
-def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardModel | None:
+def reward_model(cfg: FlowRunConfig, gpu_memory: int | None, width: int) -> RewardModel | None:
     """The reward model of a job on GPUs of `gpu_memory` bytes (None: not known), `width` of which share the policy's
     weights; None for a job without one.
 
@@ -83,9 +84,9 @@ def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardMo
     )
 
 
-def engine_copy(cfg: RunConfig, layout: Layout) -> int:
+def engine_copy(cfg: FlowRunConfig, layout: Layout) -> int:
     """Bytes of the transformer that a sampling engine holds for itself: whole, the LoRA merged into it."""
-    if cfg.rollout.engine == "policy":
+    if cfg.rollout.engine != "vllm_omni":
         return 0
     return sum(w.numel for w in layout.weights if ".lora_" not in w.name) * layout.dtype.itemsize
 

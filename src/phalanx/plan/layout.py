@@ -1,14 +1,13 @@
 """Which part of weights and gradients a rank holds: arithmetic over what phalanx.distributed.fsdp makes."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from phalanx.config.schema import ParallelConfig
-from phalanx.models.flow import FlowPolicy
+from phalanx.config.run import ParallelConfig
+from phalanx.models.flow.policy import FlowPolicy
 
 REDUCED = torch.float32  # the dtype in which gradients are summed over ranks
 
@@ -52,7 +51,7 @@ class Layout:
         """The layout of a policy that one rank holds as a whole, were it on `ranks` ranks."""
         named = dict(policy.model.transformer.named_parameters())
         unit = {id(p): i for i, block in enumerate(policy.model.blocks()) for p in block.parameters()}
-        own = policy.parameters
+        own = policy.trained.parameters
         replicate = parallel.lora_sharding == "replicate" and len(own) < len(named)
         weights = [
             Weight(
@@ -109,6 +108,23 @@ class Layout:
         """The gradients of sharded weights as messages of float32, whole."""
         return sum(self.width * w.part(self.width) for w in self.trained if w.sharded) * REDUCED.itemsize
 
+    def gathered(self, passes: int, rounds: int, parallel: ParallelConfig) -> int:
+        """Bytes of the weights that are gathered for forward passes without gradients: all weights once in each of the
+        `rounds`, or the blocks in each pass and the root in each round.
+        """
+        units = self.units()
+        if parallel.rollout_unsharded or not parallel.reshard_after_forward:
+            return sum(units) * rounds
+        return sum(units[:-1]) * passes + units[-1] * rounds
+
+    def gathered_to_train(self, micro_batches: int, passes: int, parallel: ParallelConfig) -> int:
+        """The same of micro-batches with so many forward passes in all: backward passes gather the blocks again, and so
+        does the second of two forward passes.
+        """
+        units = self.units()
+        again = sum(units[:-1]) * passes if parallel.reshard_after_forward else 0
+        return sum(units) * micro_batches + again
+
     def _by_unit(self, sizes: Iterable[tuple[Weight, int]]) -> list[int]:
         totals = dict.fromkeys([*sorted({w.unit for w in self.weights} - {-1}), -1], 0)
         for w, size in sizes:
@@ -142,41 +158,6 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Passes:
-    """What a rank runs in a training step: `sampling` forward passes of the rollout, those that score its samples again
-    and of a `reference` (in so many `rounds`, between which gathered weights go), and `updates` optimizer steps of
-    `passes` backward passes each, with `forwards` forward passes each. `copied`: an engine samples on weights of its
-    own, which get the policy's before.
-    """
-
-    sampling: int
-    reference: int
-    updates: int
-    passes: int
-    forwards: int
-    rescoring: int = 0
-    copied: bool = False
-    rounds: int = 1
-
-
-@dataclass(frozen=True)
-class PlannedExpert:
-    """A frozen model beside the policy, such as a teacher, in `passes` forward passes of a rank and step, in so many
-    `rounds`; `view` is one of them. `embeds` are bytes of its embeddings, on the device for its views alone;
-    `flops` are those of its view of a sample, at one noise level.
-    """
-
-    name: str
-    policy: FlowPolicy
-    layout: Layout
-    view: Callable[[], Any]
-    passes: int
-    rounds: int
-    embeds: int
-    flops: int
-
-
-@dataclass(frozen=True)
 class Traffic:
     """Bytes that a rank receives in a training step, and sends as many; `nodes`: through a group of several nodes."""
 
@@ -185,50 +166,22 @@ class Traffic:
     nodes: bool
 
 
-def traffic(
-    layout: Layout, cluster: Cluster, passes: Passes, parallel: ParallelConfig, experts: Sequence[PlannedExpert] = ()
-) -> list[Traffic]:
-    """The messages of a training step that are not negligible, each as a ring sends them.
+def traffic(layout: Layout, cluster: Cluster, gathered: Mapping[str, int], updates: int) -> list[Traffic]:
+    """The messages of a training step of so many `updates` that are not negligible, each as a ring sends them.
 
-    Rings over n ranks: a gather of b bytes brings (n - 1) / n b to each rank, a reduce-scatter of b takes as much, an
-    all-reduce both. What stays out are numbers: rewards, norms, and what is agreed on.
+    `gathered` are bytes of whole weights, by what they are for. Rings over n ranks: a gather of b bytes brings
+    (n - 1) / n b to each rank, a reduce-scatter of b takes as much, an all-reduce both. What stays out are numbers:
+    rewards, norms, and what is agreed on.
     """
-    width, units = layout.width, layout.units()
+    width = layout.width
     copies = cluster.ranks // width
     apart = any(map(cluster.crosses, cluster.shard_groups(width)))
     spread = any(map(cluster.crosses, cluster.replicate_groups(width)))
-    everything, blocks = sum(units), sum(units[:-1])
-    sampling = 0 if passes.copied else passes.sampling
-    once = parallel.rollout_unsharded or not parallel.reshard_after_forward
-    runs = ((sampling, 1), (passes.rescoring, 1), (passes.reference, passes.rounds))
-    sampled = sum(_gathers(units, n, rounds, once=once) for n, rounds in runs if n)
-    again = blocks * passes.forwards if parallel.reshard_after_forward else 0  # other forward passes, and the backward
-    trained = (everything + again) * passes.passes * passes.updates
-    reduced = layout.reduced() * passes.updates
-    message = layout.message() * passes.updates
-    copied = layout.stored() * passes.copied
-    to_sample = "weights, gathered to score samples" if passes.copied else "weights, gathered to sample"
+    reduced, message = layout.reduced() * updates, layout.message() * updates
     found = [
-        Traffic("weights, gathered for the engine", copied * (width - 1) // width, apart),
-        Traffic(to_sample, sampled * (width - 1) // width, apart),
-        *(
-            Traffic(
-                f"weights of the {e.name}, gathered",
-                _gathers(e.layout.units(), e.passes, e.rounds, once=once) * (width - 1) // width,
-                apart,
-            )
-            for e in experts
-        ),
-        Traffic("weights, gathered to train", trained * (width - 1) // width, apart),
+        *(Traffic(what, size * (width - 1) // width, apart) for what, size in gathered.items()),
         Traffic("gradients, reduced to their parts", reduced * (width - 1) // width, apart),
         Traffic("gradients, summed over copies", 2 * reduced // width * (copies - 1) // copies, spread),
         Traffic("gradients of replicated weights", 2 * message * (layout.ranks - 1) // layout.ranks, cluster.nodes > 1),
     ]
     return [item for item in found if item.size]
-
-
-def _gathers(units: list[int], passes: int, rounds: int, *, once: bool) -> int:
-    """Bytes of the weights that are gathered for forward passes without gradients: all `once` a round, or the blocks in
-    each pass and the root in each round.
-    """
-    return sum(units) * rounds if once else sum(units[:-1]) * passes + units[-1] * rounds

@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.config.schema import RunConfig, TrainConfig
+from phalanx.config.flow import FlowRLConfig, FlowRunConfig
 from phalanx.distributed.placement import place
-from phalanx.flops import named_peak_flops
-from phalanx.plan.jobs import Planned, Rows, width_of
-from phalanx.plan.layout import Cluster, traffic
+from phalanx.plan.jobs import Planned, width_of
+from phalanx.plan.layout import Cluster, Traffic, traffic
 from phalanx.plan.memory import Memory, count
+from phalanx.telemetry.flops import named_peak_flops
 
+Rows = list[tuple[str, str]]
 SPARE = 0.1  # of a GPU's memory, for what is not counted
 SHOWN = 4  # groups, or nodes, that are written out
 
@@ -24,13 +25,13 @@ class Gpu:
 
 def describe(p: Planned, gpu: Gpu | None) -> str:
     """The plan of one size."""
-    memory = count(p.job, None if gpu is None else gpu.memory)
+    memory = count(p, None if gpu is None else gpu.memory)
     warnings = [*_crossings(p), *_inexact(p), *_fit(p, memory, gpu), *_unknown(p, memory)]
     trained, total = sum(w.numel for w in p.layout.trained), sum(w.numel for w in p.layout.weights)
     sections = [
         [f"Plan of {words(p.cluster)}; no GPU, process group or weights were used"],
         ["Topology", *_rows(_topology(p))],
-        ["Batch", *_rows(p.batch)],
+        ["Batch", *_rows(_batch(p))],
         [f"Memory of a rank ({total / 1e9:.3g} B weights, {trained / 1e9:.3g} B of them trained)", *_held(memory)],
         [*_phases(memory, gpu), *_judging(p, memory)],
         ["In the host's memory", *_rows(_host(p, memory))],
@@ -41,9 +42,9 @@ def describe(p: Planned, gpu: Gpu | None) -> str:
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def sizes(cfg: RunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, str]) -> str:
+def sizes(cfg: FlowRunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, str]) -> str:
     """A line for each number of nodes: what a rank gets, or why the job is refused."""
-    images = cfg.data.train_batch_size * (cfg.rollout.n if isinstance(cfg, TrainConfig) else 1)
+    images = cfg.data.train_batch_size * (cfg.rollout.n if isinstance(cfg, FlowRLConfig) else 1)
     rows = []
     for c in asked:
         if c in refused:
@@ -63,19 +64,63 @@ def words(c: Cluster) -> str:
 
 def _topology(p: Planned) -> Rows:
     cluster, width = p.cluster, p.layout.width
-    names = [f.name or f.path or "" for f in p.job.cfg.reward.functions]
+    names = [f.name or f.path or "" for f in p.cfg.reward.functions]
     rows = [("nodes", _groups(cluster.shard_groups(cluster.per_node))), ("weights", _copies(cluster, width))]
     if width > 1:
         rows.append(("shard groups", _groups(cluster.shard_groups(width))))
         if width < cluster.ranks:
             rows.append(("replicate groups", _groups(cluster.replicate_groups(width))))
     rows.append(("rewards", f"{', '.join(names)}: on every rank, for its own images" if names else "none"))
-    model = p.job.cfg.reward.model
+    model = p.cfg.reward.model
     if model.path is not None:  # a replica never crosses a node: `place` refuses it
         domains = place(model, cluster.ranks, cluster.per_node)
         replicas = [range(r[0], r[-1] + 1) for domain in domains for r in domain.replicas]
         rows.append(("reward groups", f"{_groups(replicas)}: each holds reward.model, for the judges"))
     return rows
+
+
+def _batch(p: Planned) -> Rows:
+    """The arithmetic of a step."""
+    plan, samples, size, total = p.plan, p.job.samples, p.cfg.data.train_batch_size, p.cfg.trainer.total_training_steps
+    passes = {name: phase.passes for name, phase in p.phases.items() if phase.passes}
+    said = {"rollout: sample": "to sample", "rescore": "to score samples again", "reference": "of the reference"}
+    said |= {e.name: f"of the {e.name}" for e in p.teachers} | {"update": "to train"}
+    forward = ", ".join(f"{passes[name]} {what}" for name, what in said.items() if name in passes)
+    rows = [
+        ("texts", f"{_n(p.length, 'token')}, the most that there can be"),
+        ("forward passes", f"{forward}, a rank and step"),
+    ]
+    if plan is None or samples is None:
+        share, micro = size // p.cluster.ranks, p.job.micro_batches
+        run = "as many steps as trainer.total_epochs and the images make" if total is None else _n(total, "step")
+        return [
+            ("a step", f"{size} images, {share} a rank, one optimizer step"),
+            ("update", f"{_n(micro, 'micro-batch')} of {_n(share // micro, 'image')}"),
+            *rows,
+            ("run", run),
+        ]
+    together = 2 if samples.trace.sampler.guided and not p.policy.detach_uncond else 1
+    both = f" x {together} branches of guidance" if together > 1 else ""  # that share a forward pass
+    images, updates, prompts = plan.first(1), plan.updates * plan.epochs, {q.group_id for q in samples.prompts}
+    run = "as many steps as trainer.total_epochs and the prompts make"
+    if total is not None:
+        run = f"{_n(total, 'step')}, {_n(total * updates, 'optimizer step')}"
+    inner = f"{_n(images, 'image')} x {_n(plan.actions, 'trained step')}{both}"
+    return [
+        ("a step", f"{size} prompts x {p.cfg.rollout.n} images = {plan.samples} images"),
+        ("a rank", f"{_n(plan.per_rank, 'image')} of {_n(len(prompts), 'prompt')}"),
+        ("rollout", f"{_n(plan.per_rank // plan.rollout_micro, 'micro-batch')} of {plan.rollout_micro} images{both}"),
+        ("updates", f"{updates} a step, each of {_n(plan.passes, 'micro-batch')}"),
+        ("micro-batch", f"{inner} = {_n(images * plan.actions * together, 'row')}"),
+        *rows,
+        ("run", run),
+    ]
+
+
+def _n(number: int, noun: str) -> str:
+    """A number of things in words."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural}"
 
 
 def _copies(cluster: Cluster, width: int) -> str:
@@ -120,7 +165,7 @@ def _inexact(p: Planned) -> Iterator[str]:
     if plan is not None and not plan.exact:
         yield (
             f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
-            f"{plan.micro * plan.window}: log-probs of rollout and replay may differ in the last bits"
+            f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
         )
 
 
@@ -147,7 +192,7 @@ def _phases(memory: Memory, gpu: Gpu | None) -> Iterator[str]:
 
 def _judging(p: Planned, memory: Memory) -> Iterator[str]:
     """What the figures of the reward model mean."""
-    reward, model = memory.reward, p.job.cfg.reward.model
+    reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
         return
     if reward.share is not None:
@@ -167,7 +212,7 @@ def _judging(p: Planned, memory: Memory) -> Iterator[str]:
 
 
 def _unknown(p: Planned, memory: Memory) -> Iterator[str]:
-    reward, model = memory.reward, p.job.cfg.reward.model
+    reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
         return
     if reward.weights is None:
@@ -179,7 +224,8 @@ def _unknown(p: Planned, memory: Memory) -> Iterator[str]:
         scale = _Scale(reward.weights)
         yield (
             f"reward.model.gpu_memory_utilization: {model.gpu_memory_utilization:g} of the GPU is "
-            f"{scale(reward.share)} {scale.unit}, and a rank's part of the weights {scale(reward.weights)}: vLLM would "
+            f"{scale.plain(reward.share)} {scale.unit}, and a rank's part of the weights "
+            f"{scale.plain(reward.weights)}: vLLM would "
             "not start; raise it, or reward.model.tensor_parallel_size"
         )
 
@@ -199,7 +245,7 @@ def _host(p: Planned, memory: Memory) -> Rows:
 
 def _judges(p: Planned) -> int:
     """Ranks of a node that hold a part of the reward model."""
-    domains = place(p.job.cfg.reward.model, p.cluster.per_node, p.cluster.per_node)
+    domains = place(p.cfg.reward.model, p.cluster.per_node, p.cluster.per_node)
     return sum(len(replica) for domain in domains for replica in domain.replicas)
 
 
@@ -214,12 +260,12 @@ def _fit(p: Planned, memory: Memory, gpu: Gpu | None) -> Iterator[str]:
 
 def _mends(p: Planned, memory: Memory) -> Iterator[str]:
     """Keys that lower the peak, the cheapest first."""
-    cfg, largest, sharded = p.job.cfg, memory.largest, p.layout.width > 1
+    cfg, largest, sharded = p.cfg, memory.largest, p.layout.width > 1
     micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else "flow_matching.micro_batch_size_per_gpu"
     if largest.name == "update":
         if not cfg.model.gradient_checkpointing:
             yield "model.gradient_checkpointing=true"
-        if largest.gradients > largest.activations and p.job.passes > 1 and sharded:
+        if largest.gradients > largest.activations and p.job.micro_batches > p.job.updates and sharded:
             yield f"a larger {micro} (gradients are whole between the passes of an update)"
         else:
             yield f"a smaller {micro}"
@@ -245,7 +291,7 @@ def _mends(p: Planned, memory: Memory) -> Iterator[str]:
         yield "rollout.engine=policy"
     if "optimizer's state" in held and largest.name != "optimizer":
         yield "parallel.optimizer_offload=true"
-    if {"frozen weights", "trained weights", "optimizer's state", *(e.name for e in p.job.experts)} & held.keys():
+    if {"frozen weights", "trained weights", "optimizer's state", *(e.name for e in p.teachers)} & held.keys():
         if p.layout.width < p.cluster.per_node:
             yield "a larger parallel.fsdp_size"
         if sharded and not cfg.parallel.param_offload:
@@ -257,8 +303,25 @@ def _mends(p: Planned, memory: Memory) -> Iterator[str]:
 # -- messages and arithmetic --------------------------------------------------------------------------------------
 
 
+def messages(p: Planned) -> list[Traffic]:
+    """The messages of a training step."""
+    layout, parallel, copied = p.layout, p.cfg.parallel, p.cfg.rollout.engine == "vllm_omni"
+    gathered = {"weights, gathered for the engine": layout.stored() * copied}
+    for name, what, of in (
+        ("rollout: sample", "weights, gathered to sample", layout),
+        ("rescore", "weights, gathered to score samples", layout),
+        ("reference", "weights, gathered for the reference", layout),
+        *((e.name, f"weights of the {e.name}, gathered", e.layout) for e in p.teachers),
+    ):
+        if name in p.phases:
+            gathered[what] = of.gathered(p.phases[name].passes, p.phases[name].rounds, parallel)
+    passes = p.phases["update"].passes
+    gathered["weights, gathered to train"] = layout.gathered_to_train(p.job.micro_batches, passes, parallel)
+    return traffic(layout, p.cluster, gathered, p.job.updates)
+
+
 def _messages(p: Planned) -> Iterator[str]:
-    found = traffic(p.layout, p.cluster, p.passes, p.job.cfg.parallel, p.job.experts)
+    found = messages(p)
     if not found:
         yield "  none"
         return
@@ -289,7 +352,12 @@ class _Scale:
         self.unit, self._bytes = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
 
     def __call__(self, size: int) -> str:
-        return f"{size / self._bytes:.2f}" if size else "-"
+        """In a table, where what rounds to nothing is a dash."""
+        return self.plain(size) if size >= self._bytes / 200 else "-"
+
+    def plain(self, size: int) -> str:
+        """In a sentence."""
+        return f"{size / self._bytes:.2f}"
 
 
 def _rows(rows: Rows) -> Iterator[str]:

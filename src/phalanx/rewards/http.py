@@ -7,7 +7,6 @@ import asyncio
 import base64
 import json
 import logging
-import math
 import os
 import random
 import re
@@ -16,37 +15,39 @@ import threading
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from io import BytesIO
-from typing import Any
+from typing import Any, Literal
 
 import httpx2
 from PIL import Image
+from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from phalanx.config.load import Bounds
-from phalanx.ending import place
-from phalanx.rewards._base import Marked, Marking, to_uint8
+from phalanx.exit import place
+from phalanx.media.pictures import to_uint8
+from phalanx.rewards.base import RewardOutput, RewardWithExtras
+from phalanx.rewards.protocol import Refusal, ScoreAnswer, complaint
 
 log = logging.getLogger(__name__)
 
-ENCODINGS = ("json", "multipart")
-ON_ERROR = ("raise", "value")
 MAX_ANSWER = 4 * 2**20  # bytes: no honest answer comes near
 MAX_PAUSE_S = 30.0
 _SHOWN = 200  # characters of an answer in a message
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)  # a url may hold a password
 Scored = tuple[float, bool]  # an image's score, and whether it is error_value instead of the server's
-_KINDS = {str: "a text", int: "a whole number", float: "a number"}
 
 
 class ServerError(RuntimeError):
     """The server gave no usable scores; the message is one line with its address."""
 
 
-class Http(Marking):
-    """Asks a server for scores; with on_error=value the mark `degraded` is on the images that got error_value.
+@dataclass(config=_STRICT, eq=False, repr=False)
+class Http(RewardWithExtras):
+    """Asks a server for scores; with on_error=value, the extra `degraded` is 1 for images that got error_value.
 
     url: where to post, e.g. http://127.0.0.1:8077/score; redirects are not followed, proxies not used.
     encoding: `json` with images in base64, or `multipart`, a quarter smaller.
-    batch_size: images a request; concurrency: requests at once, of one call of the reward.
+    batch_size: images per request; concurrency: requests at once, of one call of the reward.
     connect_timeout_s: seconds for a connection.
     read_timeout_s: seconds for the next bytes of an answer; below the server's own limit, slow scores are lost.
     timeout_s: seconds for a call with all its requests and retries; keep it below reward.timeout_s.
@@ -54,101 +55,82 @@ class Http(Marking):
     backoff_s: seconds before the first of them, doubled for each further one, and up to half more or less by chance.
     token_env: the environment variable that holds the server's token; null: none is sent.
     on_error: what a request without usable scores does: `raise` ends the job, `value` scores its images error_value.
-    max_abs: a score whose size is larger is no usable one.
+    max_abs: a score whose size is larger is not usable.
     """
 
-    def __init__(
-        self,
-        url: str,
-        encoding: str = "json",
-        batch_size: int = 16,
-        concurrency: int = 4,
-        connect_timeout_s: float = 5.0,
-        read_timeout_s: float = 300.0,
-        timeout_s: float = 240.0,
-        retries: int = 5,
-        backoff_s: float = 0.5,
-        token_env: str | None = None,
-        on_error: str = "raise",
-        error_value: float | None = None,
-        max_abs: float = 1e6,
-    ) -> None:
-        """Check the arguments; nothing is sent before the first call. Raises ValueError."""
-        self.url = url
-        self.shown = _address(url)
-        _check("encoding", encoding, str, choices=ENCODINGS)
-        _check("batch_size", batch_size, int, ge=1)
-        _check("concurrency", concurrency, int, ge=1)
-        _check("connect_timeout_s", connect_timeout_s, float, gt=0)
-        _check("read_timeout_s", read_timeout_s, float, gt=0)
-        _check("timeout_s", timeout_s, float, gt=0)
-        _check("retries", retries, int, ge=0)
-        _check("backoff_s", backoff_s, float, ge=0)
-        _check("on_error", on_error, str, choices=ON_ERROR)
-        _check("max_abs", max_abs, float, gt=0)
-        if (on_error == "value") != (error_value is not None):
+    url: str
+    encoding: Literal["json", "multipart"] = "json"
+    batch_size: PositiveInt = 16
+    concurrency: PositiveInt = 4
+    connect_timeout_s: PositiveFloat = 5.0
+    read_timeout_s: PositiveFloat = 300.0
+    timeout_s: PositiveFloat = 240.0
+    retries: NonNegativeInt = 5
+    backoff_s: NonNegativeFloat = 0.5
+    token_env: str | None = None
+    on_error: Literal["raise", "value"] = "raise"
+    error_value: float | None = None
+    max_abs: PositiveFloat = 1e6
+
+    def __post_init__(self) -> None:
+        """Nothing is sent before the first call."""
+        self.shown = _address(self.url)
+        if (self.on_error == "value") != (self.error_value is not None):
             raise ValueError("on_error=value and error_value, a number, go together; give both or neither")
-        if error_value is not None:
-            _check("error_value", error_value, float, gt=-math.inf)
-        self.encoding, self.batch_size, self.concurrency = encoding, batch_size, concurrency
-        self.connect_timeout_s, self.read_timeout_s, self.timeout_s = connect_timeout_s, read_timeout_s, timeout_s
-        self.retries, self.backoff_s, self.error_value, self.max_abs = retries, backoff_s, error_value, max_abs
-        self.marks = () if error_value is None else ("degraded",)
+        if self.error_value is not None:
+            self.extras = ("degraded",)
         self.degraded = 0  # images that got error_value, since the start
         self._told = 0  # degraded images at the last warning
-        self._left_out: set[str] = set()
+        self._left_out: set[str] = set()  # keys of metadata that JSON cannot hold
         self._lock = threading.Lock()  # of the three above
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "phalanx"}
         self._secret: re.Pattern[str] | None = None
-        if token_env is not None:
-            token = read_token(token_env)
+        if self.token_env is not None:
+            token = read_token(self.token_env)
             self._headers["Authorization"] = f"Bearer {token}"
             self._secret = _spellings(token)
         self._tls = ssl.create_default_context()
         self._chance = random.Random()  # its own: retries leave the job's random numbers alone
 
-    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float] | Marked:
+    def __call__(
+        self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]
+    ) -> list[float] | RewardOutput:
         """Images [B, 3, H, W] in 0..1, sent with 8 bits a channel -> B scores. Raises ServerError, one line."""
-        found = asyncio.run(self._score(to_uint8(images), prompts, [self._plain(meta) for meta in metadata]))
+        found = asyncio.run(self._ask(to_uint8(images), prompts, [self._plain(meta) for meta in metadata]))
         scores = [score for score, _ in found]
-        return Marked(scores, {"degraded": [float(bad) for _, bad in found]}) if self.marks else scores
+        return RewardOutput(scores, {"degraded": [float(bad) for _, bad in found]}) if self.extras else scores
 
-    async def _score(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
+    async def _ask(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
+        """The scores of all images, batch_size of them per request and `concurrency` requests at once."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         free = asyncio.Semaphore(self.concurrency)
-        limits = httpx2.Timeout(
-            connect=self.connect_timeout_s, read=self.read_timeout_s, write=self.read_timeout_s, pool=None
-        )
+        limits = httpx2.Timeout(self.read_timeout_s, connect=self.connect_timeout_s, pool=None)
         async with httpx2.AsyncClient(
             headers=self._headers, timeout=limits, verify=self._tls, trust_env=False, follow_redirects=False
         ) as client:
 
             async def part(first: int) -> list[Scored]:
-                chosen = slice(first, first + self.batch_size)
+                own = slice(first, first + self.batch_size)
                 async with free:
-                    return await self._batch(client, deadline, images[chosen], prompts[chosen], metadata[chosen])
+                    # in a thread: PNG takes time, during which other requests go on
+                    body = await asyncio.to_thread(encode, images[own], prompts[own], metadata[own], self.encoding)
+                    return await self._batch(client, deadline, body, len(images[own]))
 
             parts = await asyncio.gather(*(part(first) for first in range(0, len(images), self.batch_size)))
         return [score for scores in parts for score in scores]
 
     async def _batch(
-        self,
-        client: httpx2.AsyncClient,
-        deadline: float,
-        images: Tensor,
-        prompts: list[str],
-        metadata: list[dict[str, Any]],
+        self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any], count: int
     ) -> list[Scored]:
         """The scores of one request's images, or error_value for each of them."""
-        # in a thread: PNG takes time, during which other requests go on
-        body = await asyncio.to_thread(encode, images, prompts, metadata, self.encoding)
         try:
-            return [(score, False) for score in self._scores(await self._answer(client, deadline, body), len(images))]
+            content = await self._answer(client, deadline, body)
+            return [(score, False) for score in self._scores(content, count)]
         except ServerError as error:
             if self.error_value is None:
                 raise
-            self._degrade(len(images), error)
-            return [(self.error_value, True)] * len(images)
+            self._degrade(count, error)
+            return [(self.error_value, True)] * count
 
     async def _answer(self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any]) -> bytes:
         """The body of the first answer with status 200."""
@@ -161,7 +143,7 @@ class Http(Marking):
             except TimeoutError:
                 raise self._error(f"no answer within timeout_s={self.timeout_s:g}") from None
             except httpx2.TransportError as error:
-                problem = self._words(error)
+                problem = self._no_answer(error)
             else:
                 if status == 200:
                     return content
@@ -175,16 +157,6 @@ class Http(Marking):
                 await asyncio.sleep(pause)
         raise self._error(f"{problem} (try {tries} of {tries})")
 
-    def _refusal(self, status: int, headers: httpx2.Headers, content: bytes) -> str:
-        """What a status other than 200 says; raises ServerError where another try would say the same."""
-        problem = f"answered {status}: {self._said(content)}"
-        if 300 <= status < 400 and "location" in headers:
-            to = self._printable(headers["location"])
-            raise self._error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
-        if status < 500 and status != 429:
-            raise self._error(problem)
-        return problem
-
     async def _post(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[int, httpx2.Headers, bytes]:
         async with client.stream("POST", self.url, **body) as response:
             content = bytearray()
@@ -194,24 +166,40 @@ class Http(Marking):
                     raise self._error(f"its answer is longer than {MAX_ANSWER} bytes")
             return response.status_code, response.headers, bytes(content)
 
+    def _no_answer(self, error: httpx2.TransportError) -> str:
+        """The words for a failed connection; another try may do better."""
+        if isinstance(error, httpx2.ConnectTimeout):
+            return f"no connection within connect_timeout_s={self.connect_timeout_s:g}"
+        if isinstance(error, httpx2.TimeoutException):
+            return f"silent for read_timeout_s={self.read_timeout_s:g}"
+        if isinstance(error, httpx2.ConnectError):
+            return f"no connection ({self._printable(str(error))})"
+        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return f"the connection broke ({self._printable(reason)})"
+
+    def _refusal(self, status: int, headers: httpx2.Headers, content: bytes) -> str:
+        """The words for a status other than 200; raises ServerError where another try would get the same."""
+        if 300 <= status < 400 and "location" in headers:
+            to = self._printable(headers["location"])
+            raise self._error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
+        problem = f"answered {status}: {self._said(content)}"
+        if status < 500 and status != 429:
+            raise self._error(problem)
+        return problem
+
     def _scores(self, content: bytes, count: int) -> list[float]:
         """The scores in an answer, checked."""
         try:
-            answer = json.loads(content)
-        except (ValueError, RecursionError):
-            raise self._error(f"its answer is not JSON: {self._said(content)}") from None
-        scores = answer["scores"] if isinstance(answer, dict) and "scores" in answer else None
-        if not isinstance(scores, list):
-            raise self._error(f"its answer has no list 'scores': {self._said(content)}")
+            scores = ScoreAnswer.model_validate_json(content).scores
+        except ValidationError as error:
+            reason = self._printable(complaint(error, values=True))
+            raise self._error(f"its answer is not usable, {reason}: {self._said(content)}") from None
         if len(scores) != count:
             raise self._error(f"{len(scores)} scores for {count} images")
         for i, score in enumerate(scores):
-            if isinstance(score, bool) or not isinstance(score, int | float):
-                raise self._error(f"score {i} is {self._printable(json.dumps(score))}; right are numbers")
-            if not abs(score) <= self.max_abs:  # NaN as well
-                shown = self._printable(json.dumps(score))
-                raise self._error(f"score {i} is {shown}; right are finite numbers up to max_abs={self.max_abs:g}")
-        return [float(score) for score in scores]
+            if abs(score) > self.max_abs:
+                raise self._error(f"score {i} is {score}; expected numbers up to max_abs={self.max_abs:g}")
+        return scores
 
     def _degrade(self, count: int, error: ServerError) -> None:
         """Count images that get error_value, and warn of the first ones, and whenever their number has doubled."""
@@ -246,27 +234,15 @@ class Http(Marking):
                 kept[key] = value
         return kept
 
-    def _words(self, error: httpx2.TransportError) -> str:
-        if isinstance(error, httpx2.ConnectTimeout):
-            return f"no connection within connect_timeout_s={self.connect_timeout_s:g}"
-        if isinstance(error, httpx2.TimeoutException):
-            return f"silent for read_timeout_s={self.read_timeout_s:g}"
-        if isinstance(error, httpx2.ConnectError):
-            return f"no connection ({self._printable(str(error))})"
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return f"the connection broke ({self._printable(reason)})"
-
     def _error(self, problem: str) -> ServerError:
         return ServerError(f"{self.shown}: {problem}")
 
     def _said(self, content: bytes) -> str:
-        """What an answer says: its `detail`, as FastAPI names an error, or its beginning."""
+        """The text of an answer: its `detail`, as FastAPI names an error, or its beginning."""
         try:
-            answer = json.loads(content)
-        except (ValueError, RecursionError):
-            answer = None
-        detail = answer["detail"] if isinstance(answer, dict) and "detail" in answer else None
-        return self._printable(detail if isinstance(detail, str) else content.decode("utf-8", "replace"))
+            return self._printable(Refusal.model_validate_json(content).detail)
+        except ValidationError:
+            return self._printable(content.decode("utf-8", "replace"))
 
     def _printable(self, text: str) -> str:
         """A text of the server in one line, without the token, which some servers say back."""
@@ -312,26 +288,16 @@ def _png(image: Tensor) -> bytes:
 
 def _address(url: str) -> str:
     """The address as messages show it, without a query, which may hold a key. Raises ValueError."""
-    right = "right is such as http://127.0.0.1:8077/score"
+    expected = "expected one such as http://127.0.0.1:8077/score"
     try:
         parsed = httpx2.URL(url)
-    except (httpx2.InvalidURL, TypeError):
-        raise ValueError(f"url={url!r} is no address; {right}") from None
+    except httpx2.InvalidURL:
+        raise ValueError(f"url={url!r} is not an address; {expected}") from None
     if parsed.userinfo:
         raise ValueError("url holds a user or a password; give a token by token_env")
     if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError(f"url={url!r} is no address; {right}")
+        raise ValueError(f"url={url!r} is not an address; {expected}")
     return str(parsed.copy_with(query=None, fragment=None))
-
-
-def _check(name: str, value: Any, kind: type, **bounds: Any) -> None:
-    """Raise ValueError for an argument of another type, or out of bounds."""
-    right = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
-    if kind is float:
-        bounds["lt"] = math.inf
-    complaint = Bounds(**bounds).complaint(value) if right else _KINDS[kind]
-    if complaint is not None:
-        raise ValueError(f"{name}={value!r} should be {complaint}")
 
 
 def _retry_after(headers: httpx2.Headers) -> float:

@@ -1,0 +1,118 @@
+"""Notes that the ranks leave each other in the job's store, which is there before any process
+group.
+
+A rank that never came, or is stuck, leaves no note and can be named; a collective would only hang
+with it.
+"""
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from phalanx.cluster.messages import reason
+from phalanx.distributed.mesh import Launch
+from phalanx.types import JobError
+
+POLL_S = 0.05
+
+
+def open_store(launch: Launch, timeout_s: float, env: Mapping[str, str] = os.environ) -> dist.Store:
+    """Open the store at MASTER_ADDR:MASTER_PORT: torchrun's, or rank 0's where there is no
+    torchrun.
+
+    Raises JobError where it is not reached within `timeout_s` seconds.
+    """
+    if "RANK" not in env:
+        return dist.HashStore()
+    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    # torchrun says by this variable that it serves a store at that address already
+    is_host = launch.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    if not is_host:
+        _reach(address, port, timeout_s)
+    try:
+        store = dist.TCPStore(
+            address,
+            port,
+            is_master=is_host,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,  # the check itself finds out who does not come
+            multi_tenant=True,  # the process groups use the same server
+        )
+    except dist.DistError as error:
+        where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+        raise JobError(f"{where} cannot be used: {reason(error)}") from error
+    # torchrun's store outlives a restart of the ranks, with the notes of those before them
+    start = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"check_cluster/{start}", store)
+
+
+def _reach(address: str, port: int, timeout_s: float) -> None:
+    """Wait until something listens there; TCPStore would wait too, but fail with a C++ stack."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            socket.create_connection((address, port), timeout=timeout_s).close()
+            return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+                raise JobError(
+                    f"{where} cannot be reached from {socket.gethostname()} within {timeout_s:g} s "
+                    f"({error.strerror or error}); MASTER_ADDR must name the node of rank 0 as all "
+                    "nodes see it, rank 0 must be running there, and firewalls must let the port "
+                    "through"
+                ) from error
+        time.sleep(0.5)
+
+
+class KVExchange:
+    """Notes of all ranks, as JSON. All ranks call the same methods in the same order."""
+
+    def __init__(self, rank: int, size: int, store: dist.Store) -> None:
+        self.rank, self.size, self._store = rank, size, store
+        self._turn = 0
+
+    def gather(self, value: Any, limit_s: float) -> dict[int, Any]:
+        """Leave a note; rank 0 gets the notes by rank that are there within `limit_s` seconds."""
+        self._turn += 1
+        keys = [f"{self._turn}/{rank}" for rank in range(self.size)]
+        self._store.set(keys[self.rank], json.dumps(value))
+        if self.rank != 0:
+            return {}
+        self._wait(keys, limit_s)
+        notes = {}
+        for rank, key in enumerate(keys):
+            if self._store.check([key]):
+                notes[rank] = json.loads(self._store.get(key))
+        return notes
+
+    def agree(self, value: Any, limit_s: float) -> Any:
+        """Rank 0's value, on all ranks; JobError if it does not come within `limit_s` seconds."""
+        self._turn += 1
+        key = f"{self._turn}/agreed"
+        if self.rank == 0:
+            self._store.set(key, json.dumps(value))
+            return value
+        try:
+            if self._wait([key], limit_s):
+                return json.loads(self._store.get(key))
+            problem = f"said nothing for {limit_s:g} s"
+        except dist.DistError:
+            problem = "is gone"
+        raise JobError(f"rank 0 {problem}; its own log says why")
+
+    def _wait(self, keys: list[str], limit_s: float) -> bool:
+        """Wait for all keys; False at the limit."""
+        # the store's own wait would print a C++ stack as well
+        deadline = time.monotonic() + limit_s
+        while not self._store.check(keys):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(POLL_S)
+        return True

@@ -1,0 +1,86 @@
+"""Wording of ranks, nodes and differences.
+
+`nodes` maps a node's name to its ranks, in the order of ranks.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from phalanx.cluster.facts import RankInfo
+
+Nodes = Mapping[str, Sequence[int]]
+
+
+def name_nodes(infos: Iterable[RankInfo]) -> dict[str, list[int]]:
+    """The ranks of each node, which is called by its host, and by its number if others are too."""
+    found: dict[tuple[int, str], list[int]] = {}
+    for info in sorted(infos, key=lambda info: info.rank):
+        found.setdefault((info.node, info.host), []).append(info.rank)
+    namesakes = Counter(host for _, host in found)
+    nodes = {}
+    for (node, host), ranks in found.items():
+        name = f"{host} (node {node})" if namesakes[host] > 1 else host
+        nodes[name] = ranks
+    return nodes
+
+
+def spans(ranks: Sequence[int]) -> str:
+    """Sorted numbers, abbreviated: `0-7, 9`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def listed(names: Sequence[str]) -> str:
+    """`a, b and c`; of many, the first eight."""
+    if len(names) > 8:
+        return f"{', '.join(names[:8])} and {len(names) - 8} more"
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
+
+
+def count(number: int, noun: str) -> str:
+    """`1 node`, `2 nodes`."""
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 4-7`."""
+    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+
+
+def on_nodes(nodes: Nodes, ranks: Iterable[int]) -> str:
+    """Some ranks with their nodes: `ranks 4-7 on b`."""
+    wanted = set(ranks)
+    parts = []
+    for name, members in nodes.items():
+        here = [rank for rank in members if rank in wanted]
+        if here:
+            parts.append(f"{numbered(here)} on {name}")
+    return listed(parts)
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, without error numbers and places in C++ source."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror.lower()}"
+    line = str(error).strip().split("\n")[0]
+    return re.sub(r"\[[^\]]*\.cc:\d+\] ", "", line).rstrip(".")
+
+
+def difference(values: Mapping[str, str]) -> str | None:
+    """The nodes with another value than most: `1 on b, but 2 on the others`. None if all agree."""
+    nodes: dict[str, list[str]] = {}
+    for name, value in values.items():
+        nodes.setdefault(value, []).append(name)
+    ranking = Counter(values.values()).most_common()
+    if len(ranking) == 1:
+        return None
+    common, times = ranking[0]
+    parts = [f"{value} on {listed(nodes[value])}" for value, _ in reversed(ranking[1:])]
+    rest = "the others" if times > 1 else listed(nodes[common])
+    return f"{listed(parts)}, but {common} on {rest}"

@@ -1,0 +1,180 @@
+"""Keys that jobs on flow-matching models of images and videos add to phalanx.config.run."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from phalanx.config.load import arg
+from phalanx.config.run import (
+    SEEDS,
+    ActorConfig,
+    DataConfig,
+    EmaConfig,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionConfig,
+    RLConfig,
+    RolloutConfig,
+    RunConfig,
+    ValRolloutConfig,
+)
+
+SDE_TYPES = ("sde", "cps", "dance_sde")
+SOLVERS = ("euler", "dpm_solver++")
+
+
+@dataclass
+class FlowModelConfig(ModelConfig):
+    """The model that is trained: a diffusers model folder."""
+
+    family: Optional[str] = arg(
+        None, "module of phalanx.models.flow.families (or a dotted module); null: from model_index.json"
+    )
+    reference_size: int = arg(
+        1024, "square root of the area, in pixels, at which an editing model's VAE sees the image to edit", ge=32
+    )
+    attn_backend: Optional[str] = arg(
+        None, "attention backend of diffusers' dispatch, e.g. native, flash; null: torch's"
+    )
+
+
+@dataclass
+class FlowDataConfig(DataConfig):
+    """Sources of the prompts."""
+
+    embeds_cache_dir: Optional[str] = arg(
+        None, "folder where prompt embeddings are kept between runs; null: memory only", path=True
+    )
+
+
+@dataclass
+class FlowValRolloutConfig(ValRolloutConfig):
+    """Sampling in validation; null takes the value of `rollout`."""
+
+    n: int = arg(1, "images per prompt", ge=1)
+    num_inference_steps: Optional[int] = arg(None, "denoising steps", ge=1)
+    height: Optional[int] = arg(None, "pixels", ge=1)
+    width: Optional[int] = arg(None, "pixels", ge=1)
+    num_frames: Optional[int] = arg(None, "frames of a video", ge=1)
+    guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3, Z-Image, Wan), or FLUX.1-dev's own")
+    true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image, FLUX.1)")
+    noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
+    solver: Optional[str] = arg(None, "solver of the ODE", choices=SOLVERS)
+    seed: int = arg(1234, "seed of the noise: a different one for each prompt, the same at each validation", **SEEDS)
+
+
+@dataclass
+class FlowRolloutConfig(RolloutConfig):
+    """Sampling of images for training."""
+
+    engine: str = arg(
+        "policy",
+        "policy: in the very modules that are trained; vllm_omni: in vLLM-omni, on a copy of the weights; dataset: "
+        "nothing is sampled, the images are the pairs `chosen` and `rejected` of data.train_files",
+        choices=("policy", "vllm_omni", "dataset"),
+    )
+    n: int = arg(16, "images per prompt: the group that the advantage compares", ge=2)
+    num_inference_steps: int = arg(10, "denoising steps", ge=1)
+    height: int = arg(512, "pixels", ge=1)
+    width: int = arg(512, "pixels", ge=1)
+    num_frames: int = arg(1, "frames of a video, for Wan one more than a multiple of 4; 1: an image", ge=1)
+    guidance_scale: float = arg(
+        1.0, "classifier-free guidance of SD3, Z-Image, Wan, 1 is off; the guidance that FLUX.1-dev takes as input"
+    )
+    true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image and FLUX.1; 1 is off")
+    noise_level: float = arg(0.7, "eta of the stochastic steps; 0 is the ODE, which has no transitions to train", ge=0)
+    sde_type: str = arg("sde", "the stochastic step", choices=SDE_TYPES)
+    sde_window_size: Optional[int] = arg(
+        2, "consecutive steps that are stochastic and trained; null: all but the last", ge=1
+    )
+    sde_window_range: Optional[list[int]] = arg(
+        None, "[a, b]: the window lies in steps a .. b-1; null: all but the last step"
+    )
+    timestep_fraction: float = arg(
+        1.0, "fraction of the stochastic steps that is trained, drawn anew for each training step", gt=0, le=1
+    )
+    window_schedule: str = arg(
+        "random", "the window's start: random per step, or progressive (MixGRPO)", choices=("random", "progressive")
+    )
+    window_iters: int = arg(25, "training steps for which a progressive window stays in place", ge=1)
+    window_stride: Optional[int] = arg(
+        None, "denoising steps by which a progressive window moves; null: its own size", ge=1
+    )
+    init_same_noise: bool = arg(False, "start all images of a prompt from the same noise")
+    solver: str = arg(
+        "euler",
+        "solver of the deterministic steps after the window, or of all where no step is stochastic: euler, or "
+        "dpm_solver++ of second order",
+        choices=SOLVERS,
+    )
+    ode_compression: float = arg(1.0, "fraction of the steps after the window that is taken", gt=0, le=1)
+    max_num_gen_batches: int = arg(
+        1, "most times that a prompt is sampled, while all rewards of its images are equal", ge=1
+    )
+    micro_batch_size_per_gpu: Optional[int] = arg(
+        None, "images sampled together; null: ppo_micro_batch_size_per_gpu x window, for exact log-probs", ge=1
+    )
+    vae_batch_size: Optional[int] = arg(None, "images that the VAE decodes at once; null: the whole micro-batch", ge=1)
+    val: FlowValRolloutConfig = field(default_factory=FlowValRolloutConfig)
+
+
+@dataclass
+class FlowActorConfig(ActorConfig):
+    """Updates of the policy."""
+
+    detach_uncond: bool = arg(
+        False, "no gradient through the unconditional branch of guidance: cheaper, but a different gradient"
+    )
+
+
+@dataclass
+class FlowRewardFunctionConfig(RewardFunctionConfig):
+    """One term of the reward of images or videos."""
+
+    frames: int = arg(
+        8, "evenly spaced frames of a video that are scored and averaged; unused by rewards that take videos", ge=1
+    )
+
+
+@dataclass
+class FlowRewardConfig(RewardConfig):
+    """The reward that is optimized."""
+
+    functions: list[FlowRewardFunctionConfig] = arg([], "terms of the reward, weighted and summed")  # type: ignore[assignment]
+
+
+@dataclass
+class FlowRunConfig(RunConfig):
+    """Sections of every job that trains a flow-matching model."""
+
+    model: FlowModelConfig = field(default_factory=FlowModelConfig)
+    data: FlowDataConfig = field(default_factory=FlowDataConfig)
+    rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig)
+    reward: FlowRewardConfig = field(default_factory=FlowRewardConfig)
+
+
+@dataclass
+class FlowRLConfig(FlowRunConfig, RLConfig):
+    """Configuration of reinforcement learning of a flow-matching model."""
+
+    actor: FlowActorConfig = field(default_factory=FlowActorConfig)
+
+
+@dataclass
+class FlowMatchingConfig:
+    """The supervised loss (rectified flow; SD3, arXiv 2403.03206, section 3.1)."""
+
+    micro_batch_size_per_gpu: int = arg(8, "images per forward and backward pass", ge=1)
+    logit_mean: float = arg(0.0, "noise levels are sigmoid(N(logit_mean, logit_std)), then shifted as by the scheduler")
+    logit_std: float = arg(1.0, "see logit_mean", gt=0)
+    prompt_dropout: float = arg(0.1, "fraction of images that get the empty prompt, for guidance", ge=0, lt=1)
+    cache_latents: bool = arg(True, "encode all images once at the start and keep their latents in memory")
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+
+@dataclass
+class FlowMatchingTaskConfig(FlowRunConfig):
+    """Configuration of supervised flow matching. data.train_files holds images and prompts, train_batch_size counts
+    images; `rollout` and `reward` serve validation, at rollout.height x width.
+    """
+
+    flow_matching: FlowMatchingConfig = field(default_factory=FlowMatchingConfig)

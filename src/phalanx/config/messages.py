@@ -1,0 +1,61 @@
+"""Values and types in words, for messages about a configuration."""
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, get_args, get_origin
+
+# Modules that users' files import, where they were before.
+MOVED = {
+    "phalanx.config.schema": "phalanx.config.run and phalanx.config.flow",
+    "phalanx.models.family": "phalanx.models.flow.family",
+    "phalanx.models.sd3": "phalanx.models.flow.families.sd3",
+    "phalanx.models.qwen_image": "phalanx.models.flow.families.qwen_image",
+    "phalanx.rollout.policy": "phalanx.rollout.flow.in_policy",
+}
+TYPES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+PLURALS = {int: "integers", float: "numbers", str: "strings"}
+
+
+def shown(value: Any) -> str:
+    """A value as YAML has it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`; did you mean ...?` where one of the known words is near, else nothing."""
+    near = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def element_of(hint: Any) -> Any:
+    """The type of the elements of list[X] or Optional[list[X]]; None for any other type."""
+    return get_args(_bare(hint))[0] if get_origin(_bare(hint)) is list else None
+
+
+def expected(hint: Any) -> str:
+    """A type in words."""
+    element, bare = element_of(hint), _bare(hint)
+    if element is not None:
+        text = f"a list of {PLURALS[element] if element in PLURALS else 'sections'}"
+    elif get_origin(bare) is dict:
+        text = "a section of keys and values"
+    else:
+        text = TYPES[bare] if bare in TYPES else type_name(bare)
+    return text if bare is hint else f"{text} or null"
+
+
+def type_name(hint: Any) -> str:
+    """A type as the configuration reference has it."""
+    if _bare(hint) is not hint:
+        return f"{type_name(_bare(hint))} or null"
+    if get_args(hint):
+        return f"{get_origin(hint).__name__}[{', '.join(map(type_name, get_args(hint)))}]"
+    return hint.__name__ if isinstance(hint, type) else "any"
+
+
+def _bare(hint: Any) -> Any:
+    """The X of Optional[X]; any other type as it is."""
+    choices = [a for a in get_args(hint) if a is not type(None)]
+    return choices[0] if len(choices) < len(get_args(hint)) else hint

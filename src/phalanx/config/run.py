@@ -1,0 +1,263 @@
+"""Sections that every training job has, whatever the kind of policy: keys with types, defaults and meanings.
+
+The classes are plain dataclasses, light to import, so that a typing error in a YAML is reported within a second,
+before torch, a process group or a model exists. Names of leaves follow VeRL-Omni and verl where they have one.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Optional
+
+from phalanx.config.load import arg
+
+DTYPES = ("float32", "bfloat16")
+CORRECTIONS = ("rescore", "none", "truncated_is", "rejection")
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+SEEDS: dict[str, Any] = {"ge": 0, "lt": 2**63}  # what torch's generators and phalanx.distributed.seed take
+
+
+@dataclass
+class ModelConfig:
+    """The model that is trained."""
+
+    path: str = arg("???", "model folder (or hub id, where a hub is reachable)", path=True)
+    dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
+    lora_rank: int = arg(0, "rank of the LoRA; 0 trains all weights", ge=0)
+    lora_alpha: Optional[float] = arg(None, "LoRA is scaled by lora_alpha / lora_rank; null: 2 x lora_rank")
+    lora_init: str = arg(
+        "gaussian", "initialization of LoRA's A (B is 0)", choices=("gaussian", "kaiming", "orthogonal", "pissa")
+    )
+    target_modules: Optional[list[str]] = arg(None, "module name suffixes that get a LoRA; null: the family's default")
+    lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimized", choices=DTYPES)
+    gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
+    compile: bool = arg(False, "torch.compile each transformer block")
+
+
+@dataclass
+class ParallelConfig:
+    """Sharding of the weights over the ranks."""
+
+    fsdp_size: Optional[int] = arg(None, "ranks that share one copy of the weights; null: the ranks of a node", ge=1)
+    reshard_after_forward: bool = arg(True, "free a block's gathered weights after its forward pass in training")
+    rollout_unsharded: bool = arg(True, "gather all weights once for the whole rollout (needs memory for a full copy)")
+    lora_sharding: str = arg(
+        "shard", "LoRA weights under FSDP: sharded with their block, or replicated", choices=("shard", "replicate")
+    )
+    param_offload: bool = arg(False, "keep sharded weights on the CPU between uses (needs fsdp_size > 1)")
+    optimizer_offload: bool = arg(False, "keep the optimizer's state and the EMA on the CPU")
+    timeout_s: float = arg(600.0, "seconds after which a collective that some rank does not join ends the job", gt=0)
+
+
+@dataclass
+class DataConfig:
+    """Sources of the prompts."""
+
+    train_files: list[str] = arg([], "training prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder")
+    val_files: list[str] = arg([], "held-out prompts, one validation set per file")
+    train_batch_size: int = arg(32, "prompts per training step, across all ranks", ge=1)
+    max_prompt_length: int = arg(256, "tokens of a prompt that the model sees", ge=1)
+    seed: int = arg(0, "seed of the order of prompts", **SEEDS)
+
+
+@dataclass
+class ValRolloutConfig:
+    """Sampling in validation."""
+
+    n: int = arg(1, "samples per prompt", ge=1)
+    seed: int = arg(1234, "seed of the noise: a different one for each prompt, the same at each validation", **SEEDS)
+
+
+@dataclass
+class RolloutConfig:
+    """Sampling of the policy for training."""
+
+    engine: str = arg("policy", "policy: in the very modules that are trained", choices=("policy",))
+    correction: str = arg(
+        "rescore",
+        "old log-probs of samples that another engine drew: the policy's (rescore), also with importance weights "
+        "(truncated_is) or without actions that are too far off (rejection), or the engine's (none)",
+        choices=CORRECTIONS,
+    )
+    correction_limit: float = arg(
+        1e-3, "log-probs of policy and engine may differ by this much in truncated_is and rejection", gt=0
+    )
+    n: int = arg(16, "samples per prompt: the group that the advantage compares", ge=2)
+    max_num_gen_batches: int = arg(
+        1, "most times that a prompt is sampled, while all rewards of its samples are equal", ge=1
+    )
+    micro_batch_size_per_gpu: Optional[int] = arg(None, "samples drawn together; null: the engine's choice", ge=1)
+    val: ValRolloutConfig = field(default_factory=ValRolloutConfig)
+
+
+@dataclass
+class AlgorithmConfig:
+    """The algorithm; its own keys stand beside `name` (see its file in phalanx.algorithms).
+
+    DEFAULTS: its defaults for keys of other sections, such as {"rollout.sde_type": "cps"}.
+    """
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {}
+
+    name: str = arg("flow_grpo", "module of phalanx.algorithms, a dotted module, or path/to/file.py")
+
+    def check(self, rollout: Any) -> None:
+        """Raise ConfigError for settings of the rollout that the algorithm cannot work with."""
+
+
+@dataclass
+class EmaConfig:
+    """Exponential moving average of the trained weights, used in validation and export."""
+
+    decay: Optional[float] = arg(None, "decay of the average; null: off", ge=0, lt=1)
+    warmup: bool = arg(True, "start with a short memory: min(decay, (1 + updates) / (10 + updates))")
+    update_interval: int = arg(1, "optimizer steps between updates of the average; Flow-GRPO has 8", ge=1)
+
+
+@dataclass
+class ActorConfig:
+    """Updates of the policy."""
+
+    ppo_mini_batch_size: int = arg(16, "prompts per optimizer step (x rollout.n samples)", ge=1)
+    ppo_micro_batch_size_per_gpu: int = arg(
+        8, "samples per forward and backward pass, each with all its trained actions", ge=1
+    )
+    ppo_epochs: int = arg(1, "passes over the samples of a training step", ge=1)
+    loss_agg_mode: str = arg(
+        "token-mean",
+        "how actions (denoising steps, tokens) are weighed in the loss, over all ranks: each alike, each sample's sum "
+        "or mean alike, or each sample's sum over a constant (Dr.GRPO)",
+        choices=LOSS_AGG_MODES,
+    )
+    loss_scale_factor: Optional[float] = arg(
+        None, "the constant of seq-mean-token-sum-norm; null: the most actions of a sample", gt=0
+    )
+    ref_model_sync_steps: Optional[int] = arg(
+        None, "training steps after which the current weights become the reference; null: never", ge=1
+    )
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer and its learning rate."""
+
+    name: str = arg(
+        "adamw", "adamw, or muon for the matrices of the blocks and AdamW for the rest", choices=("adamw", "muon")
+    )
+    lr: float = arg(1e-4, "peak learning rate", gt=0)
+    betas: list[float] = arg([0.9, 0.999], "AdamW's betas")
+    eps: float = arg(1e-8, "AdamW's epsilon", gt=0)
+    weight_decay: float = arg(1e-4, "decoupled weight decay", ge=0)
+    grad_clip: float = arg(1.0, "maximum norm of the gradient; 0: no clipping", ge=0)
+    lr_scheduler: str = arg("constant", "after the warm-up", choices=("constant", "linear", "cosine"))
+    lr_decay_fraction: float = arg(1.0, "fraction of the steps, at the end, over which the rate decays", gt=0)
+    lr_warmup_steps: int = arg(0, "optimizer steps of linear warm-up", ge=0)
+
+
+@dataclass
+class RewardFunctionConfig:
+    """One term of the reward."""
+
+    name: Optional[str] = arg(None, "a built-in reward (module of phalanx.rewards), or the term's name in the logs")
+    path: Optional[str] = arg(None, "module:function or path/to/file.py:function")
+    weight: float = arg(1.0, "factor in the sum")
+    initial_weight: Optional[float] = arg(
+        None, "factor in the first step, which then changes linearly to `weight`; null: `weight` throughout"
+    )
+    weight_steps: int = arg(0, "training steps of that change", ge=0)
+    clip: Optional[list[float]] = arg(None, "[low, high]: scores are clamped to this range; null: as they are")
+    kwargs: dict[str, Any] = arg({}, "keyword arguments of the reward")
+
+
+@dataclass
+class RewardModelConfig:
+    """The model that judges ask, such as the reward vlm_ocr; it runs in the ranks themselves."""
+
+    path: Optional[str] = arg(None, "model folder (or hub id, where a hub is reachable); null: no model", path=True)
+    engine: str = arg(
+        "vllm",
+        "vllm, which needs the extra vllm, or transformers, slower and on torch alone; inside each rank's process",
+        choices=("vllm", "transformers"),
+    )
+    tensor_parallel_size: int = arg(1, "neighboring ranks of a node that hold the model together", ge=1)
+    placement: str = arg(
+        "colocate", "colocate: on all ranks; ranks a-b: on these ranks of each node, such as ranks 6-7"
+    )
+    dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
+    gpu_memory_utilization: float = arg(
+        0.3, "vllm: fraction of a GPU's memory for the model and its KV cache, beside the training", gt=0, lt=1
+    )
+    micro_batch_size: int = arg(16, "transformers: questions answered at once", ge=1)
+    sleep: bool = arg(
+        True,
+        "keep the model in CPU memory while it does not score (GPUs only); where it scores during the rollout, it is "
+        "awake from the first samples to the last score",
+    )
+    max_model_len: Optional[int] = arg(None, "tokens of question, sample and answer; null: the model's own limit", ge=1)
+    max_tokens: int = arg(512, "longest answer, in tokens", ge=1)
+    temperature: float = arg(0.0, "temperature of the sampled answers; 0 takes the likeliest token", ge=0)
+    seed: int = arg(0, "seed of each answer: equal questions about equal samples get equal answers", **SEEDS)
+    unparseable_score: float = arg(0.0, "score where the judge's answer cannot be parsed; such answers are counted")
+
+
+@dataclass
+class RewardConfig:
+    """The reward that is optimized."""
+
+    functions: list[RewardFunctionConfig] = arg([], "terms of the reward, weighted and summed")
+    normalize: str = arg(
+        "none",
+        "each term before the sum: as it is, or centered and divided by its std within each prompt's group (GDPO)",
+        choices=("none", "group"),
+    )
+    model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    overlap: bool = arg(True, "score a micro-batch on worker threads while the next one is sampled")
+    num_workers: int = arg(1, "worker threads per rank", ge=1)
+    timeout_s: float = arg(300.0, "longest call of a reward, in seconds", gt=0)
+
+
+@dataclass
+class TrainerConfig:
+    """The run."""
+
+    total_training_steps: Optional[int] = arg(None, "training steps; null: from total_epochs", ge=0)
+    total_epochs: Optional[float] = arg(
+        None, "passes over the training prompts, where total_training_steps is null", gt=0
+    )
+    save_freq: int = arg(50, "steps between checkpoints, with one at the end; -1: never")
+    test_freq: int = arg(-1, "steps between validations, with one at the end; -1: never")
+    val_before_train: bool = arg(True, "validate before the first step")
+    log_val_generations: int = arg(16, "samples kept of each validation", ge=0)
+    logger: list[str] = arg(["console"], "console, wandb, tensorboard; metrics.jsonl is always written")
+    project_name: str = arg("phalanx", "project in the loggers")
+    experiment_name: str = arg("run", "name of the run")
+    output_dir: str = arg(
+        "outputs/${trainer.project_name}/${trainer.experiment_name}", "folder for all files of the run", path=True
+    )
+    seed: int = arg(0, "seed of noise, windows and LoRA initialization", **SEEDS)
+    resume: str = arg("auto", "auto: from the newest complete checkpoint, if any; never; or a checkpoint's path")
+    max_bad_steps: int = arg(
+        10, "consecutive steps without a finite update (NaN in loss or gradient) that end the run", ge=1
+    )
+    max_checkpoints: int = arg(2, "checkpoints to keep, the newest ones", ge=1)
+    deterministic: bool = arg(False, "torch.use_deterministic_algorithms: slower on GPUs, repeatable to the last bit")
+
+
+@dataclass
+class RunConfig:
+    """Sections that every training job has."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+
+
+@dataclass
+class RLConfig(RunConfig):
+    """Configuration of reinforcement learning."""
+
+    algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    actor: ActorConfig = field(default_factory=ActorConfig)

@@ -1,0 +1,102 @@
+"""Images with prompts, for supervised training."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from phalanx.data.prompts import DataError, Shuffled
+from phalanx.media.pictures import to_size, upright
+
+TEXT_COLUMNS = ("prompt", "text", "caption")
+
+
+class ImageTextData:
+    """Pairs of an image and its prompt.
+
+    They come from `.jsonl` files (`image`: a path beside the file, `prompt`) and Hugging Face
+    dataset folders (a column `image`, and `prompt`, `text` or `caption`). Raises DataError, with
+    one line, for a file that cannot be used.
+    """
+
+    def __init__(self, files: list[str], height: int, width: int, key: str = "data.train_files") -> None:
+        self.height, self.width = height, width
+        self._rows: list[tuple[Any, str, str]] = []  # image or its path, prompt, place in messages
+        for file in files:
+            self._rows += _rows(file, key)
+        if not self._rows:
+            raise DataError(f"{key}: {files} hold no images")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def prompt(self, i: int) -> str:
+        """The prompt of image i."""
+        return self._rows[i][1]
+
+    def image(self, i: int) -> Tensor:
+        """Image i, [3, H, W] float32 in 0..1: scaled to cover the size, and center-cropped."""
+        source, _, where = self._rows[i]
+        try:
+            image = upright(source if isinstance(source, Image.Image) else Image.open(source))
+        except (OSError, UnidentifiedImageError) as error:
+            raise DataError(f"{where}: the image cannot be read: {error}") from None
+        return to_size(image, self.height, self.width)
+
+
+class IndexStream:
+    """The images of each training step, by (seed, step); each epoch has an order of its own."""
+
+    def __init__(self, size: int, batch_size: int, seed: int) -> None:
+        self._order, self._batch_size = Shuffled(size, seed), batch_size
+
+    def batch(self, step: int) -> list[int]:
+        """Numbers of the images of training step `step`, of all ranks."""
+        first = step * self._batch_size
+        return [self._order[first + i] for i in range(self._batch_size)]
+
+
+def _rows(file: str, key: str) -> Iterator[tuple[Any, str, str]]:
+    path = Path(file).expanduser()
+    if path.is_dir():
+        yield from _dataset_rows(path, file, key)
+    elif not path.is_file():
+        raise DataError(f"{key}: {file}: no such file or folder")
+    elif path.suffix == ".jsonl":
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if line.strip():
+                yield _json_row(line, f"{file}:{number}", path.parent)
+    else:
+        raise DataError(f"{key}: {file}: expected a .jsonl file or a Hugging Face dataset folder")
+
+
+def _json_row(line: str, where: str, folder: Path) -> tuple[Path, str, str]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"{where}: not valid JSON: {error}") from None
+    names = ("image", "prompt")
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in names):
+        raise DataError(f'{where}: expected {{"image": "path", "prompt": "text"}}')
+    return folder / row["image"], row["prompt"], where
+
+
+def _dataset_rows(path: Path, file: str, key: str) -> Iterator[tuple[Any, str, str]]:
+    from datasets import Dataset, load_from_disk
+
+    try:
+        data = load_from_disk(str(path))
+    except FileNotFoundError:
+        what = "is not a Hugging Face dataset folder (written by save_to_disk)"
+        raise DataError(f"{key}: {file} {what}") from None
+    if not isinstance(data, Dataset):
+        raise DataError(f"{key}: {file} holds splits {sorted(data)}; name one of their folders")
+    texts = [c for c in TEXT_COLUMNS if c in data.column_names]
+    if "image" not in data.column_names or not texts:
+        needed = f"image and one of {', '.join(TEXT_COLUMNS)}"
+        raise DataError(f"{key}: {file} has columns {data.column_names}; it needs {needed}")
+    for number, row in enumerate(data):
+        yield row["image"], row[texts[0]], f"{file} row {number}"

@@ -1,0 +1,380 @@
+"""Prompts: reading them from files, and the order in which training and validation see them."""
+
+import functools
+import json
+import logging
+import math
+import random
+import re
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from phalanx.media.pictures import Picture
+from phalanx.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+FORMATS = "a .txt, .jsonl or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
+_Located = tuple[str, dict[str, Any]]  # a row's place, for messages, and its columns
+_QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    """A row of a data file; `negative` may be None, `meta` holds what a reward may need."""
+
+    text: str
+    negative: str | None
+    meta: dict[str, Any]
+
+
+class DataError(ValueError):
+    """A data file that cannot be used; the message is one line, with the file and line or row."""
+
+
+def load_prompts(files: list[str], key: str, images: Sequence[str] = ()) -> list[PromptRow]:
+    """All rows of all files, in order; `key` is the config key that lists them, for messages.
+
+    `images` are columns that every row must have, as Pictures in `meta`: they are read when needed.
+
+    - `.txt`: one prompt per line; blank lines are skipped.
+    - `.jsonl`: one object per line, with `prompt` (text, or a chat) and optionally
+      `negative_prompt`.
+    - `.parquet` and Hugging Face datasets: the same as columns; VeRL-Omni's files need no changes.
+
+    Of a chat (a list of `{role, content}`) the last user message is the prompt. All other columns
+    go into `meta`; `meta["ground_truth"]` is, in this order, the column `ground_truth`,
+    `reward_model.ground_truth`, the first span of the prompt in double quotes (straight or
+    typographic), or absent.
+
+    Raises DataError for a file or row that cannot be used. Lines are counted from 1, rows from 0.
+    """
+    if not files:
+        raise DataError(f"{key} is empty; give a list of files, each {FORMATS}")
+    rows: list[PromptRow] = []
+    for file in files:
+        path, split = _locate(file, key)
+        found = list(_read(path, split, file, key, images))
+        if not found:
+            raise DataError(f"{key}: {file} has no prompts")
+        rows += found
+    return rows
+
+
+class Shuffled:
+    """An endless sequence of the numbers 0 .. size-1; (seed, epoch) determines an epoch's order."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        self._size, self._seed = size, seed
+        self._order = functools.lru_cache(maxsize=2)(self._permutation)
+
+    def __getitem__(self, position: int) -> int:
+        epoch, index = divmod(position, self._size)
+        return self._order(epoch)[index]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(self._size))
+        # a string seed is hashed with SHA-512, the same in every process, unlike hash()
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+class PromptStream:
+    """Endless batches of prompts, epoch by epoch, each in an order of its own.
+
+    A batch depends on (rows, batch_size, seed, step) alone, so every rank sees the same one, and a
+    resumed run goes on as if it had not stopped. A batch may straddle two epochs; no prompt is left
+    out.
+    """
+
+    def __init__(self, rows: list[PromptRow], batch_size: int, seed: int) -> None:
+        assert rows and batch_size > 0, (len(rows), batch_size)
+        self._rows = rows
+        self._batch_size = batch_size
+        self._order = Shuffled(len(rows), seed)
+        if batch_size > len(rows):
+            logger.warning(
+                "data.train_batch_size=%d exceeds the %d prompts of the data; a batch holds some of them several times",
+                batch_size,
+                len(rows),
+            )
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The prompts of one training step, of all ranks; `group_id` counts them from 0."""
+        first = step * self._batch_size
+        return [_prompt(self._rows[self._order[first + i]], i) for i in range(self._batch_size)]
+
+    def steps(self, epochs: float) -> int:
+        """Number of training steps for `epochs` passes over the data, rounded up."""
+        # 0.1 * 30 / 3 is a little more than 1 in floating point
+        return max(1, math.ceil(epochs * len(self._rows) / self._batch_size - 1e-9))
+
+
+def validation_sets(files: list[str], limit: int | None = None, images: Sequence[str] = ()) -> dict[str, list[Prompt]]:
+    """The rows of each file of `data.val_files`, at most `limit`, by the file's name without
+    ending.
+
+    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. `images`:
+    see `load_prompts`.
+    """
+    key = "data.val_files"
+    sets: dict[str, list[Prompt]] = {}
+    origin: dict[str, str] = {}
+    for file in files:
+        path, split = _locate(file, key)
+        name = path.stem if path.is_file() else path.resolve().name
+        name += f"_{split}" if split is not None else ""
+        if name in sets:
+            both = f"{origin[name]} and {file}"
+            problem = f"{both} would both be the validation set {name!r}"
+            raise DataError(f"{key}: {problem}; rename one of them")
+        origin[name] = file
+        rows = load_prompts([file], key, images)[:limit]
+        sets[name] = [_prompt(row, i) for i, row in enumerate(rows)]
+    return sets
+
+
+def held_out_overlap(
+    train: Iterable[PromptRow | Prompt], val: Iterable[PromptRow | Prompt], image: str | None = None
+) -> int:
+    """Count the validation prompts that are training prompts as well, and warn if there are any.
+
+    With a column `image`, only those with the same image. Raises ValueError for an image that
+    cannot be read.
+    """
+    held_out = list(val)
+    seen, same = _common(list(train), held_out, lambda row: row.text.strip())
+    if image is not None:  # by the files' sizes first: reading all images takes long
+        seen, same = _common(seen, same, lambda row: (row.text.strip(), row.meta[image].file_size))
+        seen, same = _common(seen, same, lambda row: (row.text.strip(), row.meta[image].digest))
+    overlap = len(same)
+    if overlap:
+        logger.warning(
+            "%d of %d validation prompts are training prompts as well; they do not measure generalization",
+            overlap,
+            len(held_out),
+        )
+    return overlap
+
+
+_Rows = list[PromptRow | Prompt]
+_Name = Callable[[PromptRow | Prompt], Hashable]
+
+
+def _common(some: _Rows, others: _Rows, name: _Name) -> tuple[_Rows, _Rows]:
+    """The rows of each list whose name occurs in the other list as well."""
+    both = {name(row) for row in some} & {name(row) for row in others}
+    first = [row for row in some if name(row) in both]
+    second = [row for row in others if name(row) in both]
+    return first, second
+
+
+def _prompt(row: PromptRow, group_id: int) -> Prompt:
+    return Prompt(text=row.text, group_id=group_id, meta=row.meta, negative=row.negative)
+
+
+def _locate(file: str, key: str) -> tuple[Path, str | None]:
+    """The path, and the split of `folder:split`."""
+    path = Path(file).expanduser()
+    if path.exists():
+        return path, None
+    folder, _, split = file.rpartition(":")
+    if folder and Path(folder).expanduser().is_dir():
+        return Path(folder).expanduser(), split
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    near = get_close_matches(path.name, siblings, 1)
+    hint = f"did you mean {path.parent / near[0]}?" if near else f"expected {FORMATS}"
+    raise DataError(f"{key}: {file} does not exist; {hint}")
+
+
+def _read(path: Path, split: str | None, file: str, key: str, images: Sequence[str]) -> Iterator[PromptRow]:
+    if path.is_dir():
+        source = _dataset_rows(path, split, file, key, images)
+    elif path.suffix == ".txt" and images:
+        columns = ", ".join(images)
+        raise DataError(f"{key}: {file} is plain text; images ({columns}) come in the other formats")
+    elif path.suffix == ".txt":
+        for where, line in _lines(path, file, key):
+            yield _row({"prompt": line}, where)
+        return
+    elif path.suffix == ".jsonl":
+        source = _json_rows(path, file, key, images)
+    elif path.suffix == ".parquet":
+        source = _parquet_rows(path, file, key, images)
+    else:
+        ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
+        raise DataError(f"{key}: {file} {ending}; expected {FORMATS}")
+    for where, row in source:
+        yield _row(row, where)
+
+
+def _lines(path: Path, file: str, key: str) -> Iterator[tuple[str, str]]:
+    """Lines that are not blank, each with its place."""
+    # not str.splitlines: only newlines end a line, and other separators may be part of a prompt
+    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
+    for number, raw in enumerate(content.split(b"\n"), 1):
+        where = f"{key}: {file}:{number}"
+        try:
+            line = raw.decode("utf-8").strip()
+        except UnicodeDecodeError as error:
+            byte = f"byte 0x{raw[error.start]:02x}"
+            raise DataError(f"{where}: not UTF-8 ({byte}); save the file as UTF-8") from None
+        if line:
+            yield where, line
+
+
+def _json_rows(path: Path, file: str, key: str, images: Sequence[str]) -> Iterator[_Located]:
+    expected = 'expected one object per line, {"prompt": "..."}'
+    for where, line in _lines(path, file, key):
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError as error:
+            what = f"{error.msg} at column {error.colno}"
+            raise DataError(f"{where}: not JSON ({what}); {expected}") from None
+        if not isinstance(value, dict):
+            raise DataError(f"{where}: JSON of type {_kind(value)}; {expected}")
+        for name in images:
+            if name not in value:
+                raise DataError(f"{where}: no {name!r}; it has {', '.join(value) or 'no keys'}")
+            value[name] = Picture(partial(_given, value[name]), path.parent, f"{where}: {name}")
+        yield where, value
+
+
+def _given(value: Any) -> Any:
+    return value
+
+
+def _parquet_rows(path: Path, file: str, key: str, images: Sequence[str]) -> Iterator[_Located]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        source = pq.ParquetFile(path)
+        _check_columns(source.schema_arrow.names, f"{key}: {file}", images)
+        if images:
+            yield from _with_pictures(_mapped(path), path.parent, f"{key}: {file}", images)
+            return
+        table = source.read()
+    except pa.ArrowInvalid as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"{key}: {file} is not a Parquet file: {reason}") from error
+    for number, columns in enumerate(table.to_pylist()):
+        yield f"{key}: {file}, row {number}", columns
+
+
+def _mapped(path: Path) -> Any:
+    """A Parquet file as a dataset that stays on disk.
+
+    `datasets` keeps a copy in its cache, from which it can read a single row.
+    """
+    import datasets
+
+    datasets.disable_progress_bars()  # every rank would draw its own
+    return datasets.Dataset.from_parquet(str(path))
+
+
+def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]) -> Iterator[_Located]:
+    """The rows of a dataset on disk, with Pictures in place of images."""
+    from datasets import Image
+
+    columns = {name: dataset.select_columns([name]) for name in images}
+    for name, column in columns.items():
+        if isinstance(column.features[name], Image):
+            columns[name] = column.cast_column(name, Image(decode=False))
+
+    def cell(name: str, number: int) -> Any:
+        return columns[name][number][name]
+
+    for number, texts in enumerate(dataset.remove_columns(list(images))):
+        where = f"{place}, row {number}"
+        row = dict(texts)
+        for name in images:
+            row[name] = Picture(partial(cell, name, number), folder, f"{where}: {name}")
+        yield where, row
+
+
+def _dataset_rows(path: Path, split: str | None, file: str, key: str, images: Sequence[str]) -> Iterator[_Located]:
+    from datasets import DatasetDict, load_from_disk
+
+    try:
+        dataset = load_from_disk(str(path))
+    except FileNotFoundError:
+        what = "is a folder, but not a dataset written by save_to_disk"
+        raise DataError(f"{key}: {file} {what}; expected {FORMATS}") from None
+    if isinstance(dataset, DatasetDict):
+        splits = ", ".join(dataset)
+        if split is None and len(dataset) > 1:
+            example = f"{path}:{next(iter(dataset))}"
+            raise DataError(f"{key}: {file} has the splits {splits}; name one, e.g. {example}")
+        if split is not None and split not in dataset:
+            raise DataError(f"{key}: {file}: there is no split {split!r}; it has {splits}")
+        dataset = dataset[split if split is not None else next(iter(dataset))]
+    elif split is not None:
+        raise DataError(f"{key}: {file}: the dataset has no splits; expected {path}")
+    _check_columns(dataset.column_names, f"{key}: {file}", images)
+    if images:
+        yield from _with_pictures(dataset, path, f"{key}: {file}", images)
+        return
+    for number, columns in enumerate(dataset):
+        yield f"{key}: {file}, row {number}", columns
+
+
+def _check_columns(columns: list[str], where: str, images: Sequence[str]) -> None:
+    for name in ("prompt", *images):
+        if name not in columns:
+            present = ", ".join(columns) or "none"
+            raise DataError(f"{where} has no column {name!r}; it has {present}")
+
+
+def _row(columns: dict[str, Any], where: str) -> PromptRow:
+    if "prompt" not in columns:
+        raise DataError(f"{where}: no 'prompt'; it has {', '.join(columns) or 'no keys'}")
+    text = _text(columns["prompt"], "prompt", where)
+    if not text.strip():
+        raise DataError(f"{where}: the prompt is empty")
+    negative = columns.get("negative_prompt")
+    if negative is not None:
+        negative = _text(negative, "negative_prompt", where)
+    texts = ("prompt", "negative_prompt")
+    meta = {name: value for name, value in columns.items() if name not in texts}
+    truth = _ground_truth(meta, text)
+    meta.pop("ground_truth", None)
+    if truth is not None:
+        meta["ground_truth"] = truth
+    return PromptRow(text, negative, meta)
+
+
+def _ground_truth(meta: dict[str, Any], text: str) -> Any:
+    """The ground truth of a row or of its prompt, None if neither has one."""
+    if meta.get("ground_truth") is not None:
+        return meta["ground_truth"]
+    model = meta.get("reward_model")
+    if isinstance(model, dict) and model.get("ground_truth") is not None:
+        return model["ground_truth"]
+    quoted = _QUOTED.search(text)
+    return quoted.group(1) if quoted else None
+
+
+def _text(value: Any, name: str, where: str) -> str:
+    """A text, or the content of a chat's last user message."""
+    if isinstance(value, list):
+        messages = [m for m in value if isinstance(m, dict) and m.get("role") == "user"]
+        if not messages:
+            expected = "expected text or [{role, content}]"
+            raise DataError(f"{where}: {name} is a list without a user message; {expected}")
+        value = messages[-1].get("content")  # a message with parts has a list there: reported below
+    if not isinstance(value, str):
+        expected = "expected text, or a chat of texts"
+        raise DataError(f"{where}: {name} is of type {_kind(value)}; {expected}")
+    return value
+
+
+def _kind(value: Any) -> str:
+    """The JSON name of a value's type."""
+    numbers = {bool: "boolean", int: "number", float: "number"}
+    names = {**numbers, dict: "object", list: "list", str: "text"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)

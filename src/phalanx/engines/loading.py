@@ -1,0 +1,39 @@
+"""Loading what was downloaded: files that are cut short, broken or of another model are told in one line."""
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+from safetensors import SafetensorError
+
+_MISFITS = (ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+
+
+class Loading(AbstractContextManager[None]):
+    """Turns what the block cannot load into a ValueError of one line: `what`, a colon and the reason.
+
+    `what` names the setting that gave the file: transformers says of a broken file what it stumbles over, not where.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        # tokenizers has no error of its own: it raises Exception itself
+        if isinstance(error, _MISFITS) or (error is not None and kind is Exception):
+            named = [] if kind in (Exception, OSError, ValueError) else [type(error).__name__]
+            raise ValueError(": ".join([self._what, *named, *str(error).strip().splitlines()[:1]])) from error
+
+
+def check_weights(info: dict[str, Any], what: str) -> None:
+    """ValueError, beginning with `what`, where weights were not in the files or of another shape.
+
+    `info` is what from_pretrained gives for output_loading_info, with ignore_mismatched_sizes, whose shapes it holds:
+    transformers only logs them.
+    """
+    missing, other = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
+    if missing:
+        raise ValueError(f"{what}: it has no {missing[0]}")
+    if other:
+        name, found, right = other[0]
+        raise ValueError(f"{what}: its {name} is {list(found)} rather than {list(right)}")

@@ -1,0 +1,1 @@
+"""vLLM-omni inside the ranks."""

@@ -1,0 +1,211 @@
+"""The reward model in plain transformers, on torch alone: for models that vLLM lacks, and where there is no vLLM."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from phalanx.config.run import RewardModelConfig
+from phalanx.distributed.seed import fold_in
+from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
+from phalanx.engines.loading import Loading, check_weights
+from phalanx.engines.sleeping import Sleeping
+from phalanx.media.pictures import pil_image
+
+Question = tuple[int, str]
+
+
+class TransformersEngine:
+    """One rank of a replica. All ranks of the replica answer the same questions in the same order, each with its part
+    of the weights; the first one chooses the tokens, so that all take the same steps.
+    """
+
+    def __init__(self, cfg: RewardModelConfig, mesh: DeviceMesh | None) -> None:
+        """Load the model; `mesh` holds the ranks of the replica, None: this one alone. ValueError for a model that
+        cannot be loaded, or not be divided among the ranks.
+        """
+        assert cfg.path is not None
+        self._cfg, self._group = cfg, None if mesh is None else mesh.get_group()
+        cuda = torch.cuda.is_available()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        with _randomness_kept():
+            self._processor = load_processor(cfg.path)
+            self._model = _load_model(cfg.path, cfg.dtype)
+        if mesh is not None:
+            parallelize(self._model, tensor_parallel_plan(self._model, mesh.size()), mesh)
+        self._limit = cfg.max_model_len or self._model.config.get_text_config(decoder=True).max_position_embeddings
+        self._set_tokens(cfg.path)
+        sleeps = cfg.sleep and cuda
+        self._model.to("cpu" if sleeps else self._device)
+        self._sleeping = Sleeping(self._model, self._device) if sleeps else None
+
+    def _set_tokens(self, path: str) -> None:
+        """Which tokens end an answer and fill a batch; of the model's settings of generation no others are used."""
+        from transformers import GenerationConfig
+
+        tokenizer, known = self._processor.tokenizer, self._model.generation_config.eos_token_id
+        ends = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
+        if not ends:
+            raise ValueError(f"reward.model.path: {path!r} names no token that ends an answer (eos_token_id)")
+        pad = min(ends) if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        tokenizer.pad_token, tokenizer.padding_side = tokenizer.convert_ids_to_tokens(pad), "left"
+        self._model.generation_config = GenerationConfig(eos_token_id=sorted(ends), pad_token_id=pad)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """For the time of the block the weights are on the device."""
+        return nullcontext() if self._sleeping is None else self._sleeping.awake()
+
+    @torch.no_grad()
+    def answer(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
+        """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers.
+
+        ValueError for a question that leaves no room for an answer within reward.model.max_model_len.
+        """
+        answers = [""] * len(questions)
+        # neighbours ask much the same, so that their lengths differ little: of the questions, and mostly of the answers
+        order = sorted(range(len(questions)), key=lambda i: len(questions[i][1]))
+        size = self._cfg.micro_batch_size
+        with _randomness_kept():
+            for first in range(0, len(order), size):
+                batch = order[first : first + size]
+                # judges may ask several questions about an image, which is made a picture once
+                numbers = {questions[i][0] for i in batch}
+                pictures = {number: pil_image(images[number]) for number in numbers}
+                said = self._answer([(pictures[questions[i][0]], questions[i][1]) for i in batch])
+                for i, text in zip(batch, said, strict=True):
+                    answers[i] = text
+        return answers
+
+    def _answer(self, batch: list[tuple[Any, str]]) -> list[str]:
+        """A batch of pictures and questions -> the answers."""
+        cfg, asked = self._cfg, self._tokens(batch)
+        lengths: list[int] = asked["attention_mask"].sum(1).tolist()
+        if max(lengths) >= self._limit:
+            raise ValueError(
+                f"reward.model.max_model_len: a question with its image has {max(lengths)} tokens, and {self._limit} "
+                "are allowed with the answer; raise it, or make questions or images smaller"
+            )
+        begin = asked["input_ids"].shape[1]
+        # it runs until the shortest question is at the limit; answers to longer ones are cut to theirs below
+        tokens = self._model.generate(
+            **asked.to(self._device, dtype=self._model.dtype),
+            max_new_tokens=min(cfg.max_tokens, self._limit - min(lengths)),
+            do_sample=False,
+            logits_processor=[Choice(cfg.temperature, cfg.seed, begin, self._group)],  # which samples, if it is to
+            synced_gpus=False,
+        )[:, begin:].tolist()
+        own = [row[: self._limit - length] for row, length in zip(tokens, lengths, strict=True)]
+        return [str(self._processor.decode(row, skip_special_tokens=True)) for row in own]
+
+    def _tokens(self, batch: list[tuple[Any, str]]) -> Any:
+        """The model's inputs: `input_ids` and `attention_mask` [B, S], padded on the left, and pixels."""
+        texts = []
+        for _, question in batch:
+            content = [{"type": "image"}, {"type": "text", "text": question}]
+            talk = [{"role": "user", "content": content}]
+            texts.append(self._processor.apply_chat_template(talk, add_generation_prompt=True))
+        first = self._processor.tokenizer.bos_token
+        return self._processor(
+            text=texts,
+            images=[[picture] for picture, _ in batch],
+            padding=True,
+            return_tensors="pt",
+            add_special_tokens=not (first and texts[0].startswith(first)),  # templates may bring them
+        )
+
+
+class Choice:
+    """The next token of each answer, as a processor of logits that leaves no other token possible.
+
+    Each answer is sampled with the same stream of random numbers (Gumbel noise, one draw [vocabulary] a token), so that
+    it depends neither on its neighbours in the batch nor on the ranks.
+    """
+
+    def __init__(self, temperature: float, seed: int, begin: int, group: dist.ProcessGroup | None) -> None:
+        """`begin`: tokens before the answers; `group`: the ranks that make the same choice, that of the first."""
+        self._temperature, self._seed, self._begin, self._group = temperature, seed, begin, group
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Tokens so far [B, S] and logits [B, V] -> 0 for the chosen token and -inf for all others [B, V]."""
+        if self._temperature > 0:
+            stream = torch.Generator().manual_seed(fold_in(self._seed, input_ids.shape[1] - self._begin))
+            noise = torch.empty(scores.shape[1], dtype=torch.float32).exponential_(generator=stream).log().neg()
+            scores = scores.float() / self._temperature + noise.to(scores.device)
+        chosen = scores.argmax(1, keepdim=True)
+        if self._group is not None:
+            dist.broadcast(chosen, group=self._group, group_src=0)
+        return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+
+def load_processor(path: str) -> Any:
+    """The model's processor, for texts and images; ValueError where there is none that can be used."""
+    from transformers import AutoConfig, AutoProcessor, ProcessorMixin
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+
+    with Loading(f"reward.model.path: {path!r} does not load"):
+        try:
+            processor = AutoProcessor.from_pretrained(path)
+        except ImportError:
+            # many have a part for videos, which needs torchvision; their images do without
+            whole = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
+
+            def parts(cls: Any) -> list[str]:
+                return [part for part in whole.get_attributes() if part != "video_processor"]
+
+            still: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(parts)})
+            processor = still.from_pretrained(path)
+    if not isinstance(processor, ProcessorMixin) or processor.chat_template is None:
+        raise ValueError(f"reward.model.path: {path!r} has no chat template for images, so that it cannot be asked")
+    return processor
+
+
+def _load_model(path: str, dtype: str) -> Any:
+    """The whole model on the CPU, frozen."""
+    from transformers import AutoModelForImageTextToText
+
+    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with Loading(f"reward.model.path: {path!r} does not load"):
+        model, info = AutoModelForImageTextToText.from_pretrained(
+            path, dtype=getattr(torch, dtype), use_safetensors=True, **told
+        )
+    check_weights(info, f"reward.model.path: {path!r} is not a whole model")
+    return model.requires_grad_(False).eval()
+
+
+def tensor_parallel_plan(model: Any, tp: int) -> Mapping[str, str]:
+    """The plan by which transformers divides `model`; Llama's, where it has none and the model is built alike."""
+    from transformers import LlamaConfig
+
+    plan = dict(model.tp_plan)
+    decoder = model.get_decoder()
+    prefix = next(name for name, module in model.named_modules() if module is decoder)
+    # models of a language model and a vision tower often have no plan of their own, though their layers are Llama's
+    if not any(name.startswith(f"{prefix}.layers.") for name in plan):
+        like = LlamaConfig.base_model_tp_plan
+        matrices = set()
+        for name, parameter in decoder.named_parameters():
+            if name.startswith("layers.") and parameter.ndim > 1:
+                matrices.add(wildcard(name))
+        if like is None or matrices != {f"{name}.weight" for name in like}:
+            raise ValueError(
+                f"{KEY}: {tp}: transformers has no tensor parallel plan for {type(model).__name__}; expected 1, or "
+                "reward.model.engine=vllm"
+            )
+        plan |= {f"{prefix}.{name}": style for name, style in like.items()}
+    head: nn.Module | None = model.get_output_embeddings()
+    if head is not None and head.weight is model.get_input_embeddings().weight:
+        # the matrix is there as a whole for the first layer: nothing is saved by dividing it for the last
+        plan.pop(next(name for name, module in model.named_modules() if module is head), None)
+    return plan
+
+
+@contextmanager
+def _randomness_kept() -> Iterator[None]:
+    """The block leaves torch's random states as they are."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        yield

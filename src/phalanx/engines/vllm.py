@@ -1,0 +1,110 @@
+"""The reward model in vLLM, inside the rank's own process: no server, no worker processes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+
+from phalanx.config.run import RewardModelConfig
+from phalanx.distributed.vllm_groups import VllmGroups
+from phalanx.media.pictures import pil_image
+
+CPU_KV_CACHE = 2**30  # bytes; on GPUs it is what gpu_memory_utilization leaves
+
+
+class VllmEngine:
+    """One rank of a replica. All ranks of the replica answer the same questions in the same order, each with its part
+    of the weights; vLLM schedules alike on all of them.
+    """
+
+    def __init__(self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int) -> None:
+        """Load the model; ValueError where vLLM refuses it."""
+        assert cfg.path is not None
+        self._groups = groups
+        cuda = torch.cuda.is_available()
+        self._sleeps = cfg.sleep and cuda
+        with groups.active():
+            from vllm.exceptions import VLLMError
+
+            try:
+                self._load(cfg, groups, rank, local_rank, cuda)
+            except (OSError, SafetensorError, ValueError, VLLMError) as error:
+                reason = " ".join(str(error).split())  # pydantic's have several lines
+                raise ValueError(f"reward.model: vLLM does not take {cfg.path!r} as it is set: {reason}") from error
+
+    def _load(self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool) -> None:
+        from vllm import LLM, SamplingParams
+
+        self._sampling = SamplingParams(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed)
+        self._llm: Any = LLM(
+            cfg.path,
+            tensor_parallel_size=cfg.tensor_parallel_size,
+            distributed_executor_backend=_executor(groups, rank, local_rank),
+            dtype=cfg.dtype,
+            max_model_len=cfg.max_model_len,
+            seed=cfg.seed,
+            gpu_memory_utilization=cfg.gpu_memory_utilization,
+            kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
+            enable_sleep_mode=self._sleeps,
+            async_scheduling=False,  # so that the ranks of a replica surely take the same steps
+            enforce_eager=True,  # answers are short: compiling and recording graphs would take longer
+            enable_prefix_caching=False,  # an answer must not depend on what was asked before
+            disable_custom_all_reduce=True,  # its setup waits for all ranks of the world
+            use_tqdm_on_load=False,
+            limit_mm_per_prompt={"image": 1, "video": 0},
+            mm_processor_cache_gb=0,
+        )
+        if self._sleeps:
+            self._llm.sleep(level=1)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """For the time of the block weights and cache are on the GPU."""
+        if not self._sleeps:
+            yield
+            return
+        torch.cuda.empty_cache()  # vLLM takes its memory from the device, not from torch's cache
+        with self._groups.active():
+            self._llm.wake_up()
+        yield
+        with self._groups.active():
+            self._llm.sleep(level=1)
+
+    def answer(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[str]:
+        """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers."""
+        from vllm.exceptions import VLLMError
+
+        # judges may ask several questions about an image, which is made a picture once
+        numbers = {number for number, _ in questions}
+        pictures = {number: pil_image(images[number]) for number in numbers}
+        talks = []
+        for number, question in questions:
+            content = [{"type": "image_pil", "image_pil": pictures[number]}, {"type": "text", "text": question}]
+            talks.append([{"role": "user", "content": content}])
+        with self._groups.active():
+            try:
+                outputs = self._llm.chat(talks, self._sampling, use_tqdm=False)
+            except VLLMError as error:
+                raise ValueError(f"reward.model: {error}") from error
+        return [output.outputs[0].text for output in outputs]
+
+
+def _executor(groups: VllmGroups, rank: int, local_rank: int) -> type:
+    """An executor for ranks that the launcher has started: one worker, here, that is this rank of our world."""
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    class InRank(UniProcExecutor):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            return "env://", rank, local_rank
+
+        def determine_available_memory(self) -> list[int]:
+            """Bytes for the KV cache: those of the rank of the replica that has the fewest."""
+            free = torch.tensor(super().determine_available_memory(), dtype=torch.int64)
+            dist.all_reduce(free, dist.ReduceOp.MIN, group=groups.cpu_group)
+            return free.tolist()
+
+    return InRank

@@ -1,0 +1,251 @@
+"""Checkpoints for use elsewhere: opening those of a run, and writing them as stock libraries read them.
+
+Of a flow-matching model a LoRA becomes `pytorch_lora_weights.safetensors`, which `load_lora_weights` of the stock
+pipeline reads, with rank and alpha in its metadata, and a fully trained transformer becomes a whole diffusers folder.
+"""
+
+import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from phalanx.config.flow import FlowRunConfig
+from phalanx.config.tasks import ExportConfig, read_run
+from phalanx.distributed.mesh import Launch
+from phalanx.models.flow.policy import DTYPES, family_of
+from phalanx.models.lora import add_lora
+from phalanx.training.checkpoint import complete, damaged, find, read_meta
+from phalanx.types import JobError
+
+EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A complete checkpoint, and the configuration of its run.
+
+    `weights` is "model" or "ema"; `sizes` and `dtypes` describe its tensors by the names of the transformer's
+    parameters.
+    """
+
+    folder: Path
+    run: FlowRunConfig
+    weights: str
+    sizes: dict[str, torch.Size]
+    dtypes: dict[str, torch.dtype]
+
+    def check_fits(self, sizes: Mapping[str, torch.Size], path: str) -> None:
+        """Raise ValueError where the trained parameters of the model at `path` are not those of the checkpoint."""
+        for name in sorted(self.sizes.keys() | sizes.keys()):
+            held = list(self.sizes[name]) if name in self.sizes else "nothing"
+            wanted = list(sizes[name]) if name in sizes else "nothing"
+            if held != wanted:
+                raise ValueError(
+                    f"checkpoint: {self.folder} does not fit the model {path!r}: for {name} it holds {held}, the model "
+                    f"has {wanted}; give the base model that the run was trained from"
+                )
+
+    def read_into(self, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
+        """Fill tensors of any dtype and layout, by name; without a `group`, in this process alone.
+
+        Raises JobError where the files cannot be read.
+        """
+        part = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        problem = damaged(self.folder, *part)
+        if problem is not None:
+            raise JobError(f"checkpoint: {self.folder} is damaged ({problem}); use another one of the run")
+        state = {self.weights: tensors}
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(state, checkpoint_id=str(self.folder), process_group=group, no_dist=group is None)
+        except CheckpointException as error:
+            reason = type(next(iter(error.failures.values()))[0]).__name__  # torch's text speaks to programmers
+            raise JobError(f"checkpoint: {self.folder} is damaged ({reason}); use another one of the run") from error
+
+    def read(self) -> dict[str, Tensor]:
+        """All tensors, on the CPU."""
+        tensors = {name: torch.empty(size, dtype=self.dtypes[name]) for name, size in self.sizes.items()}
+        self.read_into(tensors)
+        return tensors
+
+
+def open_checkpoint(checkpoint: str, weights: str) -> Trained:
+    """The checkpoint that the task's key `checkpoint` means; `weights` is auto, model or ema.
+
+    Raises ValueError where there is none, it is incomplete, or it has no such weights.
+    """
+    folder = _locate(Path(checkpoint).expanduser(), checkpoint)
+    run = read_run(folder.parent.parent / "config.yaml", FlowRunConfig)
+    held_rank = read_meta(folder)["signature"]["lora_rank"]
+    if held_rank != run.model.lora_rank:
+        raise ValueError(
+            f"checkpoint: {folder} was trained with lora_rank {held_rank}, but the config.yaml of its run says "
+            f"{run.model.lora_rank}; put the checkpoint back into its own run"
+        )
+    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    found: dict[str, dict[str, TensorStorageMetadata]] = {"model": {}, "ema": {}}
+    for key, entry in entries.items():
+        kind, _, name = key.partition(".")
+        if kind in found and isinstance(entry, TensorStorageMetadata):
+            found[kind][name] = entry
+    if weights == "ema" and not found["ema"]:
+        raise ValueError(f"weights: ema: {folder} holds no moving average; use weights=model")
+    if weights == "auto":
+        weights = "ema" if found["ema"] else "model"
+    chosen = found[weights]
+    return Trained(
+        folder,
+        run,
+        weights,
+        sizes={name: entry.size for name, entry in chosen.items()},
+        dtypes={name: entry.properties.dtype for name, entry in chosen.items()},
+    )
+
+
+def _locate(folder: Path, given: str) -> Path:
+    if not folder.is_dir():
+        raise ValueError(f"checkpoint: {given!r}: no such folder")
+    if (folder / "checkpoints").is_dir():
+        found = find(folder / "checkpoints")
+        if found is None:
+            raise ValueError(f"checkpoint: {given!r} has no complete checkpoint in its folder checkpoints")
+        return found.resolve()
+    if not folder.name.startswith("step_"):
+        raise ValueError(
+            f"checkpoint: {given!r} is neither a run's output_dir, with a folder checkpoints in it, nor a checkpoint, "
+            "a folder step_NNNNNN"
+        )
+    problem = "it was never finished" if folder.suffix == ".tmp" else complete(folder)
+    if problem is not None:
+        raise ValueError(f"checkpoint: {given!r} cannot be used: {problem}")
+    return folder.resolve()
+
+
+# -- exporting --------------------------------------------------------------------------------------------------------
+
+
+class Export:
+    """`Export(cfg)` checks everything (a ValueError is the user's mistake), `run()` writes. Only rank 0 works.
+
+    The model's family knows the files; here is what all of them have in common.
+    """
+
+    def __init__(self, cfg: ExportConfig) -> None:
+        self.cfg, self.idle = cfg, Launch.from_env().rank != 0
+        if self.idle:
+            return
+        self.trained = open_checkpoint(cfg.checkpoint, cfg.weights)
+        folder, model = self.trained.folder, self.trained.run.model
+        self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path)
+        self.family = family_of(self.model)
+        self.output_dir = Path(cfg.output_dir or folder.parent.parent / "export" / folder.name).expanduser()
+        if self.output_dir.exists():
+            raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
+        self.dtype = None if cfg.dtype is None else EXPORT_DTYPES[cfg.dtype]
+        plain_lora = self.model.lora_rank > 0 and self.model.lora_init != "pissa"  # needs nothing of the base
+        self.base: nn.Module | None = None if plain_lora else self._base()
+        if cfg.push_to_hub is not None:
+            make_repository(cfg.push_to_hub)
+
+    def _base(self) -> nn.Module:
+        """The module that was trained as the base model has it, with the LoRA that the run began with, if any."""
+        lora = self.model.lora_rank > 0
+        base = self.family.load_base(self.model, DTYPES[self.model.dtype] if lora else self.dtype)
+        if lora:
+            exact = replace(self.model, lora_dtype="float32")
+            add_lora(base, exact, self.family.lora_targets, self.trained.run.trainer.seed)
+        self.trained.check_fits({name: p.shape for name, p in _trained_parameters(base).items()}, self.model.path)
+        return base
+
+    def run(self) -> None:
+        """Write the export, upload it where asked, and print where it is. The folder appears at once, complete."""
+        if self.idle:
+            return
+        part = self.output_dir.with_name(self.output_dir.name + ".part")
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        if self.model.lora_rank > 0:
+            self._write_lora(part)
+        else:
+            assert self.base is not None
+            self.trained.read_into(_trained_parameters(self.base))
+            self.family.export_model(part, self.model, self.base)
+        part.rename(self.output_dir)
+        what = "the moving average" if self.trained.weights == "ema" else "the weights"
+        print(f"{what} of {self.trained.folder} -> {self.output_dir}", flush=True)
+        if self.cfg.push_to_hub is not None:
+            print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
+
+    def _write_lora(self, folder: Path) -> None:
+        """Write the LoRA in `dtype`, or as it was trained."""
+        tensors, rank = self.trained.read(), self.model.lora_rank
+        alpha = self.model.lora_alpha if self.model.lora_alpha is not None else 2.0 * rank
+        if self.base is not None:
+            tensors = _without_start(tensors, _trained_parameters(self.base))
+            rank, alpha = 2 * rank, 2 * alpha
+        layers = {name.replace(".default.", "."): t.to(self.dtype or t.dtype) for name, t in tensors.items()}
+        self.family.export_lora(folder, layers, rank, alpha)
+
+
+def _trained_parameters(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in module.named_parameters() if p.requires_grad}
+
+
+def _without_start(tensors: dict[str, Tensor], start: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A LoRA of twice the rank whose product is B A - B0 A0.
+
+    PiSSA moves B0 A0 from the base weights into the LoRA; this one goes on the base weights as they are in the folder.
+    """
+    both = {}
+    for name, t in tensors.items():
+        if ".lora_A." in name:
+            both[name] = torch.cat([t.float(), start[name]], 0)
+        else:
+            both[name] = torch.cat([t.float(), -start[name]], 1)
+    return both
+
+
+# -- the hub ----------------------------------------------------------------------------------------------------------
+
+
+def make_repository(repo: str) -> None:
+    """Make the hub repository, before any work is done for it; raises ValueError where that fails."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError, HTTPError
+
+    try:
+        HfApi().create_repo(repo, exist_ok=True)
+    except (HFValidationError, HTTPError, OSError) as error:
+        raise ValueError(
+            f"push_to_hub: the repository {repo!r} cannot be made: {_first_line(error)}; it needs the hub within reach "
+            "and a token in HF_TOKEN, or leave push_to_hub out"
+        ) from error
+
+
+def upload(folder: Path, repo: str, name: str) -> str:
+    """Upload a finished export and return its address; raises JobError where that fails."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HTTPError
+
+    try:
+        return str(HfApi().upload_folder(repo_id=repo, folder_path=folder, commit_message=f"{name} of a Phalanx run"))
+    except (HTTPError, OSError) as error:
+        raise JobError(
+            f"push_to_hub: the upload to {repo!r} failed: {_first_line(error)}; the export itself is in {folder}"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].rstrip(".")

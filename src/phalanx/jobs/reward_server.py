@@ -1,0 +1,344 @@
+"""A server of rewards: POST /score takes images and gives scores; docs/serving-rewards.md has the protocol.
+
+One process. CPU rewards run on `reward.num_workers` threads, those with a model on the device one call at a time, as in
+a training job; requests wait their turn. Nothing that a client sends is unpickled, and every size has a limit.
+"""
+
+import asyncio
+import ipaddress
+import logging
+import secrets
+import signal
+import socket
+import struct
+import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from io import BytesIO
+from typing import Any, TypeVar
+
+import numpy as np
+import python_multipart  # noqa: F401 - FastAPI reads forms with it, and would say so at the first one only
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
+from PIL import Image
+from pydantic import BaseModel, ValidationError
+from torch import Tensor
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from phalanx.config import ConfigError
+from phalanx.config.tasks import ServeRewardConfig
+from phalanx.distributed.mesh import Launch
+from phalanx.exit import Stopped
+from phalanx.functional.rewards import combine
+from phalanx.rewards.http import read_token
+from phalanx.rewards.protocol import ScoreRequest, Texts, complaint
+from phalanx.rewards.registry import build_terms
+from phalanx.rewards.runner import Call, Rows
+from phalanx.types import Prompt
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Checked = TypeVar("Checked", bound=BaseModel)
+
+_POLL_S = 0.2  # how often a request that waits looks whether its client is still there
+STOP_S = 10  # for requests under way, when the server is told to stop
+BROKEN_PNG = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what PIL raises
+
+
+class RewardServer:
+    """`RewardServer(cfg)` checks all and loads the rewards (a ValueError is the user's mistake), `run()` serves."""
+
+    def __init__(self, cfg: ServeRewardConfig) -> None:
+        self.cfg = cfg
+        size = Launch.from_env().world_size
+        if size > 1:
+            raise ConfigError(f"the server is one process, and there are {size}; start it with NPROC_PER_NODE=1")
+        self._token = read_token(cfg.token_env) if cfg.token_env is not None else None
+        self.socket = bind(cfg.host, cfg.port, guarded=self._token is not None or cfg.allow_open)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.terms = build_terms(cfg.reward.functions, self.device)
+        for term in self.terms:
+            if term.takes == "videos":
+                raise ConfigError(
+                    f"reward.functions: {term.name} takes videos, and the server gets images; give it to the job"
+                )
+        self._cpu_pool = ThreadPoolExecutor(cfg.reward.num_workers, "reward")
+        self._device_pool = ThreadPoolExecutor(1, "reward-device")
+        self._calls: dict[Future[Rows], _Turn] = {}  # that are not done
+        self.app = FastAPI(openapi_url=None)
+        self.app.add_api_route("/score", self.score, methods=["POST"], response_model=None)
+        self.app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
+
+    @property
+    def url(self) -> str:
+        """Where to post."""
+        host, port = self.socket.getsockname()[:2]
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}/score"
+
+    def run(self) -> None:
+        """Serve until SIGTERM or Ctrl-C; raises Stopped once the requests under way are answered."""
+
+        def stop(number: int, _: object) -> None:
+            raise Stopped(number)
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, stop)  # while it serves, uvicorn catches them; it raises them again when it is done
+        names = ", ".join(term.name for term in self.terms)
+        guard = "with a token" if self._token is not None else "without a token"
+        print(f"{names} on {self.device}, {guard}: {self.url}", flush=True)
+        try:
+            self.listener().run(sockets=[self.socket])
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give the port back, and end the threads that are idle."""
+        self.socket.close()
+        for pool in (self._cpu_pool, self._device_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def listener(self) -> uvicorn.Server:
+        """The part that listens and speaks HTTP."""
+        config = uvicorn.Config(
+            self.app,
+            http=_impatient(self.cfg.read_timeout_s),
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=self.cfg.max_requests + 1,  # uvicorn refuses the one with which so many are reached
+            timeout_graceful_shutdown=STOP_S,
+        )
+        return uvicorn.Server(config)
+
+    async def health(self) -> JSONResponse:
+        """200 where requests are served, 503 where a call of a reward hangs."""
+        for call in list(self._calls.values()):
+            if call.overdue(self.cfg.reward.timeout_s):
+                raise HTTPException(503, f"a call of reward {call.term.name!r} hangs; start the server again")
+        return JSONResponse({"status": "ok"})
+
+    async def score(self, request: Request) -> JSONResponse:
+        """The weighted scores of a request's images, and each reward's own."""
+        images, prompts = await self._asked(request)
+        terms = await self._score(request, images, prompts)
+        total = combine([terms[term.name] for term in self.terms], [term.share for term in self.terms])
+        return JSONResponse(
+            {"scores": total.tolist(), "terms": {name: values.tolist() for name, values in terms.items()}}
+        )
+
+    # -- reading --------------------------------------------------------------------------------------------------
+
+    async def _asked(self, request: Request) -> tuple[Tensor, list[Prompt]]:
+        """The images of a request, uint8 [B, H, W, 3], and their prompts; its body and files are not kept."""
+        body = await self._read(request)
+        kind = request.headers.get("content-type", "")
+        if kind.startswith("multipart/form-data"):
+            texts, files = await self._form(request, body)
+        elif kind.startswith("application/json"):
+            asked = await asyncio.to_thread(_parsed, ScoreRequest, body)
+            texts, files = asked, asked.images
+        else:
+            raise HTTPException(415, f"content-type {kind!r}; expected application/json or multipart/form-data")
+        if not files:
+            raise HTTPException(400, "there are no images")
+        if len(files) > self.cfg.max_images:
+            raise HTTPException(413, f"{len(files)} images are more than max_images={self.cfg.max_images}")
+        prompts = _prompts(texts, len(files))
+        return await asyncio.to_thread(self._images, files), prompts
+
+    async def _read(self, request: Request) -> bytes:
+        """The body. It is read to its end before anything is refused: the answer would be lost if the connection were
+        closed on unread bytes. What is refused is not kept.
+        """
+        allowed = self._token is None or secrets.compare_digest(
+            request.headers.get("authorization", "").encode(),
+            f"Bearer {self._token}".encode(),
+        )
+        limit = int(self.cfg.max_body_mb * 1e6)
+        chunks: list[bytes] = []
+        size, more, in_time = 0, True, True
+        try:
+            async with asyncio.timeout(self.cfg.read_timeout_s):
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise _left()
+                    chunk = message.get("body", b"")
+                    size += len(chunk)
+                    if allowed and size <= limit:
+                        chunks.append(chunk)
+                    else:
+                        chunks.clear()
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            in_time = False
+        if not allowed:
+            wants = "this server wants a token: the header Authorization: Bearer <token>"
+            raise HTTPException(401, wants, {"WWW-Authenticate": "Bearer"})
+        if size > limit:
+            raise HTTPException(413, f"the body is longer than max_body_mb={self.cfg.max_body_mb:g}; send fewer images")
+        if not in_time:
+            raise HTTPException(408, f"the body was not there within read_timeout_s={self.cfg.read_timeout_s:g}")
+        return b"".join(chunks)
+
+    async def _form(self, request: Request, body: bytes) -> tuple[Texts, list[bytes]]:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        limits = {"max_files": self.cfg.max_images, "max_fields": 1, "max_part_size": len(body)}
+        async with Request(request.scope, receive).form(**limits) as form:
+            texts = form.get("request")
+            images = [image for image in form.getlist("images") if not isinstance(image, str)]
+            files = [await image.read() for image in images]
+        if not isinstance(texts, str):
+            raise HTTPException(400, "the form's field request should be JSON: {prompts: [], metadata: []}")
+        return _parsed(Texts, texts), files
+
+    def _images(self, files: list[bytes]) -> Tensor:
+        """PNG files -> images uint8 [B, H, W, 3]."""
+        pictures = [self._pixels(i, file) for i, file in enumerate(files)]
+        for i, picture in enumerate(pictures):
+            if picture.shape != pictures[0].shape:
+                raise HTTPException(400, f"image {i} has another size than image 0; the images of a request have one")
+        return torch.stack(pictures)
+
+    def _pixels(self, number: int, file: bytes) -> Tensor:
+        """uint8 [H, W, 3]. The size is read before anything is decompressed."""
+        limit = self.cfg.max_pixels
+        try:
+            with Image.open(BytesIO(file), formats=["PNG"]) as image:
+                if image.width * image.height > limit:
+                    raise HTTPException(413, f"image {number}: {image.width} x {image.height} is over {limit} pixels")
+                if image.mode != "RGB":
+                    raise HTTPException(400, f"image {number} is {image.mode}; expected RGB with 8 bits a channel")
+                return torch.from_numpy(np.array(image))
+        except Image.DecompressionBombError:
+            raise HTTPException(413, f"image {number} is over {limit} pixels") from None
+        except BROKEN_PNG as error:
+            raise HTTPException(400, f"image {number} is not a whole PNG ({type(error).__name__})") from None
+
+    # -- scoring --------------------------------------------------------------------------------------------------
+
+    async def _score(self, request: Request, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
+        """Each reward's scores [B] of images uint8 [B, H, W, 3]. A request that waits too long for its turn, or whose
+        client leaves, is not scored any more; what runs already runs on, since threads cannot be ended.
+        """
+        turns = [_Turn(term, images, prompts) for term in self.terms]
+        calls = [self._begin(turn) for turn in turns]
+        limit = self.cfg.reward.timeout_s
+        done = asyncio.gather(*(asyncio.wrap_future(call) for call in calls), return_exceptions=True)
+        try:
+            async with asyncio.timeout(limit):
+                while not done.done():
+                    await asyncio.wait([done], timeout=_POLL_S)
+                    if not done.done() and await request.is_disconnected():
+                        raise _left()
+        except TimeoutError:
+            pass  # told below, after errors
+        finally:
+            done.cancel()  # and with it the calls that have not begun
+        for turn in turns:
+            failure = turn.failure()
+            if failure is not None:
+                if failure.__cause__ is not None:
+                    log.error("%s", failure, exc_info=failure.__cause__)
+                raise HTTPException(500, str(failure))
+        for turn, call in zip(turns, calls, strict=True):
+            if call.cancelled() or not call.done():
+                name = turn.term.name
+                raise HTTPException(504, f"reward {name!r} was not done within reward.timeout_s={limit:g} seconds")
+        return {turn.term.name: call.result()[turn.term.name] for turn, call in zip(turns, calls, strict=True)}
+
+    def _begin(self, turn: "_Turn") -> Future[Rows]:
+        """Queue a call of a reward."""
+        pool = self._device_pool if turn.term.on_device else self._cpu_pool
+        call = turn.future = pool.submit(turn.run, nullcontext())
+        self._calls[call] = turn
+        call.add_done_callback(lambda done: self._calls.pop(done).drop())
+        return call
+
+
+class _Turn(Call):
+    """A call whose images wait for it as uint8 [B, H, W, 3]: as floats they are four times that."""
+
+    def run(self, device: AbstractContextManager[Any]) -> Rows:
+        assert isinstance(self._subject, Tensor)
+        # in memory as a rollout's images are: sums over pixels have the same order, and scores their last bit
+        self._subject = self._subject.permute(0, 3, 1, 2).contiguous().float().div_(255)
+        return super().run(device)
+
+    def drop(self) -> None:
+        """Let go of the images: a pool keeps calls that are cancelled until it meets them."""
+        self._subject = None
+
+
+def _left() -> HTTPException:
+    return HTTPException(400, "the client has left")  # which nobody reads
+
+
+def _impatient(limit_s: float) -> type[H11Protocol]:
+    """uvicorn's connections, closed where they wait longer than this for the whole head of a request. Its own limit is
+    for the time after an answer alone, and ends with the next byte.
+    """
+
+    class Impatient(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._limit = self.loop.call_later(limit_s, self._close_if_idle)
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._limit.cancel()
+            self._limit = self.loop.call_later(limit_s, self._close_if_idle)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._limit.cancel()
+            super().connection_lost(exc)
+
+        def _close_if_idle(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.abort()
+
+    return Impatient
+
+
+def bind(host: str, port: int, guarded: bool) -> socket.socket:
+    """A socket of this address. Raises ConfigError where it cannot be had, or where strangers could use it."""
+    where = f"host={host} port={port}"
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        if not guarded and not ipaddress.ip_address(address[0]).is_loopback:
+            raise ConfigError(
+                f"host={host} can be reached from other machines, and there is no token; give token_env, or "
+                "allow_open=true where everybody may use the server"
+            )
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(address)
+    except OSError as error:
+        raise ConfigError(f"{where}: {error.strerror}; give a free port of this machine, e.g. port=8077") from None
+    return found
+
+
+def _parsed(model: type[Checked], body: bytes | str) -> Checked:
+    """JSON of a client as what it should be."""
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise HTTPException(400, complaint(error)) from None
+
+
+def _prompts(texts: Texts, count: int) -> list[Prompt]:
+    """The prompts of a request of `count` images, with their metadata, which may be left out."""
+    metadata = [{}] * count if texts.metadata is None else texts.metadata
+    for name, values in (("prompts", texts.prompts), ("metadata", metadata)):
+        if len(values) != count:
+            raise HTTPException(400, f"there are {count} images and {len(values)} {name}")
+    return [Prompt(text, i, meta) for i, (text, meta) in enumerate(zip(texts.prompts, metadata, strict=True))]

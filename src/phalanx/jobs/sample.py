@@ -1,0 +1,242 @@
+"""Sampling from a model folder or a checkpoint, on any number of ranks, as validation samples.
+
+An image is a function of its prompt and number, the seed, the settings and the micro-batch size;
+the ranks only share the work. Image j of prompt i has the noise that validation gives it, so a
+run's validation images can be reproduced.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from phalanx.config import ConfigError
+from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
+from phalanx.config.run import TrainerConfig
+from phalanx.config.tasks import SampleConfig
+from phalanx.data.prompts import load_prompts
+from phalanx.distributed import mesh
+from phalanx.distributed.collectives import broadcast_object, gather_object
+from phalanx.functional.frames import evenly_spaced
+from phalanx.jobs.export import Trained, open_checkpoint
+from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, standing
+from phalanx.media.videos import write_video
+from phalanx.models.flow.family import FlowModel
+from phalanx.models.flow.policy import DTYPES, FlowPolicy, family_of
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.rollout.flow.samplers import check_frames, check_guidance
+from phalanx.telemetry.records import read_index, write_index
+from phalanx.types import Outputs, Prompt
+
+# shown in grid.mp4: the encoder takes 16384 pixels per side, and all their frames stay in memory
+GRID_VIDEOS = 16
+
+
+class Generator:
+    """The job: `Generator(cfg)` builds the model, `run()` samples and writes."""
+
+    def __init__(self, cfg: SampleConfig) -> None:
+        self.cfg = cfg
+        self.prompts = read_prompts(cfg)
+        self.output_dir = Path(cfg.output_dir).expanduser()
+        if self.output_dir.exists() and not self.output_dir.is_dir():
+            raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
+        self.trained = self._open()
+        run = self.trained.run if self.trained is not None else None
+        given = {name: value for name, value in asdict(cfg.model).items() if value is not None}
+        self.model = replace(
+            run.model if run is not None else FlowModelConfig(),
+            gradient_checkpointing=False,
+            **given,
+        )
+        family = family_of(self.model)
+        if family.image_column is not None:
+            self.prompts = read_prompts(cfg, (family.image_column,))
+        check_guidance(cfg, family)
+        check_frames(cfg, family)
+        mesh.shard_size(cfg.parallel, mesh.Launch.from_env())
+        self.world = mesh.start(cfg.parallel)
+        # a run in progress may have written another checkpoint since this rank looked
+        if self.trained is not None:
+            folder = broadcast_object(str(self.trained.folder))
+            if folder != str(self.trained.folder):
+                self.trained = open_checkpoint(folder, cfg.weights)
+        self.policy = self._policy(family)
+        check_guidance(cfg, self.policy.model)
+        settings = rollout_settings(cfg, run.rollout if run is not None else FlowRolloutConfig())
+        try:
+            self.rollout = PolicyRollout(
+                self.policy,
+                settings,
+                self.world,
+                cfg.micro_batch_size_per_gpu,
+            )
+        except ValueError as error:  # in a run's configuration these keys are in the section rollout
+            raise ConfigError(str(error).removeprefix("rollout.")) from None
+
+    def _open(self) -> Trained | None:
+        if self.cfg.checkpoint is not None:
+            return open_checkpoint(self.cfg.checkpoint, self.cfg.weights)
+        if self.cfg.model.path is None:
+            raise ConfigError("neither model.path nor checkpoint is set; give one of them")
+        if self.cfg.weights == "ema":
+            raise ConfigError(
+                "weights: ema needs a checkpoint; a model folder has its own weights only",
+            )
+        return None
+
+    def _policy(self, family: type[FlowModel]) -> FlowPolicy:
+        """The model over the mesh, its weights in the dtype that it computes in: none is trained."""
+        run = self.trained.run if self.trained is not None else None
+        data = run.data if run is not None else FlowDataConfig()
+        if self.cfg.max_prompt_length is not None:
+            data = replace(data, max_prompt_length=self.cfg.max_prompt_length)
+        dtype = DTYPES[self.model.dtype]
+        full = run is not None and self.model.lora_rank == 0
+        # as in training: a full fine-tune reads the folder in float32, its buffers stay so, and
+        # parameters get `dtype`
+        model = family(self.model, dtype, torch.float32 if full else dtype)
+        for p in model.transformer.parameters():
+            p.data = p.data.to(dtype)
+        model.vae.to(self.world.device)
+        seed = run.trainer.seed if run is not None else TrainerConfig().seed
+        policy = FlowPolicy(model, self.world, self.model, self.cfg.parallel, data, seed=seed)
+        if self.trained is not None:
+            self.trained.check_fits(
+                {name: p.shape for name, p in policy.trained.parameters.items()},
+                self.model.path,
+            )
+        return policy
+
+    def run(self) -> None:
+        """Sample all images and write them on rank 0, each as soon as it is sampled, then the grid."""
+        if self.trained is not None:
+            tensors = {name: p.detach() for name, p in self.policy.trained.parameters.items()}
+            self.trained.read_into(tensors, self.world.checkpoint_group)
+            self.policy.trained.sharded.copy_to_module()
+        writer = None
+        if self.world.rank == 0:
+            writer = Writer(self.output_dir, self.cfg.n, self.policy.model.fps)
+        share = -(-len(self.prompts) // self.world.size)
+        first = self.world.rank * share
+        # ranks must do equal work, so the end is filled up with the last prompt; those images are
+        # dropped
+        mine = [self.prompts[min(first + j, len(self.prompts) - 1)] for j in range(share)]
+        done = 0
+
+        def each(images: Outputs, prompts: list[Prompt]) -> None:
+            nonlocal done
+            assert isinstance(images, Tensor)
+            start, done = first * self.cfg.n + done, done + len(images)
+            pixels = (images * 255).round().byte().movedim(-3, -1).numpy()
+            rows = [(start + j, prompts[j].text, pixels[j]) for j in range(len(prompts))]
+            for index, text, image in (row for part in gather_object(rows) for row in part):
+                if writer is not None and index < len(self.prompts) * self.cfg.n:
+                    writer.add(index, text, image)
+
+        with self.rollout.awake():
+            self.rollout.sample_validation(mine, each=each)
+        if writer is not None:
+            writer.finish(self.cfg.columns)
+        mesh.stop()
+
+
+def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
+    """The prompts of the task, numbered from 0; raises ValueError where there are none, or two
+    sources. `images`: see `load_prompts`.
+    """
+    if cfg.prompts and cfg.prompt_file is not None:
+        raise ConfigError("prompts and prompt_file are both set; give one of them")
+    if cfg.prompt_file is not None:
+        rows = load_prompts([cfg.prompt_file], "prompt_file", images)
+        return [Prompt(row.text, i, row.meta, row.negative) for i, row in enumerate(rows)]
+    if not cfg.prompts:
+        raise ConfigError(
+            "neither prompts nor prompt_file is set; give one of them, e.g. prompts='[a red apple]'",
+        )
+    if images:
+        raise ConfigError(
+            f"prompts: the model edits images; give prompt_file, with a column {images[0]}",
+        )
+    return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]
+
+
+def rollout_settings(cfg: SampleConfig, base: FlowRolloutConfig) -> FlowRolloutConfig:
+    """The settings of a run's rollout with what the task changes, where validation reads them."""
+    names = ("num_inference_steps", "height", "width", "num_frames", "guidance_scale")
+    wanted = asdict(cfg)
+    given: dict[str, Any] = {}
+    for name in (*names, "true_cfg_scale", "n", "noise_level", "seed"):
+        if wanted[name] is not None:
+            given[name] = wanted[name]
+    val = replace(base.val, **given)
+    # training's own sizes are not sampled here, but they are checked
+    sizes: dict[str, Any] = {}
+    for name, value in (("height", val.height), ("width", val.width), ("num_frames", val.num_frames)):
+        if value is not None:
+            sizes[name] = value
+    return replace(base, sde_type=cfg.sde_type or base.sde_type, val=val, **sizes)
+
+
+class Writer:
+    """Writer of the images: `00003.png` is image 3 % n of prompt 3 // n, `index.jsonl` lists the
+    prompts, and `grid.png` shows them all.
+
+    Videos of `fps` frames per second are `00003.mp4` and so on; `grid.png` shows some frames of
+    each, and `grid.mp4` plays the first GRID_VIDEOS of them.
+    """
+
+    def __init__(self, folder: Path, n: int, fps: int = 1) -> None:
+        self.folder, self.n, self.fps = folder, n, fps
+        self._tiles: dict[int, tuple[str, str, list[Image.Image]]] = {}
+        for row in read_index(folder):  # images of an earlier call, which may have made more
+            (folder / row["file"]).unlink(missing_ok=True)
+        for name in ("index.jsonl", "grid.mp4"):
+            (folder / name).unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, index: int, prompt: str, image: NDArray[np.uint8]) -> None:
+        """Write an image [H, W, 3] or a video [F, H, W, 3]; what the grids show of it stays, small."""
+        frames = image if image.ndim == 4 else image[None]
+        moving = len(frames) > 1
+        file = f"{index:05d}.{'mp4' if moving else 'png'}"
+        if moving:
+            write_video(self.folder / file, frames, self.fps)
+        else:
+            Image.fromarray(frames[0]).save(self.folder / file)
+        shown = frames if index < GRID_VIDEOS else standing(frames)
+        self._tiles[index] = (prompt, file, [fit(picture) for picture in pictures(shown)])
+
+    def finish(self, columns: int | None) -> None:
+        """Write the index and the grids, and print where they are."""
+        order = sorted(self._tiles)
+        prompts, files, tiles = zip(*(self._tiles[i] for i in order), strict=True)
+        rows = zip(order, prompts, files, strict=True)
+        write_index(
+            self.folder,
+            ({"index": i, "prompt": p, "reward": None, "file": f} for i, p, f in rows),
+        )
+        if columns is None:
+            columns = self.n if self.n > 1 else math.ceil(math.sqrt(len(order)))
+        strips = []
+        for frames in tiles:
+            shown = [frames[k] for k in evenly_spaced(len(frames), STRIP)]
+            strips.append(side_by_side(shown))
+        sheet(strips, prompts, columns).save(self.folder / "grid.png")
+        moving = len(tiles[0]) > 1
+        if moving:
+            at_once = zip(*tiles[:GRID_VIDEOS], strict=True)
+            grids = (np.asarray(sheet(now, prompts[:GRID_VIDEOS], columns)) for now in at_once)
+            write_video(self.folder / "grid.mp4", grids, self.fps)
+        what = "videos" if moving else "images"
+        print(
+            f"{len(order)} {what} in {self.folder}, all of them in {self.folder / 'grid.png'}",
+            flush=True,
+        )

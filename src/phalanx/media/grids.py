@@ -1,0 +1,108 @@
+"""Pictures for people to look at: many in one with captions below them, and frames that stand for a video."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageDraw, ImageFont
+
+from phalanx.functional.frames import evenly_spaced
+
+STRIP = 4  # frames of a video that stand for it in a picture
+TILE_MIN = 160  # pixels: narrower tiles cannot hold a caption that one can read
+TILE_MAX = 320
+CAPTION_LINES = 3
+CAPTION_SIZE = 13
+_LINE_HEIGHT = CAPTION_SIZE + 4
+_MARGIN = 8
+
+
+def pictures(frames: NDArray[np.uint8]) -> list[Image.Image]:
+    """Each of the frames [F, H, W, 3] as a picture."""
+    return [Image.fromarray(frame) for frame in frames]
+
+
+def standing(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The frames [at most STRIP, H, W, 3] that stand for a video [F, H, W, 3] in a picture."""
+    return frames[evenly_spaced(len(frames), STRIP)]
+
+
+def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
+    """Pictures of one size in a row."""
+    if len(pictures) == 1:
+        return pictures[0]
+    width, height = pictures[0].size
+    row = Image.new("RGB", (len(pictures) * width, height))
+    for i, picture in enumerate(pictures):
+        row.paste(picture, (i * width, 0))
+    return row
+
+
+def sheet(
+    tiles: Sequence[Image.Image], prompts: Sequence[str], columns: int, headings: Sequence[str] = ()
+) -> Image.Image:
+    """All tiles in rows of `columns`, each with its prompt below it, and its heading, if any, above the prompt."""
+    font = ImageFont.load_default(CAPTION_SIZE)
+    width = max(TILE_MIN, *(tile.width for tile in tiles))
+    captions = [wrap(prompt, font, width) for prompt in prompts]
+    if headings:
+        captions = [[heading, *lines] for heading, lines in zip(headings, captions, strict=True)]
+    # every cell is as large as the largest one needs to be
+    height = max(tile.height for tile in tiles) + max(map(len, captions)) * _LINE_HEIGHT + _MARGIN
+    rows = math.ceil(len(tiles) / columns)
+    size = (min(columns, len(tiles)) * (width + _MARGIN) + _MARGIN, rows * (height + _MARGIN) + _MARGIN)
+    page = Image.new("RGB", size, (255, 255, 255))
+    draw = ImageDraw.Draw(page)
+    for i, (tile, lines) in enumerate(zip(tiles, captions, strict=True)):
+        x = _MARGIN + i % columns * (width + _MARGIN)
+        y = _MARGIN + i // columns * (height + _MARGIN)
+        page.paste(tile, (x + (width - tile.width) // 2, y))
+        for k, line in enumerate(lines):
+            draw.text((x, y + tile.height + 3 + k * _LINE_HEIGHT), line, font=font, fill=(20, 20, 20))
+    return page
+
+
+def fit(image: Image.Image) -> Image.Image:
+    """The image scaled to a side between TILE_MIN and TILE_MAX.
+
+    Tiny images are enlarged by a whole factor without smoothing, so that their pixels stay visible; large ones shrink.
+    """
+    longest = max(image.size)
+    if longest < TILE_MIN:
+        factor = math.ceil(TILE_MIN / longest)
+        return image.resize((image.width * factor, image.height * factor), Image.Resampling.NEAREST)
+    if longest > TILE_MAX:
+        scale = TILE_MAX / longest
+        size = (max(1, round(image.width * scale)), max(1, round(image.height * scale)))
+        return image.resize(size, Image.Resampling.LANCZOS)
+    return image
+
+
+def wrap(text: str, font: Any, width: int) -> list[str]:
+    """The text in at most CAPTION_LINES lines of at most `width` pixels; an ellipsis where it is cut."""
+    lines: list[str] = []
+    words = text.split()
+    while words and len(lines) < CAPTION_LINES:
+        line = _take(words, font, width)
+        if words and len(lines) == CAPTION_LINES - 1:
+            while line and font.getlength(line + " …") > width:
+                line = line[:-1]
+            line += " …"
+        lines.append(line)
+    return lines
+
+
+def _take(words: list[str], font: Any, width: int) -> str:
+    """Remove from `words` what fits on one line, and return it. A word wider than a line is cut into pieces."""
+    line = words.pop(0)
+    if font.getlength(line) > width:
+        cut = min(len(line), width)  # no letter is narrower than a pixel
+        while cut > 1 and font.getlength(line[:cut]) > width:
+            cut -= 1
+        words.insert(0, line[cut:])
+        return line[:cut]
+    while words and font.getlength(f"{line} {words[0]}") <= width:
+        line = f"{line} {words.pop(0)}"
+    return line

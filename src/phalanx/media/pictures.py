@@ -1,0 +1,97 @@
+"""Images of data files: found at once, read when needed, so that a dataset may exceed memory."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+FORMS = "the bytes of an image file, its path beside the data file, or {bytes, path}"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An image of a data file. `where` names its place in messages.
+
+    `source()` returns what the file, which is in `folder`, holds of it: bytes, a path, or, as
+    Hugging Face stores images, {"bytes": ..., "path": ...} with one of them.
+    """
+
+    source: Callable[[], Any]
+    folder: Path
+    where: str
+
+    def pixels(self, height: int, width: int) -> Tensor:
+        """[3, H, W]; see `to_size`. Raises ValueError as `pil` does."""
+        return to_size(self.pil(), height, width)
+
+    def pil(self) -> Image.Image:
+        """The image; see `upright`. Raises ValueError, with one line, if it cannot be read."""
+        try:
+            with Image.open(self._file(self.source())) as image:
+                return upright(image)
+        except UnidentifiedImageError:
+            raise ValueError(f"{self.where}: the image cannot be read: its format is unknown") from None
+        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+            # SyntaxError is what PIL raises for a damaged PNG
+            raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """A name of the image by its pixels. Raises ValueError as `pil` does."""
+        image = self.pil()
+        return hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
+
+    @cached_property
+    def file_size(self) -> int:
+        """Bytes of the image's file. Raises ValueError, with one line, where there is none."""
+        file = self._file(self.source())
+        try:
+            return file.stat().st_size if isinstance(file, Path) else len(file.getvalue())
+        except OSError as error:
+            raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
+
+    def _file(self, value: Any) -> Path | BytesIO:
+        """The argument for Image.open."""
+        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
+            value = value["path"] if value["bytes"] is None else value["bytes"]
+        if isinstance(value, bytes):
+            return BytesIO(value)
+        if isinstance(value, str):
+            return self.folder / value
+        raise ValueError(f"{self.where} is of type {type(value).__name__}; expected {FORMS}")
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """The image in RGB, rotated as its EXIF data say."""
+    return ImageOps.exif_transpose(image).convert("RGB")
+
+
+def to_size(image: Image.Image, height: int, width: int) -> Tensor:
+    """An RGB image as [3, H, W] float32 in 0..1: scaled to cover the size, and center-cropped."""
+    scale = max(height / image.height, width / image.width)
+    if scale != 1:
+        # rounding must not leave a side one pixel short
+        scaled_width = max(round(image.width * scale), width)
+        scaled_height = max(round(image.height * scale), height)
+        image = image.resize((scaled_width, scaled_height), Image.Resampling.LANCZOS)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    image = image.crop((left, top, left + width, top + height))
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+
+def to_uint8(images: Tensor) -> Tensor:
+    """Images [B, 3, H, W] in 0..1 -> uint8 [B, 3, H, W], as a PNG of the image would hold them."""
+    return images.mul(255).round().clamp(0, 255).to(torch.uint8)
+
+
+def pil_image(image: Tensor) -> Image.Image:
+    """An image, uint8 [3, H, W], as a PIL image."""
+    return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())

@@ -1,0 +1,52 @@
+"""Videos on disk, written with PyAV, which is installed with the extra `video`."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+CODEC: Final = "libx264"  # what browsers, notebooks and wandb play
+
+
+def can_write() -> bool:
+    """True if PyAV is installed with the codec, which builds against another FFmpeg may lack."""
+    try:
+        import av
+    except ImportError:
+        return False
+    try:
+        av.codec.Codec(CODEC, "w")
+    except av.codec.codec.UnknownCodecError:
+        return False
+    return True
+
+
+def write_video(path: Path, frames: Iterable[NDArray[np.uint8]], fps: int) -> None:
+    """Write frames uint8 [H, W, 3] as an mp4 of `fps` frames per second.
+
+    The codec needs even sides: the last row and column are repeated if they are odd. Raises OSError
+    for a file that cannot be written, and for frames that the encoder refuses, such as those of
+    more than 16384 pixels per side.
+    """
+    import av
+
+    try:
+        # an open file, since PyAV takes a name with a colon for a URL
+        with path.open("wb") as file, av.open(file, "w", format="mp4") as container:
+            stream = None
+            for frame in frames:
+                odd = [(0, frame.shape[0] % 2), (0, frame.shape[1] % 2), (0, 0)]
+                image = av.VideoFrame.from_ndarray(np.pad(frame, odd, mode="edge"), format="rgb24")
+                if stream is None:
+                    stream = container.add_stream(CODEC, rate=fps, options={"crf": "18"})
+                    stream.width, stream.height = image.width, image.height
+                    stream.pix_fmt = "yuv420p"
+                container.mux(stream.encode(image))
+            assert stream is not None, "a video has frames"
+            container.mux(stream.encode(None))
+    except av.error.FFmpegError as error:
+        if isinstance(error, OSError):
+            raise
+        raise OSError(f"{path}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,1 @@
+"""Flow-matching models of pictures and videos."""

@@ -1,0 +1,1 @@
+"""A file each family of flow-matching models."""

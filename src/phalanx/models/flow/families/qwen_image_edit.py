@@ -1,0 +1,160 @@
+"""Qwen-Image-Edit 2509 and 2511: an image and an instruction to an image.
+
+The text encoder sees the image beside the instruction, and the transformer sees its latents: they
+stand behind those of the image that is made, in every forward pass, without noise.
+"""
+
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
+
+import torch
+from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
+from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
+from PIL import Image
+from torch import Tensor
+from transformers import Qwen2VLProcessor
+
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.families import qwen_image
+from phalanx.models.flow.family import Embeds, Instruction
+
+TEMPLATE_TOKENS = 16  # that stay of the pipeline's template around image and instruction, at most
+
+
+class ImageProcessor(Qwen2VLProcessor):
+    """The pipeline's processor without its part for videos, which would need torchvision."""
+
+    @classmethod
+    def get_attributes(cls) -> list[str]:
+        return ["image_processor", "tokenizer"]
+
+
+class Model(qwen_image.Model):
+    """As Qwen-Image; `embeds["reference"]` [N, R, 64] has the packed latents of the edited image.
+
+    All of a batch have one size: the image is cut in the middle to the ratio of the images to be
+    made, and scaled as the pipeline does, to an area of `model.reference_size` squared for the VAE,
+    and 384 squared for the text encoder.
+    """
+
+    pipeline_class = "QwenImageEditPlusPipeline"
+    stock_pipeline: ClassVar[Any] = QwenImageEditPlusPipeline
+    omni_pipeline = None
+    image_column = "image"
+
+    def __init__(
+        self,
+        config: FlowModelConfig,
+        dtype: torch.dtype,
+        weights_dtype: torch.dtype,
+    ) -> None:
+        self.load(config, dtype, weights_dtype, self.stock_pipeline, QwenImageTransformer2DModel)
+        self.text_encoders = [self.pipeline.text_encoder]
+        self.area = config.reference_size**2
+        # by the image's digest and size, for as long as some embeddings have them
+        self._references = WeakValueDictionary[tuple[str, tuple[int, int]], Tensor]()
+
+    def components(self, path: str) -> dict[str, Any]:
+        return {"processor": ImageProcessor.from_pretrained(path, subfolder="processor")}
+
+    def reference_size(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) of an image for the VAE, by the size to be made; ValueError for none."""
+        found_width, found_height = stock.calculate_dimensions(self.area, width / height)
+        if not found_width or not found_height:
+            raise ValueError(
+                f"model.reference_size: too small for images of {height} x {width} pixels",
+            )
+        return found_height, found_width
+
+    def seen_size(self, height: int, width: int) -> tuple[int, int]:
+        """(height, width) of an image for the text encoder."""
+        found_width, found_height = stock.calculate_dimensions(
+            stock.CONDITION_IMAGE_SIZE,
+            width / height,
+        )
+        return found_height, found_width
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        shape = super().latent_shape(height, width)
+        self.reference_size(height, width)
+        return shape
+
+    def encode_instruction(
+        self,
+        instruction: Instruction,
+        device: torch.device,
+        max_length: int,
+    ) -> Embeds:
+        """`prompt_embeds` [L, D] and `reference` [R, 64], one tensor for all texts about an image.
+        The instruction is cut at `max_length` tokens, as the stock pipeline does not.
+        """
+        image = to_ratio(instruction.picture.pil(), *instruction.size)
+        seen = self.pipeline.image_processor.resize(image, *self.seen_size(*instruction.size))
+        text = self.cut(instruction.text, max_length)
+        embeds, _ = self.pipeline.encode_prompt([text], image=self.condition(seen), device=device)
+        key = (instruction.picture.digest, instruction.size)
+        reference = self._references.get(key)
+        if reference is None:
+            self._references[key] = reference = self.reference(image, instruction.size, device)
+        return {"prompt_embeds": embeds[0].cpu(), "reference": reference}
+
+    def reference(self, image: Image.Image, size: tuple[int, int], device: torch.device) -> Tensor:
+        """[R, 64] on the CPU: the packed latents of an image, by the size of the images to be made."""
+        pixels = self.pipeline.image_processor.preprocess(image, *self.reference_size(*size))
+        frame = pixels[:, :, None].to(device, self.dtype)
+        latents = self.pipeline._encode_vae_image(frame, None)
+        n, channels, _, h, w = latents.shape
+        return self.pipeline._pack_latents(latents, n, channels, h, w)[0].cpu()
+
+    def condition(self, image: Image.Image) -> Any:
+        """The image as the pipeline hands it to the text encoder."""
+        return [image]
+
+    def cut(self, text: str, max_length: int) -> str:
+        """The text, or its first `max_length` tokens."""
+        tokens = self.pipeline.tokenizer(text)["input_ids"]
+        if len(tokens) <= max_length:
+            return text
+        return self.pipeline.tokenizer.decode(tokens[:max_length]).rstrip(
+            "\ufffd",
+        )  # of a character that was cut
+
+    def most_tokens(self, max_length: int, height: int, width: int) -> int:
+        vision = self.pipeline.text_encoder.config.vision_config
+        patch = vision.patch_size * vision.spatial_merge_size
+        rows, columns = (round(side / patch) for side in self.seen_size(height, width))
+        return max_length + rows * columns + TEMPLATE_TOKENS
+
+    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
+        batch = super().collate(embeds, length, padded)
+        return batch | {"reference": torch.stack([e["reference"] for e in embeds])}
+
+    def velocity(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        embeds: Embeds,
+        height: int,
+        width: int,
+    ) -> Tensor:
+        both = torch.cat([latents.to(self.dtype), embeds["reference"]], 1)
+        return super().velocity(both, timesteps, embeds, height, width)[:, : latents.shape[1]]
+
+    def image_shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
+        return [
+            *super().image_shapes(height, width),
+            (1, *self.grid(*self.reference_size(height, width))),
+        ]
+
+    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+        rows, columns = self.grid(*self.reference_size(height, width))
+        reference = torch.empty(rows * columns, self.transformer.config.in_channels, dtype=self.dtype)
+        return super().embeds_like(length, height, width) | {"reference": reference}
+
+
+def to_ratio(image: Image.Image, height: int, width: int) -> Image.Image:
+    """The largest part of an image, from its middle, whose sides are as `height` to `width`."""
+    scale = min(image.height / height, image.width / width)
+    cut_height, cut_width = max(round(height * scale), 1), max(round(width * scale), 1)
+    left, top = (image.width - cut_width) // 2, (image.height - cut_height) // 2
+    return image.crop((left, top, left + cut_width, top + cut_height))

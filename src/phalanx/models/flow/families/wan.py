@@ -1,0 +1,196 @@
+"""Wan 2.1 and Wan 2.2 TI2V-5B (arXiv 2503.20314), text to video: latents of a causal VAE."""
+
+import logging
+from typing import Any
+
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.family import Embeds, FlowModel, check_size
+from phalanx.models.flow.folder import model_index
+
+MULTISTEP = "UniPCMultistepScheduler"  # the folders' own; its noise levels are taken, its solver is not
+TRAINED_LENGTH = 512  # tokens of a text, padding included
+# frames per second of the videos that Wan 2.1 and TI2V-5B were trained on
+FPS, FPS_PER_TOKEN = 16, 24
+
+log = logging.getLogger(__name__)
+
+
+class Model(FlowModel):
+    """Wan: latents [N, C, (F - 1) / 4 + 1, H/8, W/8] (TI2V-5B: H/16) of videos [N, F, 3, H, W], or
+    with one frame of images [N, 3, H, W]; guidance `rollout.guidance_scale`.
+    """
+
+    pipeline_class = "WanPipeline"
+    guidance_key = "guidance_scale"
+    default_negative = ""
+    makes_videos = True
+    vae_dtype = torch.float32  # as the models' cards and Flow-GRPO have it
+    # the layers of Flow-GRPO's Wan script: attention among the tokens, and to the text
+    lora_targets = (
+        "attn1.to_k", "attn1.to_out.0", "attn1.to_q", "attn1.to_v",
+        "attn2.to_k", "attn2.to_out.0", "attn2.to_q", "attn2.to_v",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        config: FlowModelConfig,
+        dtype: torch.dtype,
+        weights_dtype: torch.dtype,
+    ) -> None:
+        self.load(config, dtype, weights_dtype, WanPipeline, WanTransformer3DModel)
+        if self.pipeline.transformer_2 is not None:
+            raise _two(config.path)
+        if self.transformer.config.image_dim is not None:
+            raise ValueError(
+                f"model.path: {config.path!r} wants an image to begin with; supported is text to video",
+            )
+        c = self.pipeline.scheduler.config
+        if type(self.pipeline.scheduler).__name__ == MULTISTEP and not c.use_flow_sigmas:
+            raise ValueError(
+                f"model.path: the scheduler of {config.path!r} should have use_flow_sigmas: true",
+            )
+        if c.use_dynamic_shifting:
+            raise ValueError(
+                f"model.path: the scheduler of {config.path!r} should have use_dynamic_shifting: false",
+            )
+        # TI2V-5B's pipeline gives each token a timestep; those of a text-to-video sample are all
+        # equal, and one per sample is the same arithmetic without modulations of each token
+        self.fps = FPS_PER_TOKEN if self.pipeline.config.expand_timesteps else FPS
+        # its angles were rounded to weights_dtype, and are in no file
+        rope = self.transformer.rope
+        self.transformer.rope = WanRotaryPosEmbed(
+            rope.attention_head_dim,
+            rope.patch_size,
+            rope.max_seq_len,
+        )
+        self.text_encoders = [self.pipeline.text_encoder]
+
+    def load(
+        self,
+        config: FlowModelConfig,
+        dtype: torch.dtype,
+        weights_dtype: torch.dtype,
+        pipeline: Any,
+        transformer: Any,
+    ) -> None:
+        index = model_index(config.path)
+        if "transformer_2" in index and index["transformer_2"][0] is not None:  # told before anything is loaded
+            raise _two(config.path)
+        super().load(config, dtype, weights_dtype, pipeline, transformer)
+
+    def blocks(self) -> list[nn.Module]:
+        return list(self.transformer.blocks)
+
+    def check_length(self, max_length: int) -> None:
+        if max_length != TRAINED_LENGTH:
+            log.warning(
+                "data.max_prompt_length: %d: Wan was trained with texts padded to %d tokens, and attends to the "
+                "padding; set it to %d (for tasks/sample.py: max_prompt_length)",
+                max_length,
+                TRAINED_LENGTH,
+                TRAINED_LENGTH,
+            )
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        """`prompt_embeds` [L, D] without their padding, which is zeros and comes back in `collate`:
+        the model was trained with it, and attends to it; and `padded_length` [], that of
+        `prompt_embeds` with it.
+        """
+        embeds, _ = self.pipeline.encode_prompt(
+            texts, do_classifier_free_guidance=False, max_sequence_length=max_length, device=device
+        )
+        found = embeds.to(self.dtype).cpu()
+        # rows of zeros at the end
+        padding = [int((~e.any(1)).flip(0).cumprod(0).sum()) for e in found]
+        return [
+            {
+                "prompt_embeds": e[: max_length - n].clone(),
+                "padded_length": torch.tensor(max_length),
+            }
+            for e, n in zip(found, padding, strict=True)
+        ]
+
+    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
+        """`prompt_embeds` [N, max_length, D], whatever the longest of the step is."""
+        texts, whole = [e["prompt_embeds"] for e in embeds], int(embeds[0]["padded_length"])
+        return {"prompt_embeds": torch.stack([pad(t, (0, 0, 0, whole - len(t))) for t in texts])}
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        scheduler = self.pipeline.scheduler
+        scheduler.set_timesteps(num_inference_steps)
+        sigmas = scheduler.sigmas.float().cpu()
+        sigmas[0] = 1.0  # the multistep solver stays 1e-6 below, for its logarithms
+        return sigmas, scheduler.timesteps.float().cpu()
+
+    def shift(self, height: int, width: int) -> float:
+        c = self.pipeline.scheduler.config
+        return float(
+            c.flow_shift if type(self.pipeline.scheduler).__name__ == MULTISTEP else c.shift,
+        )
+
+    def tokens(self, height: int, width: int) -> int:
+        _, _, h, w = self.latent_shape(height, width)
+        _, rows, columns = self.transformer.config.patch_size
+        return (h // rows) * (w // columns)
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return self.sample_shape(height, width, 1)
+
+    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        c = self.transformer.config
+        factor, step = self.pipeline.vae_scale_factor_spatial, self.vae.config.scale_factor_temporal
+        patches = c.patch_size
+        unit = factor * patches[1]
+        check_size(height, width, unit, c.rope_max_seq_len * unit)
+        # the VAE is causal: the first frame is a latent of its own, and each `step` after it another
+        if frames % step != 1 % step:
+            below = max(frames - 1, 0) // step * step + 1
+            raise ValueError(
+                f"rollout.num_frames: {frames} should be 1 more than a multiple of {step}, e.g. {below} or "
+                f"{below + step}"
+            )
+        most = (c.rope_max_seq_len * patches[0] - 1) * step + 1
+        if frames > most:
+            raise ValueError(f"rollout.num_frames: {frames} is more than the model's {most} frames")
+        return (c.in_channels, (frames - 1) // step + 1, height // factor, width // factor)
+
+    def velocity(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        embeds: Embeds,
+        height: int,
+        width: int,
+    ) -> Tensor:
+        return self.transformer(
+            hidden_states=latents.to(self.dtype),
+            timestep=timesteps,
+            encoder_hidden_states=embeds["prompt_embeds"],
+            return_dict=False,
+        )[0]
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        mean, std = self.latent_statistics(latents.device)
+        frames = self.vae.decode(latents * std + mean, return_dict=False)[0].transpose(1, 2)
+        pixels = (frames.float() / 2 + 0.5).clamp(0, 1)
+        return pixels if latents.shape[2] > 1 else pixels[:, 0]
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return self.frame_latents(images, generator)
+
+    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+        text = torch.empty(length, self.transformer.config.text_dim, dtype=self.dtype)
+        return {"prompt_embeds": text, "padded_length": torch.tensor(length, device="cpu")}  # `collate` reads it
+
+
+def _two(path: str) -> ValueError:
+    return ValueError(
+        f"model.path: {path!r} has two transformers, of which each takes a part of the noise levels (Wan 2.2 A14B); "
+        "supported are models of one, such as Wan 2.1 and Wan 2.2 TI2V-5B"
+    )

@@ -1,0 +1,233 @@
+"""Z-Image and Z-Image-Turbo (arXiv 2511.22699): texts and image in one stream of tokens."""
+
+import torch
+from diffusers import ZImagePipeline, ZImageTransformer2DModel
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, decode_kl, encode_kl
+
+PATCH = 2  # latents a side of an image token, of a single frame
+# texts and images are filled up to a multiple of this many tokens, with learned ones that are
+# attended to
+UNIT = 32
+
+
+class Transformer(ZImageTransformer2DModel):
+    """diffusers' transformer, modules and weights alike, with a forward pass of batches.
+
+    diffusers' own takes lists and pads them to the longest of the batch, so that a sample's last
+    bits would depend on its neighbours, and its rows are prepared one by one. Here all that differs
+    between rows is in tensors.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        text_mask: Tensor,
+        attention_mask: Tensor | None = None,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        """Velocity towards images of latents [N, C, H, W] at timestep [N], which is 0 for noise.
+
+        Texts [N, L, D] are prompts where `text_mask` [N, L] says so, then the learned token; where
+        `attention_mask` [N, L] is False, there is nothing at all. L is a multiple of UNIT.
+        """
+        assert not return_dict
+        n, _, height, width = hidden_states.shape
+        condition = self.t_embedder(timestep * self.t_scale).type_as(hidden_states)
+        lengths = text_mask.shape[1] if attention_mask is None else attention_mask.sum(1)
+
+        image = self.all_x_embedder[f"{PATCH}-1"](_patches(hidden_states))
+        tokens = image.shape[1]
+        filler = self.x_pad_token.to(image.dtype).expand(n, -tokens % UNIT, -1)
+        image = torch.cat([image, filler], 1)
+        image_rope = self._rope(
+            self._image_positions(n, height // PATCH, width // PATCH, lengths, image),
+        )
+        for block in self.noise_refiner:
+            image = self._run(block, image, None, image_rope, condition)
+
+        text = self.cap_embedder(encoder_hidden_states)
+        text = torch.where(text_mask[..., None], text, self.cap_pad_token.to(text.dtype))
+        text_rope = self._rope(self._text_positions(n, text))
+        for block in self.context_refiner:
+            text = self._run(block, text, attention_mask, text_rope)
+
+        both, rope, mask = torch.cat([image, text], 1), torch.cat([image_rope, text_rope], 1), None
+        if attention_mask is not None:
+            mask = torch.cat([attention_mask.new_ones(n, image.shape[1]), attention_mask], 1)
+        for block in self.layers:
+            both = self._run(block, both, mask, rope, condition)
+        out = self.all_final_layer[f"{PATCH}-1"](both, c=condition)
+        return (_unpatched(out[:, :tokens], height, width),)
+
+    def _run(self, block: nn.Module, *inputs: Tensor | None) -> Tensor:
+        if self.gradient_checkpointing and torch.is_grad_enabled():
+            return self._gradient_checkpointing_func(block, *inputs)
+        return block(*inputs)
+
+    def _rope(self, positions: Tensor) -> Tensor:
+        """Rotations [N, L, head_dim / 2] of positions [N, L, 3]."""
+        return self.rope_embedder(positions.flatten(0, 1)).unflatten(0, positions.shape[:2])
+
+    @staticmethod
+    def _text_positions(n: int, text: Tensor) -> Tensor:
+        """(1 + j, 0, 0) of token j."""
+        positions = torch.zeros(n, text.shape[1], 3, dtype=torch.int32, device=text.device)
+        positions[..., 0] = torch.arange(1, text.shape[1] + 1, device=text.device)
+        return positions
+
+    @staticmethod
+    def _image_positions(
+        n: int,
+        rows: int,
+        columns: int,
+        lengths: int | Tensor,
+        image: Tensor,
+    ) -> Tensor:
+        """(1 + the text's length, row, column) of image tokens, 0 of those that fill up."""
+        grid = torch.zeros(n, rows, columns, 3, dtype=torch.int32, device=image.device)
+        grid[..., 0] = lengths + 1 if isinstance(lengths, int) else (lengths + 1)[:, None, None]
+        grid[..., 1] = torch.arange(rows, device=image.device)[:, None]
+        grid[..., 2] = torch.arange(columns, device=image.device)
+        return pad(grid.flatten(1, 2), (0, 0, 0, image.shape[1] - rows * columns))
+
+
+def _patches(latents: Tensor) -> Tensor:
+    """[N, C, H, W] -> [N, (H / 2)(W / 2), 4 C], the channel last."""
+    n, c, h, w = latents.shape
+    cut = latents.view(n, c, h // PATCH, PATCH, w // PATCH, PATCH)
+    return cut.permute(0, 2, 4, 3, 5, 1).reshape(n, -1, PATCH * PATCH * c)
+
+
+def _unpatched(tokens: Tensor, height: int, width: int) -> Tensor:
+    """The inverse of `_patches`."""
+    n, h, w = len(tokens), height // PATCH, width // PATCH
+    cut = tokens.view(n, h, w, PATCH, PATCH, -1)
+    return cut.permute(0, 5, 1, 3, 2, 4).reshape(n, -1, height, width)
+
+
+class Model(FlowModel):
+    """Z-Image: latents [N, 16, H/8, W/8]; Turbo does without `rollout.guidance_scale`."""
+
+    pipeline_class = "ZImagePipeline"
+    guidance_key = "guidance_scale"
+    default_negative = ""
+    masks_text = True
+    # the layers of Flow-Factory's recipes: all but the modulation
+    lora_targets = (
+        "attention.to_k", "attention.to_out.0", "attention.to_q", "attention.to_v",
+        "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        config: FlowModelConfig,
+        dtype: torch.dtype,
+        weights_dtype: torch.dtype,
+    ) -> None:
+        self.load(config, dtype, weights_dtype, ZImagePipeline, Transformer)
+        self.text_encoders = [self.pipeline.text_encoder]
+
+    def blocks(self) -> list[nn.Module]:
+        """Blocks of the image, of the text, and of both."""
+        t = self.transformer
+        return [*t.noise_refiner, *t.context_refiner, *t.layers]
+
+    def heads(self) -> tuple[int, int]:
+        c = self.transformer.config
+        return c.n_heads, c.dim // c.n_heads
+
+    def check_length(self, max_length: int) -> None:
+        # positions begin at 1, and the image has the one after
+        limit = self.transformer.config.axes_lens[0] - 2
+        if _filled(max_length) > limit:
+            raise ValueError(
+                f"data.max_prompt_length: {max_length} is more than the model's {limit // UNIT * UNIT} tokens"
+            )
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        """`prompt_embeds` [L, D], L a multiple of UNIT, and `text_mask` [L]: False where the
+        learned token stands.
+        """
+        # the pipeline puts prompts into the template of a chat, in place
+        found, _ = self.pipeline.encode_prompt(
+            list(texts),
+            device=device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=max_length,
+        )
+        embeds = []
+        for text in found:
+            n, length = len(text), _filled(len(text))
+            padded = pad(text.cpu(), (0, 0, 0, length - n))
+            embeds.append({"prompt_embeds": padded, "text_mask": torch.arange(length) < n})
+        return embeds
+
+    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
+        """`prompt_embeds` [N, length, D], `text_mask` [N, length] and, where `padded`,
+        `attention_mask` [N, length].
+        """
+        texts = [e["prompt_embeds"] for e in embeds]
+        batch = {
+            "prompt_embeds": torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts]),
+            "text_mask": torch.stack(
+                [pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds],
+            ),
+        }
+        if padded:
+            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(t)] for t in texts])
+        return batch
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        return self.linear_schedule(num_inference_steps, self.tokens(height, width))
+
+    def tokens(self, height: int, width: int) -> int:
+        _, h, w = self.latent_shape(height, width)
+        return (h // PATCH) * (w // PATCH)
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        factor, c = self.pipeline.vae_scale_factor, self.transformer.config
+        check_size(height, width, factor * PATCH, min(c.axes_lens[1:]) * factor * PATCH)
+        return (c.in_channels, height // factor, width // factor)
+
+    def velocity(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        embeds: Embeds,
+        height: int,
+        width: int,
+    ) -> Tensor:
+        out = self.transformer(
+            hidden_states=latents.to(self.dtype),
+            timestep=(1000 - timesteps) / 1000,
+            encoder_hidden_states=embeds["prompt_embeds"],
+            text_mask=embeds["text_mask"],
+            attention_mask=embeds["attention_mask"] if "attention_mask" in embeds else None,
+        )[0]
+        return -out  # the model's own leads to the image
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """As the pipeline counts: from the positive branch."""
+        return positive + scale * (positive - negative)
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        return decode_kl(self.vae, latents)
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return encode_kl(self.vae, images, generator)
+
+    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+        filled = _filled(length)
+        text = torch.empty(filled, self.transformer.config.cap_feat_dim, dtype=self.dtype)
+        return {"prompt_embeds": text, "text_mask": torch.ones(filled, dtype=torch.bool)}
+
+
+def _filled(length: int) -> int:
+    """Tokens of a text after it is filled up."""
+    return length + -length % UNIT

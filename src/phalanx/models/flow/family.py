@@ -1,0 +1,348 @@
+"""The base class of a family of flow-matching models: one file with a class `Model` for each."""
+
+import copy
+import math
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.flow import FlowModelConfig
+from phalanx.media.pictures import Picture
+from phalanx.models.flow.folder import (
+    absent_components,
+    base_folder,
+    check_tensors,
+    component_names,
+    dtype_on_disk,
+    model_index,
+)
+from phalanx.telemetry.flops import forward_flops
+
+Embeds = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """A text about an image, by which images of `size` (height, width) pixels are made.
+
+    Its str names its contents.
+    """
+
+    text: str
+    picture: Picture
+    size: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"{self.text}\n{self.picture.digest} {self.size[0]} {self.size[1]}"
+
+
+class FlowModel:
+    """A model that makes images of texts, some with an image beside the text.
+
+    Its parts are of diffusers' own classes. N rows are samples, noise levels and guidance branches
+    alike.
+    """
+
+    pipeline_class: str  # by which a folder is recognised
+    guidance_key: str  # of classifier-free guidance, a second branch of the forward pass
+    # of a guidance that the model was distilled to take as an input
+    embedded_guidance_key: str | None = None
+    lora_targets: Sequence[str]
+    default_negative: str
+    makes_videos: bool = False  # True where samples can have more than one frame
+    fps: int = 1  # frames per second of its videos
+    vae_dtype: torch.dtype | None = None  # that the VAE is read and computes in; None: the model's
+    masks_text: bool = False  # True where attention takes a mask if prompts differ in length
+    # of the data: the image that a prompt is about; None: the model takes texts alone
+    image_column: str | None = None
+    omni_pipeline: str | None = None  # module:class of its pipeline in phalanx.engines.omni, if any
+
+    pipeline: Any
+    transformer: Any
+    vae: Any
+    text_encoders: list[nn.Module]
+    dtype: torch.dtype
+
+    def __init__(
+        self,
+        config: FlowModelConfig,
+        dtype: torch.dtype,
+        weights_dtype: torch.dtype,
+    ) -> None:
+        """Load `config.path`: the transformer in `weights_dtype`, all else in `dtype`."""
+        raise AssertionError("a family loads itself")
+
+    def load(
+        self,
+        config: FlowModelConfig,
+        dtype: torch.dtype,
+        weights_dtype: torch.dtype,
+        pipeline: Any,
+        transformer: Any,
+    ) -> None:
+        """Set `pipeline`, `transformer`, `vae` and `dtype`, by diffusers' two classes."""
+        path = config.path
+        given = absent_components(model_index(path)) | self.components(path)
+        self.dtype = dtype
+        self.transformer = transformer.from_pretrained(
+            path,
+            subfolder="transformer",
+            torch_dtype=weights_dtype,
+        )
+        dtypes = {"default": dtype, "vae": self.vae_dtype or dtype}
+        self.pipeline = pipeline.from_pretrained(
+            path,
+            transformer=self.transformer,
+            torch_dtype=dtypes,
+            **given,
+        )
+        self.vae = self.pipeline.vae
+        check_tensors(path, transformer=self.transformer, vae=self.vae)
+        # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
+        # block has weights of one dtype
+        nn.Module.to(self.transformer, weights_dtype)
+
+    def components(self, path: str) -> dict[str, Any]:
+        """Components that the family loads itself, by their names in the pipeline."""
+        return {}
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks: the units of sharding, compilation and checkpointing."""
+        return list(self.transformer.transformer_blocks)
+
+    def heads(self) -> tuple[int, int]:
+        """Attention heads, and the size of one."""
+        c = self.transformer.config
+        return c.num_attention_heads, c.attention_head_dim
+
+    def check_length(self, max_length: int) -> None:
+        """Raise ValueError for prompts of `max_length` tokens, or warn of them, before any is encoded."""
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        """Text embeddings of each prompt, on the CPU: `prompt_embeds` [L, D] and others.
+
+        There is no padding that attention would have to mask; what the model attends to as it was
+        trained stays.
+        """
+        raise AssertionError
+
+    def encode_instruction(
+        self,
+        instruction: Instruction,
+        device: torch.device,
+        max_length: int,
+    ) -> Embeds:
+        """As `encode`, where there is an `image_column`: the embeddings of a text and its image.
+
+        Raises ValueError for an image that cannot be read.
+        """
+        raise AssertionError
+
+    def most_tokens(self, max_length: int, height: int, width: int) -> int:
+        """The most tokens of `prompt_embeds` of a prompt of `max_length` tokens."""
+        return max_length
+
+    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
+        """Stack embeddings to [N, length, D]; `padded`: some prompt of any rank is shorter."""
+        raise AssertionError
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """sigmas [N + 1] and timesteps [N] float32 of the model folder's own scheduler."""
+        raise AssertionError
+
+    def linear_schedule(self, num_inference_steps: int, tokens: int) -> tuple[Tensor, Tensor]:
+        """`schedule` as pipelines with `calculate_shift` make it: even levels 1 .. 1/N, shifted.
+
+        The shift depends on the image's `tokens` where the folder says so (`use_dynamic_shifting`).
+        """
+        scheduler = self.pipeline.scheduler
+        even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
+        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens))
+        return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
+
+    def dynamic_shift(self, tokens: int) -> float:
+        """diffusers' mu of an image of so many tokens."""
+        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+        c = self.pipeline.scheduler.config
+        sizes = c.base_image_seq_len, c.max_image_seq_len
+        return calculate_shift(tokens, *sizes, c.base_shift, c.max_shift)
+
+    def tokens(self, height: int, width: int) -> int:
+        """Image tokens of the transformer."""
+        raise AssertionError
+
+    def shift(self, height: int, width: int) -> float:
+        """s by which the scheduler moves the noise levels of an image: s t / (1 + (s - 1) t)."""
+        c = self.pipeline.scheduler.config
+        if not c.use_dynamic_shifting:
+            return float(c.shift)
+        mu = self.dynamic_shift(self.tokens(height, width))
+        return math.exp(mu) if c.time_shift_type == "exponential" else mu
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        """Shape of one sample's latent; raises ValueError for a size that the model cannot make."""
+        raise AssertionError
+
+    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        """`latent_shape` of a sample of so many frames, which is an image where there is one."""
+        assert frames == 1, "a family that makes videos says how"
+        return self.latent_shape(height, width)
+
+    def velocity(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        embeds: Embeds,
+        height: int,
+        width: int,
+    ) -> Tensor:
+        """One forward pass: latents and embeds [N, ...], timesteps [N] in 0..1000 -> [N, ...].
+
+        With an `embedded_guidance_key`, `embeds` also has `guidance` [N] float32, the scale.
+        """
+        raise AssertionError
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """Classifier-free guidance of two velocities, float32."""
+        return negative + scale * (positive - negative)
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Images [N, 3, H, W], or videos [N, F, 3, H, W], in 0..1, float32."""
+        raise AssertionError
+
+    def latent_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [C, 1, 1, 1] of the latents of a VAE for videos."""
+        c = self.vae.config
+        mean, std = torch.tensor([c.latents_mean, c.latents_std], device=device)
+        return mean.view(-1, 1, 1, 1), std.view(-1, 1, 1, 1)
+
+    def frame_latents(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
+        """A video VAE's latents [N, C, 1, h, w], of mean 0 and std 1, of images [N, 3, H, W]."""
+        mean, std = self.latent_statistics(images.device)
+        posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)[:, :, None]).latent_dist
+        latents = posterior.mode() if generator is None else posterior.sample(generator)
+        return (latents.float() - mean) / std
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """Latents [N, ...] float32 of images [N, 3, H, W] in 0..1: the inverse of `decode`."""
+        raise AssertionError
+
+    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+        """Embeddings as `encode` makes them of a prompt, of `length` tokens and without values: to count with."""
+        raise AssertionError
+
+    def flops(self, height: int, width: int, text_length: int, frames: int = 1) -> int:
+        """Floating-point operations of one forward pass of one sample."""
+        kind, config = type(self.transformer), self.transformer.config
+
+        def inputs() -> dict[str, Any]:
+            one = self.embeds_like(text_length, height, width)
+            embeds = self.collate([one], len(one["prompt_embeds"]), padded=False)
+            if self.embedded_guidance_key is not None:
+                embeds["guidance"] = torch.empty(1)
+            latents = torch.empty(1, *self.sample_shape(height, width, frames))
+            return {"latents": latents, "timesteps": torch.empty(1), "embeds": embeds, "height": height, "width": width}
+
+        return forward_flops(lambda: _ForwardPass(self, kind.from_config(config).to(self.dtype)), inputs)
+
+    # -- export: the files that stock diffusers loads. No model of the class is built for it. -----
+
+    @classmethod
+    def load_base(cls, config: FlowModelConfig, dtype: torch.dtype | None) -> nn.Module:
+        """The base folder's transformer, on the CPU; `dtype` None: in the dtype of its files."""
+        from diffusers import AutoModel
+
+        base = base_folder(config)
+        dtype = dtype or dtype_on_disk(base / "transformer")
+        return AutoModel.from_pretrained(str(base), subfolder="transformer", torch_dtype=dtype)
+
+    @classmethod
+    def export_lora(cls, folder: Path, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
+        """Write the stock pipeline's file of a LoRA; `layers` have peft's names without an adapter."""
+        import diffusers
+
+        metadata: dict[str, Any] = {
+            "r": rank,
+            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+            "target_modules": sorted({name.partition(".lora_")[0] for name in layers}),
+        }
+        getattr(diffusers, cls.pipeline_class).save_lora_weights(
+            folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+        )
+
+    @classmethod
+    def export_model(cls, folder: Path, config: FlowModelConfig, transformer: Any) -> None:
+        """Write a diffusers folder: the base's, file by file, with the trained transformer."""
+        base = base_folder(config)
+        shutil.copyfile(base / "model_index.json", folder / "model_index.json")
+        for name in component_names(model_index(config.path)):
+            if name != "transformer":
+                shutil.copytree(base / name, folder / name, copy_function=shutil.copyfile)
+        transformer.save_pretrained(folder / "transformer")
+
+
+class _ForwardPass(nn.Module):
+    """The velocity of a family with another transformer than its own."""
+
+    def __init__(self, model: FlowModel, transformer: nn.Module) -> None:
+        super().__init__()
+        self.model, self.transformer = copy.copy(model), transformer
+        self.model.transformer = transformer
+
+    def forward(self, **inputs: Any) -> Tensor:
+        return self.model.velocity(**inputs)
+
+
+class PackedModel(FlowModel):
+    """A model of packed latents [N, (H/u)(W/u), C]: a token is 2 x 2 of the VAE's, u pixels wide."""
+
+    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
+        return self.linear_schedule(num_inference_steps, self.tokens(height, width))
+
+    def tokens(self, height: int, width: int) -> int:
+        rows, columns = self.grid(height, width)
+        return rows * columns
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return (self.tokens(height, width), self.transformer.config.in_channels)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of image tokens; raises ValueError for a size that cannot be made."""
+        # 2 is what the pipelines' _pack_latents does, whatever patch_size says
+        unit = self.pipeline.vae_scale_factor * 2
+        check_size(height, width, unit)
+        return height // unit, width // unit
+
+
+def decode_kl(vae: Any, latents: Tensor) -> Tensor:
+    """Images [N, 3, H, W] in 0..1, float32, of an AutoencoderKL's normalised latents [N, C, h, w]."""
+    c = vae.config
+    unscaled = (latents / c.scaling_factor + c.shift_factor).to(vae.dtype)
+    images = vae.decode(unscaled, return_dict=False)[0]
+    return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+def encode_kl(vae: Any, images: Tensor, generator: torch.Generator | None) -> Tensor:
+    """The inverse of `decode_kl`; the posterior's mode without a generator, a draw with one."""
+    c = vae.config
+    posterior = vae.encode((images * 2 - 1).to(vae.dtype)).latent_dist
+    latents = posterior.mode() if generator is None else posterior.sample(generator)
+    return (latents.float() - c.shift_factor) * c.scaling_factor
+
+
+def check_size(height: int, width: int, unit: int, limit: int | None = None) -> None:
+    """Raise ValueError where a side is not a multiple of `unit` pixels, or longer than `limit`."""
+    for name, size in (("height", height), ("width", width)):
+        if size % unit:
+            below = max(size // unit, 1) * unit
+            near = f"{below} or {below + unit}"
+            raise ValueError(f"rollout.{name}: {size} should be a multiple of {unit}, e.g. {near}")
+        if limit is not None and size > limit:
+            raise ValueError(f"rollout.{name}: {size} is more than the model's {limit} pixels")

@@ -1,0 +1,398 @@
+"""The policy: a flow-matching model over the mesh, and the replay of what it sampled."""
+
+import copy
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.flow import FlowDataConfig, FlowModelConfig
+from phalanx.config.load import known_modules, resolve_registry
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.mesh import World
+from phalanx.distributed.seed import fold_in, normal
+from phalanx.functional.flow import FlowReplay, FlowTrace, Noised, Sampler
+from phalanx.functional.noising import noise_levels
+from phalanx.functional.sde import sde_step
+from phalanx.models.flow.attention import set_backend
+from phalanx.models.flow.embeds import EmbedsCache
+from phalanx.models.flow.family import Embeds, FlowModel, Instruction
+from phalanx.models.flow.folder import model_index
+from phalanx.models.trained import TrainedModel
+from phalanx.telemetry.flops import step_flops
+from phalanx.types import Prompt, Samples
+
+FAMILIES = "phalanx.models.flow.families"
+NUM_TRAIN_TIMESTEPS = 1000  # of diffusers' flow-matching schedulers: timestep = level x 1000
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def family_of(config: FlowModelConfig) -> type[FlowModel]:
+    """The class `Model` of the model's family; raises ValueError for a pipeline that none knows."""
+    name = config.family
+    if name is None:
+        name = known_family(config.path, model_index(config.path))
+    found = resolve_registry(FAMILIES, name, "model.family")
+    if "Model" not in vars(found):
+        raise ValueError(f"model.family: {name!r} has no class Model")
+    return found.Model
+
+
+def known_family(path: str, index: dict[str, Any]) -> str:
+    """The module of FAMILIES for a folder's model_index.json; raises ValueError without one."""
+    name = index["_class_name"]
+    known = {}
+    # asked of the families themselves, so that a new file is all that a new family takes
+    for module in known_modules(FAMILIES):
+        found = resolve_registry(FAMILIES, module, "model.family")
+        if "Model" in vars(found):
+            known[found.Model.pipeline_class] = module
+    if name not in known:
+        raise ValueError(f"model.path: {path!r} is a {name}; supported: {', '.join(sorted(known))}")
+    return known[name]
+
+
+def image_columns(config: FlowModelConfig) -> tuple[str, ...]:
+    """Columns of the data in which the model finds images; raises as `family_of` does."""
+    column = family_of(config).image_column
+    return () if column is None else (column,)
+
+
+class FlowPolicy:
+    """See phalanx.types.Policy. `trained` has the weights, `model` the whole pipeline."""
+
+    def __init__(
+        self,
+        model: FlowModel,
+        world: World,
+        config: FlowModelConfig,
+        parallel: ParallelConfig,
+        data: FlowDataConfig,
+        *,
+        seed: int,
+        detach_uncond: bool = False,
+        frozen: bool = False,
+    ) -> None:
+        """`frozen`: nothing is trained. Raises ValueError for what the model refuses."""
+        self.model, self.world, self.config = model, world, config
+        self.detach_uncond = detach_uncond
+        model.check_length(data.max_prompt_length)
+        _freeze_and_prepare(model, config, world.device)
+        self.trained = TrainedModel(
+            model.transformer,
+            model.blocks(),
+            world,
+            config,
+            parallel,
+            model.dtype,
+            lora_targets=model.lora_targets,
+            seed=seed,
+            frozen=frozen,
+        )
+        # all that an embedding depends on, beside its text: runs share the cache on disk
+        identity = f"{config.path} {config.family} {config.dtype} {data.max_prompt_length}"
+        if model.image_column is not None:
+            identity += f" {config.reference_size}"
+        self._max_length = data.max_prompt_length
+        self._forward_flops: int | None = None
+        self._embeds = EmbedsCache(self._encode, identity, data.embeds_cache_dir)
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def embed(
+        self,
+        prompts: list[Prompt],
+        negatives: bool = True,
+        size: tuple[int, int] | None = None,
+    ) -> list[Embeds]:
+        """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU.
+
+        A model that sees an image sees that of the prompt's meta, with the negative too; `size`
+        (height, width) is that of the images to be made. Raises ValueError for an image that cannot
+        be read.
+        """
+        texts = [p.text for p in prompts]
+        if negatives:
+            default = self.model.default_negative
+            texts += [default if p.negative is None else p.negative for p in prompts]
+        column = self.model.image_column
+        if column is None:
+            return self._embeds(texts)
+        assert size is not None
+        shown = prompts * 2 if negatives else prompts
+        pairs = zip(texts, shown, strict=True)
+        return self._embeds([Instruction(text, p.meta[column], size) for text, p in pairs])
+
+    def room(self) -> int:
+        """Number of embeddings, of prompts and negatives like those so far, that stay in memory."""
+        return self._embeds.room()
+
+    @torch.no_grad()
+    def _encode(self, wanted: Sequence[Hashable]) -> list[Embeds]:
+        """Embeddings of what the cache lacks; the text encoders are on the device meanwhile."""
+        # They are often larger than the transformer's share of a GPU, and are needed only now: so
+        # they travel, and EncodeAhead makes it rare.
+        device = self.world.device
+        for encoder in self.model.text_encoders:
+            encoder.to(device)
+        try:
+            # One prompt at a time: kernels round differently at another batch size, and what else
+            # happens to be encoded with a prompt depends on the cache and on the number of ranks.
+            return [self._encode_one(one, device) for one in wanted]
+        finally:
+            for encoder in self.model.text_encoders:
+                encoder.to("cpu")
+
+    def _encode_one(self, wanted: Hashable, device: torch.device) -> Embeds:
+        if isinstance(wanted, Instruction):
+            return self.model.encode_instruction(wanted, device, self._max_length)
+        assert isinstance(wanted, str)
+        return self.model.encode([wanted], device, self._max_length)[0]
+
+    def share(self, other: "FlowPolicy", *, text: bool) -> None:
+        """Use the VAE of another policy of this family and, with `text`, its text encoders and the
+        embeddings that it has: equal ones of its own are let go.
+        """
+        shared = [other.model.vae]
+        if text:
+            shared += other.model.text_encoders
+        # the pipeline has references of its own, which would keep the memory
+        for name, part in other.model.pipeline.components.items():
+            if any(part is module for module in shared):
+                self.model.pipeline.register_modules(**{name: part})
+        self.model.vae = other.model.vae
+        if text:
+            self.model.text_encoders, self._embeds = other.model.text_encoders, other._embeds
+
+    # -- sampling and replay ----------------------------------------------------------------------
+
+    def velocity(
+        self,
+        latents: Tensor,
+        timesteps: Tensor,
+        embeds: Embeds,
+        rows: Tensor,
+        sampler: Sampler,
+    ) -> Tensor:
+        """Guided velocity [N, ...] float32 of latents [N, ...] at timesteps [N]; `rows` [N] index
+        into `embeds`, which holds P prompts and, under guidance, their P negatives.
+
+        Both branches of guidance go through one forward pass, unless the unconditional one is to be
+        detached.
+        """
+        height, width = sampler.height, sampler.width
+        if not sampler.guided:
+            taken = _take(embeds, rows, sampler)
+            return self.model.velocity(latents, timesteps, taken, height, width).float()
+        negative_rows = rows + next(iter(embeds.values())).shape[0] // 2
+        if self.detach_uncond:
+            # in a pass of its own: within one, autograd would keep the activations of both
+            taken = _take(embeds, negative_rows, sampler)
+            with torch.no_grad():
+                negative = self.model.velocity(latents, timesteps, taken, height, width)
+            taken = _take(embeds, rows, sampler)
+            positive = self.model.velocity(latents, timesteps, taken, height, width)
+            return self.model.guide(negative.float(), positive.float(), sampler.guidance)
+        # one pass of twice the rows: better use of a GPU, and each sharded block is gathered once
+        both = _take(embeds, torch.cat([negative_rows, rows]), sampler)
+        twice = torch.cat([latents, latents])
+        out = self.model.velocity(twice, timesteps.repeat(2), both, height, width)
+        negative, positive = out.float().chunk(2)
+        return self.model.guide(negative, positive, sampler.guidance)
+
+    def replay(self, trace: FlowTrace) -> FlowReplay:
+        """Every sample's trained steps in one forward pass of B x W rows."""
+        # All steps at once, sample by sample. Where a rollout's micro-batch has as many rows, both
+        # passes have the same shape, and the log-probabilities agree to the last bit.
+        b, chosen = trace.latents.shape[0], trace.trained
+        w = len(chosen)
+        before = trace.latents[:, chosen].flatten(0, 1)
+        after = trace.latents[:, chosen + 1].flatten(0, 1)
+        rows = trace.prompt_index.repeat_interleave(w)
+        timesteps = trace.timesteps[chosen].repeat(b)
+        velocity = self.velocity(before, timesteps, trace.embeds, rows, trace.sampler)
+        step = sde_step(
+            before,
+            velocity,
+            trace.sigmas[chosen].repeat(b),
+            trace.sigmas[chosen + 1].repeat(b),
+            noise_level=trace.sampler.noise_level,
+            sde_type=trace.sampler.sde_type,
+            sigma_max=trace.sigma_max,
+            prev_sample=after,
+        )
+        assert step.log_prob is not None
+        shape = (b, w, *before.shape[1:])
+        return FlowReplay(
+            log_prob=step.log_prob.view(b, w),
+            mean=step.mean.view(shape),
+            std=step.std[:w],  # of the first sample's steps: it is the same for all samples
+            velocity=velocity.view(shape),
+        )
+
+    def predict(self, trace: FlowTrace, noised: Noised) -> Tensor:
+        """Guided velocity [B, W, ...] float32 of noised final latents, in one pass of B x W rows."""
+        x = noised.latents(trace.clean)
+        rows = trace.prompt_index.repeat_interleave(x.shape[1])
+        timesteps = noised.levels.flatten() * NUM_TRAIN_TIMESTEPS
+        velocity = self.velocity(x.flatten(0, 1), timesteps, trace.embeds, rows, trace.sampler)
+        return velocity.view_as(x)
+
+    def corrupt(
+        self,
+        samples: Samples,
+        seeds: Sequence[int],
+        *,
+        levels: int,
+        distribution: str,
+    ) -> Noised:
+        """Fresh noise for the final latents of `samples`, at `levels` levels each, by its seed.
+
+        distribution: "schedule", "uniform" or "logit_normal"; see phalanx.functional.noising.
+        """
+        trace: FlowTrace = samples.trace
+        device, sampler = trace.clean.device, trace.sampler
+        shape = (levels, *trace.clean.shape[1:])
+        noise = torch.stack([normal(shape, seed, device) for seed in seeds])
+        sigmas, _ = self.model.schedule(sampler.num_inference_steps, sampler.height, sampler.width)
+        schedule = sigmas[:-1]  # at the last level, 0, there is no noise to predict
+        # a stream for each sample, whichever rank has it; "schedule" shuffles the whole schedule,
+        # and so wants a number for each of its levels
+        count = max(len(schedule), levels)
+        streams = [torch.Generator().manual_seed(fold_in(seed, "level")) for seed in seeds]
+        uniform = torch.stack([torch.rand(count, generator=stream) for stream in streams])
+        shift = self.model.shift(sampler.height, sampler.width)
+        drawn = noise_levels(uniform, levels, schedule, distribution=distribution, shift=shift)
+        return Noised(noise, drawn.to(device))
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor, sampler: Sampler, slice_size: int | None) -> Tensor:
+        """Images [N, 3, H, W] or videos [N, F, 3, H, W] in 0..1 on the CPU, `slice_size` at once."""
+        decoded = []
+        for part in latents.split(slice_size or len(latents)):
+            # rewards, logs and files want them on the CPU, and a GPU has no room for a whole step's
+            decoded.append(self.model.decode(part, sampler.height, sampler.width).cpu())
+        return torch.cat(decoded)
+
+    def through(self, transformer: Any) -> "FlowPolicy":
+        """This policy with another engine's transformer, which is called as diffusers' is."""
+        # shallow: all but the transformer stays one and the same, embeddings and VAE included
+        other = copy.copy(self)
+        other.model = copy.copy(self.model)
+        other.model.transformer = transformer
+        return other
+
+    # -- cost -------------------------------------------------------------------------------------
+
+    def forward_flops(self, trace: FlowTrace) -> int:
+        """Operations of one forward pass of a sample and guidance branch."""
+        if self._forward_flops is None:  # texts count as long as those of the first trace
+            s, length = trace.sampler, trace.embeds["prompt_embeds"].shape[1]
+            self._forward_flops = self.model.flops(s.height, s.width, length, s.num_frames)
+        return self._forward_flops
+
+    def step_flops(
+        self,
+        samples: Samples,
+        *,
+        actions: int,
+        count: int,
+        updates: float,
+        references: float,
+    ) -> int:
+        """See phalanx.training.parts.TrainedPolicy."""
+        trace: FlowTrace = samples.trace
+        return step_flops(
+            self.forward_flops(trace),
+            samples=count,
+            steps=trace.evaluations,
+            window=actions,
+            cfg=trace.sampler.guided,
+            updates_per_sample=updates,
+            lora=self.trained.lora,
+            checkpointing=self.config.gradient_checkpointing,
+            views=references,
+            detach_uncond=self.detach_uncond,
+        )
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """See TrainedModel.unsharded."""
+        return self.trained.unsharded()
+
+    def using(self, weights: str) -> AbstractContextManager[None]:
+        """See TrainedModel.using."""
+        return self.trained.using(weights)
+
+
+def build_policy(
+    config: FlowModelConfig,
+    parallel: ParallelConfig,
+    data: FlowDataConfig,
+    world: World,
+    *,
+    seed: int,
+    detach_uncond: bool,
+    frozen: bool = False,
+    family: type[FlowModel] | None = None,
+    make: Callable[..., FlowPolicy] = FlowPolicy,
+) -> FlowPolicy:
+    """Load the model folder and lay it out over the mesh; text encoders stay on the CPU.
+
+    `family`: another class than that of the model's family. `make`: another class of policy.
+
+    Raises ValueError, with one line that begins with `model.path`, for a folder that cannot be used.
+    """
+    _hide_progress_bars()
+    dtype = DTYPES[config.dtype]
+    # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
+    weights_dtype = dtype if config.lora_rank > 0 or frozen else torch.float32
+    family = family_of(config) if family is None else family
+    try:
+        model = family(config, dtype, weights_dtype)
+    except (OSError, ValueError) as error:
+        # the libraries' own messages have many lines and no key
+        reason = " ".join(str(error).split()).removeprefix("model.path: ")
+        raise ValueError(f"model.path: {reason}") from error
+    model.vae.to(world.device)  # small, and needed after each micro-batch: it does not travel
+    return make(
+        model,
+        world,
+        config,
+        parallel,
+        data,
+        seed=seed,
+        detach_uncond=detach_uncond,
+        frozen=frozen,
+    )
+
+
+def _hide_progress_bars() -> None:
+    """Silence the libraries' bars: every rank would draw its own while it loads."""
+    import diffusers
+    import transformers
+
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def _freeze_and_prepare(model: FlowModel, config: FlowModelConfig, device: torch.device) -> None:
+    """Freeze all but the transformer, and switch on in that what diffusers itself offers."""
+    for module in (model.vae, *model.text_encoders):
+        module.requires_grad_(False).eval()
+    if config.gradient_checkpointing:
+        model.transformer.enable_gradient_checkpointing()
+    if config.attn_backend is not None:
+        set_backend(model, config.attn_backend, device)
+
+
+def _take(embeds: Embeds, rows: Tensor, sampler: Sampler) -> Embeds:
+    """The inputs of each row [N, ...], with `guidance` [N] float32 if the model takes it as one."""
+    taken = {name: value[rows] for name, value in embeds.items()}
+    scale = sampler.embedded_guidance
+    if scale is not None:
+        taken["guidance"] = torch.full(rows.shape, scale, dtype=torch.float32, device=rows.device)
+    return taken

@@ -1,0 +1,140 @@
+"""A training step of the job's own trainer, on tensors that are but shapes.
+
+Samples, other weights' outputs, the loss and its gradient are computed as in training, while a Ledger counts. Nothing
+is scored, no weight is changed, and no file is read or written. The world is that of one rank of many: sharding, and
+what ranks say to one another, is arithmetic (phalanx.plan.layout).
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.run import EmaConfig
+from phalanx.plan.layout import Layout
+from phalanx.plan.ledger import Ledger
+from phalanx.rewards import RewardError
+from phalanx.telemetry.flops import step_flops
+from phalanx.training.checkpoint import Progress
+from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
+from phalanx.training.minibatches import MicroBatches
+from phalanx.training.rl import Trainer
+from phalanx.training.run import Run
+from phalanx.types import Policy, Prompt, Samples
+
+
+class Rehearsal(Run):
+    """A job whose gradients are counted and dropped, and whose ranks have nothing to say to one another."""
+
+    samples: Samples | None = None  # those of the step
+    samples_size = 0  # bytes of them on the device
+    copies_reference = False  # whether the reference is a copy of the weights as they were at first
+
+    def __init__(self, ledger: Ledger, layout: Layout, *args: Any) -> None:
+        """`args` are those of the job itself."""
+        self.ledger, self.layout = ledger, layout
+        super().__init__(*args)
+
+    def prepare(
+        self, total_steps: int, total_updates: int, ema: EmaConfig, averages: Sequence[str] = (), beside: Any = None
+    ) -> None:
+        """The optimizer and the averages, without checkpoints and logs."""
+        self.total_steps, self.progress = 1, Progress()
+        self.learner = self.make_learner(total_updates, ema, averages)
+        self.updates = self.micro_batches = 0
+        self._summed = False
+        away = self.base_cfg.parallel.param_offload  # FSDP takes them to the host with their weights
+        self._gradients = {w.name: 0 if w.sharded and away else self.layout.gradient(w) for w in self.layout.trained}
+        for name, p in self.policy.trained.module.named_parameters():
+            if p.requires_grad:
+                p.register_post_accumulate_grad_hook(partial(self._keep_gradient, name))
+        self.policy.trained.sharded.set_last_micro_batch = self._begin_micro_batch  # type: ignore[method-assign]
+
+    def _begin_micro_batch(self, last: bool) -> None:
+        """Between the passes of an optimizer step gradients are there from the start, whole."""
+        self.micro_batches += 1
+        if not last and not self._summed:
+            self._summed = True
+            self.ledger.keep_gradient(sum(self.layout.gradient(w, summed=True) for w in self.layout.trained))
+
+    def _keep_gradient(self, name: str, parameter: Tensor) -> None:
+        """What FSDP makes of a gradient takes its place."""
+        parameter.grad = self.policy.trained.parameters[name].grad = None
+        if not self._summed:
+            self.ledger.keep_gradient(self._gradients[name])
+
+    def step_optimizer(self, loss: Tensor) -> dict[str, float | Tensor]:
+        """No step at all."""
+        self.updates, self._summed = self.updates + 1, False
+        self.ledger.drop_gradients()
+        return {"grad_norm": 0.0, "lr": 0.0, "skipped": False}
+
+    def go_on(self, failure: RewardError | None = None) -> None:
+        """There is but one rank."""
+
+    def run_validation(self, prompts: list[Prompt]) -> None:
+        """The sampling of a validation on these prompts."""
+        weights = self.policy.using("ema") if self.learner.ema is not None else nullcontext()
+        with self.ledger.during("validation: sample"), weights, self.rollout.awake():
+            self.rollout.sample_validation(prompts, each=self.submit)
+
+
+class RLRehearsal(Rehearsal, Trainer):
+    """Reinforcement learning."""
+
+    def run_step(self) -> None:
+        """Sample, and train on rewards of which each prompt's best is another sample."""
+        reward = (torch.arange(self.plan.samples) + self.group_id) % self.cfg.rollout.n
+        known = "reference" in self.algorithm.references and "reference" not in self.learner.averages
+        self.copies_reference = known and not self.policy.trained.is_base("reference")
+        with self.ledger.during("rollout: sample"):
+            drawn = self.sample(0)
+        with self.ledger.during("rescore"):
+            self.samples, _ = self.rescore(drawn)
+        del drawn
+        self.samples_size = self.ledger.live
+        with self.ledger.during("update"):
+            self.update(self.samples, reward.float(), 0)
+
+    def flops(self) -> int:
+        """Floating-point operations of the step on all ranks."""
+        assert self.samples is not None
+        return self.step_flops(self.samples)
+
+    def _reference(self, name: str, batches: MicroBatches) -> tuple[Policy, MicroBatches, AbstractContextManager[Any]]:
+        """As a phase of its own."""
+        phase = ExitStack()
+        phase.enter_context(self.ledger.during(name if name in self.teachers else "reference"))
+        policy, theirs, weights = super()._reference(name, batches)
+        phase.enter_context(weights)
+        return policy, theirs, phase
+
+
+class FlowMatchingRehearsal(Rehearsal, FlowMatching):
+    """Supervised flow matching."""
+
+    def run_step(self) -> None:
+        """Encode images, where latents are cached, and train."""
+        if self.cfg.flow_matching.cache_latents:
+            self.total_steps = ENCODED_TOGETHER // self.per_rank + 1
+            self._encode_all()
+        with self.ledger.during("update"):
+            self.update(0)
+
+    def flops(self) -> int:
+        """Floating-point operations of a step on all ranks."""
+        model, r, length = self.flow.model, self.cfg.rollout, self.cfg.data.max_prompt_length
+        return step_flops(
+            model.flops(r.height, r.width, model.most_tokens(length, r.height, r.width)),
+            samples=self.cfg.data.train_batch_size,
+            steps=0,
+            window=1,
+            cfg=False,
+            lora=self.policy.trained.lora,
+            checkpointing=self.cfg.model.gradient_checkpointing,
+            views=0,
+            detach_uncond=False,
+        )

@@ -1,0 +1,77 @@
+"""The common parts of rewards: the signature, the error that ends the job, and the base classes.
+
+A reward says what it takes of a policy's outputs by the name of its first parameter: `images` float32 [B, 3, H, W],
+`videos` float32 [B, F, 3, H, W], both in 0..1 on the CPU, or `completions`, B texts. Any other name stands for images.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+from torch import Tensor
+
+from phalanx.types import JobError
+
+Scores = Sequence[float] | NDArray[Any] | Tensor
+
+
+class RewardError(JobError):
+    """A call of a reward failed; the message is one line with the reward's name and the prompt."""
+
+
+@dataclass(frozen=True)
+class RewardOutput:
+    """The scores of B outputs, and by name what else there is to say of each: B numbers, such as 1 where one could not
+    be scored and 0 where it could.
+    """
+
+    scores: Scores
+    extras: Mapping[str, Scores]
+
+
+class RewardWithExtras:
+    """Base class of a reward that returns RewardOutput: `extras` names those of every call.
+
+    The mean of each across all ranks is logged as reward/<term>_<extra>. They come with the scores rather than stay in
+    the reward: several of its calls may be under way at once.
+    """
+
+    extras: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()  # as `extras` was called; read for one release more
+
+
+class RewardFunction(Protocol):
+    """A reward: B outputs, of the kind that its first parameter's name says, B prompts and metadata -> B numbers.
+
+    It may be called from several threads at once, and writes to none of its arguments: other rewards get the same ones.
+    """
+
+    def __call__(
+        self, outputs: Any, prompts: list[str], metadata: list[dict[str, Any]], /
+    ) -> Scores | RewardOutput: ...
+
+
+class DeviceReward(ABC):
+    """Base class of a reward with a torch model on the rank's device.
+
+    Its constructor takes the keyword `device` beside the configured kwargs. It runs after the rollout, one call at a
+    time, since it would only compete with the sampling for the device.
+    """
+
+    @abstractmethod
+    def __call__(self, outputs: Any, prompts: list[str], metadata: list[dict[str, Any]], /) -> Scores | RewardOutput:
+        """Images, videos or completions, as its first parameter's name says -> B numbers."""
+
+
+def ground_truth(prompt: str, metadata: dict[str, Any]) -> str:
+    """The text that an image of `prompt` is to show; ValueError where the data has none."""
+    target = metadata.get("ground_truth")
+    if not isinstance(target, str) or not target.strip():
+        found = "no ground_truth" if target is None else f"ground_truth {target!r}"
+        raise ValueError(
+            f'{found} for the prompt "{prompt}" (expected a text in double quotes in the prompt, '
+            "or a column ground_truth in the data)"
+        )
+    return target

@@ -1,0 +1,1 @@
+"""Rewards of pictures and videos, a file each."""

@@ -1,0 +1,86 @@
+"""Reward: LAION's aesthetic predictor V2 (github.com/christophschuhmann/improved-aesthetic-predictor), about 1..10.
+
+Five linear layers, without non-linearities between them, on the unit vector that CLIP ViT-L/14 gives an image. DDPO and
+flow_grpo take the score as it is; weight 0.1 brings it near 0..1.
+"""
+
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.image._clip import Clip
+
+# Positions in the published nn.Sequential, which has a dropout at 1, 3 and 5.
+_WIDTHS = {"0": 1024, "2": 128, "4": 64, "6": 16, "7": 1}
+_CONVERT = (
+    "python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{name}.pth', weights_only=True), "
+    "'{name}.safetensors')\""
+)
+
+
+class Aesthetic(DeviceReward):
+    """`predictor`: the layers as a .safetensors file (or the folder of one); `clip_model`: folder or hub id."""
+
+    def __init__(self, predictor: str, clip_model: str = "openai/clip-vit-large-patch14", device: str = "cpu") -> None:
+        layers = _load_predictor(predictor)
+        self._clip = Clip(clip_model, clip_model, device, names=("clip_model", "clip_model"), text=False)
+        width = layers[0].in_features
+        if width != self._clip.dim:
+            raise ValueError(
+                f"predictor={predictor!r} takes {width} features, and clip_model={clip_model!r} gives "
+                f"{self._clip.dim}; expected the CLIP that it was trained on, openai/clip-vit-large-patch14"
+            )
+        self._layers = layers.to(device)
+
+    @torch.no_grad()
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """Images [B, 3, H, W] in 0..1 -> [B], about 1..10."""
+        scores: Tensor = self._layers(self._clip.images(images))  # [B, 1]
+        return scores.squeeze(-1)
+
+
+def _load_predictor(predictor: str) -> nn.Sequential:
+    """The layers of a file with the keys `layers.0.weight`, `layers.0.bias`, ..., `layers.7.bias`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    path = _predictor_file(predictor)
+    try:
+        state = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"predictor={predictor!r} is not a safetensors file: {error}") from error
+    first = state.get("layers.0.weight")
+    if first is None or first.ndim != 2:
+        raise ValueError(f"predictor={predictor!r} has no matrix layers.0.weight; expected {_keys()}")
+    widths = [first.shape[1], *_WIDTHS.values()]
+    linears = {k: nn.Linear(widths[i], width) for i, (k, width) in enumerate(_WIDTHS.items())}
+    layers = nn.Sequential(OrderedDict(linears))
+    try:
+        layers.load_state_dict({name.removeprefix("layers."): value.float() for name, value in state.items()})
+    except RuntimeError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"predictor={predictor!r} has other layers ({reason}); expected {_keys()}") from error
+    return layers.requires_grad_(False).eval()
+
+
+def _predictor_file(predictor: str) -> Path:
+    path = Path(predictor).expanduser()
+    if path.is_dir():
+        files = sorted(path.glob("*.safetensors"))
+        if len(files) != 1:
+            raise ValueError(f"predictor={predictor!r} is a folder with {len(files)} .safetensors files; expected one")
+        return files[0]
+    if path.suffix in (".pth", ".pt", ".bin", ".ckpt"):
+        command = _CONVERT.replace("{name}.pth", str(path)).replace("{name}", str(path.with_suffix("")))
+        raise ValueError(f"predictor={predictor!r} is a pickle, which can run code; convert it once: {command}")
+    if not path.is_file():
+        raise ValueError(f"predictor={predictor!r} does not exist; expected a .safetensors file or its folder")
+    return path
+
+
+def _keys() -> str:
+    return ", ".join(f"layers.{k}.weight and .bias" for k in _WIDTHS)

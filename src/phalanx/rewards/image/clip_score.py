@@ -1,0 +1,22 @@
+"""Reward: CLIP's cosine similarity of image and prompt (arXiv 2104.08718, without its factor 2.5 and its clipping).
+
+flow_grpo's clipscore is 100 / 30 of it: weight 3.333 gives its scale.
+"""
+
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.image._clip import Clip
+
+
+class ClipScore(DeviceReward):
+    """`model`: folder or hub id of a CLIPModel with its processor."""
+
+    def __init__(self, model: str = "openai/clip-vit-large-patch14", device: str = "cpu") -> None:
+        self._clip = Clip(model, model, device, names=("model", "model"))
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
+        return (self._clip.images(images) * self._clip.prompts(prompts)).sum(-1)

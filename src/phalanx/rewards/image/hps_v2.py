@@ -1,0 +1,48 @@
+"""Reward: HPS v2 and v2.1 (arXiv 2306.09341), a CLIP ViT-H/14 that was trained on people's choices between images.
+
+The score is the plain cosine of image and prompt, without CLIP's logit scale: about 0.2 to 0.35; the benchmark's tables
+give 100 times it. As in github.com/tgxs002/HPSv2, an image that is not square is padded with black to be one, where the
+other rewards with a CLIP crop it. The cosine is computed in float32 rather than in half precision.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from phalanx.media.pictures import to_uint8
+from phalanx.rewards.base import DeviceReward
+from phalanx.rewards.image._clip import Clip
+
+
+class HpsV2(DeviceReward):
+    """`model`: folder or hub id of the CLIPModel; `processor`: of its tokenizer and preprocessing, default `model`.
+
+    The published weights are those of open_clip: `python -m phalanx.tools.convert_open_clip` makes the folder of them.
+    """
+
+    def __init__(self, model: str, processor: str | None = None, device: str = "cpu") -> None:
+        if processor is None:
+            self._clip = Clip(model, model, device, names=("model", "model"))
+        else:
+            self._clip = Clip(model, processor, device, names=("model", "processor"))
+        self._device = torch.device(device)
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
+        """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""
+        square = letterbox(images.to(self._device), self._clip.edge)
+        return (self._clip.images(square) * self._clip.prompts(prompts)).sum(-1)
+
+
+def letterbox(images: Tensor, edge: int) -> Tensor:
+    """Images [B, 3, H, W] in 0..1 -> [B, 3, edge, edge]: the longer side becomes `edge` pixels, the rest is black.
+
+    An 8-bit bicubic resize, as PIL's. What CLIP's preprocessing does to the result, a square of its size, is normalise.
+    """
+    scale = edge / max(images.shape[2:])
+    height, width = (max(1, round(side * scale)) for side in images.shape[2:])
+    levels = F.interpolate(to_uint8(images).float(), size=(height, width), mode="bicubic", antialias=True)
+    left, top = (edge - width) // 2, (edge - height) // 2
+    sides = (left, edge - width - left, top, edge - height - top)
+    return F.pad(levels.round().clamp(0, 255) / 255, sides)

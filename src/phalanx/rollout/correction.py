@@ -1,0 +1,43 @@
+"""The policy's own log-probabilities of samples that an engine with other kernels drew."""
+
+from dataclasses import replace
+
+import torch
+
+from phalanx.config.run import RolloutConfig
+from phalanx.distributed.collectives import mean_rows, reduce_float
+from phalanx.functional.correction import correction_weight
+from phalanx.types import Policy, Samples
+
+
+@torch.no_grad()
+def rescore(
+    policy: Policy,
+    samples: Samples,
+    config: RolloutConfig,
+    micro: int,
+) -> tuple[Samples, dict[str, float]]:
+    """Replay all samples, `micro` at a time as in training; returns them with the policy's
+    log-probabilities and the correction's weights, and how far the engine's were off. Unchanged
+    with rollout.correction=none.
+    """
+    if config.correction == "none":
+        return samples, {}
+    rows = torch.arange(len(samples.log_prob), device=samples.log_prob.device).split(micro)
+    with policy.unsharded():
+        replays = [policy.replay(samples.trace.select(part)) for part in rows]
+    own = torch.cat([replay.log_prob for replay in replays])
+    logprob_diff = (own - samples.log_prob).abs()
+    weight = correction_weight(
+        own,
+        samples.log_prob,
+        kind=config.correction,
+        limit=config.correction_limit,
+    )
+    means = {
+        "rollout/logprob_abs_diff_mean": logprob_diff.mean().item(),
+        "rollout/correction_weight_mean": weight.mean().item(),
+    }
+    row = mean_rows([means])
+    row["rollout/logprob_abs_diff_max"] = reduce_float(logprob_diff.max().item(), "max")
+    return replace(samples, log_prob=own, trace=samples.trace.rescored(replays), weight=weight), row

@@ -1,0 +1,91 @@
+"""Pairs of images from the data in place of sampled ones: preference data in the same loop."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from phalanx.distributed.collectives import agree
+from phalanx.distributed.seed import fold_in
+from phalanx.functional.flow import FlowTrace
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.types import Each, JobError, Prompt, Samples
+
+PAIR = ("chosen", "rejected")  # columns of the data
+
+
+class DatasetRollout(PolicyRollout):
+    """See phalanx.types.Rollout. Validation samples with the policy.
+
+    A prompt's two images are those of its row in the data, and `preferred` in the meta of each says
+    which of them it is. They have no transitions.
+    """
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Leave the policy's weights where they are: none are needed to read images."""
+        with torch.no_grad():
+            yield
+
+    def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
+        """This rank's share of the images; `prompts` are those of all ranks, with Pictures in meta.
+
+        Raises JobError, on all ranks, where one of the images cannot be read.
+        """
+        index, rows, embeds = self.share(prompts)
+        # An optimizer step trains on every k-th image. Were the chosen one always first, a step
+        # could see chosen ones alone, so (seed, step, group) says which one is.
+        shown = []
+        for i in index.tolist():
+            group = i // 2
+            turned = fold_in(seed, step, group, "pair")
+            shown.append((prompts[group], PAIR[(i + turned) % 2]))
+        pixels = self._read(shown)
+        mine = [_marked(prompt, column == "chosen") for prompt, column in shown]
+        parts = []
+        for part in torch.arange(len(index)).split(self.micro_batch_size):
+            parts.append(self.policy.model.encode_images(pixels[part].to(self.world.device)))
+            each(pixels[part], [mine[j] for j in part.tolist()])
+        clean, schedule = torch.cat(parts), self.schedule(self.sampler)
+        # a trajectory of no steps: algorithms on the forward process ask for `clean` alone
+        trace = FlowTrace(
+            sampler=self.sampler,
+            latents=clean[:, None],
+            means=clean.new_zeros(len(clean), 0, *clean.shape[1:]),
+            clean=clean,
+            sigmas=schedule.sigmas[:1],
+            timesteps=schedule.timesteps[:0],
+            sigma_max=schedule.levels[1],
+            trained=rows[:0],
+            evaluations=0,
+            embeds=embeds,
+            prompt_index=rows,
+        )
+        none = clean.new_zeros(len(clean), 0)
+        return Samples(mine, pixels, none, none.bool(), trace, index)
+
+    def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
+        """As the policy's rollout. The images are in no data, so that `preferred` is None."""
+        with self.policy.unsharded():  # which `awake` leaves out
+            super().sample_validation([_marked(prompt, None) for prompt in prompts], each=each)
+
+    def _read(self, shown: list[tuple[Prompt, str]]) -> Tensor:
+        """The images [B, 3, H, W] in 0..1 of prompts and columns."""
+        s, problem, images = self.sampler, None, []
+        # only the rank that has a bad image sees the error, and the others would wait for it
+        try:
+            images = [prompt.meta[column].pixels(s.height, s.width) for prompt, column in shown]
+        except ValueError as error:
+            problem = str(error)
+        message, _ = agree(problem, 0)
+        if message is not None:
+            raise JobError(message)
+        return torch.stack(images)
+
+
+def _marked(prompt: Prompt, preferred: bool | None) -> Prompt:
+    """The prompt of one image: its meta has `preferred`, and the pair's images no longer."""
+    rest = {name: value for name, value in prompt.meta.items() if name not in PAIR}
+    return replace(prompt, meta=rest | {"preferred": preferred})

@@ -1,0 +1,141 @@
+"""The sampling loop, once, for every engine: from noise to images, with a window of random steps."""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from phalanx.distributed.seed import fold_in, normal
+from phalanx.functional.flow import Sampler
+from phalanx.functional.sde import sde_step
+from phalanx.functional.window import visited_levels
+from phalanx.models.flow.policy import FlowPolicy
+from phalanx.rollout.flow.solver import multistep_solver
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """sigmas [N + 1] and timesteps [N] on the device; `levels` the sigmas as numbers."""
+
+    sigmas: Tensor
+    timesteps: Tensor
+    levels: list[float]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A micro-batch of R images.
+
+    Sample r has the prompt rows[r] of `embeds` and the noise that names[r] stands for: (seed, step,
+    group, image). `window` holds the stochastic steps, `trained` those of them whose
+    log-probabilities are wanted; the VAE decodes `vae_batch_size` images at once (None: all). With
+    `same_init` all images of a group begin with the same noise.
+    """
+
+    sampler: Sampler
+    schedule: Schedule
+    embeds: dict[str, Tensor]
+    rows: Tensor
+    names: list[tuple[int, int, int, int]]
+    window: range
+    vae_batch_size: int | None = None
+    trained: list[int] = field(default_factory=list)
+    same_init: bool = False
+
+    def levels(self) -> list[int]:
+        """Numbers of the schedule's levels that the images pass, from the first to the last."""
+        steps = self.sampler.num_inference_steps
+        return visited_levels(steps, self.window.stop, self.sampler.compression)
+
+    def initial_noise(self, shape: tuple[int, ...]) -> Tensor:
+        """[R, *shape]."""
+        # without the image's number, all names of a group are one
+        names = [name[:3] if self.same_init else name for name in self.names]
+        return self._noise(shape, [fold_in(*name, "init") for name in names])
+
+    def step_noise(self, shape: tuple[int, ...], i: int) -> Tensor:
+        """[R, *shape] of step i."""
+        return self._noise(shape, [fold_in(*name, "step", i) for name in self.names])
+
+    def _noise(self, shape: tuple[int, ...], seeds: list[int]) -> Tensor:
+        # sample by sample: in one draw for all, a sample's noise would depend on its place
+        device = self.schedule.sigmas.device
+        return torch.stack([normal(shape, seed, device) for seed in seeds])
+
+
+@dataclass(frozen=True)
+class Generated:
+    """A micro-batch of samples, float32.
+
+    images [R, 3, H, W], or videos [R, F, 3, H, W], in 0..1 on the CPU; latents [R, S + 1, ...],
+    before each of the window's S steps and after its last; means [R, W, ...] of the trained steps;
+    log_prob [R, W]; clean [R, ...], the final latents.
+    """
+
+    images: Tensor
+    latents: Tensor
+    means: Tensor
+    log_prob: Tensor
+    clean: Tensor
+
+    @classmethod
+    def cat(cls, parts: "list[Generated]") -> "Generated":
+        """Micro-batches as one."""
+        return cls(
+            images=torch.cat([part.images for part in parts]),
+            latents=torch.cat([part.latents for part in parts]),
+            means=torch.cat([part.means for part in parts]),
+            log_prob=torch.cat([part.log_prob for part in parts]),
+            clean=torch.cat([part.clean for part in parts]),
+        )
+
+
+def generate(policy: FlowPolicy, job: Job) -> Generated:
+    """Denoise a micro-batch and decode it.
+
+    Stochastic in the window; with noise but no window, as in validation, in all steps but the last.
+    """
+    sampler, schedule, window = job.sampler, job.schedule, job.window
+    shape = policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
+    noisy = window
+    if not window and sampler.noise_level > 0:
+        noisy = range(sampler.num_inference_steps - 1)  # noise of the last would stay in the image
+    x, levels = job.initial_noise(shape), job.levels()
+    # The solver begins behind the window, knowing nothing of what was before: it takes earlier
+    # velocities for those of one smooth path, which noise has broken.
+    solve = None
+    if sampler.solver != "euler" and window.stop < sampler.num_inference_steps:
+        solve = multistep_solver([schedule.levels[i] for i in levels if i >= window.stop])
+    states, means, log_probs = [x], [], []
+    for i, after in pairwise(levels):
+        timesteps = schedule.timesteps[i].expand(len(x))
+        velocity = policy.velocity(x, timesteps, job.embeds, job.rows, sampler)
+        if solve is not None and i >= window.stop:
+            x = solve(velocity, x)
+            continue
+        noise = job.step_noise(shape, i) if i in noisy else None
+        # the policy's replay takes the very same function; without noise it is Euler's step
+        step = sde_step(
+            x,
+            velocity,
+            schedule.levels[i],
+            schedule.levels[after],
+            noise_level=sampler.noise_level if i in noisy else 0.0,
+            sde_type=sampler.sde_type,
+            sigma_max=schedule.levels[1],
+            noise=noise,
+        )
+        x = step.prev_sample
+        states.append(x)
+        if i in job.trained:
+            assert step.log_prob is not None
+            log_probs.append(step.log_prob)
+            means.append(step.mean)
+    return Generated(
+        images=policy.decode(x, sampler, job.vae_batch_size),
+        latents=torch.stack(states[window.start : window.stop + 1], 1),
+        means=torch.stack(means, 1) if means else x.new_zeros(len(x), 0, *shape),
+        log_prob=torch.stack(log_probs, 1) if log_probs else x.new_zeros(len(x), 0),
+        clean=x,
+    )

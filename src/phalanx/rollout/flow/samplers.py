@@ -1,0 +1,95 @@
+"""The samplers of training and validation, as the configuration says and the model allows."""
+
+from typing import Any
+
+from phalanx.config.flow import FlowRolloutConfig
+from phalanx.functional.flow import Sampler
+from phalanx.media.videos import can_write
+from phalanx.models.flow.family import FlowModel
+
+
+def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
+    """The sampler of training. Raises ValueError for what the model does not obey."""
+    check_guidance(c, model, "rollout.")
+    check_frames(c, model, "rollout.")
+    guidance, embedded = _guidance(c, model)
+    assert guidance is not None
+    return Sampler(
+        num_inference_steps=c.num_inference_steps,
+        height=c.height,
+        width=c.width,
+        guidance=guidance,
+        noise_level=c.noise_level,
+        sde_type=c.sde_type,
+        embedded_guidance=embedded,
+        solver=c.solver,
+        compression=c.ode_compression,
+        num_frames=c.num_frames,
+    )
+
+
+def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
+    """The sampler of validation: training's with what rollout.val changes, and all steps taken."""
+    v, train = c.val, train_sampler(c, model)
+    check_guidance(v, model, "rollout.val.")
+    check_frames(v, model, "rollout.val.")
+    guidance, embedded = _guidance(v, model)
+    solver = c.solver if v.solver is None else v.solver
+    if solver != "euler" and v.noise_level > 0:
+        raise ValueError(
+            f"rollout.val.solver: {solver} takes steps without noise; set rollout.val.noise_level=0, or "
+            "rollout.val.solver=euler"
+        )
+    return Sampler(
+        num_inference_steps=v.num_inference_steps or train.num_inference_steps,
+        height=v.height or train.height,
+        width=v.width or train.width,
+        guidance=train.guidance if guidance is None else guidance,
+        noise_level=v.noise_level,
+        sde_type=c.sde_type,
+        embedded_guidance=train.embedded_guidance if embedded is None else embedded,
+        solver=solver,
+        num_frames=v.num_frames or train.num_frames,
+    )
+
+
+def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
+    """Raise ValueError for videos that the model does not make, or that could not be written."""
+    frames = section.num_frames
+    if frames is None or frames == 1:
+        return
+    if not model.makes_videos:
+        raise ValueError(
+            f"{prefix}num_frames: {frames}: {model.pipeline_class} makes images, not videos; set it to 1",
+        )
+    if not can_write():
+        raise ValueError(
+            f"{prefix}num_frames: {frames}: PyAV with libx264 writes videos; pip install 'phalanx[video]'",
+        )
+
+
+def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
+    """Raise ValueError where `section` asks for a guidance that the model does not obey."""
+    own = (model.guidance_key, model.embedded_guidance_key)
+    for key, value in _scales(section).items():
+        if key not in own and value is not None and value > 1:
+            raise ValueError(
+                f"{prefix}{key}: {value:g} has no effect on this model; its guidance is {prefix}{model.guidance_key}"
+            )
+
+
+def _scales(section: Any) -> dict[str, float | None]:
+    """The guidance of a section, by its keys."""
+    return {
+        "guidance_scale": section.guidance_scale,
+        "true_cfg_scale": section.true_cfg_scale,
+    }
+
+
+def _guidance(section: Any, model: FlowModel | type[FlowModel]) -> tuple[float | None, float | None]:
+    """Scales of classifier-free guidance, and of the one that the model takes as an input."""
+    # which key means which depends on the model: guidance_scale is the one for SD3, the other for
+    # FLUX.1-dev
+    scales = _scales(section)
+    key = model.embedded_guidance_key
+    return scales[model.guidance_key], None if key is None else scales[key]

@@ -1,0 +1,1 @@
+"""Metrics, loggers, records of samples, and the report of a run."""

@@ -1,0 +1,222 @@
+"""The loggers of `trainer.logger`: console, tensorboard and wandb. Each gets every row and the validations' samples."""
+
+import json
+import time
+from collections import deque
+from datetime import timedelta
+from io import BytesIO
+from pathlib import Path
+from textwrap import indent
+from typing import Any, Protocol
+
+import numpy as np
+from PIL import Image
+
+from phalanx.config.load import ConfigError
+from phalanx.config.run import TrainerConfig
+from phalanx.functional.frames import evenly_spaced
+from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, moving_grid
+
+ELAPSED = "perf/elapsed_s"
+CONSOLE_KEYS = (
+    "reward/mean",
+    "reward/std",
+    "actor/ratio_mean",
+    "actor/clipfrac",
+    "actor/grad_norm",
+    "actor/kl_ref",
+    "perf/step_s",
+)
+GIF_FRAMES = 16  # of a video in tensorboard: a GIF compresses badly
+_ETA_STEPS = 20  # the ETA follows the last steps, as a window or a checkpoint changes their length
+
+
+class Backend(Protocol):
+    """A logger: gets every row and every validation's samples, with the folder that they were written to."""
+
+    def log(self, step: int, row: dict[str, float]) -> None: ...
+
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
+
+
+class _Eta:
+    """Time left, from the mean length of the last steps (validation and checkpoints included)."""
+
+    def __init__(self, start_step: int, total_steps: int) -> None:
+        self._total = total_steps
+        self._seen = deque([(start_step, time.monotonic())], maxlen=_ETA_STEPS + 1)
+
+    def after(self, step: int) -> str:
+        """`h:mm:ss` once `step` steps are done; `-` before the first one."""
+        self._seen.append((step, time.monotonic()))
+        (first, start), (last, end) = self._seen[0], self._seen[-1]
+        if last == first:
+            return "-"
+        seconds = (end - start) / (last - first) * (self._total - step)
+        return str(timedelta(seconds=round(seconds)))
+
+
+def _validation_line(step: int, total: int, row: dict[str, float]) -> str | None:
+    """`step 10/20  validation  ocr/reward/mean 0.9000`, or None for a row without validation."""
+    parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
+    return f"step {step}/{total}  validation  " + "  ".join(parts) if parts else None
+
+
+def _is_training(row: dict[str, float]) -> bool:
+    return any(not key.startswith(("val/", "time/", ELAPSED)) for key in row)
+
+
+class ConsoleLines:
+    """Console without a terminal (a log file): a line per step."""
+
+    def __init__(self, start_step: int, total_steps: int) -> None:
+        self._total = total_steps
+        self._eta = _Eta(start_step, total_steps)
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        eta = self._eta.after(step)
+        if _is_training(row):
+            parts = [f"{key} {row[key]:.4g}" for key in CONSOLE_KEYS if key in row]
+            print("  ".join([f"step {step}/{self._total}", *parts, f"ETA {eta}"]), flush=True)
+        validation = _validation_line(step, self._total, row)
+        if validation is not None:
+            print(validation, flush=True)
+
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
+        pass
+
+    def close(self, failed: bool) -> None:
+        pass
+
+
+class ConsoleBar:
+    """Console on a terminal: a bar with step, reward and ETA; validations are printed above it."""
+
+    def __init__(self, start_step: int, total_steps: int) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self._total = total_steps
+        self._eta = _Eta(start_step, total_steps)
+        self._bar = Progress(
+            TextColumn("step {task.completed}/{task.total}"),
+            BarColumn(),
+            TextColumn("reward {task.fields[reward]}"),
+            TimeElapsedColumn(),
+            TextColumn("ETA {task.fields[eta]}"),
+            refresh_per_second=4,
+        )
+        self._task = self._bar.add_task("training", total=total_steps, completed=start_step, reward="-", eta="-")
+        self._bar.start()
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        fields = {"reward": f"{row['reward/mean']:.4f}"} if "reward/mean" in row else {}
+        self._bar.update(self._task, completed=step, eta=self._eta.after(step), **fields)  # type: ignore[arg-type]
+        validation = _validation_line(step, self._total, row)
+        if validation is not None:
+            self._bar.console.print(validation, highlight=False, markup=False)
+
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
+        pass
+
+    def close(self, failed: bool) -> None:
+        self._bar.stop()
+
+
+def _markdown(record: Record) -> str:
+    """A prompt and its text for tensorboard, each as it is: indented, as markdown wants what it should not read."""
+    assert record.text is not None
+    prompt, text = indent(record.prompt, "    "), indent(record.text, "    ")
+    return f"**prompt**\n\n{prompt}\n\n**reward {record.reward:.3f}**\n\n{text}"
+
+
+class TensorBoard:
+    """Event files in `<output_dir>/tensorboard`; what an earlier start wrote of later steps is purged."""
+
+    def __init__(self, folder: Path, resolved_config: dict[str, Any], start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = start_step + 1 if start_step else 0
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        text = "```json\n" + json.dumps(resolved_config, indent=2, default=str) + "\n```"
+        self._writer.add_text("config", text, start_step)
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        for key, value in row.items():
+            self._writer.add_scalar(key, value, step)
+        self._writer.flush()
+
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
+        if kind_of(records) == SAMPLES:
+            text = "\n\n---\n\n".join(_markdown(record) for record in records)
+            self._writer.add_text(f"{SAMPLES}/{set_name}", text, step)
+            return
+        picture = np.asarray(Image.open(folder / "grid.png").convert("RGB"))
+        self._writer.add_image(f"{IMAGES}/{set_name}", picture, step, dataformats="HWC")
+        if records[0].is_video:
+            self._add_gif(f"videos/{set_name}", list(moving_grid(records)), records[0].fps, step)
+
+    def _add_gif(self, tag: str, frames: list[Any], fps: int, step: int) -> None:
+        """Add a GIF, the only video that TensorBoard plays: SummaryWriter.add_video would need moviepy for it."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        shown = [Image.fromarray(frames[i]) for i in evenly_spaced(len(frames), GIF_FRAMES)]
+        file, ms = BytesIO(), 1000 * len(frames) / fps / len(shown)
+        shown[0].save(file, "GIF", save_all=True, append_images=shown[1:], duration=ms, loop=0)
+        image = Summary.Image(
+            height=shown[0].height, width=shown[0].width, colorspace=3, encoded_image_string=file.getvalue()
+        )
+        assert self._writer.file_writer is not None
+        self._writer.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=image)]), step)
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases; WANDB_MODE=offline needs no account. A resumed run continues under its id."""
+
+    def __init__(self, trainer: TrainerConfig, resolved_config: dict[str, Any], wandb_id: str | None) -> None:
+        import wandb
+
+        self._wandb = wandb
+        try:
+            self._run = wandb.init(
+                project=trainer.project_name,
+                name=trainer.experiment_name,
+                dir=trainer.output_dir,
+                config=resolved_config,
+                id=wandb_id,
+                resume="allow",
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(
+                f"trainer.logger: wandb could not start: {reason}; run `wandb login`, set WANDB_MODE=offline, "
+                "or leave wandb out"
+            ) from None
+        self.id = self._run.id
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        # given our own step, wandb drops the steps that it has seen, which a resumed run repeats, and `wandb sync` can
+        # join the parts of an offline run
+        self._run.log(row, step=step)
+
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
+        if kind_of(records) == SAMPLES:
+            rows = [[step, record.prompt, record.text, record.reward] for record in records]
+            table = self._wandb.Table(columns=["step", "prompt", "text", "reward"], data=rows)
+            self._run.log({f"{SAMPLES}/{set_name}": table}, step=step)
+            return
+        captions = [f"{record.reward:.3f}: {record.prompt}" for record in records]
+        if records[0].is_video:
+            files = [str(folder / f"{record.stem}.mp4") for record in records]
+            videos = [self._wandb.Video(f, caption=c, format="mp4") for f, c in zip(files, captions, strict=True)]
+            self._run.log({f"videos/{set_name}": videos}, step=step)
+            return
+        pictures = [self._wandb.Image(r.output, caption=c) for r, c in zip(records, captions, strict=True)]
+        self._run.log({f"{IMAGES}/{set_name}": pictures}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)

@@ -1,0 +1,255 @@
+"""Logging: phase timers, metrics.jsonl, and the loggers of `trainer.logger` (console, wandb, tensorboard).
+
+The step convention: row `step: k` is written once k training steps are done; the validation before training is a row
+`step: 0` that holds `val/...` only. Steps only grow within one run.
+"""
+
+import difflib
+import importlib.util
+import json
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from phalanx.config.load import ConfigError
+from phalanx.config.run import TrainerConfig
+from phalanx.exit import Stopped
+from phalanx.telemetry.loggers import ELAPSED, Backend, ConsoleBar, ConsoleLines, TensorBoard, Wandb
+from phalanx.telemetry.records import Record, kind_of, save_records
+
+METRICS_FILE = "metrics.jsonl"
+# name -> the package that it needs beyond those that phalanx always has
+LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
+_log = logging.getLogger(__name__)
+
+
+class Timers:
+    """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step.
+
+    With `sync` both ends wait for the device, which attributes CUDA work exactly but stalls the queue. Without it, a
+    phase that ends with a value read by the host is exact; any other one leaves work to the next phase.
+    """
+
+    def __init__(self, sync: bool = False) -> None:
+        self._sync = sync
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time of the `with` block to phase `name`, even if the block raises."""
+        self._wait()
+        start = time.perf_counter()
+        try:
+            yield
+            self._wait()
+        finally:
+            self.add(name, time.perf_counter() - start)
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add time that was measured elsewhere, as by a worker thread; call it from the main thread."""
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def pop(self) -> dict[str, float]:
+        """`{"time/<phase>": seconds}` since the last call, in the order of first use; starts anew."""
+        seconds, self._seconds = self._seconds, {}
+        return {f"time/{name}": value for name, value in seconds.items()}
+
+    def _wait(self) -> None:
+        if self._sync:
+            import torch
+
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+
+def check_loggers(names: Iterable[str]) -> None:
+    """Raise ConfigError where a name of `trainer.logger` is unknown, or its package is not installed."""
+    for name in names:
+        if name not in LOGGERS:
+            near = difflib.get_close_matches(name, LOGGERS, 1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            raise ConfigError(f"trainer.logger: {name!r} should be one of {', '.join(LOGGERS)}{hint}")
+        package = LOGGERS[name]
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"trainer.logger: {name!r} needs a package that is not installed: pip install {package}")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All rows of a metrics.jsonl. A half-written last line is dropped, other broken lines with a warning."""
+    rows = []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        elif number < len(lines):
+            _log.warning("%s:%d: not a JSON object with a step; the line is left out", path, number)
+    return rows
+
+
+class RunLogger:
+    """Writer of a run's numbers and samples: files in `trainer.output_dir`, and the loggers of `trainer.logger`.
+
+    `start_step` is the number of training steps that are done: 0 for a new run, k for one resumed from a checkpoint of
+    step k. Rows of later steps, which a killed run wrote after that checkpoint, are dropped at the start, and all rows
+    of an older run where it is 0. `wandb_id` is the id kept in that checkpoint, None for a new run. With `enabled`
+    False (every rank but 0) nothing is written and every method returns at once.
+
+    Raises ConfigError for an unknown logger, and where wandb cannot start.
+    """
+
+    def __init__(
+        self,
+        trainer: TrainerConfig,
+        resolved_config: dict[str, Any],
+        wandb_id: str | None,
+        start_step: int,
+        total_steps: int,
+        enabled: bool,
+    ) -> None:
+        check_loggers(trainer.logger)
+        self._wandb_id = wandb_id
+        self._file: _MetricsFile | None = None
+        self._backends: list[Backend] = []
+        if not enabled:
+            return
+        self._folder = Path(trainer.output_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # wandb may fail to start: it comes first, so that an older run's rows and the terminal are left alone
+        if "wandb" in trainer.logger:
+            wandb = Wandb(trainer, resolved_config, wandb_id)
+            self._wandb_id = wandb.id
+            self._backends.append(wandb)
+        if "tensorboard" in trainer.logger:
+            self._backends.append(TensorBoard(self._folder / "tensorboard", resolved_config, start_step))
+        self._file = _MetricsFile(self._folder / METRICS_FILE, start_step)
+        if "console" in trainer.logger:
+            self._backends.append((ConsoleBar if sys.stdout.isatty() else ConsoleLines)(start_step, total_steps))
+
+    @property
+    def wandb_id(self) -> str | None:
+        """The id to keep in checkpoints: wandb's where it runs, else the one that was given."""
+        return self._wandb_id
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        """Write one row. `step` must be greater than in the row before; values may be any finite or non-finite number.
+
+        `perf/elapsed_s`, the seconds since the run began (earlier starts of a resumed run included), is added.
+        """
+        if self._file is None:
+            return
+        row = self._file.write(step, row)
+        self._each(lambda backend: backend.log(step, row))
+
+    def records(self, step: int, set_name: str, records: Iterable[Record]) -> None:
+        """Write a validation's samples to `<output_dir>/images/<set>/step_<k>`, or texts to `samples/<set>/step_<k>`,
+        and hand them to the loggers.
+        """
+        if self._file is None:
+            return
+        rows = sorted(records, key=lambda record: record.index)
+        try:
+            folder = save_records(self._folder, step, set_name, rows)
+        except OSError as error:  # a full disk costs these samples, not the run
+            _log.warning("%s of step %d are not written: %s", kind_of(rows), step, error)
+            return
+        if rows:
+            self._each(lambda backend: backend.records(step, set_name, rows, folder))
+
+    def close(self, failed: bool = False) -> None:
+        """Flush and end all loggers; safe to call twice. `failed` marks the wandb run as crashed."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._each(lambda backend: backend.close(failed))
+        self._backends = []
+
+    def _each(self, act: Callable[[Backend], None]) -> None:
+        """Let each logger act. One that can no longer write is dropped: the run is worth more than its log."""
+        for backend in list(self._backends):
+            try:
+                act(backend)
+            except OSError as error:
+                self._backends.remove(backend)
+                _log.warning("the logger %s is off from here on: %s", type(backend).__name__, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # a run that is stopped saves its checkpoint first, while there is time, and closes its loggers after it
+        if kind is not Stopped:
+            self.close(failed=kind is not None)
+
+
+class _MetricsFile:
+    """metrics.jsonl: one row of strict JSON per step, on disk at once. Rows that a full disk refuses wait in memory."""
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        # rows after the checkpoint that a run resumes from will be written again
+        kept = [row for row in read_metrics(path) if row["step"] <= start_step] if start_step and path.is_file() else []
+        partial = path.with_name(path.name + ".tmp")
+        partial.write_text("".join(_dump(row) for row in kept), encoding="utf-8")
+        os.replace(partial, path)
+        self._last = kept[-1]["step"] if kept else -1
+        before = kept[-1].get(ELAPSED) if kept else None
+        self._origin = time.monotonic() - (before or 0.0)
+        self._path = path
+        self._stream = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def write(self, step: int, row: dict[str, float]) -> dict[str, float]:
+        """Append a row, and return it with the elapsed time."""
+        assert step > self._last, f"metrics: row of step {step} after one of step {self._last}"
+        self._last = step
+        row = {**row, ELAPSED: round(time.monotonic() - self._origin, 3)}
+        self._waiting += _dump({"step": step, **{key: _plain(value) for key, value in row.items()}}).encode()
+        self._flush()
+        return row
+
+    def _flush(self) -> None:
+        """Write the waiting rows, all of them or none."""
+        size = self._stream.tell()
+        try:
+            written = self._stream.write(self._waiting)
+        except OSError as error:
+            written, reason = 0, str(error)
+        else:
+            reason = "no space left"
+        if written == len(self._waiting):
+            self._waiting = b""
+            return
+        self._stream.truncate(size)  # half a row would spoil the file for its readers
+        self._stream.seek(size)
+        _log.warning("%s: %s; %d rows wait to be written", self._path, reason, self._waiting.count(b"\n"))
+
+    def close(self) -> None:
+        if self._waiting:
+            self._flush()
+        self._stream.close()
+
+
+def _plain(value: float) -> float | None:
+    """A number that strict JSON can hold; None for NaN and infinities."""
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    return number if math.isfinite(number) else None
+
+
+def _dump(row: dict[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"

@@ -1,0 +1,184 @@
+"""Validation samples on disk: images/<set>/step_<k> for pictures and videos, samples/<set>/step_<k> for texts.
+
+A folder holds an index.jsonl with prompts and rewards. Texts stand in it. Pictures are PNGs beside it, with a grid of
+them all; videos are mp4s, and their PNGs show some frames side by side.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from phalanx.media.grids import fit, pictures, sheet, side_by_side, standing
+from phalanx.media.videos import write_video
+
+IMAGES, SAMPLES = "images", "samples"  # folders of a run: pictures and videos, and texts
+Output = NDArray[np.uint8] | str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One generated sample: `output` is an image uint8 [H, W, 3], a video [F, H, W, 3] of `fps` frames a second, or a
+    text.
+
+    `index` is the prompt's number in its validation set (times the samples per prompt, where there are several), so
+    that the same index at two steps is the same prompt and noise.
+    """
+
+    prompt: str
+    reward: float
+    output: Output
+    index: int
+    fps: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.output, str):
+            return
+        shape = self.output.shape
+        if self.output.dtype != np.uint8 or len(shape) not in (3, 4) or shape[-1] != 3:
+            raise ValueError(
+                f"images: record {self.index} is {self.output.dtype} {list(shape)}; expected uint8 [H, W, 3], or "
+                "[F, H, W, 3]"
+            )
+
+    @property
+    def text(self) -> str | None:
+        """The output where it is a text."""
+        return self.output if isinstance(self.output, str) else None
+
+    @property
+    def frames(self) -> NDArray[np.uint8]:
+        """[F, H, W, 3]; an image is its only frame."""
+        assert not isinstance(self.output, str), "a text has no frames"
+        return self.output if self.output.ndim == 4 else self.output[None]
+
+    @property
+    def is_video(self) -> bool:
+        """True where there are frames."""
+        return not isinstance(self.output, str) and self.output.ndim == 4
+
+    @property
+    def stem(self) -> str:
+        """Name of its files, without the ending."""
+        return f"{self.index:05d}"
+
+    def row(self) -> dict[str, Any]:
+        """The beginning of its line in index.jsonl; strict JSON knows no NaN."""
+        reward = self.reward if math.isfinite(self.reward) else None
+        return {"index": self.index, "prompt": self.prompt, "reward": reward}
+
+
+def kind_of(records: Sequence[Record]) -> str:
+    """The run's folder that such records go to; those of one validation are of one kind."""
+    return SAMPLES if records and records[0].text is not None else IMAGES
+
+
+# -- the files --------------------------------------------------------------------------------------------------------
+
+
+def step_folder(folder: Path, step: int, set_name: str) -> Path:
+    """The place of one validation: `folder/<set>/step_000010`."""
+    if not set_name or set_name in (".", "..") or "/" in set_name:
+        raise ValueError(f"{folder.name}: {set_name!r} cannot name a validation set's folder; use a name without '/'")
+    return folder / set_name / f"step_{step:06d}"
+
+
+def save_records(run_folder: Path, step: int, set_name: str, records: Iterable[Record]) -> Path:
+    """Write the samples of one validation and return their folder.
+
+    Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite) and `file` or `text`, in the order
+    of the index. Beside it are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the
+    index, and `grid.mp4`. The folder appears at once, complete, and replaces an older one.
+    """
+    rows = sorted(records, key=lambda record: record.index)
+    assert len({record.index for record in rows}) == len(rows), "two records have one index"
+    kind = kind_of(rows)
+    final = step_folder(run_folder / kind, step, set_name)
+    partial = final.with_name(final.name + ".tmp")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        if kind == SAMPLES:
+            write_index(partial, [record.row() | {"text": record.text} for record in rows])
+        else:
+            _write_pictures(partial, rows)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk it would keep others from writing
+        raise
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    return final
+
+
+def _write_pictures(folder: Path, rows: list[Record]) -> None:
+    lines = []
+    for record in rows:
+        line = record.row() | {"file": f"{record.stem}.png"}
+        side_by_side(pictures(standing(record.frames))).save(folder / line["file"])
+        if record.is_video:
+            line["video"] = f"{record.stem}.mp4"
+            write_video(folder / line["video"], record.frames, record.fps)
+        lines.append(line)
+    write_index(folder, lines)
+    if rows:
+        grid(rows).save(folder / "grid.png")
+    if rows and rows[0].is_video:
+        write_video(folder / "grid.mp4", moving_grid(rows), rows[0].fps)
+
+
+def write_index(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """Write a folder's `index.jsonl`."""
+    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
+    (folder / "index.jsonl").write_text(text, encoding="utf-8")
+
+
+def read_index(folder: Path, content: str = "file") -> list[dict[str, Any]]:
+    """The rows of a folder's `index.jsonl`; empty where there is none. Raises ValueError for a broken row.
+
+    `content`: the key that every row must have beside index, prompt and reward, "file" or "text".
+    """
+    path = folder / "index.jsonl"
+    if not path.is_file():
+        return []
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line:
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if not isinstance(row, dict) or not row.keys() >= {"index", "prompt", "reward", content}:
+            raise ValueError(f"{path}:{number}: not a row with index, prompt, reward and {content}")
+        rows.append(row)
+    return rows
+
+
+# -- the grid ---------------------------------------------------------------------------------------------------------
+
+
+def grid(records: Sequence[Record]) -> Image.Image:
+    """All pictures in one, about as wide as high, each with its reward and prompt below it."""
+    return _grid(records, [standing(record.frames) for record in records])
+
+
+def moving_grid(records: Sequence[Record]) -> Iterator[NDArray[np.uint8]]:
+    """The frames of the grid of videos of one length, uint8 [H, W, 3] each."""
+    for at_once in zip(*(record.frames for record in records), strict=True):
+        yield np.asarray(_grid(records, [frame[None] for frame in at_once]))
+
+
+def _grid(records: Sequence[Record], strips: Sequence[NDArray[np.uint8]]) -> Image.Image:
+    """The grid with these frames [f, H, W, 3] of each record side by side."""
+    tiles = [side_by_side([fit(picture) for picture in pictures(strip)]) for strip in strips]
+    columns = math.ceil(math.sqrt(len(tiles) / len(strips[0])))  # a strip is as wide as its frames together
+    headings = [f"reward {record.reward:.3f}" for record in records]
+    return sheet(tiles, [record.prompt for record in records], columns, headings)

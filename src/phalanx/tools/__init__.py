@@ -1,0 +1,1 @@
+"""Makers of small models and data, and conversions."""

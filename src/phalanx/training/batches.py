@@ -1,0 +1,278 @@
+"""The arithmetic of batches, checked before anything is built, with values that would work."""
+
+import math
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from phalanx.config import ConfigError
+from phalanx.config.run import RLConfig, RunConfig
+from phalanx.types import Algorithm
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Numbers of one training step.
+
+    samples of all ranks; per_rank; updates: optimizer steps per pass over them; micro: samples of a
+    forward and backward pass; actions: rows of each sample in it; rollout_micro: samples of a
+    rollout micro-batch; exact: rollout and replay run at equal shapes, so that their log-probs
+    agree to the last bit. epochs: passes over the samples; forward: each of them trains on samples
+    that are corrupted anew.
+
+    A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one.
+    """
+
+    samples: int
+    per_rank: int
+    updates: int
+    micro: int
+    actions: int
+    rollout_micro: int
+    exact: bool
+    units: int
+    together: int = 1
+    epochs: int = 1
+    forward: bool = False
+
+    @property
+    def micro_units(self) -> int:
+        """Units of a forward and backward pass: whole ones, and at least one."""
+        return max(self.micro // self.together, 1)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of an optimizer step on a rank, where all samples count."""
+        return math.ceil(self.units // self.updates / self.micro_units)
+
+    @property
+    def view_rounds(self) -> int:
+        """Times per step that other weights see the samples that are trained."""
+        # once, as for them nothing changes between two passes; but noise is fresh in each pass
+        return self.epochs if self.forward else 1
+
+    @property
+    def view_passes(self) -> int:
+        """Micro-batches of a rank that each of the other weights sees per step."""
+        return self.view_rounds * math.ceil(self.units / self.micro_units)
+
+    @property
+    def view_micro(self) -> int:
+        """Samples of the first of them, which is the largest."""
+        return min(self.micro_units, self.units) * self.together
+
+    @property
+    def viewed(self) -> int:
+        """Samples of a rank that each of the other weights sees per step, counted each time."""
+        return self.view_rounds * self.units * self.together
+
+    @property
+    def trained(self) -> int:
+        """Samples of a rank that are trained per step, counted each time, if all of them count."""
+        return self.epochs * self.updates * self.first(self.passes)
+
+    def first(self, passes: int) -> int:
+        """Samples of the first so many micro-batches of an optimizer step on a rank."""
+        return min(passes * self.micro_units, self.units // self.updates) * self.together
+
+
+def plan(cfg: RLConfig, algorithm: Algorithm, world_size: int, *, actions: int = 1) -> BatchPlan:
+    """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven.
+
+    `actions`: rows of a forward pass for each sample in training, where rollout and replay are to
+    have equal shapes.
+    """
+    numbers = _Numbers(
+        world=world_size,
+        actions=actions,
+        prompts=cfg.data.train_batch_size,
+        n=cfg.rollout.n,
+        mini=cfg.actor.ppo_mini_batch_size,
+        micro=cfg.actor.ppo_micro_batch_size_per_gpu,
+        rollout=cfg.rollout.micro_batch_size_per_gpu,
+        together=algorithm.samples_per_unit,
+    )
+    problem = numbers.problem()
+    if problem is not None:
+        what, keys = problem
+        raise ConfigError(f"{what}; nearest that work: {numbers.nearest(keys)}")
+    samples = numbers.prompts * numbers.n
+    return BatchPlan(
+        samples=samples,
+        per_rank=samples // world_size,
+        updates=numbers.prompts // numbers.mini,
+        micro=numbers.micro,
+        actions=actions,
+        rollout_micro=numbers.rollout_micro,
+        exact=numbers.rollout_micro == numbers.micro * actions,
+        units=samples // world_size if numbers.together == 1 else numbers.prompts // world_size,
+        together=numbers.together,
+        epochs=cfg.actor.ppo_epochs,
+        forward=algorithm.levels is not None,
+    )
+
+
+def check(cfg: RLConfig, algorithm: Algorithm) -> None:
+    """Refuse combinations that cannot work, whatever the number of ranks; raises ConfigError."""
+    if not cfg.data.train_files:
+        raise ConfigError(
+            "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .parquet or dataset folder"
+        )
+    if not cfg.reward.functions and algorithm.needs_reward:
+        raise ConfigError(
+            "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]"
+        )
+    if not algorithm.needs_reward and cfg.rollout.max_num_gen_batches > 1:
+        raise ConfigError(
+            f"rollout.max_num_gen_batches: {cfg.rollout.max_num_gen_batches} goes by rewards, from which "
+            f"{cfg.algorithm.name} does not learn; set it to 1"
+        )
+    check_run(cfg)
+    cfg.algorithm.check(cfg.rollout)
+
+
+def check_run(cfg: RunConfig) -> None:
+    """Refuse what no training job can work with; raises ConfigError."""
+    _check_output_dir(cfg.trainer.output_dir)
+    if cfg.trainer.total_training_steps is None and cfg.trainer.total_epochs is None:
+        raise ConfigError(
+            "trainer.total_training_steps: null needs trainer.total_epochs; set one of them",
+        )
+    if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
+        raise ConfigError(
+            f"optim.betas: {cfg.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]",
+        )
+    if cfg.parallel.param_offload and cfg.parallel.fsdp_size == 1:
+        raise ConfigError(
+            "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
+        )
+    if cfg.trainer.test_freq > 0 and not cfg.data.val_files:
+        raise ConfigError(
+            f"trainer.test_freq: {cfg.trainer.test_freq} needs data.val_files; give some, or -1",
+        )
+    for key, value in (("save_freq", cfg.trainer.save_freq), ("test_freq", cfg.trainer.test_freq)):
+        if value < 1 and value != -1:
+            raise ConfigError(f"trainer.{key}: {value} should be -1 (never) or a number of steps")
+
+
+def _check_output_dir(output_dir: str) -> None:
+    """Refuse a folder that cannot be made, before hours of work that could not be kept."""
+    folder = Path(output_dir)
+    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+    if not existing.is_dir():
+        raise ConfigError(
+            f"trainer.output_dir: {output_dir!r} cannot be a folder: {existing} is a file",
+        )
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"trainer.output_dir: {output_dir!r} cannot be written: no permission in {existing}",
+        )
+
+
+_KEYS = {
+    "prompts": "data.train_batch_size",
+    "n": "rollout.n",
+    "mini": "actor.ppo_mini_batch_size",
+    "micro": "actor.ppo_micro_batch_size_per_gpu",
+    "rollout": "rollout.micro_batch_size_per_gpu",
+}
+_SMALLEST_GROUP = 2
+
+
+@dataclass(frozen=True)
+class _Numbers:
+    """The numbers that a step's arithmetic depends on; `rollout` None follows from the others."""
+
+    world: int
+    actions: int
+    prompts: int
+    n: int
+    mini: int
+    micro: int
+    rollout: int | None
+    together: int = 1
+
+    @property
+    def rollout_micro(self) -> int:
+        return self.micro * self.actions if self.rollout is None else self.rollout
+
+    def problem(self) -> tuple[str, tuple[str, ...]] | None:
+        """The first thing that does not divide, and the numbers to change, best first; else None."""
+        prompts, mini, micro, world = self.prompts, self.mini, self.micro, self.world
+        if prompts % mini:
+            what = f"{_KEYS['mini']}: {mini} prompts do not divide {_KEYS['prompts']} {prompts}"
+            return what, ("mini", "prompts")
+        samples = mini * self.n
+        update = f"{mini} prompts x {_KEYS['n']} {self.n} = {samples} samples of an update"
+        if samples % world:
+            return f"{_KEYS['mini']}: {update} do not divide over {world} ranks", ("mini", "n")
+        # samples of a prompt that are trained together are on one rank
+        if self.together > 1 and mini % world:
+            what = f"{_KEYS['mini']}: {mini} whole prompts do not divide over {world} ranks"
+            return what, ("mini", "prompts")
+        per_update, per_rank = samples // world, prompts * self.n // world
+        if per_update % micro:
+            what = f"{micro} does not divide the {per_update} samples of an update on a rank"
+            return f"{_KEYS['micro']}: {what} ({update} / {world} ranks)", ("micro", "n")
+        if per_rank % self.rollout_micro == 0:
+            return None
+        uneven = f"does not divide the {per_rank} samples of a rank"
+        if self.rollout is not None:
+            return f"{_KEYS['rollout']}: {self.rollout} {uneven}", ("rollout",)
+        rows = f"{micro} x {self.actions} trained steps = {self.rollout_micro}"
+        what = f"{_KEYS['micro']}: {rows}, the rollout's micro-batch, {uneven}"
+        return what, ("micro", "rollout")
+
+    def nearest(self, keys: tuple[str, ...]) -> str:
+        """The nearest values of the first of `keys` with which all divides; of two keys if need be.
+
+        `keys` are in the order in which a user would rather change them.
+        """
+        if self.together > 1:  # more samples of a prompt would be no more that are trained
+            keys = (*(key for key in keys if key != "n"), "mini")
+        for key in keys:
+            near = self._near(key)
+            if near:
+                return f"{_KEYS[key]}={near}"
+        # No number helps on its own, so two are changed, the first of them as little as possible.
+        if self.together > 1:
+            return self._whole_prompts()
+        for mini in sorted(_divisors(self.prompts), key=lambda d: abs(d - self.mini)):
+            near = replace(self, mini=mini)._near("n")
+            if near:
+                return f"{_KEYS['mini']}={mini} with {_KEYS['n']}={near}"
+        raise AssertionError(f"some number of samples always fits: {self}")
+
+    def _whole_prompts(self) -> str:
+        """The nearest prompts of an optimizer step, and of a training step, that fit the ranks."""
+        # world x micro always works, so the search ends
+        minis = range(self.world, self.mini + self.world * (self.micro + 1), self.world)
+        for mini in sorted(minis, key=lambda m: abs(m - self.mini)):
+            near = replace(self, mini=mini)._near("prompts")
+            if near:
+                return f"{_KEYS['mini']}={mini} with {_KEYS['prompts']}={near}"
+        raise AssertionError(f"some number of prompts always fits: {self}")
+
+    def _near(self, key: str) -> str:
+        """The nearest values of a number that work, below and above: "4 or 6"; empty for none."""
+        # each number as it is, and the last one above it that is tried
+        bounds = {
+            "prompts": (self.prompts, self.prompts + self.mini * self.rollout_micro),
+            # a multiple of both micro-batches on every rank always works
+            "n": (self.n, self.n + self.world * math.lcm(self.micro, self.rollout_micro)),
+            "mini": (self.mini, self.prompts),
+            "micro": (self.micro, self.mini * self.n),
+            "rollout": (self.rollout_micro, self.prompts * self.n),
+        }
+        own, last = bounds[key]
+        first = _SMALLEST_GROUP if key == "n" else 1
+        below = next((v for v in range(own - 1, first - 1, -1) if self._works(key, v)), None)
+        above = next((v for v in range(own + 1, last + 1) if self._works(key, v)), None)
+        return " or ".join(str(v) for v in (below, above) if v is not None)
+
+    def _works(self, key: str, value: int) -> bool:
+        return replace(self, **{key: value}).problem() is None
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,0 +1,354 @@
+"""Checkpoints: sharded (torch.distributed.checkpoint), written beside the training, and atomic.
+
+A checkpoint is the folder `checkpoints/step_000010`. It is written as `step_000010.tmp` and renamed
+once every rank is done; its `meta.json`, written last, lists all files with sizes and checksums.
+Only what is trained is saved: weights, the optimizer's state, the moving average, and the run's
+counters. Nothing in it depends on the number of ranks.
+"""
+
+import json
+import logging
+import shutil
+import threading
+import zlib
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+
+from phalanx.distributed.collectives import all_gather_object, broadcast_object
+from phalanx.distributed.fsdp import as_part_of
+from phalanx.distributed.mesh import World
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Progress:
+    """The run's counters: training steps done, samples drawn, optimizer steps, and wandb's run id.
+
+    `updates_beside` are the optimizer steps of models that are trained beside the policy.
+    `unfinished` is the row of metrics of the last step where the run was stopped in its validation.
+    """
+
+    step: int = 0
+    samples_seen: int = 0
+    updates: int = 0
+    wandb_id: str | None = None
+    unfinished: dict[str, float] | None = None
+    updates_beside: dict[str, int] = field(default_factory=dict)
+
+
+def trained_state(
+    parameters: dict[str, Tensor],
+    optimizer: dict[str, dict[str, Tensor]],
+    averages: dict[str, dict[str, Tensor]],
+) -> dict[str, Any]:
+    """The contents of a checkpoint, as tensors of the mesh: to save, or to load into.
+
+    `averages`: other weights by name.
+    """
+    # Moments and averages are local tensors. As parts of DTensors they are saved once each, and can
+    # be loaded into any other layout.
+    state: dict[str, Any] = {
+        "model": {name: p.detach() for name, p in parameters.items()},
+        "optim": {},
+    }
+    for name, p in parameters.items():
+        own = optimizer[name]
+        state["optim"][name] = {}
+        for key, value in own.items():
+            # AdamW's count of steps is one number, the same for all parts
+            whole = value.dim() == 0
+            state["optim"][name][key] = value if whole else as_part_of(value, p)
+    for average, values in averages.items():
+        state[average] = {}
+        for name, value in values.items():
+            state[average][name] = as_part_of(value, parameters[name])
+    return state
+
+
+def complete(folder: Path) -> str | None:
+    """The problem with a checkpoint folder, None where it is complete. For contents see `damaged`."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        for name, (size, _) in meta["files"].items():
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} bytes of {size}"
+        Progress(**meta["progress"])
+        dict(meta["signature"])
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except OSError as error:
+        return f"it cannot be read: {error}"
+    except (KeyError, TypeError, ValueError, AttributeError):  # JSON's errors are ValueErrors
+        return "meta.json is damaged, or of another program"
+    return None
+
+
+def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
+    """The problem with the contents of a complete checkpoint, by their checksums; None if none.
+
+    Every `parts`-th file from number `part` on is read, so that ranks can share the work.
+    """
+    files = sorted(read_meta(folder)["files"].items())
+    for name, (_, checksum) in files[part::parts]:
+        try:
+            found = _checksum(folder / name)
+        except OSError as error:
+            return f"{name} cannot be read: {error}"
+        if found != checksum:
+            return f"{name} is not what was written: its checksum differs"
+    return None
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 24):
+            value = zlib.crc32(block, value)
+    return value
+
+
+def find(root: Path, without: Collection[Path] = ()) -> Path | None:
+    """The newest complete checkpoint below `root`, but for those of `without`.
+
+    Half-written and incomplete ones are passed over with a message.
+    """
+    for folder in sorted(root.glob("step_*"), reverse=True):
+        if not folder.is_dir() or folder in without:
+            continue
+        problem = "it was never finished" if folder.suffix == ".tmp" else complete(folder)
+        if problem is None:
+            return folder
+        log.warning("checkpoint %s is passed over: %s", folder, problem)
+    return None
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """The meta.json of a checkpoint."""
+    return dict(json.loads((folder / "meta.json").read_text()))
+
+
+def _unseen(folder: Path) -> str | None:
+    """The problem where files that other ranks wrote are not seen here; None where all are."""
+    # On a disk of its own each node would hold a part, and no one would know until the resume.
+    stored = FileSystemReader(folder).read_metadata().storage_data.values()
+    missing = sorted({entry.relative_path for entry in stored} - {f.name for f in folder.iterdir()})
+    if not missing:
+        return None
+    return f"{missing[0]} is not seen by rank 0: trainer.output_dir must be on a file system that all nodes share"
+
+
+class Checkpointer:
+    """The checkpoints of one run: saved, found and loaded."""
+
+    def __init__(
+        self,
+        output_dir: Path,
+        world: World,
+        signature: dict[str, Any],
+        max_checkpoints: int,
+    ) -> None:
+        self.root, self.world, self.signature = output_dir / "checkpoints", world, signature
+        self.max_checkpoints = max_checkpoints
+        self._pending: threading.Thread | None = None
+        self._failure: RuntimeError | None = None
+        # of this run's newest checkpoint that is complete, as of the last `wait`
+        self.saved_step = -1
+
+    def locate(self, resume: str) -> Path | None:
+        """The checkpoint that `trainer.resume` means; raises ValueError where it cannot be used."""
+        passed: list[Path] = []
+        while True:
+            # Rank 0 looks and tells the others: a network's disk may show them another state.
+            answer: tuple[str | None, str | None] = (None, None)
+            if self.world.rank == 0:
+                answer = self._locate(resume, passed)
+            found, error = broadcast_object(answer)
+            if error is not None:
+                raise ValueError(error)
+            if found is None:
+                return None
+            folder = Path(found)
+            # checksums want every byte read, which the ranks share
+            said = all_gather_object(damaged(folder, self.world.rank, self.world.size))
+            problem = next((problem for problem in said if problem is not None), None)
+            if problem is None:
+                return folder
+            if resume != "auto":
+                raise ValueError(f"trainer.resume: {resume!r} cannot be used: {problem}")
+            log.warning("checkpoint %s is passed over: %s", folder, problem)
+            passed.append(folder)
+
+    def _locate(self, resume: str, passed: Collection[Path]) -> tuple[str | None, str | None]:
+        if resume == "never":
+            return None, None
+        if resume == "auto":
+            folder = find(self.root, passed)
+            if folder is None:
+                return None, None
+        else:
+            folder = Path(resume).expanduser()
+            problem = complete(folder) if folder.is_dir() else "no such folder"
+            if problem is not None:
+                return None, f"trainer.resume: {resume!r} cannot be used: {problem}"
+        saved = read_meta(folder)["signature"]
+        for key, value in self.signature.items():
+            if saved.get(key) != value:
+                return None, (
+                    f"trainer.resume: {folder} holds {key} {saved.get(key)}, this run has {value}; "
+                    "give another trainer.output_dir, or trainer.resume=never"
+                )
+        return str(folder), None
+
+    def load(self, folder: Path, state: dict[str, Any]) -> Progress:
+        """Fill `state` in place, whatever the number of ranks that saved it.
+
+        Raises ValueError where that fails: the state is then good for nothing.
+        """
+        try:
+            dcp.load(state, checkpoint_id=str(folder), process_group=self.world.checkpoint_group)
+        except CheckpointException as error:
+            first, _ = next(iter(error.failures.values()))  # of the ranks' failures
+            reason = " ".join(str(first).split())[:300]
+            raise ValueError(f"trainer.resume: {folder} cannot be loaded: {reason}") from error
+        return Progress(**read_meta(folder)["progress"])
+
+    def save(self, state: dict[str, Any], progress: Progress) -> None:
+        """Copy the state to the CPU and write it in the background, the one before first."""
+        self.wait()  # two copies at once might not fit into the memory
+        final = self.root / f"step_{progress.step:06d}"
+        part = final.with_suffix(".tmp")
+        problem = None
+        if self.world.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
+            try:
+                part.mkdir(parents=True)
+            except OSError as error:  # a full disk, say: training goes on
+                problem = str(error)
+                log.warning("checkpoint %s was not written: %s", final, problem)
+        if broadcast_object(problem) is not None:
+            return
+        # copies: training goes on and changes them before they are written
+        meta = {"progress": asdict(progress), "signature": self.signature}
+        # Its collectives run in a thread beside those of training. On one group the two could meet
+        # in another order on another rank, so the checkpoint has a group of its own.
+        group = self.world.checkpoint_group
+        response: Any = dcp.async_save(state, checkpoint_id=str(part), process_group=group)
+        arguments = (response, part, final, meta)
+        # a daemon, since a rank that fails must not wait for a disk: what is half-written is passed
+        # over
+        self._pending = threading.Thread(target=self._finish, args=arguments, daemon=True)
+        self._pending.start()
+
+    def _finish(self, response: Any, part: Path, final: Path, meta: dict[str, Any]) -> None:
+        """On every rank, in the background: publish once all ranks have written."""
+        problem, checksums = None, {}
+        try:
+            response.result()
+            checksums = {f.name: _checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
+        except (CheckpointException, OSError, RuntimeError) as error:
+            problem = " ".join(str(error).split())[:500]
+        # a rank that failed takes part too: the others would wait for it until the time limit
+        said: list[Any] = [None] * self.world.size
+        done = [False]
+        try:
+            dist.all_gather_object(said, (problem, checksums), group=self.world.checkpoint_group)
+            if self.world.rank == 0:
+                done = [self._publish_or_drop(said, part, final, meta)]
+            # a rank that ends must not take the renaming with it, so all wait for it
+            dist.broadcast_object_list(done, src=0, group=self.world.checkpoint_group)
+        except RuntimeError as error:  # a rank is lost; the main thread hears of it in `wait`
+            self._failure = error
+        if done[0]:
+            self.saved_step = meta["progress"]["step"]
+
+    def _publish_or_drop(
+        self,
+        said: list[tuple[str | None, dict[str, int]]],
+        part: Path,
+        final: Path,
+        meta: dict[str, Any],
+    ) -> bool:
+        """On rank 0: publish a checkpoint that all ranks have written; True where it is there."""
+        problem = None
+        checksums: dict[str, int] = {}
+        for theirs, found in said:
+            problem = problem or theirs
+            checksums |= found
+        try:
+            problem = problem or _unseen(part)
+            if problem is None:
+                self._publish(part, final, meta, checksums)
+        except OSError as error:
+            problem = str(error)
+        if problem is not None:
+            log.warning("checkpoint %s was not written: %s", final, problem)
+            shutil.rmtree(part, ignore_errors=True)
+        return problem is None
+
+    def _publish(
+        self,
+        part: Path,
+        final: Path,
+        meta: dict[str, Any],
+        checksums: dict[str, int],
+    ) -> None:
+        """Make a written checkpoint visible, and remove the oldest complete ones."""
+        files: dict[str, tuple[int, int]] = {}
+        for file in part.iterdir():
+            # the ranks have summed up their own files; what is left is the small .metadata
+            known = file.name in checksums
+            checksum = checksums[file.name] if known else _checksum(file)
+            files[file.name] = (file.stat().st_size, checksum)
+        meta["files"] = files
+        (part / "meta.json").write_text(json.dumps(meta, indent=1))
+        # the rename makes it complete, all at once; older ones go only after it
+        if final.exists():
+            shutil.rmtree(final)
+        part.rename(final)
+        finished = []
+        for folder in sorted(self.root.glob("step_*")):
+            if folder.suffix != ".tmp" and complete(folder) is None:
+                finished.append(folder)
+        for old in finished[: -self.max_checkpoints]:
+            if old != final:
+                shutil.rmtree(old)
+
+    def set_aside(self, step: int) -> None:
+        """On rank 0, at a run's start: rename checkpoints of later steps, and remove unfinished ones.
+
+        Another run or a damaged one left them. As `old_step_...` they stay on disk, and are neither
+        resumed nor counted.
+        """
+        for folder in sorted(self.root.glob("step_*")):
+            if folder.suffix == ".tmp":
+                shutil.rmtree(folder, ignore_errors=True)
+            elif folder.name > f"step_{step:06d}":
+                aside = folder.with_name(f"old_{folder.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                folder.rename(aside)
+                log.warning(
+                    "checkpoint %s is of another run, or damaged: it is now %s",
+                    folder,
+                    aside.name,
+                )
+
+    def wait(self) -> None:
+        """Wait until the checkpoint in flight is complete.
+
+        Raises RuntimeError where the ranks lost one another over it.
+        """
+        if self._pending is not None:
+            self._pending.join()
+            self._pending = None
+        if self._failure is not None:
+            raise self._failure

@@ -1,0 +1,209 @@
+"""Supervised flow matching: the velocity's regression on images with prompts.
+
+    L = mean of (v(x_t, t, prompt) - (noise - x_0))^2,   x_t = (1 - t) x_0 + t noise
+
+t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), moved by the model
+folder's own shift. The mesh, the model, checkpoints, validation and logs are those of reinforcement
+learning.
+"""
+
+import time
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from phalanx.config import ConfigError
+from phalanx.config.flow import FlowMatchingTaskConfig
+from phalanx.data.images import ImageTextData, IndexStream
+from phalanx.data.prompts import DataError
+from phalanx.distributed import mesh
+from phalanx.distributed.collectives import reduce_float
+from phalanx.distributed.seed import fold_in
+from phalanx.functional.flow import Sampler
+from phalanx.models.flow.policy import FlowPolicy, image_columns
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.rollout.flow.samplers import train_sampler
+from phalanx.telemetry.metrics import check_loggers
+from phalanx.training import batches
+from phalanx.training.flow_rl import build_parts
+from phalanx.training.parts import Parts
+from phalanx.training.run import Run, peak_memory_gb
+from phalanx.types import JobError, Prompt
+
+ENCODED_TOGETHER = 64  # images, where latents are cached
+
+
+def check(cfg: FlowMatchingTaskConfig) -> int:
+    """Refuse what cannot run here (ConfigError); returns the images of a rank."""
+    if not cfg.data.train_files:
+        raise ConfigError(
+            "data.train_files: [] names no images; give a .jsonl file or a Hugging Face dataset folder",
+        )
+    batches.check_run(cfg)
+    if image_columns(cfg.model):
+        raise ConfigError(
+            f"model.path: {cfg.model.path!r} edits images; flow matching trains from texts alone",
+        )
+    if cfg.rollout.num_frames > 1:
+        raise ConfigError(
+            f"rollout.num_frames: {cfg.rollout.num_frames}: flow matching trains on images; set it to 1",
+        )
+    check_loggers(cfg.trainer.logger)
+    launch = mesh.Launch.from_env()
+    mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
+    mesh.check_elastic(cfg, launch, lambda size: images_of_rank(cfg, size))
+    return images_of_rank(cfg, launch.world_size)
+
+
+def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
+    """A rank's images per step; raises ConfigError where they do not divide."""
+    size, micro = cfg.data.train_batch_size, cfg.flow_matching.micro_batch_size_per_gpu
+    unit = world_size * micro
+    if size % unit:
+        below = max(size // unit, 1) * unit
+        raise ConfigError(
+            f"data.train_batch_size: {size} images do not divide over {world_size} ranks x "
+            f"flow_matching.micro_batch_size_per_gpu {micro}; nearest that do: {below} or {below + unit}"
+        )
+    return size // world_size
+
+
+def build(cfg: FlowMatchingTaskConfig) -> "FlowMatching":
+    """The job, built on all ranks in step; a ValueError is the user's mistake."""
+    check(cfg)
+    r = cfg.rollout
+    images = ImageTextData(cfg.data.train_files, r.height, r.width)
+    return FlowMatching(cfg, images, *build_parts(cfg, r.micro_batch_size_per_gpu or 16))
+
+
+class FlowMatching(Run):
+    """Supervised training: `fit()` runs it. `build` makes it."""
+
+    def __init__(
+        self,
+        cfg: FlowMatchingTaskConfig,
+        images: ImageTextData,
+        parts: Parts,
+        policy: FlowPolicy,
+        rollout: PolicyRollout,
+    ) -> None:
+        """`policy` and `rollout` are those of `parts`, by their own types."""
+        self.cfg, self.images = cfg, images
+        self.flow, self.sampling = policy, rollout
+        self.per_rank = images_of_rank(cfg, parts.world.size)
+        super().__init__(cfg, parts)
+        self.stream = IndexStream(len(self.images), cfg.data.train_batch_size, cfg.data.seed)
+        steps = cfg.trainer.total_training_steps
+        if steps is None:
+            assert cfg.trainer.total_epochs is not None
+            seen = int(cfg.trainer.total_epochs * len(self.images))
+            steps = -(-seen // cfg.data.train_batch_size)
+        self.prepare(steps, steps, cfg.flow_matching.ema)
+        self.sampler = train_sampler(cfg.rollout, self.flow.model)
+        self._latents: dict[int, Tensor] = {}
+
+    def fit(self) -> None:
+        """Train to the last step."""
+        with self.logger:
+            if self.cfg.flow_matching.cache_latents:
+                self._encode_all()
+            self.begin()
+            for step in range(self.progress.step, self.total_steps):
+                start = time.perf_counter()
+                with self.timers("update"):
+                    row = self.update(step)
+                seconds = time.perf_counter() - start
+                self.progress.samples_seen += self.cfg.data.train_batch_size
+                row |= {
+                    "perf/step_s": seconds,
+                    "perf/images_per_gpu_per_s": self.per_rank / seconds,
+                    "perf/peak_memory_gb": peak_memory_gb(self.world.device),
+                }
+                self.end_step(step + 1, row)
+            self.checkpointer.wait()
+
+    def update(self, step: int) -> dict[str, float]:
+        """One optimizer step on this rank's share of the step's images."""
+        first = self.world.rank * self.per_rank
+        share = self.stream.batch(step)[first : first + self.per_rank]
+        micro = self.cfg.flow_matching.micro_batch_size_per_gpu
+        losses = []
+        for start in range(0, self.per_rank, micro):
+            # gradients are summed across ranks, so each loss is divided by the whole batch
+            self.policy.trained.sharded.set_last_micro_batch(start + micro == self.per_rank)
+            loss = self.loss(share[start : start + micro], step, first + start)
+            (loss.sum() / self.cfg.data.train_batch_size).backward()
+            losses.append(loss.detach().sum())
+        loss = torch.stack(losses).sum()
+        stats = self.step_optimizer(loss)
+        return {
+            "train/loss": reduce_float(float(loss), "sum") / self.cfg.data.train_batch_size,
+            "actor/grad_norm": float(stats["grad_norm"]),
+            "actor/lr": float(stats["lr"]),
+            "actor/updates_non_finite": float(stats["skipped"]),
+        }
+
+    def loss(self, images: list[int], step: int, first: int) -> Tensor:
+        """The loss [b] of some images, the first of which is number `first` of all ranks' batch."""
+        c, device = self.cfg.flow_matching, self.world.device
+        x0 = torch.stack([self._latent(i) for i in images]).to(device)
+        # all randomness of a sample is named by (seed, step, its number), so that it does not depend
+        # on the number of ranks
+        seeds = [fold_in(self.cfg.trainer.seed, step, first + j) for j in range(len(images))]
+        streams = [torch.Generator().manual_seed(seed) for seed in seeds]
+        noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in streams]).to(device)
+        normal = torch.stack([torch.randn((), generator=g) for g in streams])
+        keep = torch.stack([torch.rand((), generator=g) for g in streams]) >= c.prompt_dropout
+        sigma = self._shift(torch.sigmoid(c.logit_mean + c.logit_std * normal)).to(device)
+        # some images without their prompt, so that guidance has an unconditional branch
+        kept = zip(images, keep.tolist(), strict=True)
+        texts = [self.images.prompt(i) if k else "" for i, k in kept]
+        embeds, rows = self._embed(texts)
+        level = sigma.view(-1, *[1] * (x0.dim() - 1))
+        x = (1 - level) * x0 + level * noise
+        velocity = self.flow.velocity(x, sigma * 1000, embeds, rows, self._plain())
+        return ((velocity - (noise - x0)) ** 2).flatten(1).mean(1)
+
+    def _plain(self) -> Sampler:
+        """The sampler without guidance: each branch is trained for itself."""
+        return replace(self.sampler, guidance=1.0)
+
+    def _shift(self, t: Tensor) -> Tensor:
+        """Levels, moved as the model's own noise schedule is at the size of the images."""
+        shift = self.flow.model.shift(self.sampler.height, self.sampler.width)
+        return shift * t / (1 + (shift - 1) * t)
+
+    def _latent(self, i: int) -> Tensor:
+        if i not in self._latents:
+            latent = self._encode([i])[0]
+            if not self.cfg.flow_matching.cache_latents:
+                return latent
+            self._latents[i] = latent
+        return self._latents[i]
+
+    @torch.no_grad()
+    def _encode(self, images: list[int]) -> Tensor:
+        try:
+            pixels = torch.stack([self.images.image(i) for i in images]).to(self.world.device)
+        except DataError as error:
+            raise JobError(str(error)) from error
+        return self.flow.model.encode_images(pixels)
+
+    def _encode_all(self) -> None:
+        """Encode this rank's share of the run's images, once."""
+        first = self.world.rank * self.per_rank
+        asked: set[int] = set()
+        for step in range(self.progress.step, self.total_steps):
+            asked.update(self.stream.batch(step)[first : first + self.per_rank])
+        wanted = sorted(asked)
+        for start in range(0, len(wanted), ENCODED_TOGETHER):
+            part = wanted[start : start + ENCODED_TOGETHER]
+            self._latents.update(zip(part, self._encode(part).cpu(), strict=True))
+
+    def _embed(self, texts: list[str]) -> tuple[dict[str, Tensor], Tensor]:
+        """Embeddings of a batch's distinct prompts, and each text's row [b] among them."""
+        distinct = list(dict.fromkeys(texts))
+        prompts = [Prompt(text=text, group_id=i, meta={}) for i, text in enumerate(distinct)]
+        rows = torch.tensor([distinct.index(text) for text in texts], device=self.world.device)
+        return self.sampling.collate(prompts, negatives=False), rows

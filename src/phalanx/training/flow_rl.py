@@ -1,0 +1,216 @@
+"""Reinforcement learning of a flow-matching model: the loop's parts, and what must hold before."""
+
+import logging
+from collections.abc import Callable
+from typing import TypeVar
+
+from phalanx import algorithms
+from phalanx.config.flow import FlowRLConfig, FlowRunConfig
+from phalanx.config.load import ConfigError
+from phalanx.data.prompts import PromptStream, held_out_overlap, load_prompts, validation_sets
+from phalanx.distributed import mesh
+from phalanx.distributed.placement import place
+from phalanx.functional.window import sde_window, trained_count
+from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, image_columns
+from phalanx.rollout.flow import build_rollout, check_engine
+from phalanx.rollout.flow.dataset import PAIR
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.rollout.flow.samplers import train_sampler, val_sampler
+from phalanx.telemetry.metrics import check_loggers
+from phalanx.training import batches
+from phalanx.training.batches import BatchPlan
+from phalanx.training.parts import Parts, build_rewards, start
+from phalanx.training.rl import Trainer
+from phalanx.training.teacher import check_teacher, load_teacher
+from phalanx.types import Algorithm
+
+T = TypeVar("T", bound=Trainer)
+log = logging.getLogger(__name__)
+
+
+def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ignore[assignment]
+    """The job, built by `make` on all ranks in step; a ValueError is the user's mistake."""
+    # Mistakes are found in the order of their price: numbers first, files next, then what takes
+    # process groups and models to find out.
+    plan = check(cfg)
+    algorithm = algorithms.build(cfg.algorithm)
+    columns = image_columns(cfg.model)
+    if cfg.rollout.engine == "dataset":
+        columns = (*columns, *PAIR)
+    rows = load_prompts(cfg.data.train_files, "data.train_files", images=columns)
+    prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)
+    for teacher in algorithm.teachers:
+        check_teacher(teacher, cfg.model)
+    parts, policy, rollout = build_parts(
+        cfg,
+        plan.rollout_micro,
+        detach_uncond=cfg.actor.detach_uncond,
+        window=algorithm.levels is None,
+    )
+    teachers = {}
+    for teacher in algorithm.teachers:
+        loaded = load_teacher(teacher, cfg, policy, parts.world, plan.rollout_micro)
+        teachers[teacher.name] = loaded
+        # its prompts are encoded at the same steps as the policy's: the text encoders of both then
+        # visit the device before a rollout, and never within a step
+        rollout.ahead.encoders.append(loaded.rollout)
+    trainer = make(cfg, plan, algorithm, parts, prompts, teachers)
+    if parts.world.rank == 0:
+        held_out = [p for some in parts.val_sets.values() for p in some]
+        held_out_overlap(rows, held_out, policy.model.image_column)
+        _warn_of_inexact_log_probs(cfg, plan, algorithm, rollout)
+    return trainer
+
+
+def build_parts(
+    cfg: FlowRunConfig, micro: int, *, detach_uncond: bool = False, window: bool = True
+) -> tuple[Parts, FlowPolicy, PolicyRollout]:
+    """The parts of every job that trains a flow-matching model, with its policy and rollout.
+
+    Those two are in `Parts` as well, but as the loop sees them. `micro` and `window` are the
+    rollout's. Raises ValueError, with one line, for what the user can fix.
+    """
+    world = start(cfg)
+    val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model))
+    rewards = build_rewards(cfg, world)
+    policy = build_policy(
+        cfg.model,
+        cfg.parallel,
+        cfg.data,
+        world,
+        seed=cfg.trainer.seed,
+        detach_uncond=detach_uncond,
+    )
+    rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
+    return Parts(world, rewards, policy, rollout, val_sets), policy, rollout
+
+
+def _warn_of_inexact_log_probs(
+    cfg: FlowRLConfig, plan: BatchPlan, algorithm: Algorithm, rollout: PolicyRollout
+) -> None:
+    if cfg.model.compile:
+        log.warning(
+            "model.compile: sampling and training are compiled apart, so their log-probs may differ in the last "
+            "bits (see actor/first_ratio_error)"
+        )
+    if rollout.exact and not plan.exact and algorithm.levels is None:
+        log.warning(
+            "rollout.micro_batch_size_per_gpu %d is not ppo_micro_batch_size_per_gpu x window = %d: log-probs of "
+            "rollout and replay may differ in the last bits (see actor/first_ratio_error)",
+            plan.rollout_micro,
+            plan.micro * trained_actions(cfg, algorithm),
+        )
+
+
+def check(cfg: FlowRLConfig) -> BatchPlan:
+    """Refuse a configuration that these ranks cannot run (ConfigError).
+
+    No process group exists yet: a mistake is told before ranks wait for one another.
+    """
+    check_config(cfg)
+    check_loggers(cfg.trainer.logger)
+    launch = mesh.Launch.from_env()
+    mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
+    if cfg.reward.model.path is not None:
+        place(cfg.reward.model, launch.world_size, launch.local_world_size)
+    found = plan(cfg, launch.world_size)
+    mesh.check_elastic(cfg, launch, lambda size: plan(cfg, size))
+    check_engine(cfg.rollout)
+    family = family_of(cfg.model)
+    train_sampler(cfg.rollout, family)
+    val_sampler(cfg.rollout, family)
+    return found
+
+
+def check_config(cfg: FlowRLConfig) -> None:
+    """Refuse combinations that cannot work, whatever the number of ranks (ConfigError)."""
+    algorithm = algorithms.build(cfg.algorithm)
+    batches.check(cfg, algorithm)
+    if cfg.rollout.engine == "dataset":
+        _check_pairs(cfg, algorithm)
+    if algorithm.levels is not None:
+        _check_windowless(cfg)
+        return
+    # without noise a step has no probability that could be made larger
+    if cfg.rollout.noise_level == 0:
+        raise ConfigError("rollout.noise_level: 0.0 should be greater than 0")
+    stochastic_steps(cfg)
+
+
+def plan(cfg: FlowRLConfig, world_size: int) -> BatchPlan:
+    """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
+    algorithm = algorithms.build(cfg.algorithm)
+    return batches.plan(cfg, algorithm, world_size, actions=trained_actions(cfg, algorithm))
+
+
+def trained_actions(cfg: FlowRLConfig, algorithm: Algorithm) -> int:
+    """W: denoising steps, or noise levels, at which each sample is trained."""
+    if algorithm.levels is not None:
+        return algorithm.levels
+    return trained_count(stochastic_steps(cfg), cfg.rollout.timestep_fraction)
+
+
+def _check_windowless(cfg: FlowRLConfig) -> None:
+    """Refuse settings around a window, for an algorithm without one; raises ConfigError."""
+    r, name = cfg.rollout, cfg.algorithm.name
+    if r.correction != "rescore":
+        raise ConfigError(
+            f"rollout.correction: {r.correction} is of log-probs, which {name} does not use; leave it out"
+        )
+    if r.ode_compression < 1:
+        raise ConfigError(
+            f"rollout.ode_compression: {r.ode_compression:g} shortens what follows a window, and {name} has none; "
+            "lower rollout.num_inference_steps instead"
+        )
+    if r.noise_level > 0 and r.solver != "euler":
+        raise ConfigError(
+            f"rollout.solver: {r.solver} takes steps without noise, and under {name} all have rollout.noise_level "
+            f"{r.noise_level:g}; set it to 0, or rollout.solver=euler"
+        )
+    if r.noise_level == 0 and r.init_same_noise:
+        raise ConfigError(
+            f"rollout.init_same_noise: true makes all images of a prompt equal, since {name} samples without noise; "
+            "set it to false"
+        )
+
+
+def _check_pairs(cfg: FlowRLConfig, algorithm: Algorithm) -> None:
+    """Refuse what cannot be trained on pairs of images from the data."""
+    if algorithm.levels is None:
+        raise ConfigError(
+            f"rollout.engine: dataset brings images, and algorithm.name {cfg.algorithm.name} trains on sampled "
+            "denoising steps; take one that trains on images, such as diffusion_dpo"
+        )
+    if cfg.rollout.n != 2:
+        raise ConfigError(
+            f"rollout.n: {cfg.rollout.n} should be 2 where rollout.engine is dataset: the chosen image and the "
+            "rejected one"
+        )
+
+
+def stochastic_steps(cfg: FlowRLConfig) -> int:
+    """Steps of the window, of which some are trained; raises ConfigError where it does not fit."""
+    r = cfg.rollout
+    if r.sde_window_range is not None and len(r.sde_window_range) != 2:
+        raise ConfigError(
+            f"rollout.sde_window_range: {r.sde_window_range} should be two numbers [a, b]",
+        )
+    try:
+        window = sde_window(
+            0,
+            num_inference_steps=r.num_inference_steps,
+            size=r.sde_window_size,
+            window_range=r.sde_window_range,
+            schedule=r.window_schedule,
+            iters=r.window_iters,
+            seed=0,
+        )
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    end = r.sde_window_range[1] if r.sde_window_range is not None else r.num_inference_steps - 1
+    if r.sde_type == "cps" and end == r.num_inference_steps:
+        raise ConfigError(
+            f"rollout.sde_window_range: {r.sde_window_range} holds the last step, which has no log-probability under "
+            f"cps; its end should be at most {r.num_inference_steps - 1}"
+        )
+    return len(window)

@@ -1,0 +1,177 @@
+"""The optimizer over named tensors, its learning rate, and the moving average of the weights."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.run import EmaConfig, OptimConfig
+from phalanx.distributed.fsdp import Sharded, local
+
+
+def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float:
+    """The learning rate of optimizer step `update`, counted from 0."""
+    warmup = config.lr_warmup_steps
+    if update < warmup:
+        return config.lr * (update + 1) / warmup
+    decay_from = max(total_updates - round(config.lr_decay_fraction * total_updates), warmup)
+    progress = min(max((update - decay_from) / max(total_updates - decay_from, 1), 0.0), 1.0)
+    if config.lr_scheduler == "linear":
+        return config.lr * (1 - progress)
+    if config.lr_scheduler == "cosine":
+        return config.lr * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.lr
+
+
+class Optimizer:
+    """One optimizer step: reduce, clip, update, copy. `updates` counts the steps since the start.
+
+    AdamW is elementwise, so it works on this rank's part of each tensor. Muon (Jordan et al., 2024)
+    orthogonalises the momentum of whole matrices, convolution kernels as (out, in x k x k), and so
+    needs them unsharded.
+    """
+
+    def __init__(
+        self,
+        config: OptimConfig,
+        sharded: Sharded,
+        total_updates: int,
+        *,
+        offload: bool = False,
+    ) -> None:
+        self.config, self.sharded = config, sharded
+        self.total_updates, self.offload = total_updates, offload
+        self.updates = 0
+        muon = sharded.hidden_matrices if config.name == "muon" else set()
+        # Plain tensors that share their storage with the parameters. A DTensor's every operation
+        # has a cost on the CPU, and there are hundreds of LoRA matrices.
+        self._parts: dict[str, Tensor] = {}
+        for name, p in sharded.parameters.items():
+            part = local(p).detach()
+            self._parts[name] = part.view(len(part), -1) if name in muon else part
+        beta1, beta2 = config.betas
+        self._optimizers: list[torch.optim.Optimizer] = []
+        # The state is made before the first step: a checkpoint is loaded into the tensors that are
+        # there, and a resumed run has not made a step yet.
+        rest = [part for name, part in self._parts.items() if name not in muon]
+        if rest:
+            adamw = torch.optim.AdamW(
+                rest,
+                betas=(beta1, beta2),
+                eps=config.eps,
+                weight_decay=config.weight_decay,
+            )
+            for part in rest:
+                adamw.state[part] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(part),
+                    "exp_avg_sq": torch.zeros_like(part),
+                }
+            self._optimizers.append(adamw)
+        if muon:
+            matrices = [self._parts[name] for name in sharded.parameters if name in muon]
+            # its update scaled to the size of AdamW's, so that one learning rate serves both
+            optimizer = torch.optim.Muon(
+                matrices,
+                weight_decay=config.weight_decay,
+                adjust_lr_fn="match_rms_adamw",
+            )
+            for part in matrices:
+                optimizer.state[part] = {"momentum_buffer": torch.zeros_like(part)}
+            self._optimizers.append(optimizer)
+        self._move("cpu")
+
+    @torch.no_grad()
+    def step(self, loss: Tensor) -> dict[str, float | Tensor]:
+        """Apply the accumulated gradients; returns grad_norm (before clipping), lr and `skipped`.
+
+        `loss` is this rank's. Where it is NaN or infinite on any rank, or the gradient is, nothing
+        is changed on any. grad_norm is a tensor: as a number it would be waited for in each step.
+        """
+        self.sharded.reduce_gradients()
+        norm = self.sharded.clip_gradients(self.config.grad_clip)
+        lr = learning_rate(self.config, self.updates, self.total_updates)
+        if not self.sharded.finite(loss, norm):
+            for p in self.sharded.parameters.values():
+                p.grad = None
+            return {"grad_norm": norm, "lr": lr, "skipped": True}
+        for name, p in self.sharded.parameters.items():
+            part = self._parts[name]
+            part.grad = None if p.grad is None else local(p.grad).reshape(part.shape)
+            p.grad = None
+        self._move(None)
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad()
+        self._move("cpu")
+        # the module may compute with copies in another dtype
+        self.sharded.copy_to_module()
+        self.updates += 1
+        return {"grad_norm": norm, "lr": lr, "skipped": False}
+
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """This rank's part of the state by the name of its parameter."""
+        # by name, as torch's own state dict goes by places, which other layers would shift
+        states: dict[Any, dict[str, Tensor]] = {}
+        for optimizer in self._optimizers:
+            states |= optimizer.state
+        return {name: states[part] for name, part in self._parts.items()}
+
+    def _move(self, device: str | None) -> None:
+        """Move the moments, with offload, to `device`, or to their parameter's where it is None."""
+        if not self.offload:
+            return
+        for optimizer in self._optimizers:
+            for part, state in optimizer.state.items():
+                for key, value in state.items():
+                    if value.dim() > 0:  # AdamW keeps its count of steps on the CPU
+                        state[key] = value.to(device or part.device)
+
+
+class Average:
+    """A moving copy of the optimizer's tensors; `values` holds this rank's parts."""
+
+    def __init__(self, parameters: dict[str, Tensor], *, offload: bool = False) -> None:
+        self.parameters = parameters
+        parts = {name: local(p).detach() for name, p in parameters.items()}
+        # float32 whatever the weights are: a small step of the average would be lost in bfloat16
+        self.values: dict[str, Tensor] = {}
+        for name, part in parts.items():
+            device = torch.device("cpu") if offload else part.device
+            self.values[name] = part.to(device, torch.float32, copy=True)
+
+    @torch.no_grad()
+    def update(self, decay: float) -> None:
+        """Become decay * itself + (1 - decay) * the parameters."""
+        averages: list[Tensor] = []
+        current: list[Tensor] = []
+        for name, average in self.values.items():
+            averages.append(average)
+            current.append(local(self.parameters[name]).to(average.device, average.dtype))
+        # all at once: a kernel for each of hundreds of LoRA matrices is slow to launch
+        torch._foreach_lerp_(averages, current, 1 - decay)
+
+
+class Ema(Average):
+    """The exponential moving average of `actor.ema`."""
+
+    def __init__(
+        self,
+        config: EmaConfig,
+        parameters: dict[str, Tensor],
+        *,
+        offload: bool = False,
+    ) -> None:
+        super().__init__(parameters, offload=offload)
+        self.config = config
+
+    def after_update(self, updates: int) -> None:
+        """Follow the weights after optimizer step number `updates` (from 1)."""
+        decay, warmup = self.config.decay, (1 + updates) / (10 + updates)
+        assert decay is not None
+        if updates % self.config.update_interval == 0:
+            # early on, a large decay would hold on to the weights of the start
+            self.update(min(decay, warmup) if self.config.warmup else decay)

@@ -1,0 +1,86 @@
+"""The parts that a kind of policy brings to a job, behind what the loop asks of them."""
+
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from phalanx.config.run import RunConfig
+from phalanx.distributed import mesh
+from phalanx.distributed.mesh import World
+from phalanx.distributed.placement import judged_beside
+from phalanx.models.trained import TrainedModel
+from phalanx.rewards import RewardSet
+from phalanx.types import Policy, Prompt, Rollout, Samples
+
+
+class TrainedPolicy(Policy, Protocol):
+    """The policy as the loop sees it. `trained` holds its weights."""
+
+    @property
+    def trained(self) -> TrainedModel: ...
+
+    def step_flops(
+        self,
+        samples: Samples,
+        *,
+        actions: int,
+        count: int,
+        updates: float,
+        references: float,
+    ) -> int:
+        """Floating-point operations of a training step of `count` samples like these, in which
+        `actions` of each are trained `updates` times and seen `references` times by other weights.
+        """
+        ...
+
+
+class LoadedTeacher(Protocol):
+    """A frozen model beside the policy, on all ranks."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+    def samples(self, samples: Samples) -> Samples:
+        """The policy's samples as the teacher would have sampled them."""
+        ...
+
+    def relative_cost(self, samples: Samples) -> float:
+        """Operations of its view of a sample over those of the policy's own."""
+        ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """All that a job is handed; `val_sets` are the held-out prompts by name."""
+
+    world: World
+    rewards: RewardSet | None
+    policy: TrainedPolicy
+    rollout: Rollout
+    val_sets: dict[str, list[Prompt]]
+
+
+def start(cfg: RunConfig) -> World:
+    """Join the world, as deterministic as trainer.deterministic asks."""
+    if cfg.trainer.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        torch.use_deterministic_algorithms(True)
+    return mesh.start(cfg.parallel)
+
+
+def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> RewardSet | None:
+    """The rewards of this rank, None where the configuration has none. `outputs`: what the job
+    makes, "images" (or videos) or "completions".
+    """
+    if not cfg.reward.functions:
+        return None
+    beside = judged_beside(cfg, world.shard_size)
+    return RewardSet(
+        cfg.reward,
+        str(world.device),
+        cfg.parallel.timeout_s,
+        outputs=outputs,
+        beside=beside,
+    )

@@ -1,0 +1,321 @@
+"""What every training job is made of: optimizer, checkpoints, validation, logs, around the parts that it is handed."""
+
+import logging
+import resource
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.config import save
+from phalanx.config.run import EmaConfig, RunConfig
+from phalanx.distributed import mesh
+from phalanx.distributed.collectives import agree
+from phalanx.exit import Stopped
+from phalanx.rewards import RewardError
+from phalanx.telemetry.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
+from phalanx.telemetry.report import write_report
+from phalanx.training.checkpoint import Checkpointer, Progress, find
+from phalanx.training.learner import Learner
+from phalanx.training.parts import Parts
+from phalanx.training.validation import validate
+from phalanx.types import JobError, Outputs, Prompt
+
+log = logging.getLogger(__name__)
+
+
+class Run:
+    """One run of a training job. Subclasses bring the loop, `fit`."""
+
+    def __init__(self, cfg: RunConfig, parts: Parts) -> None:
+        """Take the parts, which are made already on all ranks."""
+        self.base_cfg, self.world = cfg, parts.world
+        self.policy, self.rollout = parts.policy, parts.rollout
+        self.rewards, self.val_sets = parts.rewards, parts.val_sets
+        self.output_dir = Path(cfg.trainer.output_dir)
+        self.timers = Timers()
+
+    def prepare(
+        self,
+        total_steps: int,
+        total_updates: int,
+        ema: EmaConfig,
+        averages: Sequence[str] = (),
+        beside: Mapping[str, Learner] | None = None,
+    ) -> None:
+        """Make the optimizer and the averages (`ema`, and those that the job asks for by name), resume where a
+        checkpoint is, and open the logs. `beside`: what is trained beside the policy, by name, such as a critic.
+        """
+        cfg = self.base_cfg
+        self.total_steps = total_steps
+        self.learner = self.make_learner(total_updates, ema, averages)
+        self.beside = dict(beside or {})
+        self.checkpointer = Checkpointer(self.output_dir, self.world, self._signature(), cfg.trainer.max_checkpoints)
+        self.progress = self._resume()
+        self.checkpointer.saved_step = self.progress.step
+        self._good = replace(self.progress)  # as after the last step that was not a bad one
+        self.bad_steps = self._applied = self._non_finite = 0
+        if self.world.rank == 0:
+            self.checkpointer.set_aside(self.progress.step)
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            save(cfg, self.output_dir / "config.yaml")
+            print(self.describe(), flush=True)
+        logged = self.progress.step - (self.progress.unfinished is not None)
+        self.logger = RunLogger(
+            cfg.trainer, asdict(cfg), self.progress.wandb_id, logged, total_steps, self.world.rank == 0
+        )
+        self.progress.wandb_id = self.logger.wandb_id
+
+    def make_learner(self, total_updates: int, ema: EmaConfig, averages: Sequence[str]) -> Learner:
+        """The policy with its optimizer and averages."""
+        cfg, offload = self.base_cfg, self.base_cfg.parallel.optimizer_offload
+        return Learner(self.policy.trained, cfg.optim, total_updates, ema=ema, averages=averages, offload=offload)
+
+    def describe(self) -> str:
+        """The world and what is trained, in one line."""
+        w, model = self.world, self.policy.trained
+        trained = sum(p.numel() for p in model.parameters.values())
+        total = sum(p.numel() for p in model.module.parameters())
+        return (
+            f"{w.size} ranks on {w.device.type}: {w.size // w.shard_size} replicas of {w.shard_size} shards; "
+            f"{type(model.module).__name__}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained; "
+            f"steps {self.progress.step} to {self.total_steps}; files in {self.output_dir}"
+        )
+
+    def fit(self) -> None:
+        """Train to the last step."""
+        raise AssertionError("a job has its own loop")
+
+    def run(self) -> None:
+        """Train, write the report, and say what came of it. Raises JobError, or Stopped once the state is saved."""
+        dist.barrier()  # whoever hears a signal waits for its neighbours' answer
+        self.world.watch.listen()
+        try:
+            self.fit()
+        except JobError:  # every rank has it, so the checkpoint in flight can still be finished
+            self.checkpointer.wait()
+            raise
+        except Stopped as stop:
+            raise self._keep(stop) from None
+        self.world.watch.close()
+        if self.base_cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
+            raise JobError("the last checkpoint was not written; make space, and the same command goes on")
+        if self.world.rank == 0:
+            try:
+                report = f"report: {write_report(self.output_dir)}"
+            except OSError as error:  # such as a full disk: the training is done all the same
+                report = f"the report was not written: {error}"
+            with suppress(OSError):  # a closed terminal fails no finished job
+                print(*validation_summary(self.output_dir), report, sep="\n", flush=True)
+        mesh.stop()
+
+    # -- scoring and validation -----------------------------------------------------------------------------------
+
+    def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
+        """Hand a micro-batch to the rewards. All ranks call it equally often: a failure that shows on one ends all,
+        and so does a signal to stop, since nothing is trained while samples are drawn.
+        """
+        failure: RewardError | None = None
+        try:
+            if self.rewards is not None:
+                self.rewards.submit(outputs, prompts)
+        except RewardError as error:
+            failure = error
+        self.go_on(failure)
+
+    def ask(self) -> None:
+        """Wait for the reward model's answers to the judges' questions about what was submitted, as a phase of its own.
+
+        A question that it cannot be asked ends the job on all ranks.
+        """
+        if self.rewards is not None and self.rewards.must_ask:
+            with self.timers("judge"):
+                self._ask()
+
+    def _ask(self) -> None:
+        assert self.rewards is not None
+        failure: RewardError | None = None
+        try:
+            self.rewards.ask()
+        except RewardError as error:
+            failure = error
+        self.go_on(failure)
+
+    def score(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """This rank's rewards [B] and their terms; a reward that fails on any rank ends the job on all."""
+        assert self.rewards is not None
+        if self.rewards.must_ask:  # in validation, where nobody has asked yet
+            self._ask()
+        terms: dict[str, Tensor] = {}
+        failure: RewardError | None = None
+        try:
+            terms = self.rewards.collect()
+        except RewardError as error:
+            failure = error
+        self.go_on(failure)
+        return self.rewards.weighted(terms), terms
+
+    def go_on(self, failure: RewardError | None = None) -> None:
+        """On all ranks at once: raise the RewardError of the lowest rank that has one, or Stopped where a rank was
+        told to stop.
+        """
+        message, stop = agree(str(failure) if failure is not None else None, self.world.watch.stop or 0)
+        if message is not None:
+            raise RewardError(message) from failure
+        if stop:
+            raise Stopped(stop)
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Validate on all sets and hand the samples to the loggers; returns the row, empty where there is nothing."""
+        row: dict[str, float] = {}
+        if self.rewards is None:
+            return row
+        with self.timers("validation"):
+            for name, prompts in self.val_sets.items():
+                result = validate(
+                    self.policy,
+                    self.rollout,
+                    self.submit,
+                    self.score,
+                    name,
+                    prompts,
+                    self.world,
+                    samples_per_prompt=self.base_cfg.rollout.val.n,
+                    keep=self.base_cfg.trainer.log_val_generations,
+                    fps=self.rollout.fps,
+                    ema=self.learner.ema is not None,
+                )
+                row |= result.row
+                self.logger.records(step, name, result.records)
+        return row
+
+    def begin(self) -> None:
+        """What is due before the first step: the validation before training (trainer.val_before_train), or the end of
+        a step in whose validation the run was stopped.
+        """
+        if self.progress.unfinished is not None:
+            self.end_step(self.progress.step, self.progress.unfinished)
+        elif self.progress.step == 0 and self.base_cfg.trainer.val_before_train and self.val_sets:
+            self.logger.log(0, self.validate(0) | self.timers.pop())
+
+    def end_step(self, step: int, row: dict[str, float]) -> None:
+        """After training step number `step` (from 1): validate, log and save, each where it is due."""
+        t, last = self.base_cfg.trainer, step == self.total_steps
+        self.progress.step, self.progress.unfinished = step, row
+        self.progress.updates_beside = {name: learner.updates for name, learner in self.beside.items()}
+        if t.test_freq > 0 and (last or step % t.test_freq == 0):
+            row = row | self.validate(step)
+        self.progress.unfinished = None
+        # before the checkpoint: a run that is killed after it must find this row
+        self.logger.log(step, row | self.timers.pop())
+        self._count_bad_step()
+        if t.save_freq > 0 and (last or (step % t.save_freq == 0 and not self.bad_steps)):
+            self._save(self.progress)
+        if not last:
+            self.go_on()
+
+    def step_optimizer(self, loss: Tensor) -> dict[str, float | Tensor]:
+        """Apply the gradients that the backward passes left; `loss` is this rank's sum of them.
+
+        An update with NaN or infinity in the gradient, or in any rank's loss, is skipped on all ranks. Returns
+        grad_norm, lr, and whether it was skipped.
+        """
+        stats = self.learner.step(loss)
+        self.progress.updates = self.learner.updates
+        if stats["skipped"]:
+            self._non_finite += 1
+        else:
+            self._applied += 1
+        return stats
+
+    @property
+    def stepped(self) -> bool:
+        """Whether this training step changed the weights, or had nothing to learn; False: all its updates were bad."""
+        return self._applied > 0 or self._non_finite == 0
+
+    def _count_bad_step(self) -> None:
+        """A bad step is one all of whose updates were skipped: the weights stay those of the last good one. Too many
+        in a row end the job (trainer.max_bad_steps) with a checkpoint from before them.
+        """
+        if self._applied:
+            self.bad_steps = 0
+        elif self._non_finite:
+            self.bad_steps += 1
+        self._applied = self._non_finite = 0
+        if self.bad_steps == 0:
+            self._good = replace(self.progress)
+        if self.bad_steps < self.base_cfg.trainer.max_bad_steps:
+            return
+        self.checkpointer.wait()
+        if self.base_cfg.trainer.save_freq > 0 and self._good.step > self.checkpointer.saved_step:
+            self._save(self._good)
+        raise JobError(
+            f"no update of the last {self.bad_steps} training steps was finite (NaN or infinity in loss or gradient): "
+            f"the weights are still those of step {self._good.step}; lower optim.lr, or look at the rewards"
+        )
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def _save(self, progress: Progress) -> None:
+        with self.timers("checkpoint"):
+            self.checkpointer.save(self.state(), replace(progress))
+
+    def _keep(self, stop: Stopped) -> Stopped:
+        """Save the state as it was after the last whole step; returns what to raise."""
+        step = self.progress.step
+        self.checkpointer.wait()
+        if self.base_cfg.trainer.save_freq > 0 and step > self.checkpointer.saved_step:
+            self._save(self.progress)
+            self.checkpointer.wait()
+        self.logger.close()
+        self.world.watch.close()
+        newest = find(self.checkpointer.root)
+        kept = "no checkpoint is kept" if newest is None else f"the same command goes on from {newest}"
+        return Stopped(stop.number, f" after step {step} of {self.total_steps}; {kept}")
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds, as tensors of the mesh: the policy's at the top, and others below their names."""
+        return self.learner.state() | {name: learner.state() for name, learner in self.beside.items()}
+
+    def _signature(self) -> dict[str, Any]:
+        signature = self.learner.signature()
+        for name, learner in self.beside.items():
+            signature |= {f"{name}: {key}": value for key, value in learner.signature().items()}
+        return signature
+
+    def _resume(self) -> Progress:
+        folder = self.checkpointer.locate(self.base_cfg.trainer.resume)
+        if folder is None:
+            return Progress()
+        progress = self.checkpointer.load(folder, self.state())
+        self.learner.loaded(progress.updates)
+        for name, learner in self.beside.items():
+            learner.loaded(progress.updates_beside[name])
+        if self.world.rank == 0:
+            log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
+        return progress
+
+
+def validation_summary(folder: Path) -> list[str]:
+    """A line for each validation set: the first and the last mean reward in a run's metrics.jsonl."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in read_metrics(folder / METRICS_FILE):
+        for key, value in row.items():
+            if key.startswith("val/") and key.endswith("/reward/mean"):
+                found.setdefault(key, []).append((row["step"], value))
+    return [
+        f"{key}: {points[0][1]:.3f} (step {points[0][0]}) -> {points[-1][1]:.3f} (step {points[-1][0]})"
+        for key, points in found.items()
+    ]
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The largest memory that this process ever held, in GB (10^9): the device's, or on a CPU the process's own."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -1,0 +1,49 @@
+"""A training step's numbers, as metrics.jsonl has them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from phalanx.distributed.collectives import mean_rows, reduce_float
+from phalanx.functional.advantage import group_std, informative
+
+
+def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -> dict[str, float]:
+    """reward/... of the rewards [N] of all ranks and their terms."""
+    spread = group_std(reward, group_id)
+    row = {
+        "reward/mean": reward.mean().item(),
+        "reward/std": reward.std(correction=0).item(),
+        "reward/max": reward.max().item(),
+        "reward/min": reward.min().item(),
+        "reward/std_mean": spread.mean().item(),
+        "reward/zero_std_ratio": 1 - informative(reward, group_id).float().mean().item(),
+    }
+    return row | {f"reward/{name}": values.mean().item() for name, values in terms.items()}
+
+
+def actor_metrics(
+    stats: Sequence[Sequence[dict[str, Any]]], updates: Sequence[dict[str, Any]], planned: int
+) -> dict[str, float]:
+    """actor/... of a step, on all ranks: `stats` are the loss's scalars for each optimizer step and
+    micro-batch, `updates` what each optimizer step returned, of which there would be `planned`.
+    """
+    skipped = planned - len(updates)
+    if not stats:
+        return {"actor/updates_skipped": float(skipped)}
+    plain = []
+    for update in stats:
+        for row in update:
+            plain.append({name: float(value) for name, value in row.items()})
+    means = mean_rows(plain)
+    out = {f"actor/{name}": value for name, value in means.items() if name != "ratio_error"}
+    if "ratio_error" in plain[0]:
+        # of the first optimizer step: 0 to the last bit if rollout and replay run at equal shapes
+        error = max(row["ratio_error"] for row in plain[: len(stats[0])])
+        out["actor/first_ratio_error"] = reduce_float(error, "max")
+    out["actor/grad_norm"] = sum(float(update["grad_norm"]) for update in updates) / len(updates)
+    out["actor/lr"] = float(updates[-1]["lr"])
+    out["actor/updates_skipped"] = float(skipped)
+    out["actor/updates_non_finite"] = float(sum(bool(update["skipped"]) for update in updates))
+    return out

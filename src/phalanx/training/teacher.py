@@ -1,0 +1,127 @@
+"""Frozen models beside the policy, whose outputs for its samples an algorithm wants: teachers."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from phalanx.config.flow import FlowModelConfig, FlowRLConfig, FlowRolloutConfig
+from phalanx.distributed.mesh import World
+from phalanx.functional.flow import FlowTrace
+from phalanx.models.flow.family import FlowModel
+from phalanx.models.flow.folder import model_index
+from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.types import Prompt, Samples, Teacher
+
+
+def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
+    """Raise ValueError for a folder that is not a model of the policy's family, before loading it."""
+    try:
+        kind = model_index(teacher.path)["_class_name"]
+    except ValueError as error:
+        raise about(teacher, error) from error
+    check_kind(teacher, kind, model_index(config.path)["_class_name"])
+
+
+def check_kind(teacher: Teacher, kind: str, own: str) -> None:
+    """Raise ValueError where the teacher's pipeline is another than the policy's `own`."""
+    if kind != own:
+        raise ValueError(
+            f"{teacher.key}: {teacher.path!r} is a {kind}; it should be a {own}, as model.path is",
+        )
+
+
+def teacher_model(config: FlowModelConfig, path: str) -> FlowModelConfig:
+    """The configuration to load a teacher with: whole weights, of which none are trained."""
+    return replace(config, path=path, lora_rank=0, gradient_checkpointing=False)
+
+
+def teacher_rollout(
+    config: FlowRolloutConfig,
+    teacher: Teacher,
+    model: FlowModel,
+) -> FlowRolloutConfig:
+    """The rollout that the teacher would have sampled with: the policy's, with its own guidance."""
+    guidance: dict[str, Any] = {}
+    if teacher.guidance is not None:
+        guidance[model.guidance_key] = teacher.guidance
+    return replace(config, **guidance)
+
+
+class LoadedFlowTeacher:
+    """A teacher over the mesh, in model.dtype. `rollout` embeds its prompts; it samples nothing.
+
+    The VAE is the policy's, and so are the text encoders and their embeddings where the teacher's
+    encoders are equal; others stay, and encode for the teacher alone.
+    """
+
+    def __init__(self, student: FlowPolicy, policy: FlowPolicy, rollout: PolicyRollout) -> None:
+        self.student, self.policy, self.rollout = student, policy, rollout
+
+    def relative_cost(self, samples: Samples) -> float:
+        """Operations of the teacher's pass over a sample, relative to those of the policy's own."""
+        trace: FlowTrace = samples.trace
+        theirs = self.policy.forward_flops(trace) * (2 if self.rollout.sampler.guided else 1)
+        own = self.student.forward_flops(trace) * (2 if trace.sampler.guided else 1)
+        return theirs / own
+
+    def samples(self, samples: Samples) -> Samples:
+        """The policy's samples with the teacher's embeddings and guidance."""
+        trace: FlowTrace = samples.trace
+        # `prompt_index` points into this rank's prompts, in their order; with the same order of the
+        # teacher's embeddings it holds for those too
+        prompts: dict[int, Prompt] = {}
+        for place, prompt in zip(trace.prompt_index.tolist(), samples.prompts, strict=True):
+            prompts[place] = prompt
+        ordered = [prompts[place] for place in sorted(prompts)]
+        sampler = self.rollout.sampler
+        embeds = self.rollout.collate(ordered, negatives=sampler.guided)
+        return replace(samples, trace=replace(trace, sampler=sampler, embeds=embeds))
+
+
+def load_teacher(
+    teacher: Teacher, cfg: FlowRLConfig, student: FlowPolicy, world: World, micro: int
+) -> LoadedFlowTeacher:
+    """Load a teacher on all ranks, in step. Raises ValueError for a model that cannot judge the policy's latents."""
+    try:
+        policy = build_policy(
+            teacher_model(cfg.model, teacher.path),
+            cfg.parallel,
+            cfg.data,
+            world,
+            seed=cfg.trainer.seed,
+            detach_uncond=False,
+            frozen=True,
+        )
+    except ValueError as error:
+        raise about(teacher, error) from error
+    own, theirs = student.model, policy.model
+    if not _alike([own.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
+        raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so other latents")
+    policy.share(student, text=_alike(own.text_encoders, theirs.text_encoders))
+    rollout = PolicyRollout(policy, teacher_rollout(cfg.rollout, teacher, theirs), world, micro)
+    return LoadedFlowTeacher(student, policy, rollout)
+
+
+def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, atol: float = 0.0) -> bool:
+    """True where the modules hold the same tensors, but for the tolerance."""
+    if len(some) != len(others):
+        return False
+    for one, other in zip(some, others, strict=True):
+        a, b = one.state_dict(), other.state_dict()
+        if a.keys() != b.keys():
+            return False
+        for name, tensor in a.items():
+            theirs = b[name]
+            if tensor.shape != theirs.shape:
+                return False
+            if not torch.allclose(tensor.float(), theirs.float(), rtol, atol):
+                return False
+    return True
+
+
+def about(teacher: Teacher, error: ValueError) -> ValueError:
+    """A message on model.path, about the teacher."""
+    return ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}")

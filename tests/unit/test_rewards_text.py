@@ -1,0 +1,151 @@
+"""Rewards of completions: text goes to rewards that take it, and to no others."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config.run import RewardConfig, RewardFunctionConfig
+from phalanx.rewards import DeviceReward, Judge, RewardError, RewardOutput, RewardSet, RewardWithExtras
+from phalanx.types import Prompt
+
+HERE = __name__
+Meta = list[dict[str, Any]]
+MEETING = threading.Barrier(2)
+
+
+def exact(completions: list[str], prompts: list[str], metadata: Meta, case: bool = True) -> list[float]:
+    wanted = [meta["ground_truth"] for meta in metadata]
+    return [float((c if case else c.lower()) == w) for c, w in zip(completions, wanted, strict=True)]
+
+
+def meets(completions: list[str], prompts: list[str], metadata: Meta) -> list[float]:
+    MEETING.wait(timeout=20)  # passed only by two calls at once
+    return [float(len(completion) - len(prompt)) for completion, prompt in zip(completions, prompts, strict=True)]
+
+
+def nan(completions: list[str], prompts: list[str], metadata: Meta) -> list[float]:
+    return [0.0] * (len(completions) - 1) + [float("nan")]
+
+
+class Learned(DeviceReward):
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __call__(self, completions: list[str], prompts: list[str], metadata: Meta) -> Tensor:
+        assert threading.current_thread().name == "reward-device-0"
+        return torch.tensor([len(completion) for completion in completions], device=self.device)
+
+
+class Long(RewardWithExtras):
+    extras = ("long",)
+
+    def __call__(self, completions: list[str], prompts: list[str], metadata: Meta) -> RewardOutput:
+        lengths = [len(completion) for completion in completions]
+        return RewardOutput(lengths, {"long": [float(length > 2) for length in lengths]})
+
+
+class Costly:
+    """A reward of images that says when it is loaded."""
+
+    def __init__(self) -> None:
+        raise AssertionError("loaded, though it cannot be used")
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+        return []
+
+
+def unnamed(x: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+    return x.amax((1, 2, 3)).tolist()
+
+
+class Verdict(Judge):
+    template = "?"
+
+    def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
+        return 0.0
+
+
+def rewards(*names: str, outputs: str = "completions", workers: int = 1, **kwargs: Any) -> RewardSet:
+    entries = [RewardFunctionConfig(path=f"{HERE}:{name}", kwargs=kwargs) for name in names]
+    return RewardSet(RewardConfig(functions=entries, num_workers=workers), "cpu", 60.0, outputs=outputs)
+
+
+def prompts(*wanted: str) -> list[Prompt]:
+    return [Prompt("p", i, {"ground_truth": text}) for i, text in enumerate(wanted)]
+
+
+def test_completions_are_scored_in_the_order_of_submission() -> None:
+    reward = rewards("exact", "Learned", "Long")
+    reward.submit(["a", "bc"], prompts("a", "b"))
+    reward.submit(["def"], prompts("def"))
+    assert {name: values.tolist() for name, values in reward.collect().items()} == {
+        "exact": [1, 0, 1],
+        "Learned": [1, 2, 3],
+        "Long": [1, 2, 3],
+        "Long_long": [0, 0, 1],
+    }
+    folded = rewards("exact", case=False)
+    folded.submit(["A"], prompts("a"))
+    assert folded.collect()["exact"].tolist() == [1]
+
+
+def test_completions_are_scored_on_threads_while_more_are_sampled() -> None:
+    reward = rewards("meets", workers=2)
+    reward.submit(["abc"], prompts(""))
+    reward.submit(["abcde", ""], prompts("", ""))
+    while any(not call.future.done() for call in reward._calls if call.future is not None):
+        time.sleep(0.01)  # done before anybody collects
+    assert reward.collect()["meets"].tolist() == [2, 4, -1]
+    assert len(reward.spans) == 2
+
+
+def test_a_bad_score_of_a_completion_is_told() -> None:
+    reward = rewards("nan")
+    with pytest.raises(RewardError) as error:
+        reward.submit(["a", "b"], prompts("a", "b"))
+        reward.collect()
+    assert str(error.value) == (
+        "reward 'nan' returned nan for 1 of 2 completions on the prompt \"p\"; expected finite numbers"
+    )
+
+
+@pytest.mark.parametrize(
+    ("outputs", "names", "problem"),
+    [
+        ("completions", ("exact", "Costly"), "[1]: Costly takes images, and this job makes completions"),
+        ("completions", ("unnamed",), "[0]: unnamed takes images, and this job makes completions"),
+        ("completions", ("Verdict",), "[0]: the judge Verdict takes images, and this job makes completions"),
+        ("images", ("exact",), "[0]: exact takes completions, and this job makes images"),
+        ("images", ("Learned",), "[0]: Learned takes completions, and this job makes images"),
+    ],
+)
+def test_rewards_of_what_the_job_does_not_make_are_refused(outputs: str, names: tuple[str, ...], problem: str) -> None:
+    with pytest.raises(ValueError) as error:
+        rewards(*names, outputs=outputs)
+    assert str(error.value) == f"reward.functions{problem}"
+
+
+def test_a_built_in_reward_of_images_is_refused_in_a_job_of_text() -> None:
+    cfg = RewardConfig(functions=[RewardFunctionConfig(name="pickscore")])  # whose model is not there to be loaded
+    with pytest.raises(ValueError) as error:
+        RewardSet(cfg, "cpu", outputs="completions")
+    assert str(error.value) == "reward.functions[0]: pickscore takes images, and this job makes completions"
+
+
+def test_any_other_name_of_the_first_parameter_means_images() -> None:
+    reward = rewards("unnamed", outputs="images")
+    reward.submit(torch.full((2, 3, 4, 4), 0.5), prompts("", ""))
+    assert reward.collect()["unnamed"].tolist() == [0.5, 0.5]
+
+
+def test_a_call_that_does_not_fit_names_what_the_reward_takes() -> None:
+    with pytest.raises(ValueError) as error:
+        rewards("exact", outputs="completions", cased=True)
+    assert str(error.value) == (
+        "reward.functions[0].kwargs: exact(completions, prompts, metadata, **kwargs): got an unexpected keyword argument "
+        "'cased'; its kwargs: case"
+    )
