@@ -3,11 +3,13 @@
 Whatever is started here ends with the tests, also where these are interrupted or killed.
 """
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -160,10 +162,16 @@ def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of the loopback interface that was free a moment ago.
+
+    It is none of those that the kernel hands out by itself (from 32768 on), so a connection of another test that
+    runs at the same time does not take it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(15_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def torchrun(
