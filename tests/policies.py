@@ -18,11 +18,7 @@ from phalanx.types import Prompt, Samples
 
 MAX_LENGTH = 64  # tokens of a prompt; Z-Image fills texts up to 32, 64, ...
 # Of different lengths, with and without a negative of their own.
-PROMPTS = [
-    Prompt("a cat", 0, {}),
-    Prompt("two small dogs on a red sofa", 1, {}, negative="blur"),
-    Prompt("x", 2, {}),
-]
+PROMPTS = [Prompt("a cat", 0, {}), Prompt("two small dogs on a red sofa", 1, {}, negative="blur"), Prompt("x", 2, {})]
 
 
 @contextmanager

@@ -89,10 +89,7 @@ def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool
     words = tokenizer(empty.prompt_template_encode)
     pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 1280})
     pipeline = kind(
-        text_encoder=text_encoder(words, seed + 10),
-        tokenizer=words,
-        processor=ImageProcessor(pixels, words),
-        **parts,
+        text_encoder=text_encoder(words, seed + 10), tokenizer=words, processor=ImageProcessor(pixels, words), **parts
     )
     pipeline.save_pretrained(folder)
     if zero_cond_t:

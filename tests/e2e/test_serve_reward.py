@@ -62,10 +62,7 @@ def server() -> Iterator[str]:
 @pytest.mark.quick("python-SIGINT")
 @pytest.mark.parametrize(
     ("command", "number", "status"),
-    [
-        (python(JPEG, "port=0"), signal.SIGINT, 130),
-        (["sh", "train.sh", TASK, JPEG, "port=0"], signal.SIGTERM, 143),
-    ],
+    [(python(JPEG, "port=0"), signal.SIGINT, 130), (["sh", "train.sh", TASK, JPEG, "port=0"], signal.SIGTERM, 143)],
     ids=["python-SIGINT", "train.sh-SIGTERM"],
 )
 def test_it_serves_until_it_is_told_to_stop(command: list[str], number: signal.Signals, status: int) -> None:
@@ -117,10 +114,7 @@ def bare(name: str) -> str:
             "where everybody may use the server",
         ),
         (python("prot=1"), "unknown key prot; did you mean port?"),
-        (
-            [sys.executable, "-c", bare("fastapi")],
-            "the package fastapi is not installed; pip install 'phalanx[serve]'",
-        ),
+        ([sys.executable, "-c", bare("fastapi")], "the package fastapi is not installed; pip install 'phalanx[serve]'"),
         (
             [sys.executable, "-c", bare("python_multipart")],
             "the package python_multipart is not installed; pip install 'phalanx[serve]'",

@@ -210,13 +210,7 @@ def test_a_plan_in_a_batch_script(shell: list[str], slurm: Path) -> None:
 
 # -- a task per GPU ---------------------------------------------------------------------------------------------------
 
-SLURM_TASK = {
-    **SLURM_STEP,
-    "SLURM_STEP_NUM_TASKS": "16",
-    "SLURM_PROCID": "11",
-    "SLURM_LOCALID": "3",
-    **EIGHT_GPUS,
-}
+SLURM_TASK = {**SLURM_STEP, "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "11", "SLURM_LOCALID": "3", **EIGHT_GPUS}
 MPIRUN_TASK = {
     "OMPI_COMM_WORLD_SIZE": "16",
     "OMPI_COMM_WORLD_RANK": "11",

@@ -211,10 +211,7 @@ class TestConsole:
                 log.log(step, {"reward/mean": 0.0})
         lines = capsys.readouterr().out.splitlines()
         # 100 s for the first step; 160 s for both, 80 s each.
-        assert lines == [
-            "step 11/100  reward/mean 0  ETA 2:28:20",
-            "step 12/100  reward/mean 0  ETA 1:57:20",
-        ]
+        assert lines == ["step 11/100  reward/mean 0  ETA 2:28:20", "step 12/100  reward/mean 0  ETA 1:57:20"]
 
     def test_a_bar_on_a_terminal(self, tmp_path: Path) -> None:
         code = (

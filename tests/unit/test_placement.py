@@ -30,10 +30,7 @@ def test_colocated_groups_score_their_own_images() -> None:
 
 
 def test_on_some_ranks_of_each_node() -> None:
-    assert place(section(1, "ranks 3-3"), 8, 4) == (
-        Domain((0, 1, 2, 3), ((3,),)),
-        Domain((4, 5, 6, 7), ((7,),)),
-    )
+    assert place(section(1, "ranks 3-3"), 8, 4) == (Domain((0, 1, 2, 3), ((3,),)), Domain((4, 5, 6, 7), ((7,),)))
     domains = place(section(2, "ranks 4-7"), 256, 8)
     assert len(domains) == 32
     assert domains[-1] == Domain(tuple(range(248, 256)), ((252, 253), (254, 255)))
@@ -60,11 +57,7 @@ def test_on_some_ranks_of_each_node() -> None:
         ),
         (1, "ranks 6-8", "reward.model.placement: 'ranks 6-8': a node has ranks 0 to 7 here"),
         (1, "ranks 3-2", "reward.model.placement: 'ranks 3-2': a node has ranks 0 to 7 here"),
-        (
-            1,
-            "rank 7",
-            "reward.model.placement: 'rank 7' should be colocate, or ranks of each node such as ranks 6-7",
-        ),
+        (1, "rank 7", "reward.model.placement: 'rank 7' should be colocate, or ranks of each node such as ranks 6-7"),
     ],
 )
 def test_what_does_not_divide_is_refused(tp: int, placement: str, message: str) -> None:

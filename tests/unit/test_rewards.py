@@ -221,10 +221,7 @@ def bad_configurations(tmp_path: Path) -> list[tuple[list[FlowRewardFunctionConf
             "reward.functions[0].kwargs: Stateful(**kwargs): missing a required argument: 'offset'; "
             "its kwargs: offset, sign",
         ),
-        (
-            [mine("Stateful", term="s", offset=1, sign=3)],
-            "reward.functions[0] (s): sign=3 is neither 1 nor -1",
-        ),
+        ([mine("Stateful", term="s", offset=1, sign=3)], "reward.functions[0] (s): sign=3 is neither 1 nor -1"),
         (
             [mine("NoCall")],
             "reward.functions[0]: NoCall is a class without __call__; expected __call__(images, prompts, metadata)",

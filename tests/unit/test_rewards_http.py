@@ -377,10 +377,7 @@ def test_answers_without_scores(name: str) -> None:
 
 def test_redirects_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SCORER_TOKEN", "secret")
-    with (
-        strange(says({"scores": [0] * 4})) as other,
-        strange(says(b"", 307, Location=other.url)) as server,
-    ):
+    with strange(says({"scores": [0] * 4})) as other, strange(says(b"", 307, Location=other.url)) as server:
         expected = f"answered 307, a redirect to {other.url}, which is not followed; give that as url"
         assert refusal(server.url, token_env="SCORER_TOKEN") == expected
         assert server.seen[0]["Authorization"] == "Bearer secret"

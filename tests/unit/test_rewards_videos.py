@@ -72,10 +72,7 @@ def score(samples: Tensor, *entries: FlowRewardFunctionConfig) -> dict[str, list
     return {name: [round(v, 4) for v in values.tolist()] for name, values in reward.collect().items()}
 
 
-@pytest.mark.parametrize(
-    ("frames", "scores"),
-    [(1, [0.2, 10.4]), (2, [0.2, 10.4]), (5, [0.2, 10.4]), (8, [0.2, 10.4])],
-)
+@pytest.mark.parametrize(("frames", "scores"), [(1, [0.2, 10.4]), (2, [0.2, 10.4]), (5, [0.2, 10.4]), (8, [0.2, 10.4])])
 def test_the_mean_of_frames(frames: int, scores: list[float]) -> None:
     assert score(VIDEOS, entry("shade", frames=frames)) == {"shade": scores}
 

@@ -91,7 +91,7 @@ def test_restarts_of_a_fixed_number_of_nodes(shell: list[str], folder: Path) -> 
 def test_restarts_on_one_node(shell: list[str], folder: Path) -> None:
     done = launch(shell, folder, "tasks/train.py", MAX_RESTARTS="5")
     assert torchrun_arguments(done)[:7] == [
-        *["--standalone", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "5"],
+        *["--standalone", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "5"]
     ]
     assert environment(done)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
 
@@ -151,11 +151,7 @@ def test_ranks_follow_rocm_smi_where_nvidia_smi_finds_no_driver(shell: list[str]
         (["tasks/train.py"], {"NNODES": "4:2"}, "NNODES=4:2: expected the smaller number first, such as NNODES=2:4"),
         (["tasks/train.py"], {"NNODES": "0:2"}, "NNODES=0:2: expected at least 1"),
         (["tasks/train.py"], {"NNODES": "2:4"}, "NNODES=2:4 needs MASTER_ADDR, the name or address of node 0"),
-        (
-            ["tasks/train.py"],
-            {"MAX_RESTARTS": "no"},
-            "MAX_RESTARTS=no: expected an integer, such as MAX_RESTARTS=3",
-        ),
+        (["tasks/train.py"], {"MAX_RESTARTS": "no"}, "MAX_RESTARTS=no: expected an integer, such as MAX_RESTARTS=3"),
         (["tasks/train.py"], {"GRACE_S": "1m"}, "GRACE_S=1m: expected an integer, such as GRACE_S=30"),
         (["tasks/train.py"], {"NNODES": "0"}, "NNODES=0: expected at least 1"),
         (["tasks/train.py"], {"NODE_RANK": "-1"}, "NODE_RANK=-1: expected an integer, such as NODE_RANK=0"),

@@ -25,11 +25,7 @@ __all__ = [
     "check_entry",
 ]
 
-_CLASSES = {
-    "GroupRule": "GroupAlgorithm",
-    "TransitionRule": "TransitionAlgorithm",
-    "ForwardRule": "ForwardAlgorithm",
-}
+_CLASSES = {"GroupRule": "GroupAlgorithm", "TransitionRule": "TransitionAlgorithm", "ForwardRule": "ForwardAlgorithm"}
 _MEMBERS = {
     "counts": "sample_mask",
     "others": "references",
@@ -42,9 +38,7 @@ _MEMBERS = {
 def __getattr__(name: str) -> NoReturn:
     """Say what became of a class that a user's file still imports by its old name."""
     if name in _CLASSES:
-        raise ConfigError(
-            f"phalanx.algorithms.{name} is now {_CLASSES[name]}, and class Rule is class Algorithm",
-        )
+        raise ConfigError(f"phalanx.algorithms.{name} is now {_CLASSES[name]}, and class Rule is class Algorithm")
     raise AttributeError(f"module 'phalanx.algorithms' has no attribute {name!r}")
 
 
@@ -65,10 +59,7 @@ def check_entry(module: ModuleType, name: str) -> None:
     for old, new in _MEMBERS.items():
         if old in vars(found):
             raise ConfigError(f"{here} has {old}, which is now called {new}; rename it")
-    wanted = [
-        *inspect.get_annotations(types.Algorithm),
-        *(n for n in vars(types.Algorithm) if not n.startswith("_")),
-    ]
+    wanted = [*inspect.get_annotations(types.Algorithm), *(n for n in vars(types.Algorithm) if not n.startswith("_"))]
     missing = [member for member in wanted if member not in dir(found)]
     if inspect.isabstract(found):
         missing += sorted(vars(found)["__abstractmethods__"])
@@ -82,43 +73,22 @@ def check_entry(module: ModuleType, name: str) -> None:
 def _check_facts(algorithm: types.Algorithm, name: str) -> None:
     """Raise ConfigError where the algorithm's facts cannot all be true, tried on two groups."""
     here = f"algorithm.name: {name!r}"
-    known = {
-        "policy",
-        "reference",
-        *algorithm.averages,
-        *(teacher.name for teacher in algorithm.teachers),
-    }
+    known = {"policy", "reference", *algorithm.averages, *(teacher.name for teacher in algorithm.teachers)}
     for reference in algorithm.references:
         if reference not in known:
-            raise ConfigError(
-                f"{here}: references has {reference!r}; expected one of {', '.join(sorted(known))}",
-            )
+            raise ConfigError(f"{here}: references has {reference!r}; expected one of {', '.join(sorted(known))}")
     if algorithm.behaviour is not None and algorithm.behaviour not in algorithm.averages:
-        raise ConfigError(
-            f"{here}: behaviour is {algorithm.behaviour!r}, which is not one of its averages",
-        )
+        raise ConfigError(f"{here}: behaviour is {algorithm.behaviour!r}, which is not one of its averages")
     reward, group_id = torch.tensor([0.0, 1.0, 2.0, 3.0, 0.0, 1.0, 2.0, 3.0]), torch.arange(8) // 4
 
     def tried(method: str, call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         try:
             return call(reward, group_id)
-        except (
-            ArithmeticError,
-            AttributeError,
-            LookupError,
-            RuntimeError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             reason = " ".join(str(error).split())
-            raise ConfigError(
-                f"{here}: {method} raised {type(error).__name__}: {reason}",
-            ) from error
+            raise ConfigError(f"{here}: {method} raised {type(error).__name__}: {reason}") from error
 
-    for method, call in (
-        ("advantage", algorithm.advantage),
-        ("sample_mask", algorithm.sample_mask),
-    ):
+    for method, call in (("advantage", algorithm.advantage), ("sample_mask", algorithm.sample_mask)):
         shape = list(tried(method, call).shape)
         if shape != [8]:
             raise ConfigError(f"{here}: {method} of 8 rewards has shape {shape}; expected [8]")

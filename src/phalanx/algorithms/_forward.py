@@ -40,12 +40,7 @@ class ForwardAlgorithm(GroupAlgorithm):
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Noised:
         """Fresh noise for the final latents, at `algorithm.train_timesteps` levels each."""
         assert self.levels is not None
-        noised: Noised = policy.corrupt(
-            samples,
-            seeds,
-            levels=self.levels,
-            distribution=self.distribution,
-        )
+        noised: Noised = policy.corrupt(samples, seeds, levels=self.levels, distribution=self.distribution)
         return noised
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:

@@ -23,9 +23,7 @@ class GroupConfig(AlgorithmConfig):
     global_std: bool = arg(False, "divide advantages by the std of all rewards, not of the group's")
     norm_adv_by_std_in_grpo: bool = arg(True, "divide advantages by a std at all; false is Dr.GRPO")
     group_filter: str = arg(
-        "all",
-        "train on all samples of a prompt, or on the best and worst alone",
-        choices=("all", "top_bottom"),
+        "all", "train on all samples of a prompt, or on the best and worst alone", choices=("all", "top_bottom")
     )
     group_filter_k: int = arg(4, "samples of each end that group_filter=top_bottom keeps", ge=1)
 
@@ -58,12 +56,7 @@ class GroupAlgorithm:
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] advantages of the N samples of all ranks, clamped."""
         c = self.group
-        values = group_advantage(
-            reward,
-            group_id,
-            global_std=c.global_std,
-            normalize=c.norm_adv_by_std_in_grpo,
-        )
+        values = group_advantage(reward, group_id, global_std=c.global_std, normalize=c.norm_adv_by_std_in_grpo)
         return values.clamp(-c.adv_clip_max, c.adv_clip_max)
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:

@@ -25,15 +25,9 @@ class TransitionConfig(GroupConfig):
 
     sde_types: ClassVar[tuple[str, ...]] = SDE_TYPES
 
-    kl_loss_coef: float = arg(
-        0.0,
-        "beta: weight of the KL to the reference; 0 runs no reference at all",
-        ge=0,
-    )
+    kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
     kl_convention: str = arg(
-        "exact",
-        "exact Gaussian KL, or divided as flow_grpo's code does",
-        choices=("exact", "flow_grpo"),
+        "exact", "exact Gaussian KL, or divided as flow_grpo's code does", choices=("exact", "flow_grpo")
     )
     importance: str = arg(
         "step",
@@ -86,11 +80,7 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
         if self.transition.timestep_weight == "noise":
             loss = loss * noise_weight(replay.std)
         if "reference" in batch.reference_outputs:
-            kl = divergence(
-                replay.mean,
-                batch.reference_outputs["reference"],
-                self._kl_std(replay.std, batch.trace),
-            )
+            kl = divergence(replay.mean, batch.reference_outputs["reference"], self._kl_std(replay.std, batch.trace))
             loss = loss + self.transition.kl_loss_coef * kl
             stats["kl_ref"] = kl.detach().mean()
         return loss, stats

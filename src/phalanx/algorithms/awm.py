@@ -32,11 +32,7 @@ from phalanx.types import Policy
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is awm."""
 
-    clip_ratio: float = arg(
-        1.0,
-        "eps: the ratio is clipped to 1 +- clip_ratio; 1 as in the authors' recipes",
-        gt=0,
-    )
+    clip_ratio: float = arg(1.0, "eps: the ratio is clipped to 1 +- clip_ratio; 1 as in the authors' recipes", gt=0)
 
 
 class Algorithm(ForwardAlgorithm):
@@ -53,10 +49,5 @@ class Algorithm(ForwardAlgorithm):
         velocity = policy.predict(batch.trace, batch.corrupted)
         error = mean_square(velocity - target)
         old_error = mean_square(batch.reference_outputs["policy"] - target)
-        loss, stats = clipped_surrogate(
-            -error,
-            -old_error,
-            batch.advantage,
-            clip_ratio=self.config.clip_ratio,
-        )
+        loss, stats = clipped_surrogate(-error, -old_error, batch.advantage, clip_ratio=self.config.clip_ratio)
         return self.penalise(loss, velocity, batch, stats | {"flow_loss": error.detach().mean()})

@@ -38,10 +38,7 @@ SCHEDULES = {"zero": (0.0, 0, 0.0), "slow": (0.001, 0, 0.5), "late": (0.0075, 75
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is diffusion_nft."""
 
-    global_std: bool = arg(
-        True,
-        "divide advantages by the std of all rewards, as the paper does, not of the group's",
-    )
+    global_std: bool = arg(True, "divide advantages by the std of all rewards, as the paper does, not of the group's")
     beta: float = arg(1.0, "how far the implicit policies lie from the old one", gt=0)
     old_decay: str = arg(
         "slow",
@@ -49,22 +46,9 @@ class Config(ForwardConfig):
         "(0.001, 0, 0.5) or late (0.0075, 75, 0.999)",
         choices=tuple(SCHEDULES),
     )
-    old_decay_rate: Optional[float] = arg(
-        None,
-        "rate of old_decay a training step; null: the schedule's",
-        ge=0,
-    )
-    old_decay_flat: Optional[int] = arg(
-        None,
-        "training steps before old_decay rises; null: the schedule's",
-        ge=0,
-    )
-    old_decay_limit: Optional[float] = arg(
-        None,
-        "largest old_decay; null: the schedule's",
-        ge=0,
-        lt=1,
-    )
+    old_decay_rate: Optional[float] = arg(None, "rate of old_decay a training step; null: the schedule's", ge=0)
+    old_decay_flat: Optional[int] = arg(None, "training steps before old_decay rises; null: the schedule's", ge=0)
+    old_decay_limit: Optional[float] = arg(None, "largest old_decay; null: the schedule's", ge=0, lt=1)
 
 
 class Algorithm(ForwardAlgorithm):

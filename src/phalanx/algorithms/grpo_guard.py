@@ -46,9 +46,5 @@ class Algorithm(TransitionAlgorithm):
         """The clipped surrogate of the regulated ratio [B, W], over the time steps; its scalars."""
         bias = divergence(replay.mean, batch.trace.means, replay.std)
         log_ratio = guarded_log_ratio(replay.log_prob - batch.log_prob, bias, replay.std)
-        loss, stats = clipped_ratio(
-            self.sequence_mean(log_ratio),
-            batch.advantage,
-            clip_ratio=self.config.clip_ratio,
-        )
+        loss, stats = clipped_ratio(self.sequence_mean(log_ratio), batch.advantage, clip_ratio=self.config.clip_ratio)
         return loss / -batch.trace.delta, stats | {"ratio_bias": bias.detach().mean()}

@@ -38,11 +38,7 @@ TEACHER = "teacher"
 class Config(AlgorithmConfig):
     """Keys of `algorithm` where its name is opd."""
 
-    teacher_path: str = arg(
-        "???",
-        "the teacher: a diffusers folder (or hub id) of the model's family",
-        path=True,
-    )
+    teacher_path: str = arg("???", "the teacher: a diffusers folder (or hub id) of the model's family", path=True)
     teacher_guidance: Optional[float] = arg(
         None, "classifier-free guidance of the teacher, 1 is off; null: as in the rollout", ge=1
     )
@@ -61,14 +57,7 @@ class Algorithm(GroupAlgorithm):
     def __init__(self, config: Config) -> None:
         self.config = config
         self.references = (TEACHER,)
-        self.teachers = (
-            Teacher(
-                TEACHER,
-                config.teacher_path,
-                "algorithm.teacher_path",
-                config.teacher_guidance,
-            ),
-        )
+        self.teachers = (Teacher(TEACHER, config.teacher_path, "algorithm.teacher_path", config.teacher_guidance),)
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] zeros: rewards are reported, and teach nothing."""
@@ -88,11 +77,7 @@ class Algorithm(GroupAlgorithm):
         teacher = batch.reference_outputs[TEACHER]
         own = self._prediction(replay)
         if self.config.loss_type == "kl":
-            loss = gaussian_kl(
-                own.flatten(0, 1),
-                teacher.flatten(0, 1),
-                replay.std.repeat(len(own)),
-            )
+            loss = gaussian_kl(own.flatten(0, 1), teacher.flatten(0, 1), replay.std.repeat(len(own)))
         else:
             loss = torch.square(own - teacher).flatten(2).mean(2)
         loss = loss.view(own.shape[:2])

@@ -28,11 +28,7 @@ from phalanx.types import Policy
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is rwr."""
 
-    temperature: float = arg(
-        1.0,
-        "tau: the smaller, the more the best image of a prompt counts",
-        gt=0,
-    )
+    temperature: float = arg(1.0, "tau: the smaller, the more the best image of a prompt counts", gt=0)
 
 
 class Algorithm(ForwardAlgorithm):

@@ -29,11 +29,7 @@ class Config(ForwardConfig):
         "adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k",
     )  # fmt: skip
 
-    best: int = arg(
-        1,
-        "images of each prompt that are trained on: those of the highest rewards",
-        ge=1,
-    )
+    best: int = arg(1, "images of each prompt that are trained on: those of the highest rewards", ge=1)
 
 
 class Algorithm(ForwardAlgorithm):

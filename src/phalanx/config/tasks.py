@@ -7,13 +7,7 @@ from typing import Optional, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
-from phalanx.config.flow import (
-    SDE_TYPES,
-    FlowMatchingTaskConfig,
-    FlowModelConfig,
-    FlowRewardConfig,
-    FlowRLConfig,
-)
+from phalanx.config.flow import SDE_TYPES, FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.load import ConfigError, arg, build
 from phalanx.config.run import DTYPES, SEEDS, ParallelConfig, RunConfig
 

@@ -18,13 +18,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
@@ -41,12 +35,7 @@ class Sharded:
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        blocks: list[nn.Module],
-        world: World,
-        config: ParallelConfig,
-        dtype: torch.dtype,
+        self, module: nn.Module, blocks: list[nn.Module], world: World, config: ParallelConfig, dtype: torch.dtype
     ) -> None:
         self.module, self.world, self.config = module, world, config
         self._fsdp: list[FSDPModule] = []

@@ -5,12 +5,7 @@ from torch import Tensor
 
 
 def group_advantage(
-    reward: Tensor,
-    group_id: Tensor,
-    *,
-    global_std: bool = False,
-    normalize: bool = True,
-    eps: float = 1e-4,
+    reward: Tensor, group_id: Tensor, *, global_std: bool = False, normalize: bool = True, eps: float = 1e-4
 ) -> Tensor:
     """(reward - mean of the group) / (std + eps), over the samples of all ranks.
 

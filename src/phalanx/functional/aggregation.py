@@ -28,13 +28,7 @@ def count_actions(mask: Tensor, kept: Tensor) -> Tensor:
 
 
 def action_weights(
-    mask: Tensor,
-    kept: Tensor,
-    actions: int,
-    samples: int,
-    *,
-    mode: str,
-    constant: float | None = None,
+    mask: Tensor, kept: Tensor, actions: int, samples: int, *, mode: str, constant: float | None = None
 ) -> Tensor:
     """The weight [U, A] float32 of each action; 0 for padding and for units that do not count.
 

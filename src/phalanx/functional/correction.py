@@ -21,9 +21,7 @@ def correction_weight(policy: Tensor, engine: Tensor, *, kind: str, limit: float
         ValueError: for an unknown kind.
     """
     if kind not in CORRECTIONS:
-        raise ValueError(
-            f"correction_weight: kind {kind!r} should be one of {', '.join(CORRECTIONS)}",
-        )
+        raise ValueError(f"correction_weight: kind {kind!r} should be one of {', '.join(CORRECTIONS)}")
     logprob_diff = policy - engine
     if kind == "truncated_is":
         return torch.exp(logprob_diff.clamp(max=limit))

@@ -13,19 +13,10 @@ def clipped_surrogate(
     log_prob: Tensor, old_log_prob: Tensor, advantage: Tensor, *, clip_ratio: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`clipped_ratio` of rho = exp(log_prob - old_log_prob), both [B, ...]; the old is detached."""
-    return clipped_ratio(
-        log_prob.float() - old_log_prob.detach().float(),
-        advantage,
-        clip_ratio=clip_ratio,
-    )
+    return clipped_ratio(log_prob.float() - old_log_prob.detach().float(), advantage, clip_ratio=clip_ratio)
 
 
-def clipped_ratio(
-    log_ratio: Tensor,
-    advantage: Tensor,
-    *,
-    clip_ratio: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_ratio(log_ratio: Tensor, advantage: Tensor, *, clip_ratio: float) -> tuple[Tensor, dict[str, Tensor]]:
     """max(-A rho, -A clip(rho, 1 - clip_ratio, 1 + clip_ratio)), rho = exp(log_ratio).
 
     Args:
@@ -71,10 +62,7 @@ def masked_ratio(
     away = a * log_ratio.detach() > 0
     dropped = away & (divergence >= threshold)
     loss = torch.where(dropped, 0.0, -a * torch.exp(log_ratio))
-    stats = ratio_stats(log_ratio) | {
-        "divergence": divergence.mean(),
-        "maskfrac": dropped.float().mean(),
-    }
+    stats = ratio_stats(log_ratio) | {"divergence": divergence.mean(), "maskfrac": dropped.float().mean()}
     return loss, stats
 
 

@@ -4,14 +4,7 @@ import torch
 from torch import Tensor
 
 
-def noise_levels(
-    uniform: Tensor,
-    count: int,
-    schedule: Tensor,
-    *,
-    distribution: str,
-    shift: float,
-) -> Tensor:
+def noise_levels(uniform: Tensor, count: int, schedule: Tensor, *, distribution: str, shift: float) -> Tensor:
     """The levels [B, count] of B samples from random numbers.
 
     Args:
@@ -29,9 +22,7 @@ def noise_levels(
         order = torch.argsort(uniform[:, :n], dim=1)
         return schedule[order[:, torch.arange(count) % n]]
     if distribution not in ("uniform", "logit_normal"):
-        raise ValueError(
-            f"noise_levels: distribution {distribution!r} should be schedule, uniform or logit_normal",
-        )
+        raise ValueError(f"noise_levels: distribution {distribution!r} should be schedule, uniform or logit_normal")
     t = uniform[:, :count]
     if distribution == "logit_normal":
         # the normal's quantile; the ends, which have none, are not reached in 24 bits

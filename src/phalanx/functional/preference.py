@@ -5,12 +5,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 
-def dpo_loss(
-    error: Tensor,
-    reference_error: Tensor,
-    *,
-    beta: float,
-) -> tuple[Tensor, dict[str, Tensor]]:
+def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
     """-log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)]).
 
     Args:

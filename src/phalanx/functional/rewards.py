@@ -32,11 +32,7 @@ class Share:
 
 
 def combine(
-    terms: list[Tensor],
-    shares: list[Share],
-    *,
-    step: int | None = None,
-    group_id: Tensor | None = None,
+    terms: list[Tensor], shares: list[Share], *, step: int | None = None, group_id: Tensor | None = None
 ) -> Tensor:
     """The reward [N] of N samples: the sum of their terms, each clipped, then times its weight.
 

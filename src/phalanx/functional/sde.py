@@ -70,9 +70,7 @@ def sde_step(
         prev = mean if prev_sample is None else prev_sample.float()
         return SdeStep(prev, mean, torch.zeros_like(delta).flatten().expand(len(x)), None)
     if (prev_sample is None) == (noise is None):
-        raise ValueError(
-            "sde_step: a stochastic step takes either noise (to sample) or prev_sample (to replay)",
-        )
+        raise ValueError("sde_step: a stochastic step takes either noise (to sample) or prev_sample (to replay)")
 
     if sde_type == "sde":
         scale = noise_level * torch.sqrt(s / (1 - torch.where(s == 1, s_max, s)))

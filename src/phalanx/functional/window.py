@@ -71,8 +71,4 @@ def visited_levels(num_inference_steps: int, first: int, compression: float) -> 
     """
     left = num_inference_steps - first
     steps = max(1, round(left * compression)) if left else 0
-    return [
-        *range(first),
-        *(first + round(k * left / steps) for k in range(steps)),
-        num_inference_steps,
-    ]
+    return [*range(first), *(first + round(k * left / steps) for k in range(steps)), num_inference_steps]

@@ -158,8 +158,7 @@ class RewardServer:
         closed on unread bytes. What is refused is not kept.
         """
         allowed = self._token is None or secrets.compare_digest(
-            request.headers.get("authorization", "").encode(),
-            f"Bearer {self._token}".encode(),
+            request.headers.get("authorization", "").encode(), f"Bearer {self._token}".encode()
         )
         limit = int(self.cfg.max_body_mb * 1e6)
         chunks: list[bytes] = []

@@ -51,11 +51,7 @@ class Generator:
         self.trained = self._open()
         run = self.trained.run if self.trained is not None else None
         given = {name: value for name, value in asdict(cfg.model).items() if value is not None}
-        self.model = replace(
-            run.model if run is not None else FlowModelConfig(),
-            gradient_checkpointing=False,
-            **given,
-        )
+        self.model = replace(run.model if run is not None else FlowModelConfig(), gradient_checkpointing=False, **given)
         family = family_of(self.model)
         if family.image_column is not None:
             self.prompts = read_prompts(cfg, (family.image_column,))
@@ -72,12 +68,7 @@ class Generator:
         check_guidance(cfg, self.policy.model)
         settings = rollout_settings(cfg, run.rollout if run is not None else FlowRolloutConfig())
         try:
-            self.rollout = PolicyRollout(
-                self.policy,
-                settings,
-                self.world,
-                cfg.micro_batch_size_per_gpu,
-            )
+            self.rollout = PolicyRollout(self.policy, settings, self.world, cfg.micro_batch_size_per_gpu)
         except ValueError as error:  # in a run's configuration these keys are in the section rollout
             raise ConfigError(str(error).removeprefix("rollout.")) from None
 
@@ -87,9 +78,7 @@ class Generator:
         if self.cfg.model.path is None:
             raise ConfigError("neither model.path nor checkpoint is set; give one of them")
         if self.cfg.weights == "ema":
-            raise ConfigError(
-                "weights: ema needs a checkpoint; a model folder has its own weights only",
-            )
+            raise ConfigError("weights: ema needs a checkpoint; a model folder has its own weights only")
         return None
 
     def _policy(self, family: type[FlowModel]) -> FlowPolicy:
@@ -109,10 +98,7 @@ class Generator:
         seed = run.trainer.seed if run is not None else TrainerConfig().seed
         policy = FlowPolicy(model, self.world, self.model, self.cfg.parallel, data, seed=seed)
         if self.trained is not None:
-            self.trained.check_fits(
-                {name: p.shape for name, p in policy.trained.parameters.items()},
-                self.model.path,
-            )
+            self.trained.check_fits({name: p.shape for name, p in policy.trained.parameters.items()}, self.model.path)
         return policy
 
     def run(self) -> None:
@@ -158,13 +144,9 @@ def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
         rows = load_prompts([cfg.prompt_file], "prompt_file", images)
         return [Prompt(row.text, i, row.meta, row.negative) for i, row in enumerate(rows)]
     if not cfg.prompts:
-        raise ConfigError(
-            "neither prompts nor prompt_file is set; give one of them, e.g. prompts='[a red apple]'",
-        )
+        raise ConfigError("neither prompts nor prompt_file is set; give one of them, e.g. prompts='[a red apple]'")
     if images:
-        raise ConfigError(
-            f"prompts: the model edits images; give prompt_file, with a column {images[0]}",
-        )
+        raise ConfigError(f"prompts: the model edits images; give prompt_file, with a column {images[0]}")
     return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]
 
 
@@ -219,10 +201,7 @@ class Writer:
         order = sorted(self._tiles)
         prompts, files, tiles = zip(*(self._tiles[i] for i in order), strict=True)
         rows = zip(order, prompts, files, strict=True)
-        write_index(
-            self.folder,
-            ({"index": i, "prompt": p, "reward": None, "file": f} for i, p, f in rows),
-        )
+        write_index(self.folder, ({"index": i, "prompt": p, "reward": None, "file": f} for i, p, f in rows))
         if columns is None:
             columns = self.n if self.n > 1 else math.ceil(math.sqrt(len(order)))
         strips = []
@@ -236,7 +215,4 @@ class Writer:
             grids = (np.asarray(sheet(now, prompts[:GRID_VIDEOS], columns)) for now in at_once)
             write_video(self.folder / "grid.mp4", grids, self.fps)
         what = "videos" if moving else "images"
-        print(
-            f"{len(order)} {what} in {self.folder}, all of them in {self.folder / 'grid.png'}",
-            flush=True,
-        )
+        print(f"{len(order)} {what} in {self.folder}, all of them in {self.folder / 'grid.png'}", flush=True)

@@ -12,12 +12,7 @@ from torch.distributed.tensor import DTensor
 from phalanx.config.run import ModelConfig
 
 
-def add_lora(
-    module: nn.Module,
-    config: ModelConfig,
-    default_targets: Sequence[str],
-    seed: int,
-) -> None:
+def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[str], seed: int) -> None:
     """Add a LoRA to a module and freeze all else. Its weights are a function of `seed`.
 
     Raises ValueError where no module matches `model.target_modules`.
@@ -31,9 +26,7 @@ def add_lora(
         if not any(name == target or name.endswith("." + target) for name in linear):
             in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in linear]
             leaves = ", ".join(sorted({found[1] for found in in_blocks if found}))
-            raise ValueError(
-                f"model.target_modules: no linear layer ends in {target!r}; in a block: {leaves}",
-            )
+            raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; in a block: {leaves}")
     inits: dict[str, Any] = {
         "kaiming": True,
         "gaussian": "gaussian",

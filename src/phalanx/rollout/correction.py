@@ -11,12 +11,7 @@ from phalanx.types import Policy, Samples
 
 
 @torch.no_grad()
-def rescore(
-    policy: Policy,
-    samples: Samples,
-    config: RolloutConfig,
-    micro: int,
-) -> tuple[Samples, dict[str, float]]:
+def rescore(policy: Policy, samples: Samples, config: RolloutConfig, micro: int) -> tuple[Samples, dict[str, float]]:
     """Replay all samples, `micro` at a time as in training; returns them with the policy's
     log-probabilities and the correction's weights, and how far the engine's were off. Unchanged
     with rollout.correction=none.
@@ -28,12 +23,7 @@ def rescore(
         replays = [policy.replay(samples.trace.select(part)) for part in rows]
     own = torch.cat([replay.log_prob for replay in replays])
     logprob_diff = (own - samples.log_prob).abs()
-    weight = correction_weight(
-        own,
-        samples.log_prob,
-        kind=config.correction,
-        limit=config.correction_limit,
-    )
+    weight = correction_weight(own, samples.log_prob, kind=config.correction, limit=config.correction_limit)
     means = {
         "rollout/logprob_abs_diff_mean": logprob_diff.mean().item(),
         "rollout/correction_weight_mean": weight.mean().item(),

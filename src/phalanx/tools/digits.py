@@ -16,14 +16,7 @@ from torch import nn
 
 HEIGHT, WIDTH = 24, 48
 TOKENS = 10  # the number " d d d " and both ends
-FONTS = (
-    "DejaVuSans",
-    "DejaVuSans-Bold",
-    "DejaVuSansMono",
-    "DejaVuSansMono-Bold",
-    "DejaVuSerif",
-    "DejaVuSerif-Bold",
-)
+FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSansMono", "DejaVuSansMono-Bold", "DejaVuSerif", "DejaVuSerif-Bold")
 
 
 def prompt(number: str) -> str:

@@ -37,12 +37,7 @@ def train_vae(model: Path, images: Path, height: int, width: int, *, steps: int,
             inner.append(module)
     sharded = Sharded(vae, inner, world, parallel, torch.float32)
     optim = OptimConfig(
-        name="muon",
-        lr=LEARNING_RATE,
-        betas=[0.9, 0.99],
-        weight_decay=0.0,
-        lr_scheduler="linear",
-        lr_warmup_steps=30,
+        name="muon", lr=LEARNING_RATE, betas=[0.9, 0.99], weight_decay=0.0, lr_scheduler="linear", lr_warmup_steps=30
     )
     optimizer = Optimizer(optim, sharded, steps)
     ema = Ema(EmaConfig(decay=0.99), sharded.parameters)

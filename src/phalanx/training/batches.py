@@ -135,21 +135,15 @@ def check_run(cfg: RunConfig) -> None:
     """Refuse what no training job can work with; raises ConfigError."""
     _check_output_dir(cfg.trainer.output_dir)
     if cfg.trainer.total_training_steps is None and cfg.trainer.total_epochs is None:
-        raise ConfigError(
-            "trainer.total_training_steps: null needs trainer.total_epochs; set one of them",
-        )
+        raise ConfigError("trainer.total_training_steps: null needs trainer.total_epochs; set one of them")
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
-        raise ConfigError(
-            f"optim.betas: {cfg.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]",
-        )
+        raise ConfigError(f"optim.betas: {cfg.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]")
     if cfg.parallel.param_offload and cfg.parallel.fsdp_size == 1:
         raise ConfigError(
             "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
         )
     if cfg.trainer.test_freq > 0 and not cfg.data.val_files:
-        raise ConfigError(
-            f"trainer.test_freq: {cfg.trainer.test_freq} needs data.val_files; give some, or -1",
-        )
+        raise ConfigError(f"trainer.test_freq: {cfg.trainer.test_freq} needs data.val_files; give some, or -1")
     for key, value in (("save_freq", cfg.trainer.save_freq), ("test_freq", cfg.trainer.test_freq)):
         if value < 1 and value != -1:
             raise ConfigError(f"trainer.{key}: {value} should be -1 (never) or a number of steps")
@@ -160,13 +154,9 @@ def _check_output_dir(output_dir: str) -> None:
     folder = Path(output_dir)
     existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
     if not existing.is_dir():
-        raise ConfigError(
-            f"trainer.output_dir: {output_dir!r} cannot be a folder: {existing} is a file",
-        )
+        raise ConfigError(f"trainer.output_dir: {output_dir!r} cannot be a folder: {existing} is a file")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"trainer.output_dir: {output_dir!r} cannot be written: no permission in {existing}",
-        )
+        raise ConfigError(f"trainer.output_dir: {output_dir!r} cannot be written: no permission in {existing}")
 
 
 _KEYS = {

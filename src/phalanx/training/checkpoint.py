@@ -46,9 +46,7 @@ class Progress:
 
 
 def trained_state(
-    parameters: dict[str, Tensor],
-    optimizer: dict[str, dict[str, Tensor]],
-    averages: dict[str, dict[str, Tensor]],
+    parameters: dict[str, Tensor], optimizer: dict[str, dict[str, Tensor]], averages: dict[str, dict[str, Tensor]]
 ) -> dict[str, Any]:
     """The contents of a checkpoint, as tensors of the mesh: to save, or to load into.
 
@@ -56,10 +54,7 @@ def trained_state(
     """
     # Moments and averages are local tensors. As parts of DTensors they are saved once each, and can
     # be loaded into any other layout.
-    state: dict[str, Any] = {
-        "model": {name: p.detach() for name, p in parameters.items()},
-        "optim": {},
-    }
+    state: dict[str, Any] = {"model": {name: p.detach() for name, p in parameters.items()}, "optim": {}}
     for name, p in parameters.items():
         own = optimizer[name]
         state["optim"][name] = {}
@@ -150,13 +145,7 @@ def _unseen(folder: Path) -> str | None:
 class Checkpointer:
     """The checkpoints of one run: saved, found and loaded."""
 
-    def __init__(
-        self,
-        output_dir: Path,
-        world: World,
-        signature: dict[str, Any],
-        max_checkpoints: int,
-    ) -> None:
+    def __init__(self, output_dir: Path, world: World, signature: dict[str, Any], max_checkpoints: int) -> None:
         self.root, self.world, self.signature = output_dir / "checkpoints", world, signature
         self.max_checkpoints = max_checkpoints
         self._pending: threading.Thread | None = None
@@ -272,11 +261,7 @@ class Checkpointer:
             self.saved_step = meta["progress"]["step"]
 
     def _publish_or_drop(
-        self,
-        said: list[tuple[str | None, dict[str, int]]],
-        part: Path,
-        final: Path,
-        meta: dict[str, Any],
+        self, said: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
     ) -> bool:
         """On rank 0: publish a checkpoint that all ranks have written; True where it is there."""
         problem = None
@@ -295,13 +280,7 @@ class Checkpointer:
             shutil.rmtree(part, ignore_errors=True)
         return problem is None
 
-    def _publish(
-        self,
-        part: Path,
-        final: Path,
-        meta: dict[str, Any],
-        checksums: dict[str, int],
-    ) -> None:
+    def _publish(self, part: Path, final: Path, meta: dict[str, Any], checksums: dict[str, int]) -> None:
         """Make a written checkpoint visible, and remove the oldest complete ones."""
         files: dict[str, tuple[int, int]] = {}
         for file in part.iterdir():
@@ -336,11 +315,7 @@ class Checkpointer:
                 aside = folder.with_name(f"old_{folder.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 folder.rename(aside)
-                log.warning(
-                    "checkpoint %s is of another run, or damaged: it is now %s",
-                    folder,
-                    aside.name,
-                )
+                log.warning("checkpoint %s is of another run, or damaged: it is now %s", folder, aside.name)
 
     def wait(self) -> None:
         """Wait until the checkpoint in flight is complete.

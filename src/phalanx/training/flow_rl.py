@@ -42,10 +42,7 @@ def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ig
     for teacher in algorithm.teachers:
         check_teacher(teacher, cfg.model)
     parts, policy, rollout = build_parts(
-        cfg,
-        plan.rollout_micro,
-        detach_uncond=cfg.actor.detach_uncond,
-        window=algorithm.levels is None,
+        cfg, plan.rollout_micro, detach_uncond=cfg.actor.detach_uncond, window=algorithm.levels is None
     )
     teachers = {}
     for teacher in algorithm.teachers:
@@ -73,14 +70,7 @@ def build_parts(
     world = start(cfg)
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model))
     rewards = build_rewards(cfg, world)
-    policy = build_policy(
-        cfg.model,
-        cfg.parallel,
-        cfg.data,
-        world,
-        seed=cfg.trainer.seed,
-        detach_uncond=detach_uncond,
-    )
+    policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
     rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
     return Parts(world, rewards, policy, rollout, val_sets), policy, rollout
 
@@ -192,9 +182,7 @@ def stochastic_steps(cfg: FlowRLConfig) -> int:
     """Steps of the window, of which some are trained; raises ConfigError where it does not fit."""
     r = cfg.rollout
     if r.sde_window_range is not None and len(r.sde_window_range) != 2:
-        raise ConfigError(
-            f"rollout.sde_window_range: {r.sde_window_range} should be two numbers [a, b]",
-        )
+        raise ConfigError(f"rollout.sde_window_range: {r.sde_window_range} should be two numbers [a, b]")
     try:
         window = sde_window(
             0,

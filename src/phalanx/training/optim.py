@@ -32,14 +32,7 @@ class Optimizer:
     needs them unsharded.
     """
 
-    def __init__(
-        self,
-        config: OptimConfig,
-        sharded: Sharded,
-        total_updates: int,
-        *,
-        offload: bool = False,
-    ) -> None:
+    def __init__(self, config: OptimConfig, sharded: Sharded, total_updates: int, *, offload: bool = False) -> None:
         self.config, self.sharded = config, sharded
         self.total_updates, self.offload = total_updates, offload
         self.updates = 0
@@ -56,12 +49,7 @@ class Optimizer:
         # there, and a resumed run has not made a step yet.
         rest = [part for name, part in self._parts.items() if name not in muon]
         if rest:
-            adamw = torch.optim.AdamW(
-                rest,
-                betas=(beta1, beta2),
-                eps=config.eps,
-                weight_decay=config.weight_decay,
-            )
+            adamw = torch.optim.AdamW(rest, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay)
             for part in rest:
                 adamw.state[part] = {
                     "step": torch.tensor(0.0),
@@ -72,11 +60,7 @@ class Optimizer:
         if muon:
             matrices = [self._parts[name] for name in sharded.parameters if name in muon]
             # its update scaled to the size of AdamW's, so that one learning rate serves both
-            optimizer = torch.optim.Muon(
-                matrices,
-                weight_decay=config.weight_decay,
-                adjust_lr_fn="match_rms_adamw",
-            )
+            optimizer = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
             for part in matrices:
                 optimizer.state[part] = {"momentum_buffer": torch.zeros_like(part)}
             self._optimizers.append(optimizer)
@@ -158,13 +142,7 @@ class Average:
 class Ema(Average):
     """The exponential moving average of `actor.ema`."""
 
-    def __init__(
-        self,
-        config: EmaConfig,
-        parameters: dict[str, Tensor],
-        *,
-        offload: bool = False,
-    ) -> None:
+    def __init__(self, config: EmaConfig, parameters: dict[str, Tensor], *, offload: bool = False) -> None:
         super().__init__(parameters, offload=offload)
         self.config = config
 

@@ -21,15 +21,7 @@ class TrainedPolicy(Policy, Protocol):
     @property
     def trained(self) -> TrainedModel: ...
 
-    def step_flops(
-        self,
-        samples: Samples,
-        *,
-        actions: int,
-        count: int,
-        updates: float,
-        references: float,
-    ) -> int:
+    def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
         """Floating-point operations of a training step of `count` samples like these, in which
         `actions` of each are trained `updates` times and seen `references` times by other weights.
         """
@@ -77,10 +69,4 @@ def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> R
     if not cfg.reward.functions:
         return None
     beside = judged_beside(cfg, world.shard_size)
-    return RewardSet(
-        cfg.reward,
-        str(world.device),
-        cfg.parallel.timeout_s,
-        outputs=outputs,
-        beside=beside,
-    )
+    return RewardSet(cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside)

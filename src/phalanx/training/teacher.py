@@ -28,9 +28,7 @@ def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
 def check_kind(teacher: Teacher, kind: str, own: str) -> None:
     """Raise ValueError where the teacher's pipeline is another than the policy's `own`."""
     if kind != own:
-        raise ValueError(
-            f"{teacher.key}: {teacher.path!r} is a {kind}; it should be a {own}, as model.path is",
-        )
+        raise ValueError(f"{teacher.key}: {teacher.path!r} is a {kind}; it should be a {own}, as model.path is")
 
 
 def teacher_model(config: FlowModelConfig, path: str) -> FlowModelConfig:
@@ -38,11 +36,7 @@ def teacher_model(config: FlowModelConfig, path: str) -> FlowModelConfig:
     return replace(config, path=path, lora_rank=0, gradient_checkpointing=False)
 
 
-def teacher_rollout(
-    config: FlowRolloutConfig,
-    teacher: Teacher,
-    model: FlowModel,
-) -> FlowRolloutConfig:
+def teacher_rollout(config: FlowRolloutConfig, teacher: Teacher, model: FlowModel) -> FlowRolloutConfig:
     """The rollout that the teacher would have sampled with: the policy's, with its own guidance."""
     guidance: dict[str, Any] = {}
     if teacher.guidance is not None:

@@ -66,33 +66,18 @@ def validate(
     local_reward, local_terms = score()
     real = len(prompts) * samples_per_prompt
     reward = all_gather(local_reward)[:real]
-    row = {
-        f"val/{name}/reward/mean": reward.mean().item(),
-        f"val/{name}/reward/std": reward.std(correction=0).item(),
-    }
+    row = {f"val/{name}/reward/mean": reward.mean().item(), f"val/{name}/reward/std": reward.std(correction=0).item()}
     for term, values in local_terms.items():
         row[f"val/{name}/reward/{term}"] = all_gather(values)[:real].mean().item()
     kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
     records = [
-        Record(
-            prompts[number].text,
-            float(reward[number * samples_per_prompt]),
-            output,
-            number,
-            fps,
-        )
+        Record(prompts[number].text, float(reward[number * samples_per_prompt]), output, number, fps)
         for number, output in enumerate(kept)
     ]
     return Validation(row, records)
 
 
-def _on_first(
-    pictures: dict[int, Tensor],
-    texts: dict[int, str],
-    count: int,
-    share: int,
-    world: World,
-) -> list[Output]:
+def _on_first(pictures: dict[int, Tensor], texts: dict[int, str], count: int, share: int, world: World) -> list[Output]:
     """On rank 0 the `count` outputs that all ranks kept, in the order of prompts; else nothing."""
     # pictures go one at a time, as a gather would hold room for those of every rank; texts are small
     if world.rank != 0:

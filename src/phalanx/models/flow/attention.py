@@ -18,16 +18,12 @@ def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
     """
     known = sorted(b.value for b in AttentionBackendName)
     if backend not in known:
-        raise ValueError(
-            f"model.attn_backend: {backend!r} is unknown to diffusers; known: {', '.join(known)}",
-        )
+        raise ValueError(f"model.attn_backend: {backend!r} is unknown to diffusers; known: {', '.join(known)}")
     try:
         model.transformer.set_attention_backend(backend)
         _try(model, backend, device, masked=False)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        raise ValueError(
-            f"model.attn_backend: {backend!r} cannot be used here: {_line(error)}",
-        ) from None
+        raise ValueError(f"model.attn_backend: {backend!r} cannot be used here: {_line(error)}") from None
     if not model.masks_text:
         return
     try:
@@ -85,12 +81,7 @@ class DispatchedJointAttention:
             tq, tk = self._norm(attn.norm_added_q, tq), self._norm(attn.norm_added_k, tk)
             q, k, v = torch.cat([q, tq], 1), torch.cat([k, tk], 1), torch.cat([v, tv], 1)
         out = dispatch_attention_fn(
-            q,
-            k,
-            v,
-            attn_mask=attention_mask,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
+            q, k, v, attn_mask=attention_mask, backend=self._attention_backend, parallel_config=self._parallel_config
         )
         out = out.flatten(2, 3).to(q.dtype)
         image = attn.to_out[1](attn.to_out[0](out[:, : hidden_states.shape[1]]))

@@ -20,12 +20,7 @@ class EmbedsCache:
     What stands for texts here may be anything that can be a key, and whose str names its contents.
     """
 
-    def __init__(
-        self,
-        encode: Callable[[list[Any]], list[Embeds]],
-        identity: str,
-        folder: str | None,
-    ) -> None:
+    def __init__(self, encode: Callable[[list[Any]], list[Embeds]], identity: str, folder: str | None) -> None:
         self._encode, self._identity = encode, identity
         self._folder = Path(folder) if folder is not None else None
         # the text that was asked for last comes last, and the first one is forgotten first

@@ -69,39 +69,20 @@ class FlowModel:
     text_encoders: list[nn.Module]
     dtype: torch.dtype
 
-    def __init__(
-        self,
-        config: FlowModelConfig,
-        dtype: torch.dtype,
-        weights_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         """Load `config.path`: the transformer in `weights_dtype`, all else in `dtype`."""
         raise AssertionError("a family loads itself")
 
     def load(
-        self,
-        config: FlowModelConfig,
-        dtype: torch.dtype,
-        weights_dtype: torch.dtype,
-        pipeline: Any,
-        transformer: Any,
+        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
     ) -> None:
         """Set `pipeline`, `transformer`, `vae` and `dtype`, by diffusers' two classes."""
         path = config.path
         given = absent_components(model_index(path)) | self.components(path)
         self.dtype = dtype
-        self.transformer = transformer.from_pretrained(
-            path,
-            subfolder="transformer",
-            torch_dtype=weights_dtype,
-        )
+        self.transformer = transformer.from_pretrained(path, subfolder="transformer", torch_dtype=weights_dtype)
         dtypes = {"default": dtype, "vae": self.vae_dtype or dtype}
-        self.pipeline = pipeline.from_pretrained(
-            path,
-            transformer=self.transformer,
-            torch_dtype=dtypes,
-            **given,
-        )
+        self.pipeline = pipeline.from_pretrained(path, transformer=self.transformer, torch_dtype=dtypes, **given)
         self.vae = self.pipeline.vae
         check_tensors(path, transformer=self.transformer, vae=self.vae)
         # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
@@ -132,12 +113,7 @@ class FlowModel:
         """
         raise AssertionError
 
-    def encode_instruction(
-        self,
-        instruction: Instruction,
-        device: torch.device,
-        max_length: int,
-    ) -> Embeds:
+    def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
         """As `encode`, where there is an `image_column`: the embeddings of a text and its image.
 
         Raises ValueError for an image that cannot be read.
@@ -195,14 +171,7 @@ class FlowModel:
         assert frames == 1, "a family that makes videos says how"
         return self.latent_shape(height, width)
 
-    def velocity(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        embeds: Embeds,
-        height: int,
-        width: int,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         """One forward pass: latents and embeds [N, ...], timesteps [N] in 0..1000 -> [N, ...].
 
         With an `embedded_guidance_key`, `embeds` also has `guidance` [N] float32, the scale.

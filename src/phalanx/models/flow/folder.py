@@ -26,9 +26,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     """The model_index.json of a local folder, its components unseen; ValueError without one."""
     file = folder / "model_index.json"
     if not file.is_file():
-        raise ValueError(
-            f"model.path: '{folder}' is not a diffusers model folder: it has no model_index.json",
-        )
+        raise ValueError(f"model.path: '{folder}' is not a diffusers model folder: it has no model_index.json")
     index = read_json(file)
     if not isinstance(index, dict) or "_class_name" not in index:
         raise ValueError(f"model.path: {file} names no _class_name")
@@ -54,17 +52,13 @@ def check_components(folder: Path, index: dict[str, Any]) -> None:
             continue
         part, kind = folder / name, str(value[1])
         if not part.is_dir():
-            raise ValueError(
-                f"model.path: '{folder}' lacks the folder {name!r} that its model_index.json names",
-            )
+            raise ValueError(f"model.path: '{folder}' lacks the folder {name!r} that its model_index.json names")
         for file in sorted(part.glob("*.json")):
             read_json(file)
         if name == "scheduler":
             other = OTHER_SCHEDULERS.items()
             if kind != SCHEDULER and (index["_class_name"], kind) not in other:
-                raise ValueError(
-                    f"model.path: '{folder}' has the scheduler {kind}; expected {SCHEDULER}",
-                )
+                raise ValueError(f"model.path: '{folder}' has the scheduler {kind}; expected {SCHEDULER}")
             _require(part, "scheduler_config.json")
         elif "Tokenizer" in kind:
             _require(part, *_TOKENIZER_FILES)
@@ -79,9 +73,7 @@ def check_tensors(path: str, **parts: nn.Module) -> None:
         lost = [key for key, p in module.named_parameters() if p.is_meta]
         if lost:
             more = f" (+{len(lost) - 1} more)" if len(lost) > 1 else ""
-            raise ValueError(
-                f"model.path: {path!r}: the weights of {name} lack the tensor {lost[0]}{more}",
-            )
+            raise ValueError(f"model.path: {path!r}: the weights of {name} lack the tensor {lost[0]}{more}")
 
 
 def read_json(file: Path, key: str = "model.path") -> Any:
@@ -89,9 +81,7 @@ def read_json(file: Path, key: str = "model.path") -> Any:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{key}: {file}:{error.lineno}:{error.colno} is not valid JSON: {error.msg}",
-        ) from None
+        raise ValueError(f"{key}: {file}:{error.lineno}:{error.colno} is not valid JSON: {error.msg}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{key}: {file} is not valid JSON: it is not UTF-8") from None
 
@@ -159,6 +149,4 @@ def _hub_index(repo: str) -> dict[str, Any]:
     try:
         return dict(json.loads(Path(hf_hub_download(repo, "model_index.json")).read_text()))
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError):
-        raise ValueError(
-            f"model.path: {repo!r}: no such folder, and no hub has it within reach",
-        ) from None
+        raise ValueError(f"model.path: {repo!r}: no such folder, and no hub has it within reach") from None

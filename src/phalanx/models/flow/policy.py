@@ -101,12 +101,7 @@ class FlowPolicy:
 
     # -- text -------------------------------------------------------------------------------------
 
-    def embed(
-        self,
-        prompts: list[Prompt],
-        negatives: bool = True,
-        size: tuple[int, int] | None = None,
-    ) -> list[Embeds]:
+    def embed(self, prompts: list[Prompt], negatives: bool = True, size: tuple[int, int] | None = None) -> list[Embeds]:
         """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU.
 
         A model that sees an image sees that of the prompt's meta, with the negative too; `size`
@@ -168,14 +163,7 @@ class FlowPolicy:
 
     # -- sampling and replay ----------------------------------------------------------------------
 
-    def velocity(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        embeds: Embeds,
-        rows: Tensor,
-        sampler: Sampler,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, rows: Tensor, sampler: Sampler) -> Tensor:
         """Guided velocity [N, ...] float32 of latents [N, ...] at timesteps [N]; `rows` [N] index
         into `embeds`, which holds P prompts and, under guidance, their P negatives.
 
@@ -240,14 +228,7 @@ class FlowPolicy:
         velocity = self.velocity(x.flatten(0, 1), timesteps, trace.embeds, rows, trace.sampler)
         return velocity.view_as(x)
 
-    def corrupt(
-        self,
-        samples: Samples,
-        seeds: Sequence[int],
-        *,
-        levels: int,
-        distribution: str,
-    ) -> Noised:
+    def corrupt(self, samples: Samples, seeds: Sequence[int], *, levels: int, distribution: str) -> Noised:
         """Fresh noise for the final latents of `samples`, at `levels` levels each, by its seed.
 
         distribution: "schedule", "uniform" or "logit_normal"; see phalanx.functional.noising.
@@ -293,15 +274,7 @@ class FlowPolicy:
             self._forward_flops = self.model.flops(s.height, s.width, length, s.num_frames)
         return self._forward_flops
 
-    def step_flops(
-        self,
-        samples: Samples,
-        *,
-        actions: int,
-        count: int,
-        updates: float,
-        references: float,
-    ) -> int:
+    def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
         """See phalanx.training.parts.TrainedPolicy."""
         trace: FlowTrace = samples.trace
         return step_flops(
@@ -358,16 +331,7 @@ def build_policy(
         reason = " ".join(str(error).split()).removeprefix("model.path: ")
         raise ValueError(f"model.path: {reason}") from error
     model.vae.to(world.device)  # small, and needed after each micro-batch: it does not travel
-    return make(
-        model,
-        world,
-        config,
-        parallel,
-        data,
-        seed=seed,
-        detach_uncond=detach_uncond,
-        frozen=frozen,
-    )
+    return make(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen)
 
 
 def _hide_progress_bars() -> None:

@@ -36,13 +36,7 @@ class JudgePool:
     """
 
     def __init__(
-        self,
-        judges: dict[str, Judge],
-        cfg: RewardModelConfig,
-        timeout_s: float,
-        *,
-        device: torch.device,
-        beside: bool,
+        self, judges: dict[str, Judge], cfg: RewardModelConfig, timeout_s: float, *, device: torch.device, beside: bool
     ) -> None:
         """Load the reward model; ValueError where it cannot be used."""
         self._judges = judges

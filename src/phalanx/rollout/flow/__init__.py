@@ -26,18 +26,11 @@ def check_engine(config: FlowRolloutConfig) -> None:
             f"rollout.num_frames: {config.num_frames} needs rollout.engine=policy; {config.engine} knows images alone"
         )
     if config.engine == "vllm_omni" and find_spec("vllm_omni") is None:
-        raise ValueError(
-            "rollout.engine: vllm_omni is not installed; pip install 'phalanx[vllm-omni]', or set policy",
-        )
+        raise ValueError("rollout.engine: vllm_omni is not installed; pip install 'phalanx[vllm-omni]', or set policy")
 
 
 def build_rollout(
-    policy: FlowPolicy,
-    config: FlowRolloutConfig,
-    world: World,
-    micro_batch_size: int,
-    *,
-    window: bool = True,
+    policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
 ) -> PolicyRollout:
     """The engine that the configuration names, all ranks in step; ValueError if it cannot run here."""
     check_engine(config)

@@ -26,13 +26,7 @@ class PolicyRollout:
     noun = "images"
 
     def __init__(
-        self,
-        policy: FlowPolicy,
-        config: FlowRolloutConfig,
-        world: World,
-        micro_batch_size: int,
-        *,
-        window: bool = True,
+        self, policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
     ) -> None:
         """`window` False: of a training sample only images and final latents are wanted."""
         self.policy, self.config, self.world, self.window = policy, config, world, window
@@ -102,20 +96,10 @@ class PolicyRollout:
             evaluations=len(job.levels()) - 1,
         )
         self._last = job
-        mask = torch.ones_like(
-            drawn.log_prob,
-            dtype=torch.bool,
-        )  # all have the same number of steps
+        mask = torch.ones_like(drawn.log_prob, dtype=torch.bool)  # all have the same number of steps
         return Samples(mine, drawn.images, drawn.log_prob, mask, trace, index)
 
-    def resample(
-        self,
-        samples: Samples,
-        stale: Tensor,
-        attempt: int,
-        *,
-        each: Each,
-    ) -> tuple[Samples, Tensor]:
+    def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         """The samples of the last `sample`, those that `stale` [N] names among all ranks' drawn anew.
 
         Their noise is that of images attempt x n and up of their group. All ranks take part and
@@ -250,12 +234,7 @@ class PolicyRollout:
         # the fewest, as all ranks must encode at the same steps
         return -reduce_int(-room, "max")
 
-    def embed(
-        self,
-        prompts: list[Prompt],
-        negatives: bool,
-        sampler: Sampler,
-    ) -> list[dict[str, Tensor]]:
+    def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
         """See FlowPolicy.embed. Raises JobError, on all ranks, where a prompt's image is unreadable."""
         size = (sampler.height, sampler.width)
         if self.policy.model.image_column is None:

@@ -59,13 +59,9 @@ def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str =
     if frames is None or frames == 1:
         return
     if not model.makes_videos:
-        raise ValueError(
-            f"{prefix}num_frames: {frames}: {model.pipeline_class} makes images, not videos; set it to 1",
-        )
+        raise ValueError(f"{prefix}num_frames: {frames}: {model.pipeline_class} makes images, not videos; set it to 1")
     if not can_write():
-        raise ValueError(
-            f"{prefix}num_frames: {frames}: PyAV with libx264 writes videos; pip install 'phalanx[video]'",
-        )
+        raise ValueError(f"{prefix}num_frames: {frames}: PyAV with libx264 writes videos; pip install 'phalanx[video]'")
 
 
 def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
@@ -80,10 +76,7 @@ def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str
 
 def _scales(section: Any) -> dict[str, float | None]:
     """The guidance of a section, by its keys."""
-    return {
-        "guidance_scale": section.guidance_scale,
-        "true_cfg_scale": section.true_cfg_scale,
-    }
+    return {"guidance_scale": section.guidance_scale, "true_cfg_scale": section.true_cfg_scale}
 
 
 def _guidance(section: Any, model: FlowModel | type[FlowModel]) -> tuple[float | None, float | None]:

@@ -25,13 +25,7 @@ class VllmOmniRollout(PolicyRollout):
     exact = False
 
     def __init__(
-        self,
-        policy: FlowPolicy,
-        config: FlowRolloutConfig,
-        world: World,
-        micro_batch_size: int,
-        *,
-        window: bool = True,
+        self, policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
     ) -> None:
         """Raises ValueError where vLLM-omni is missing, or has no such model."""
         super().__init__(policy, config, world, micro_batch_size, window=window)

@@ -30,12 +30,7 @@ class Model(PackedModel):
         "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        config: FlowModelConfig,
-        dtype: torch.dtype,
-        weights_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         self.load(config, dtype, weights_dtype, FluxPipeline, FluxTransformer2DModel)
         self.text_encoders = [self.pipeline.text_encoder, self.pipeline.text_encoder_2]
         if not self.transformer.config.guidance_embeds:  # schnell
@@ -47,11 +42,7 @@ class Model(PackedModel):
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         # T5's padding stays: the model was trained with it, and attends to it
-        embeds, pooled, _ = self.pipeline.encode_prompt(
-            texts,
-            device=device,
-            max_sequence_length=max_length,
-        )
+        embeds, pooled, _ = self.pipeline.encode_prompt(texts, device=device, max_sequence_length=max_length)
         pairs = zip(embeds.cpu(), pooled.cpu(), strict=True)
         return [{"prompt_embeds": e.clone(), "pooled": p.clone()} for e, p in pairs]
 
@@ -59,14 +50,7 @@ class Model(PackedModel):
         names = ("prompt_embeds", "pooled")
         return {name: torch.stack([e[name] for e in embeds]) for name in names}
 
-    def velocity(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        embeds: Embeds,
-        height: int,
-        width: int,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
             hidden_states=latents.to(self.dtype),
             timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
@@ -77,30 +61,16 @@ class Model(PackedModel):
             **self._positions(height, width, embeds["prompt_embeds"].shape[1], latents.device),
         )[0]
 
-    def _positions(
-        self,
-        height: int,
-        width: int,
-        text_length: int,
-        device: torch.device,
-    ) -> dict[str, Tensor]:
+    def _positions(self, height: int, width: int, text_length: int, device: torch.device) -> dict[str, Tensor]:
         """Positions [L, 3] float32 of tokens: texts are at 0, image tokens at (0, row, column)."""
         rows, columns = self.grid(height, width)
         grid = torch.zeros(rows, columns, 3, device=device)
         grid[..., 1] = torch.arange(rows, device=device)[:, None]
         grid[..., 2] = torch.arange(columns, device=device)
-        return {
-            "txt_ids": torch.zeros(text_length, 3, device=device),
-            "img_ids": grid.flatten(0, 1),
-        }
+        return {"txt_ids": torch.zeros(text_length, 3, device=device), "img_ids": grid.flatten(0, 1)}
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        unpacked = self.pipeline._unpack_latents(
-            latents,
-            height,
-            width,
-            self.pipeline.vae_scale_factor,
-        )
+        unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
         return decode_kl(self.vae, unpacked)
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:

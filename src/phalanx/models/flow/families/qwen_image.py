@@ -24,22 +24,13 @@ class Model(PackedModel):
         "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        config: FlowModelConfig,
-        dtype: torch.dtype,
-        weights_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         self.load(config, dtype, weights_dtype, QwenImagePipeline, QwenImageTransformer2DModel)
         self.text_encoders = [self.pipeline.text_encoder]
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         # the pipeline puts the prompt into its template and drops the template's first 34 tokens
-        embeds, mask = self.pipeline.encode_prompt(
-            texts,
-            device=device,
-            max_sequence_length=max_length,
-        )
+        embeds, mask = self.pipeline.encode_prompt(texts, device=device, max_sequence_length=max_length)
         lengths = [embeds.shape[1]] * len(texts) if mask is None else mask.sum(1).tolist()
         # cloned: a part would keep the whole batch in memory
         pairs = zip(embeds.cpu(), lengths, strict=True)
@@ -56,14 +47,7 @@ class Model(PackedModel):
             batch["prompt_embeds_mask"] = torch.arange(length) < lengths[:, None]
         return batch
 
-    def velocity(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        embeds: Embeds,
-        height: int,
-        width: int,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         # none where all prompts are equally long: attention is faster without
         mask = embeds["prompt_embeds_mask"] if "prompt_embeds_mask" in embeds else None
         return self.transformer(
@@ -87,12 +71,7 @@ class Model(PackedModel):
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         mean, std = self.latent_statistics(latents.device)
-        unpacked = self.pipeline._unpack_latents(
-            latents,
-            height,
-            width,
-            self.pipeline.vae_scale_factor,
-        )
+        unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
         unscaled = (unpacked * std + mean).to(self.vae.dtype)
         # a VAE for videos: the image is the only frame
         images = self.vae.decode(unscaled, return_dict=False)[0][:, :, 0]

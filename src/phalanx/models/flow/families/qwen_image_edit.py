@@ -42,12 +42,7 @@ class Model(qwen_image.Model):
     omni_pipeline = None
     image_column = "image"
 
-    def __init__(
-        self,
-        config: FlowModelConfig,
-        dtype: torch.dtype,
-        weights_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         self.load(config, dtype, weights_dtype, self.stock_pipeline, QwenImageTransformer2DModel)
         self.text_encoders = [self.pipeline.text_encoder]
         self.area = config.reference_size**2
@@ -61,17 +56,12 @@ class Model(qwen_image.Model):
         """(height, width) of an image for the VAE, by the size to be made; ValueError for none."""
         found_width, found_height = stock.calculate_dimensions(self.area, width / height)
         if not found_width or not found_height:
-            raise ValueError(
-                f"model.reference_size: too small for images of {height} x {width} pixels",
-            )
+            raise ValueError(f"model.reference_size: too small for images of {height} x {width} pixels")
         return found_height, found_width
 
     def seen_size(self, height: int, width: int) -> tuple[int, int]:
         """(height, width) of an image for the text encoder."""
-        found_width, found_height = stock.calculate_dimensions(
-            stock.CONDITION_IMAGE_SIZE,
-            width / height,
-        )
+        found_width, found_height = stock.calculate_dimensions(stock.CONDITION_IMAGE_SIZE, width / height)
         return found_height, found_width
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
@@ -79,12 +69,7 @@ class Model(qwen_image.Model):
         self.reference_size(height, width)
         return shape
 
-    def encode_instruction(
-        self,
-        instruction: Instruction,
-        device: torch.device,
-        max_length: int,
-    ) -> Embeds:
+    def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
         """`prompt_embeds` [L, D] and `reference` [R, 64], one tensor for all texts about an image.
         The instruction is cut at `max_length` tokens, as the stock pipeline does not.
         """
@@ -115,9 +100,7 @@ class Model(qwen_image.Model):
         tokens = self.pipeline.tokenizer(text)["input_ids"]
         if len(tokens) <= max_length:
             return text
-        return self.pipeline.tokenizer.decode(tokens[:max_length]).rstrip(
-            "\ufffd",
-        )  # of a character that was cut
+        return self.pipeline.tokenizer.decode(tokens[:max_length]).rstrip("\ufffd")  # of a character that was cut
 
     def most_tokens(self, max_length: int, height: int, width: int) -> int:
         vision = self.pipeline.text_encoder.config.vision_config
@@ -129,22 +112,12 @@ class Model(qwen_image.Model):
         batch = super().collate(embeds, length, padded)
         return batch | {"reference": torch.stack([e["reference"] for e in embeds])}
 
-    def velocity(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        embeds: Embeds,
-        height: int,
-        width: int,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         both = torch.cat([latents.to(self.dtype), embeds["reference"]], 1)
         return super().velocity(both, timesteps, embeds, height, width)[:, : latents.shape[1]]
 
     def image_shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
-        return [
-            *super().image_shapes(height, width),
-            (1, *self.grid(*self.reference_size(height, width))),
-        ]
+        return [*super().image_shapes(height, width), (1, *self.grid(*self.reference_size(height, width)))]
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
         rows, columns = self.grid(*self.reference_size(height, width))

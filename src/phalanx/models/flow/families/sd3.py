@@ -23,12 +23,7 @@ class Model(FlowModel):
         "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        config: FlowModelConfig,
-        dtype: torch.dtype,
-        weights_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         self.load(config, dtype, weights_dtype, StableDiffusion3Pipeline, SD3Transformer2DModel)
         p = self.pipeline
         encoders = (p.text_encoder, p.text_encoder_2, p.text_encoder_3)  # T5 comes last, or not
@@ -38,12 +33,7 @@ class Model(FlowModel):
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
-            texts,
-            texts,
-            texts,
-            device=device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_length,
+            texts, texts, texts, device=device, do_classifier_free_guidance=False, max_sequence_length=max_length
         )
         pairs = zip(embeds.cpu(), pooled.cpu(), strict=True)
         return [{"prompt_embeds": e.clone(), "pooled": p.clone()} for e, p in pairs]
@@ -70,14 +60,7 @@ class Model(FlowModel):
         check_size(height, width, unit, limit)
         return (self.transformer.config.in_channels, height // factor, width // factor)
 
-    def velocity(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        embeds: Embeds,
-        height: int,
-        width: int,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
             hidden_states=latents.to(self.dtype),
             timestep=timesteps,

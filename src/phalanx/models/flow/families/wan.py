@@ -37,47 +37,27 @@ class Model(FlowModel):
         "attn2.to_k", "attn2.to_out.0", "attn2.to_q", "attn2.to_v",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        config: FlowModelConfig,
-        dtype: torch.dtype,
-        weights_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         self.load(config, dtype, weights_dtype, WanPipeline, WanTransformer3DModel)
         if self.pipeline.transformer_2 is not None:
             raise _two(config.path)
         if self.transformer.config.image_dim is not None:
-            raise ValueError(
-                f"model.path: {config.path!r} wants an image to begin with; supported is text to video",
-            )
+            raise ValueError(f"model.path: {config.path!r} wants an image to begin with; supported is text to video")
         c = self.pipeline.scheduler.config
         if type(self.pipeline.scheduler).__name__ == MULTISTEP and not c.use_flow_sigmas:
-            raise ValueError(
-                f"model.path: the scheduler of {config.path!r} should have use_flow_sigmas: true",
-            )
+            raise ValueError(f"model.path: the scheduler of {config.path!r} should have use_flow_sigmas: true")
         if c.use_dynamic_shifting:
-            raise ValueError(
-                f"model.path: the scheduler of {config.path!r} should have use_dynamic_shifting: false",
-            )
+            raise ValueError(f"model.path: the scheduler of {config.path!r} should have use_dynamic_shifting: false")
         # TI2V-5B's pipeline gives each token a timestep; those of a text-to-video sample are all
         # equal, and one per sample is the same arithmetic without modulations of each token
         self.fps = FPS_PER_TOKEN if self.pipeline.config.expand_timesteps else FPS
         # its angles were rounded to weights_dtype, and are in no file
         rope = self.transformer.rope
-        self.transformer.rope = WanRotaryPosEmbed(
-            rope.attention_head_dim,
-            rope.patch_size,
-            rope.max_seq_len,
-        )
+        self.transformer.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
         self.text_encoders = [self.pipeline.text_encoder]
 
     def load(
-        self,
-        config: FlowModelConfig,
-        dtype: torch.dtype,
-        weights_dtype: torch.dtype,
-        pipeline: Any,
-        transformer: Any,
+        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
     ) -> None:
         index = model_index(config.path)
         if "transformer_2" in index and index["transformer_2"][0] is not None:  # told before anything is loaded
@@ -109,10 +89,7 @@ class Model(FlowModel):
         # rows of zeros at the end
         padding = [int((~e.any(1)).flip(0).cumprod(0).sum()) for e in found]
         return [
-            {
-                "prompt_embeds": e[: max_length - n].clone(),
-                "padded_length": torch.tensor(max_length),
-            }
+            {"prompt_embeds": e[: max_length - n].clone(), "padded_length": torch.tensor(max_length)}
             for e, n in zip(found, padding, strict=True)
         ]
 
@@ -130,9 +107,7 @@ class Model(FlowModel):
 
     def shift(self, height: int, width: int) -> float:
         c = self.pipeline.scheduler.config
-        return float(
-            c.flow_shift if type(self.pipeline.scheduler).__name__ == MULTISTEP else c.shift,
-        )
+        return float(c.flow_shift if type(self.pipeline.scheduler).__name__ == MULTISTEP else c.shift)
 
     def tokens(self, height: int, width: int) -> int:
         _, _, h, w = self.latent_shape(height, width)
@@ -160,14 +135,7 @@ class Model(FlowModel):
             raise ValueError(f"rollout.num_frames: {frames} is more than the model's {most} frames")
         return (c.in_channels, (frames - 1) // step + 1, height // factor, width // factor)
 
-    def velocity(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        embeds: Embeds,
-        height: int,
-        width: int,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
             hidden_states=latents.to(self.dtype),
             timestep=timesteps,

@@ -45,9 +45,7 @@ class Transformer(ZImageTransformer2DModel):
         tokens = image.shape[1]
         filler = self.x_pad_token.to(image.dtype).expand(n, -tokens % UNIT, -1)
         image = torch.cat([image, filler], 1)
-        image_rope = self._rope(
-            self._image_positions(n, height // PATCH, width // PATCH, lengths, image),
-        )
+        image_rope = self._rope(self._image_positions(n, height // PATCH, width // PATCH, lengths, image))
         for block in self.noise_refiner:
             image = self._run(block, image, None, image_rope, condition)
 
@@ -82,13 +80,7 @@ class Transformer(ZImageTransformer2DModel):
         return positions
 
     @staticmethod
-    def _image_positions(
-        n: int,
-        rows: int,
-        columns: int,
-        lengths: int | Tensor,
-        image: Tensor,
-    ) -> Tensor:
+    def _image_positions(n: int, rows: int, columns: int, lengths: int | Tensor, image: Tensor) -> Tensor:
         """(1 + the text's length, row, column) of image tokens, 0 of those that fill up."""
         grid = torch.zeros(n, rows, columns, 3, dtype=torch.int32, device=image.device)
         grid[..., 0] = lengths + 1 if isinstance(lengths, int) else (lengths + 1)[:, None, None]
@@ -124,12 +116,7 @@ class Model(FlowModel):
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
     )  # fmt: skip
 
-    def __init__(
-        self,
-        config: FlowModelConfig,
-        dtype: torch.dtype,
-        weights_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         self.load(config, dtype, weights_dtype, ZImagePipeline, Transformer)
         self.text_encoders = [self.pipeline.text_encoder]
 
@@ -156,10 +143,7 @@ class Model(FlowModel):
         """
         # the pipeline puts prompts into the template of a chat, in place
         found, _ = self.pipeline.encode_prompt(
-            list(texts),
-            device=device,
-            do_classifier_free_guidance=False,
-            max_sequence_length=max_length,
+            list(texts), device=device, do_classifier_free_guidance=False, max_sequence_length=max_length
         )
         embeds = []
         for text in found:
@@ -175,9 +159,7 @@ class Model(FlowModel):
         texts = [e["prompt_embeds"] for e in embeds]
         batch = {
             "prompt_embeds": torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts]),
-            "text_mask": torch.stack(
-                [pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds],
-            ),
+            "text_mask": torch.stack([pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]),
         }
         if padded:
             batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(t)] for t in texts])
@@ -195,14 +177,7 @@ class Model(FlowModel):
         check_size(height, width, factor * PATCH, min(c.axes_lens[1:]) * factor * PATCH)
         return (c.in_channels, height // factor, width // factor)
 
-    def velocity(
-        self,
-        latents: Tensor,
-        timesteps: Tensor,
-        embeds: Embeds,
-        height: int,
-        width: int,
-    ) -> Tensor:
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         out = self.transformer(
             hidden_states=latents.to(self.dtype),
             timestep=(1000 - timesteps) / 1000,
