@@ -231,14 +231,14 @@ def test_disk() -> None:
 
 
 def test_shared_disk() -> None:
-    assert str(diagnose.shared("/out", {"a": []}, 10)) == "ok       shared disk: /out can be written"
-    assert str(diagnose.shared("/out", {"a": [], "b": []}, 10)) == (
+    assert lines(diagnose.shared("/out", {"a": []}, 10)) == ["ok       shared disk: /out can be written"]
+    assert lines(diagnose.shared("/out", {"a": [], "b": []}, 10)) == [
         "ok       shared disk: /out can be written and is the same on all nodes"
-    )
-    assert str(diagnose.shared("/out", {"a": ["c"], "b": [], "c": ["a"]}, 10)) == (
+    ]
+    assert lines(diagnose.shared("/out", {"a": ["c"], "b": [], "c": ["a"]}, 10)) == [
         "FAIL     shared disk: /out: a does not see what c wrote and c does not see what a wrote within 10 s; "
         "trainer.output_dir must be on a file system that all nodes share"
-    )
+    ]
 
 
 # -- measurements -----------------------------------------------------------------------------------------------------
@@ -259,10 +259,10 @@ def test_sums() -> None:
     right[4] += 1
     problem = wrong_sum(right, 2)
     assert problem == "1 of 10 sums are wrong; the first is 16 and should be 15"
-    assert str(diagnose.sums(NODES, {0: None, 1: problem, 2: None})) == (
+    assert lines(diagnose.sums(NODES, {0: None, 1: problem, 2: None})) == [
         f"FAIL     all-reduce: wrong on rank 1 on a: {problem}; suspect a GPU, a cable or the network's driver"
-    )
-    assert str(diagnose.sums(NODES, dict.fromkeys(range(6)))) == "ok       all-reduce: correct on 6 ranks"
+    ]
+    assert lines(diagnose.sums(NODES, dict.fromkeys(range(6)))) == ["ok       all-reduce: correct on 6 ranks"]
 
 
 def test_bandwidth() -> None:

@@ -1,11 +1,9 @@
 """The check itself: all ranks go through the same steps together, and rank 0 collects the findings.
 
-A step ends after `timeout_s` seconds, even if it hangs in a library or in a file system: it runs on
-a thread of its own, while the main thread talks over the store. Steps that would wait for a stuck
-rank are then left out.
+A step ends after `timeout_s` seconds, even if it hangs in a library or in a file system: it runs on a thread of its
+own, while the main thread talks over the store. Steps that would wait for a stuck rank are then left out.
 """
 
-import os
 import secrets
 import time
 from collections.abc import Callable
@@ -19,7 +17,7 @@ import torch.distributed as dist
 from phalanx.cluster import diagnose, facts, measure
 from phalanx.cluster.diagnose import FAIL, Finding
 from phalanx.cluster.disk import PATIENCE_S, SharedFolder
-from phalanx.cluster.exchange import KVExchange, open_store
+from phalanx.cluster.exchange import KVExchange, master, open_store
 from phalanx.cluster.messages import listed, name_nodes, on_nodes, reason
 from phalanx.cluster.table import table
 from phalanx.config.run import ParallelConfig
@@ -29,10 +27,19 @@ from phalanx.types import JobError
 
 GRACE_S = 5.0  # for notes to arrive after a step's time limit
 NETWORK = (
-    "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME for GPUs, to the interface that reaches the "
-    "other nodes (ip addr); let firewalls pass all TCP ports between nodes; "
-    "check MASTER_ADDR and MASTER_PORT"
+    "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME for GPUs, to the interface that reaches the other nodes (ip addr); "
+    "let firewalls pass all TCP ports between nodes; check MASTER_ADDR and MASTER_PORT"
 )
+# what to look at where a step fails
+ADVICE = {
+    "GPUs": "check nvidia-smi there",
+    "machines": "try ls on the paths of the configuration there",
+    "shared disk": "trainer.output_dir must be a folder that every node can write to",
+    "groups": NETWORK,
+    "clocks": NETWORK,
+    "all-reduce": NETWORK,
+    "bandwidth": "raise timeout_s if the network is slow",
+}
 
 
 class ClusterCheck:
@@ -52,10 +59,7 @@ class ClusterCheck:
         self.rates: dict[int, dict[str, float]] = {}
 
     def run(self) -> None:
-        """Go through all steps and print the findings.
-
-        Raises JobError, on all ranks, if training would fail.
-        """
+        """Go through all steps and print the findings; raises JobError, on all ranks, if training would fail."""
         self.exchange = KVExchange(self.launch.rank, self.launch.world_size, self._open_store())
         steps = {
             "ranks": self._ranks,
@@ -80,11 +84,9 @@ class ClusterCheck:
         mesh.stop()
 
     def _verdict(self, left: list[str]) -> str | None:
-        failed = dict.fromkeys(found.topic for found in self.findings if found.level == FAIL)
-        if not failed:
-            return None
+        failed = list(dict.fromkeys(found.topic for found in self.findings if found.level == FAIL))
         rest = f" (not checked: {', '.join(left)})" if left else ""
-        return f"training would fail here; to fix: {listed(list(failed))}{rest}"
+        return f"training would fail here; to fix: {listed(failed)}{rest}" if failed else None
 
     # -- steps: on rank 0 each returns True if the next one is possible -----------------------------
 
@@ -99,28 +101,22 @@ class ClusterCheck:
             return True
         size = self.launch.world_size
         if len(infos) < size:
-            self.findings.append(diagnose.absent(size, self.nodes, limit, _master()))
+            self.findings.append(diagnose.absent(size, self.nodes, limit, master()))
             return False
         self.findings += diagnose.ranks(self.nodes, infos, self.cfg.expect)
         self._can_connect = diagnose.regular(self.nodes, infos)
         return True
 
     def _machines(self) -> bool:
-        def look_at_gpu() -> dict[str, Any]:
-            return asdict(facts.look_at_gpu(self.launch.local_rank))
-
-        gpu_notes = self._ask("GPUs", look_at_gpu, "check nvidia-smi there")
+        gpu_notes = self._ask("GPUs", lambda: asdict(facts.look_at_gpu(self.launch.local_rank)))
         if not self._agree(gpu_notes is not None):
             return False
-        look = self._on_firsts(lambda: asdict(facts.look_at_machine(self.cfg)))
-        advice = "try ls on the paths of the configuration there"
-        machine_notes = self._ask("machines", look, advice)
+        machine_notes = self._ask_firsts("machines", lambda: asdict(facts.look_at_machine(self.cfg)))
         if gpu_notes is None or machine_notes is None:
             return False
         self.gpus = {rank: facts.GpuInfo.of(note) for rank, note in gpu_notes.items()}
-        for name, ranks in self.nodes.items():
-            self.machines[name] = facts.Machine.of(machine_notes[ranks[0]])
-        gpus = list(diagnose.gpus(self.nodes, self.gpus))
+        self.machines = {name: facts.Machine.of(machine_notes[ranks[0]]) for name, ranks in self.nodes.items()}
+        gpus = diagnose.gpus(self.nodes, self.gpus)
         # two ranks on one GPU would make NCCL fail, or hang
         self._can_connect &= all(finding.level != FAIL for finding in gpus)
         self.findings += [
@@ -137,23 +133,18 @@ class ClusterCheck:
     def _shared_disk(self) -> bool:
         # a new name at each check: a network file system may still show the marks of an earlier one
         folder = SharedFolder(self._output_dir, self._agree(secrets.token_hex(4)), self.launch.rank)
-        topic = "shared disk"
-        advice = "trainer.output_dir must be a folder that every node can write to"
-        written = self._ask(topic, self._on_firsts(folder.write), advice)
+        written = self._ask_firsts("shared disk", folder.write)
         if self._agree(written is not None):
             # each node against the first: that is enough, and few reads where there are many nodes
             wanted = self.firsts if self.launch.rank == 0 else self.firsts[:1]
             patience = min(PATIENCE_S, self.cfg.timeout_s / 2)
-            look = self._on_firsts(lambda: folder.missing(wanted, patience))
-            missing = self._ask(topic, look, advice)
+            missing = self._ask_firsts("shared disk", lambda: folder.missing(wanted, patience))
             if missing is not None:
                 names = dict(zip(self.firsts, self.nodes, strict=True))
-                unseen = {}
-                for first, name in names.items():
-                    unseen[name] = [names[other] for other in missing[first]]
-                self.findings.append(diagnose.shared(str(self._output_dir), unseen, patience))
+                unseen = {name: [names[other] for other in missing[first]] for first, name in names.items()}
+                self.findings += diagnose.shared(str(self._output_dir), unseen, patience)
         if self._agree(not self._stuck):
-            self._ask(topic, self._on_firsts(folder.remove), advice)
+            self._ask_firsts("shared disk", folder.remove)
         return self._can_connect and not self._stuck
 
     def _groups(self) -> bool:
@@ -163,10 +154,10 @@ class ClusterCheck:
         def connect() -> None:
             self.world = mesh.start(limits)
 
-        return self._ask("groups", connect, NETWORK) is not None
+        return self._ask("groups", connect) is not None
 
     def _clocks(self) -> bool:
-        offsets = self._ask("clocks", lambda: measure.clock_offset(self.world), NETWORK)
+        offsets = self._ask("clocks", lambda: measure.clock_offset(self.world))
         if offsets is None:
             return False
         self.ahead = {name: offsets[ranks[0]] for name, ranks in self.nodes.items()}
@@ -174,15 +165,14 @@ class ClusterCheck:
         return True
 
     def _sums(self) -> bool:
-        problems = self._ask("all-reduce", lambda: measure.check_sums(self.world), NETWORK)
+        problems = self._ask("all-reduce", lambda: measure.check_sums(self.world))
         if problems is None:
             return False
-        self.findings.append(diagnose.sums(self.nodes, problems))
+        self.findings += diagnose.sums(self.nodes, problems)
         return True
 
     def _bandwidth(self) -> bool:
-        advice = "raise timeout_s if the network is slow"
-        rates = self._ask("bandwidth", lambda: measure.bandwidths(self.world), advice)
+        rates = self._ask("bandwidth", lambda: measure.bandwidths(self.world))
         if rates is None:
             return False
         self.rates = rates
@@ -194,9 +184,8 @@ class ClusterCheck:
             opened = self._worker.submit(open_store, self.launch, self.cfg.timeout_s)
             return opened.result(2 * self.cfg.timeout_s + GRACE_S)
         except TimeoutError as error:
-            raise JobError(
-                f"{_master()}: something listens there, but does not answer as torch's store would"
-            ) from error
+            problem = "something listens there, but does not answer as torch's store would"
+            raise JobError(f"{master()}: {problem}") from error
 
     # -- all ranks together -------------------------------------------------------------------------
 
@@ -204,15 +193,15 @@ class ClusterCheck:
     def _output_dir(self) -> Path:
         return Path(self.cfg.trainer.output_dir).absolute()
 
-    def _on_firsts(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        """`work` on the first rank of each node, nothing on the others."""
-        return work if self.launch.rank in self.firsts else lambda: None
-
     def _agree(self, value: Any) -> Any:
         """Rank 0's value, which may take it two time limits: its own work's, and that of the notes."""
         return self.exchange.agree(value, 2 * self.cfg.timeout_s + 3 * GRACE_S)
 
-    def _ask(self, topic: str, work: Callable[[], Any], advice: str) -> dict[int, Any] | None:
+    def _ask_firsts(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
+        """As `_ask`, with `work` on the first rank of each node, and nothing to do on the others."""
+        return self._ask(topic, work if self.launch.rank in self.firsts else lambda: None)
+
+    def _ask(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
         """Do `work` on all ranks; rank 0 gets the results by rank, or None and a new finding."""
         begin, limit = time.monotonic(), self.cfg.timeout_s
         try:
@@ -226,25 +215,14 @@ class ClusterCheck:
         notes = self.exchange.gather(note, GRACE_S + max(0.0, left))
         if self.launch.rank != 0:
             return None
-        silent: dict[int, str] = {}
-        failed: dict[int, str] = {}
-        stuck: dict[int, str] = {}
-        for rank in range(self.launch.world_size):
-            if rank not in notes:
-                silent[rank] = "no answer"
-            elif "error" in notes[rank]:
-                failed[rank] = notes[rank]["error"]
-            elif "stuck" in notes[rank]:
-                stuck[rank] = notes[rank]["stuck"]
+        silent = {rank: "no answer" for rank in range(self.launch.world_size) if rank not in notes}
+        failed = {rank: note["error"] for rank, note in notes.items() if "error" in note}
+        stuck = {rank: note["stuck"] for rank, note in notes.items() if "stuck" in note}
         self._stuck |= bool(silent or stuck)
         # ranks that are silent, or have an error of their own, are why others are stuck
         for those in (silent, failed, stuck):
             if those:
                 text = f"{next(iter(those.values()))} ({on_nodes(self.nodes, those)})"
-                self.findings.append(Finding(FAIL, topic, f"{text}; {advice}"))
+                self.findings.append(Finding(FAIL, topic, f"{text}; {ADVICE[topic]}"))
                 return None
         return {rank: note["value"] for rank, note in notes.items()}
-
-
-def _master() -> str:
-    return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"

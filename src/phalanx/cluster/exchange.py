@@ -1,15 +1,12 @@
-"""Notes that the ranks leave each other in the job's store, which is there before any process
-group.
+"""Notes that the ranks leave each other in the job's store, which is there before any process group.
 
-A rank that never came, or is stuck, leaves no note and can be named; a collective would only hang
-with it.
+A rank that never came, or is stuck, leaves no note and can be named; a collective would only hang with it.
 """
 
 import json
 import os
 import socket
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -22,17 +19,16 @@ from phalanx.types import JobError
 POLL_S = 0.05
 
 
-def open_store(launch: Launch, timeout_s: float, env: Mapping[str, str] = os.environ) -> dist.Store:
-    """Open the store at MASTER_ADDR:MASTER_PORT: torchrun's, or rank 0's where there is no
-    torchrun.
+def open_store(launch: Launch, timeout_s: float) -> dist.Store:
+    """Open the store at MASTER_ADDR:MASTER_PORT: torchrun's, or rank 0's where there is no torchrun.
 
     Raises JobError where it is not reached within `timeout_s` seconds.
     """
-    if "RANK" not in env:
+    if "RANK" not in os.environ:
         return dist.HashStore()
-    address, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     # torchrun says by this variable that it serves a store at that address already
-    is_host = launch.rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_host:
         _reach(address, port, timeout_s)
     try:
@@ -45,11 +41,15 @@ def open_store(launch: Launch, timeout_s: float, env: Mapping[str, str] = os.env
             multi_tenant=True,  # the process groups use the same server
         )
     except dist.DistError as error:
-        where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
-        raise JobError(f"{where} cannot be used: {reason(error)}") from error
+        raise JobError(f"{master()} cannot be used: {reason(error)}") from error
     # torchrun's store outlives a restart of the ranks, with the notes of those before them
-    start = env.get("TORCHELASTIC_RESTART_COUNT", "0")
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"check_cluster/{start}", store)
+
+
+def master() -> str:
+    """The address of the store, for a message."""
+    return f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
 
 
 def _reach(address: str, port: int, timeout_s: float) -> None:
@@ -61,12 +61,10 @@ def _reach(address: str, port: int, timeout_s: float) -> None:
             return
         except OSError as error:
             if time.monotonic() > deadline:
-                where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
                 raise JobError(
-                    f"{where} cannot be reached from {socket.gethostname()} within {timeout_s:g} s "
-                    f"({error.strerror or error}); MASTER_ADDR must name the node of rank 0 as all "
-                    "nodes see it, rank 0 must be running there, and firewalls must let the port "
-                    "through"
+                    f"{master()} cannot be reached from {socket.gethostname()} within {timeout_s:g} s "
+                    f"({error.strerror or error}); MASTER_ADDR must name the node of rank 0 as all nodes see it, "
+                    "rank 0 must be running there, and firewalls must let the port through"
                 ) from error
         time.sleep(0.5)
 
@@ -86,11 +84,8 @@ class KVExchange:
         if self.rank != 0:
             return {}
         self._wait(keys, limit_s)
-        notes = {}
-        for rank, key in enumerate(keys):
-            if self._store.check([key]):
-                notes[rank] = json.loads(self._store.get(key))
-        return notes
+        there = [rank for rank, key in enumerate(keys) if self._store.check([key])]
+        return {rank: json.loads(self._store.get(keys[rank])) for rank in there}
 
     def agree(self, value: Any, limit_s: float) -> Any:
         """Rank 0's value, on all ranks; JobError if it does not come within `limit_s` seconds."""

@@ -8,7 +8,7 @@ import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,8 +36,8 @@ class RankInfo:
     local_world_size: int
 
     @classmethod
-    def here(cls, launch: Launch, env: Mapping[str, str] = os.environ) -> "RankInfo":
-        node = env.get("GROUP_RANK", str(launch.rank // launch.local_world_size))
+    def here(cls, launch: Launch) -> "RankInfo":
+        node = os.environ.get("GROUP_RANK", str(launch.rank // launch.local_world_size))
         return cls(launch.rank, int(node), socket.gethostname(), launch.local_world_size)
 
 
@@ -154,13 +154,12 @@ def look_at_machine(cfg: CheckClusterConfig) -> Machine:
 
 def versions() -> dict[str, str]:
     """Versions of all that should be the same on every node; "none" of what is not there."""
-    nccl, driver = "none", "none"
+    nccl, driver = "none", None
     if torch.cuda.is_available() and dist.is_nccl_available():
         nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
     file = Path("/proc/driver/nvidia/version")
     if file.is_file():
-        number = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text())
-        driver = number[0] if number else "none"
+        driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text())
     found = {
         "phalanx": f"{__version__} (source {source_digest()})",
         "python": platform.python_version(),
@@ -168,7 +167,7 @@ def versions() -> dict[str, str]:
         "CUDA": torch.version.cuda or "none",
         "ROCm": torch.version.hip or "none",
         "NCCL": nccl,
-        "NVIDIA driver": driver,
+        "NVIDIA driver": driver[0] if driver else "none",
     }
     for name in LIBRARIES:
         try:
@@ -200,10 +199,9 @@ def named_paths(cfg: CheckClusterConfig) -> Iterator[tuple[str, str]]:
     """Key and path of all that a training job would read."""
     if cfg.model.path:
         yield "model.path", cfg.model.path
-    for i, file in enumerate(cfg.data.train_files):
-        yield f"data.train_files[{i}]", file
-    for i, file in enumerate(cfg.data.val_files):
-        yield f"data.val_files[{i}]", file
+    for key, files in (("train_files", cfg.data.train_files), ("val_files", cfg.data.val_files)):
+        for i, file in enumerate(files):
+            yield f"data.{key}[{i}]", file
     for i, function in enumerate(cfg.reward.functions):
         file = (function.path or "").partition(":")[0]
         if file.endswith(".py"):
@@ -230,14 +228,12 @@ def look_at_model(path: str) -> PathFact:
     """Check that a model folder, or the cache of a hub's model, is complete and readable."""
     index = model_index(path)
     folder = Path(path).expanduser()
-    here = folder.is_dir()
-    if not here:
+    if not folder.is_dir():
         from huggingface_hub import hf_hub_download
 
         folder = Path(hf_hub_download(path, "model_index.json", local_files_only=True)).parent
         try:
             check_components(folder, index)
-            here = True
         except ValueError:
             return PathFact(path, here=False)
     size = bytes_below(folder / "model_index.json")

@@ -19,11 +19,10 @@ MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 
 
 def clock_offset(world: World, clock: Callable[[], float] = time.time) -> float | None:
-    """Seconds by which this node's clock is ahead of rank 0's, on its first rank; None on the
-    others.
+    """Seconds by which this node's clock is ahead of rank 0's, on its first rank; None on the others.
 
-    A node asks rank 0 for its time, which is taken to be read halfway through the round trip, as in
-    NTP; of several trips the shortest errs least.
+    A node asks rank 0 for its time, which is taken to be read halfway through the round trip, as in NTP; of several
+    trips the shortest errs least.
     """
     box = torch.zeros(1, dtype=torch.float64)
     if world.rank == 0:
@@ -84,8 +83,8 @@ def bandwidths(world: World) -> dict[str, float]:
 
     - `all`: all-reduce across all ranks;
     - `node`: all-reduce across the ranks of this node, if it has several;
-    - `link`: data that this rank receives from its counterpart on the node before, while every rank
-      sends to the node after its own; if there are several nodes.
+    - `link`: data that this rank receives from its counterpart on the node before, while every rank sends to the node
+      after its own; if there are several nodes.
     """
     size = MESSAGE_BYTES[world.device.type]
     # mesh.start makes a node's ranks a row of the mesh; a column is one rank of each node

@@ -1,7 +1,4 @@
-"""Wording of ranks, nodes and differences.
-
-`nodes` maps a node's name to its ranks, in the order of ranks.
-"""
+"""Wording of ranks, nodes and differences. `nodes` maps a node's name to its ranks, in the order of ranks."""
 
 import re
 from collections import Counter
@@ -18,11 +15,7 @@ def name_nodes(infos: Iterable[RankInfo]) -> dict[str, list[int]]:
     for info in sorted(infos, key=lambda info: info.rank):
         found.setdefault((info.node, info.host), []).append(info.rank)
     namesakes = Counter(host for _, host in found)
-    nodes = {}
-    for (node, host), ranks in found.items():
-        name = f"{host} (node {node})" if namesakes[host] > 1 else host
-        nodes[name] = ranks
-    return nodes
+    return {f"{host} (node {node})" if namesakes[host] > 1 else host: ranks for (node, host), ranks in found.items()}
 
 
 def spans(ranks: Sequence[int]) -> str:
@@ -78,7 +71,7 @@ def difference(values: Mapping[str, str]) -> str | None:
     for name, value in values.items():
         nodes.setdefault(value, []).append(name)
     ranking = Counter(values.values()).most_common()
-    if len(ranking) == 1:
+    if len(ranking) <= 1:
         return None
     common, times = ranking[0]
     parts = [f"{value} on {listed(nodes[value])}" for value, _ in reversed(ranking[1:])]

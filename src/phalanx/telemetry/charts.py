@@ -43,6 +43,13 @@ class Series:
     points: list[Point]
     band: list[Point] = field(default_factory=list)
 
+    def edges(self) -> tuple[list[Point], list[Point]]:
+        """The band's upper and lower edge, from left to right; the curve itself where there is none."""
+        widths = dict(self.band)
+        upper = [(x, y + widths.get(x, 0.0)) for x, y in self.points]
+        lower = [(x, y - widths.get(x, 0.0)) for x, y in self.points]
+        return upper, lower
+
 
 def line_chart(title: str, series: list[Series], note: str = "", *, marks: bool = False, zero: bool = False) -> str:
     """Curves over steps as an HTML <figure>; empty if there is no series.
@@ -52,25 +59,22 @@ def line_chart(title: str, series: list[Series], note: str = "", *, marks: bool 
     if not series:
         return ""
     thin = [Series(s.label, _thin(s.points, MAX_POINTS), _thin(s.band, MAX_POINTS)) for s in series]
-    values = [y for s in thin for _, y in s.points]
-    for s in thin:
-        widths = dict(s.band)
-        values += [y + sign * widths.get(x, 0.0) for x, y in s.points for sign in (-1, 1)]
-    x_of, y_of, frame = _axes([x for s in thin for x, _ in s.points], values, zero)
+    edges = [s.edges() for s in thin]
+    corners = [point for upper, lower in edges for point in upper + lower]
+    x_of, y_of, frame = _axes([x for x, _ in corners], [y for _, y in corners], zero)
+
+    def places(points: list[Point]) -> str:
+        return " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in points)
+
     shapes = [frame]
-    for i, s in enumerate(thin):
-        colour, widths = i % COLOURS + 1, dict(s.band)
-        # the band's upper edge from left to right, then its lower edge back
-        if widths and len(s.points) > 1:
-            upper = [f"{x_of(x):.1f},{y_of(y + widths.get(x, 0.0)):.1f}" for x, y in s.points]
-            lower = [f"{x_of(x):.1f},{y_of(y - widths.get(x, 0.0)):.1f}" for x, y in reversed(s.points)]
-            shapes.append(f'<polygon class="band f{colour}" points="{" ".join(upper + lower)}"/>')
-        line = " ".join(f"{x_of(x):.1f},{y_of(y):.1f}" for x, y in s.points)
-        shapes.append(f'<polyline class="line s{colour}" points="{line}"/>')
+    for i, (s, (upper, lower)) in enumerate(zip(thin, edges, strict=True)):
+        colour = i % COLOURS + 1
+        if s.band and len(s.points) > 1:
+            shapes.append(f'<polygon class="band f{colour}" points="{places(upper + lower[::-1])}"/>')
+        shapes.append(f'<polyline class="line s{colour}" points="{places(s.points)}"/>')
         if marks or len(s.points) <= 2:
-            shapes += [
-                f'<circle class="f{colour}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3.5"/>' for x, y in s.points
-            ]
+            for x, y in s.points:
+                shapes.append(f'<circle class="f{colour}" cx="{x_of(x):.1f}" cy="{y_of(y):.1f}" r="3.5"/>')
     shapes.append(_tooltips(thin, x_of))
     return _figure(title, thin, shapes, note + _averaged(max(len(s.points) for s in series), MAX_POINTS))
 
@@ -101,8 +105,8 @@ def stacked_bars(title: str, series: list[Series], note: str = "") -> str:
 
 def _thin(points: list[Point], limit: int) -> list[Point]:
     """At most `limit` points, each the mean of equally many neighbours."""
-    size = math.ceil(len(points) / limit)
-    chunks = [points[i : i + size] for i in range(0, len(points), size)] if size > 1 else [[p] for p in points]
+    size = max(1, math.ceil(len(points) / limit))
+    chunks = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(x for x, _ in c) / len(c), sum(y for _, y in c) / len(c)) for c in chunks]
 
 

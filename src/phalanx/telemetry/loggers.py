@@ -7,7 +7,7 @@ from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image
@@ -31,74 +31,63 @@ GIF_FRAMES = 16  # of a video in tensorboard: a GIF compresses badly
 _ETA_STEPS = 20  # the ETA follows the last steps, as a window or a checkpoint changes their length
 
 
-class Backend(Protocol):
+class Backend:
     """A logger: gets every row and every validation's samples, with the folder that they were written to."""
 
-    def log(self, step: int, row: dict[str, float]) -> None: ...
+    def log(self, step: int, row: dict[str, float]) -> None:
+        raise NotImplementedError
 
-    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None: ...
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
+        """Nothing, where a logger shows no samples."""
 
-    def close(self, failed: bool) -> None: ...
+    def close(self, failed: bool) -> None:
+        """Nothing, where there is nothing to end."""
 
 
-class _Eta:
-    """Time left, from the mean length of the last steps (validation and checkpoints included)."""
+class _Console(Backend):
+    """What both consoles know: the steps, and the time left from the mean length of the last ones, validation and
+    checkpoints included.
+    """
 
     def __init__(self, start_step: int, total_steps: int) -> None:
-        self._total = total_steps
+        self.total = total_steps
         self._seen = deque([(start_step, time.monotonic())], maxlen=_ETA_STEPS + 1)
 
-    def after(self, step: int) -> str:
+    def eta_after(self, step: int) -> str:
         """`h:mm:ss` once `step` steps are done; `-` before the first one."""
         self._seen.append((step, time.monotonic()))
         (first, start), (last, end) = self._seen[0], self._seen[-1]
         if last == first:
             return "-"
-        seconds = (end - start) / (last - first) * (self._total - step)
+        seconds = (end - start) / (last - first) * (self.total - step)
         return str(timedelta(seconds=round(seconds)))
 
-
-def _validation_line(step: int, total: int, row: dict[str, float]) -> str | None:
-    """`step 10/20  validation  ocr/reward/mean 0.9000`, or None for a row without validation."""
-    parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
-    return f"step {step}/{total}  validation  " + "  ".join(parts) if parts else None
-
-
-def _is_training(row: dict[str, float]) -> bool:
-    return any(not key.startswith(("val/", "time/", ELAPSED)) for key in row)
+    def validation_line(self, step: int, row: dict[str, float]) -> str | None:
+        """`step 10/20  validation  ocr/reward/mean 0.9000`, or None for a row without validation."""
+        parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
+        return "  ".join([f"step {step}/{self.total}  validation", *parts]) if parts else None
 
 
-class ConsoleLines:
+class ConsoleLines(_Console):
     """Console without a terminal (a log file): a line per step."""
 
-    def __init__(self, start_step: int, total_steps: int) -> None:
-        self._total = total_steps
-        self._eta = _Eta(start_step, total_steps)
-
     def log(self, step: int, row: dict[str, float]) -> None:
-        eta = self._eta.after(step)
-        if _is_training(row):
+        eta = self.eta_after(step)
+        if any(not key.startswith(("val/", "time/", ELAPSED)) for key in row):  # else no step was trained
             parts = [f"{key} {row[key]:.4g}" for key in CONSOLE_KEYS if key in row]
-            print("  ".join([f"step {step}/{self._total}", *parts, f"ETA {eta}"]), flush=True)
-        validation = _validation_line(step, self._total, row)
+            print("  ".join([f"step {step}/{self.total}", *parts, f"ETA {eta}"]), flush=True)
+        validation = self.validation_line(step, row)
         if validation is not None:
             print(validation, flush=True)
 
-    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
-        pass
 
-    def close(self, failed: bool) -> None:
-        pass
-
-
-class ConsoleBar:
+class ConsoleBar(_Console):
     """Console on a terminal: a bar with step, reward and ETA; validations are printed above it."""
 
     def __init__(self, start_step: int, total_steps: int) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self._total = total_steps
-        self._eta = _Eta(start_step, total_steps)
+        super().__init__(start_step, total_steps)
         self._bar = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(),
@@ -112,26 +101,16 @@ class ConsoleBar:
 
     def log(self, step: int, row: dict[str, float]) -> None:
         fields = {"reward": f"{row['reward/mean']:.4f}"} if "reward/mean" in row else {}
-        self._bar.update(self._task, completed=step, eta=self._eta.after(step), **fields)  # type: ignore[arg-type]
-        validation = _validation_line(step, self._total, row)
+        self._bar.update(self._task, completed=step, eta=self.eta_after(step), **fields)  # type: ignore[arg-type]
+        validation = self.validation_line(step, row)
         if validation is not None:
             self._bar.console.print(validation, highlight=False, markup=False)
-
-    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
-        pass
 
     def close(self, failed: bool) -> None:
         self._bar.stop()
 
 
-def _markdown(record: Record) -> str:
-    """A prompt and its text for tensorboard, each as it is: indented, as markdown wants what it should not read."""
-    assert record.text is not None
-    prompt, text = indent(record.prompt, "    "), indent(record.text, "    ")
-    return f"**prompt**\n\n{prompt}\n\n**reward {record.reward:.3f}**\n\n{text}"
-
-
-class TensorBoard:
+class TensorBoard(Backend):
     """Event files in `<output_dir>/tensorboard`; what an earlier start wrote of later steps is purged."""
 
     def __init__(self, folder: Path, resolved_config: dict[str, Any], start_step: int) -> None:
@@ -149,8 +128,13 @@ class TensorBoard:
 
     def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
         if kind_of(records) == SAMPLES:
-            text = "\n\n---\n\n".join(_markdown(record) for record in records)
-            self._writer.add_text(f"{SAMPLES}/{set_name}", text, step)
+            parts = []
+            for record in records:
+                assert isinstance(record.output, str)
+                # each as it is: indented, as markdown wants what it should not read
+                prompt, text = indent(record.prompt, "    "), indent(record.output, "    ")
+                parts.append(f"**prompt**\n\n{prompt}\n\n**reward {record.reward:.3f}**\n\n{text}")
+            self._writer.add_text(f"{SAMPLES}/{set_name}", "\n\n---\n\n".join(parts), step)
             return
         picture = np.asarray(Image.open(folder / "grid.png").convert("RGB"))
         self._writer.add_image(f"{IMAGES}/{set_name}", picture, step, dataformats="HWC")
@@ -174,7 +158,7 @@ class TensorBoard:
         self._writer.close()
 
 
-class Wandb:
+class Wandb(Backend):
     """Weights & Biases; WANDB_MODE=offline needs no account. A resumed run continues under its id."""
 
     def __init__(self, trainer: TrainerConfig, resolved_config: dict[str, Any], wandb_id: str | None) -> None:
@@ -205,18 +189,19 @@ class Wandb:
 
     def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
         if kind_of(records) == SAMPLES:
-            rows = [[step, record.prompt, record.text, record.reward] for record in records]
+            rows = [[step, record.prompt, record.output, record.reward] for record in records]
             table = self._wandb.Table(columns=["step", "prompt", "text", "reward"], data=rows)
             self._run.log({f"{SAMPLES}/{set_name}": table}, step=step)
             return
-        captions = [f"{record.reward:.3f}: {record.prompt}" for record in records]
-        if records[0].is_video:
-            files = [str(folder / f"{record.stem}.mp4") for record in records]
-            videos = [self._wandb.Video(f, caption=c, format="mp4") for f, c in zip(files, captions, strict=True)]
-            self._run.log({f"videos/{set_name}": videos}, step=step)
-            return
-        pictures = [self._wandb.Image(r.output, caption=c) for r, c in zip(records, captions, strict=True)]
-        self._run.log({f"{IMAGES}/{set_name}": pictures}, step=step)
+        kind, shown = "videos" if records[0].is_video else IMAGES, []
+        for record in records:
+            caption = f"{record.reward:.3f}: {record.prompt}"
+            if record.is_video:
+                file = str(folder / f"{record.stem}.mp4")
+                shown.append(self._wandb.Video(file, caption=caption, format="mp4"))
+            else:
+                shown.append(self._wandb.Image(record.output, caption=caption))
+        self._run.log({f"{kind}/{set_name}": shown}, step=step)
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=1 if failed else 0)

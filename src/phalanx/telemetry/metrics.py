@@ -120,7 +120,7 @@ class RunLogger:
         enabled: bool,
     ) -> None:
         check_loggers(trainer.logger)
-        self._wandb_id = wandb_id
+        self.wandb_id = wandb_id  # to keep in checkpoints
         self._file: _MetricsFile | None = None
         self._backends: list[Backend] = []
         if not enabled:
@@ -130,18 +130,13 @@ class RunLogger:
         # wandb may fail to start: it comes first, so that an older run's rows and the terminal are left alone
         if "wandb" in trainer.logger:
             wandb = Wandb(trainer, resolved_config, wandb_id)
-            self._wandb_id = wandb.id
+            self.wandb_id = wandb.id
             self._backends.append(wandb)
         if "tensorboard" in trainer.logger:
             self._backends.append(TensorBoard(self._folder / "tensorboard", resolved_config, start_step))
         self._file = _MetricsFile(self._folder / METRICS_FILE, start_step)
         if "console" in trainer.logger:
             self._backends.append((ConsoleBar if sys.stdout.isatty() else ConsoleLines)(start_step, total_steps))
-
-    @property
-    def wandb_id(self) -> str | None:
-        """The id to keep in checkpoints: wandb's where it runs, else the one that was given."""
-        return self._wandb_id
 
     def log(self, step: int, row: dict[str, float]) -> None:
         """Write one row. `step` must be greater than in the row before; values may be any finite or non-finite number.

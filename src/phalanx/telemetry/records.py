@@ -50,11 +50,6 @@ class Record:
             )
 
     @property
-    def text(self) -> str | None:
-        """The output where it is a text."""
-        return self.output if isinstance(self.output, str) else None
-
-    @property
     def frames(self) -> NDArray[np.uint8]:
         """[F, H, W, 3]; an image is its only frame."""
         assert not isinstance(self.output, str), "a text has no frames"
@@ -78,21 +73,14 @@ class Record:
 
 def kind_of(records: Sequence[Record]) -> str:
     """The run's folder that such records go to; those of one validation are of one kind."""
-    return SAMPLES if records and records[0].text is not None else IMAGES
+    return SAMPLES if records and isinstance(records[0].output, str) else IMAGES
 
 
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
-def step_folder(folder: Path, step: int, set_name: str) -> Path:
-    """The place of one validation: `folder/<set>/step_000010`."""
-    if not set_name or set_name in (".", "..") or "/" in set_name:
-        raise ValueError(f"{folder.name}: {set_name!r} cannot name a validation set's folder; use a name without '/'")
-    return folder / set_name / f"step_{step:06d}"
-
-
 def save_records(run_folder: Path, step: int, set_name: str, records: Iterable[Record]) -> Path:
-    """Write the samples of one validation and return their folder.
+    """Write the samples of one validation and return their folder, such as `run_folder/images/<set>/step_000010`.
 
     Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite) and `file` or `text`, in the order
     of the index. Beside it are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the
@@ -101,13 +89,15 @@ def save_records(run_folder: Path, step: int, set_name: str, records: Iterable[R
     rows = sorted(records, key=lambda record: record.index)
     assert len({record.index for record in rows}) == len(rows), "two records have one index"
     kind = kind_of(rows)
-    final = step_folder(run_folder / kind, step, set_name)
+    if not set_name or set_name in (".", "..") or "/" in set_name:
+        raise ValueError(f"{kind}: {set_name!r} cannot name a validation set's folder; use a name without '/'")
+    final = run_folder / kind / set_name / f"step_{step:06d}"
     partial = final.with_name(final.name + ".tmp")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         if kind == SAMPLES:
-            write_index(partial, [record.row() | {"text": record.text} for record in rows])
+            write_index(partial, [record.row() | {"text": record.output} for record in rows])
         else:
             _write_pictures(partial, rows)
     except OSError:

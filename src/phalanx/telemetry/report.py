@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import webbrowser
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from html import escape
@@ -54,6 +54,10 @@ class Run:
         value = part.get(key) if isinstance(part, dict) else None
         return None if value is None else str(value)
 
+    def metrics(self) -> list[str]:
+        """The keys of all rows but the step, in the order of first use."""
+        return list(dict.fromkeys(key for row in self.rows for key in row if key != "step"))
+
     def last_step(self) -> int:
         return self.rows[-1]["step"] if self.rows else 0
 
@@ -65,11 +69,9 @@ def write_report(run_dir: str | Path) -> Path:
         raise ValueError(f"{folder}: no such folder; give the trainer.output_dir of a run")
     if not (folder / METRICS_FILE).is_file():
         raise ValueError(f"{folder}: no {METRICS_FILE} in it; give the trainer.output_dir of a run")
-    run = _read(folder)
-    page = _page(run)
     path = folder / REPORT_FILE
     partial = path.with_name(REPORT_FILE + ".tmp")
-    partial.write_text(page, encoding="utf-8")
+    partial.write_text(_page(_read(folder)), encoding="utf-8")
     os.replace(partial, path)
     return path
 
@@ -121,33 +123,22 @@ def _page(run: Run) -> str:
 
 
 def _headline(run: Run) -> str:
+    validations, reward = _validations(run), run.points("reward/mean")
     tiles = []
-    for name, points in _validations(run).items():
-        (first, before), (last, after) = points[0], points[-1]
-        if len(points) == 1:
-            tiles.append(_tile(f"Validation · {name}", f"{before:.3f}", f"step {first:g} only", "wide"))
-        else:
-            note = f"{_delta(before, after)} from step {first:g} to {last:g}"
-            tiles.append(
-                _tile(
-                    f"Validation · {name}",
-                    f"{before:.3f} → {after:.3f}",
-                    note,
-                    "wide better" if after > before else "wide",
-                )
-            )
-    reward = run.points("reward/mean")
-    if len(reward) > 1:
-        note = f"{_delta(reward[0][1], reward[-1][1])} from step {reward[0][0]} to {reward[-1][0]}"
-        tiles.append(_tile("Training reward", f"{reward[0][1]:.3f} → {reward[-1][1]:.3f}", note))
-    elif reward:
-        tiles.append(_tile("Training reward", f"{reward[0][1]:.3f}", f"step {reward[0][0]} only"))
-    tiles.append(_tile("Training steps", str(run.last_step()), _planned(run)))
+    for name, points in validations.items():
+        kind = "wide better" if points[-1][1] > points[0][1] else "wide"
+        tiles.append(_change(f"Validation · {name}", points, kind))
+    if reward:
+        tiles.append(_change("Training reward", reward))
+    planned = run.setting("trainer", "total_training_steps")
+    tiles.append(_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
     seconds = _wall_seconds(run)
     if seconds is not None:
         tiles.append(_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
-    notes = [] if run.rows else [f"{METRICS_FILE} has no rows yet."]
-    if run.rows and not _validations(run):
+    notes = []
+    if not run.rows:
+        notes.append(f"{METRICS_FILE} has no rows yet.")
+    if run.rows and not validations:
         notes.append("No validation was logged, so there is no figure on held-out prompts.")
     if run.rows and not reward:
         notes.append("No training step was logged.")
@@ -156,7 +147,7 @@ def _headline(run: Run) -> str:
 
 def _validations(run: Run) -> dict[str, list[Point]]:
     """The mean reward of every validation set over steps."""
-    keys = sorted({key for row in run.rows for key in row if _VAL_KEY.fullmatch(key)})
+    keys = sorted(key for key in run.metrics() if _VAL_KEY.fullmatch(key))
     found = {key.removeprefix("val/").removesuffix("/reward/mean"): run.points(key) for key in keys}
     return {name: points for name, points in found.items() if points}
 
@@ -169,9 +160,14 @@ def _wall_seconds(run: Run) -> float | None:
     return sum(value for _, value in steps) if steps else None
 
 
-def _planned(run: Run) -> str:
-    planned = run.setting("trainer", "total_training_steps")
-    return f"of {planned}" if planned is not None else ""
+def _change(title: str, points: list[Point], kind: str = "") -> str:
+    """A tile with the first and the last value of a curve."""
+    (first, before), (last, after) = points[0], points[-1]
+    if len(points) == 1:
+        return _tile(title, f"{before:.3f}", f"step {first} only", kind)
+    sign = "▲" if after > before else "▼" if after < before else "="
+    note = f"{sign} {after - before:+.3f} from step {first} to {last}"
+    return _tile(title, f"{before:.3f} → {after:.3f}", note, kind)
 
 
 def _tile(title: str, value: str, note: str, kind: str = "") -> str:
@@ -179,11 +175,6 @@ def _tile(title: str, value: str, note: str, kind: str = "") -> str:
         f'<div class="tile {kind}"><div class="k">{escape(title)}</div><div class="v">{escape(value)}</div>'
         f'<div class="n">{escape(note)}</div></div>'
     )
-
-
-def _delta(before: float, after: float) -> str:
-    change = after - before
-    return f"{'▲' if change > 0 else '▼' if change < 0 else '='} {change:+.3f}"
 
 
 def _notes(notes: list[str]) -> str:
@@ -195,50 +186,57 @@ def _notes(notes: list[str]) -> str:
 
 def _samples(run: Run) -> str:
     """The same held-out prompts at the first and the last validation that kept samples."""
-    parts = [part for kind, content in CONTENT.items() for part in _sets(run, run.folder / kind, content)]
+    parts = []
+    for kind, content in CONTENT.items():
+        folders = sorted(path for path in (run.folder / kind).glob("*") if path.is_dir())
+        parts += [_set(run, folder, content) for folder in folders]
     none = "No validation samples were kept (trainer.log_val_generations, images/ or samples/)."
     return f"<section><h2>Held-out prompts, before and after</h2>{''.join(parts) or _notes([none])}</section>"
 
 
-def _sets(run: Run, root: Path, content: str) -> Iterator[str]:
-    """A heading and the cards of each validation set that has samples in `root`."""
-    for set_folder in sorted(p for p in root.iterdir() if p.is_dir()) if root.is_dir() else []:
+def _set(run: Run, folder: Path, content: str) -> str:
+    """A heading and the cards of a validation set; empty where it has no samples."""
+    found: list[tuple[int, Path, dict[int, Any]]] = []
+    for path in folder.glob("step_*"):
         # a folder that was used before may hold samples of steps that this run has not reached
-        found = sorted((int(p.name[5:]), p) for p in set_folder.iterdir() if re.fullmatch(r"step_\d+", p.name))
-        steps = [(step, p) for step, p in found if step <= run.last_step() and read_index(p, content)]
-        if not steps:
-            continue
-        (first, old), (last, new) = steps[0], steps[-1]
-        before = {row["index"]: row for row in read_index(old, content)}
-        after = {row["index"]: row for row in read_index(new, content)}
-        shared = [i for i in before if i in after and before[i]["prompt"] == after[i]["prompt"]]
-        cards = []
-        for i in shared[:MAX_PAIRS]:
-            sides = [("Before" if first == 0 else f"Step {first}", old, before[i])]
-            sides += [("After" if first == 0 else f"Step {last}", new, after[i])] if last != first else []
-            cards.append(_card(before[i]["prompt"], sides))
-        kept = root.name
-        notes = [f"Only the validation of step {first} kept {kept}: nothing to compare with yet."] * (last == first)
-        notes += [f"{MAX_PAIRS} of {len(shared)} prompts are shown."] * (len(shared) > MAX_PAIRS)
-        notes += ["The two validations share no prompt."] * (not shared)
-        title = f"{set_folder.name}: step {first}" + (f" and step {last}" if last != first else "")
-        yield f"<h3>{escape(title)}</h3>{_notes(notes)}<div class='cards {root.name}'>{''.join(cards)}</div>"
+        if path.name[5:].isdecimal() and int(path.name[5:]) <= run.last_step():
+            found.append((int(path.name[5:]), path, {row["index"]: row for row in read_index(path, content)}))
+    found = sorted((step, path, rows) for step, path, rows in found if rows)
+    if not found:
+        return ""
+    (first, old, before), (last, new, after) = found[0], found[-1]
+    labels = ("Before", "After") if first == 0 else (f"Step {first}", f"Step {last}")
+    shared = [i for i in before if i in after and before[i]["prompt"] == after[i]["prompt"]]
+    cards = []
+    for i in shared[:MAX_PAIRS]:
+        sides = _side(labels[0], old, before[i])
+        if last != first:
+            sides += _side(labels[1], new, after[i])
+        caption = escape(before[i]["prompt"])
+        cards.append(f'<figure><div class="pair">{sides}</div><figcaption>{caption}</figcaption></figure>')
+    kind, title, notes = folder.parent.name, f"{folder.name}: step {first}", []
+    if last == first:
+        notes.append(f"Only the validation of step {first} kept {kind}: nothing to compare with yet.")
+    else:
+        title += f" and step {last}"
+    if len(shared) > MAX_PAIRS:
+        notes.append(f"{MAX_PAIRS} of {len(shared)} prompts are shown.")
+    if not shared:
+        notes.append("The two validations share no prompt.")
+    return f"<h3>{escape(title)}</h3>{_notes(notes)}<div class='cards {kind}'>{''.join(cards)}</div>"
 
 
-def _card(prompt: str, sides: list[tuple[str, Path, dict[str, Any]]]) -> str:
-    """One prompt with its one or two samples."""
-    figures = []
-    for label, folder, row in sides:
-        reward = "no reward" if row["reward"] is None else f"{row['reward']:.3f}"
-        if "text" in row:
-            sample = f"<pre>{escape(row['text'])}</pre>"
-        elif (folder / row["file"]).is_file():
-            sample = _inline(folder / row["file"], escape(f"{label}, reward {reward}: {prompt}", quote=True))
-        else:
-            sample = '<span class="lost">image file is missing</span>'
-        caption = f"<span>{escape(label)}</span><b>{escape(reward)}</b>"
-        figures.append(f'<div class="side">{sample}<div class="cap">{caption}</div></div>')
-    return f'<figure><div class="pair">{"".join(figures)}</div><figcaption>{escape(prompt)}</figcaption></figure>'
+def _side(label: str, folder: Path, row: dict[str, Any]) -> str:
+    """A sample with its label and reward."""
+    reward = "no reward" if row["reward"] is None else f"{row['reward']:.3f}"
+    if "text" in row:
+        sample = f"<pre>{escape(row['text'])}</pre>"
+    elif (folder / row["file"]).is_file():
+        sample = _inline(folder / row["file"], escape(f"{label}, reward {reward}: {row['prompt']}", quote=True))
+    else:
+        sample = '<span class="lost">image file is missing</span>'
+    caption = f"<span>{escape(label)}</span><b>{escape(reward)}</b>"
+    return f'<div class="side">{sample}<div class="cap">{caption}</div></div>'
 
 
 def _inline(path: Path, alt: str) -> str:
@@ -265,21 +263,16 @@ def _curves(run: Run) -> str:
         found = [Series(key, run.points(key), run.points(band) if band else []) for key in keys]
         return [series for series in found if series.points]
 
-    terms = sorted({k for row in run.rows for k in row if k.startswith("reward/")} - _PLAIN_REWARD)
+    terms = sorted(key for key in run.metrics() if key.startswith("reward/") and key not in _PLAIN_REWARD)
     validation = [Series(name, points) for name, points in _validations(run).items()]
-    spread = "The band is one standard deviation over the step's samples."
+    same = "Share of prompts whose samples all score the same"
+    ratio, spread = of("actor/ratio_mean", band="actor/ratio_std"), "The band is one standard deviation"
     charts = [
-        line_chart("Training reward", of("reward/mean", band="reward/std"), spread),
+        line_chart("Training reward", of("reward/mean", band="reward/std"), f"{spread} over the step's samples."),
         line_chart("Validation reward", validation, "On held-out prompts.", marks=True),
         line_chart("Reward terms", of(*terms), "Before weighting and summing."),
-        line_chart(
-            "Share of prompts whose samples all score the same",
-            of("reward/zero_std_ratio"),
-            "Such prompts give no gradient.",
-        ),
-        line_chart(
-            "Importance ratio", of("actor/ratio_mean", band="actor/ratio_std"), "The band is one standard deviation."
-        ),
+        line_chart(same, of("reward/zero_std_ratio"), "Such prompts give no gradient."),
+        line_chart("Importance ratio", ratio, f"{spread}."),
         line_chart("Clipped fraction", of("actor/clipfrac", "actor/clipfrac_higher", "actor/clipfrac_lower")),
         line_chart("Gradient norm", of("actor/grad_norm"), "Before clipping."),
         line_chart("KL to the policy that sampled", of("actor/approx_kl")),
@@ -289,24 +282,22 @@ def _curves(run: Run) -> str:
         line_chart("FLOPs utilisation", of("perf/mfu"), "Share of the device's peak.", zero=True),
         line_chart("Peak memory (GB)", of("perf/peak_memory_gb"), zero=True),
     ]
-    drawn = "".join(chart for chart in charts if chart)
+    drawn = "".join(charts)
     content = f'<div class="charts">{drawn}</div>' if drawn else _notes(["There is nothing to draw."])
     return f"<section><h2>Curves</h2>{content}</section>"
 
 
 def _phases(run: Run) -> str:
     """Seconds per step, split by phase."""
-    found = dict.fromkeys(key for row in run.rows for key in row if key.startswith("time/"))
     # the usual phases first, in their order, so that a bar with a validation looks like its neighbours at its bottom
-    keys = sorted(found, key=lambda key: _PHASES.index(key) if key in _PHASES else len(_PHASES))
-    steps = [row for row in run.rows if any(row.get(key) is not None for key in keys)]
-    series = [
-        Series(key.removeprefix("time/"), [(row["step"], row.get(key) or 0.0) for row in steps])
-        for key in keys
-        if steps
-    ]
+    found = [key for key in run.metrics() if key.startswith("time/")]
+    keys = [key for key in _PHASES if key in found] + [key for key in found if key not in _PHASES]
+    rows = [row for row in run.rows if any(row.get(key) is not None for key in keys)]
+    series = []
+    for key in keys:
+        series.append(Series(key.removeprefix("time/"), [(row["step"], row.get(key) or 0.0) for row in rows]))
     note = "Phases that run at the same time (rewards beside sampling) are stacked all the same."
-    return stacked_bars("Seconds by phase", series, note)
+    return stacked_bars("Seconds by phase", series if rows else [], note)
 
 
 # --- tables -------------------------------------------------------------------------------------------------------
@@ -314,9 +305,8 @@ def _phases(run: Run) -> str:
 
 def _table(run: Run) -> str:
     """Every metric in figures, for those who cannot see the curves."""
-    keys = list(dict.fromkeys(key for row in run.rows for key in row if key != "step"))
     lines = []
-    for key in keys:
+    for key in run.metrics():
         values = [value for _, value in run.points(key)]
         cells = [f"{v:.5g}" for v in (values[0], values[-1], min(values), max(values))] if values else ["-"] * 4
         cells.append(str(len(values)))
