@@ -1,20 +1,19 @@
 """tasks/export_checkpoint.py: what it writes loads in stock diffusers, and makes the images of the trained policy."""
 
-import base64
 import json
-import re
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import create_autospec
 
-import huggingface_hub.constants
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub.errors import HTTPError
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -90,23 +89,31 @@ def sample(trainer: Any, weights: str | None = None) -> Tensor:
     return torch.cat(parts)
 
 
-@pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Runs by name, each trained once."""
-    done: dict[str, Run] = {}
+Runs = Callable[[str], Run]
 
+
+def runs(
+    request: pytest.FixtureRequest,
+    folders: pytest.TempPathFactory,
+    named: dict[str, tuple[str, tuple[str, ...]]],
+    sharded: Collection[str] = (),
+) -> Runs:
+    """Runs by name, each trained once: `named` has families and overrides, `sharded` those on two ranks."""
+
+    @cache
     def get(name: str) -> Run:
-        if name not in done:
-            family, overrides = RUNS[name]
-            base = request.getfixturevalue(f"{family}_folder")
-            folder = tmp_path_factory.mktemp(name)
-            ranks = 2 if name in SHARDED else 1
-            images = run_ranks(train, ranks, (*overrides, f"parallel.fsdp_size={ranks}"), base, folder, timeout=150)[0]
-            assert len(list(folder.glob("out/checkpoints/step_000002/*.distcp"))) == ranks
-            done[name] = Run(folder / "out", base, images)
-        return done[name]
+        family, overrides = named[name]
+        base, folder, ranks = request.getfixturevalue(f"{family}_folder"), folders.mktemp(name), 1 + (name in sharded)
+        images = run_ranks(train, ranks, (*overrides, f"parallel.fsdp_size={ranks}"), base, folder, timeout=150)[0]
+        assert len(list(folder.glob("out/checkpoints/step_000002/*.distcp"))) == ranks
+        return Run(folder / "out", base, images)
 
     return get
+
+
+@pytest.fixture(scope="module")
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return runs(request, tmp_path_factory, RUNS, SHARDED)
 
 
 def export(folder: Path, checkpoint: Path, *overrides: str) -> Path:
@@ -139,7 +146,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 @pytest.mark.quick("sd3-lora-ema", "qwen-lora-model")
 @pytest.mark.parametrize("weights", ["ema", "model"])
 @pytest.mark.parametrize("name", ["sd3-lora", "qwen-lora", "sd3-pissa", "flux-lora", "z-lora"])
-def test_lora(name: str, weights: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
+def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     run = trained(name)
     assert distance(run.images["model"], run.images["start"]) > 0.05
     assert distance(run.images["model"], run.images["ema"]) > 0.01
@@ -154,7 +161,7 @@ def test_lora(name: str, weights: str, trained: Callable[[str], Run], tmp_path: 
     assert distance(stock_images(pipeline), run.images["start"]) < 1e-4
 
 
-def test_lora_file(trained: Callable[[str], Run], tmp_path: Path) -> None:
+def test_lora_file(trained: Runs, tmp_path: Path) -> None:
     run = trained("sd3-lora")
     file = export(tmp_path / "a", run.folder) / "pytorch_lora_weights.safetensors"
     with safe_open(file, framework="pt") as opened:
@@ -174,7 +181,7 @@ def test_lora_file(trained: Callable[[str], Run], tmp_path: Path) -> None:
 
 @pytest.mark.quick("sd3-full")
 @pytest.mark.parametrize("name", ["sd3-full", "qwen-full", "flux-full", "z-full"])
-def test_whole_folder(name: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
+def test_whole_folder(name: str, trained: Runs, tmp_path: Path) -> None:
     run = trained(name)
     assert distance(run.images["model"], run.images["start"]) > 0.05
     assert distance(run.images["model"], run.images["ema"]) > 0.01
@@ -191,7 +198,7 @@ def same(file: Path, folder: Path, other: Path) -> bool:
     return twin.is_file() and twin.read_bytes() == file.read_bytes()
 
 
-def test_command_line_and_dtype(trained: Callable[[str], Run], tmp_path: Path) -> None:
+def test_command_line_and_dtype(trained: Runs, tmp_path: Path) -> None:
     run = trained("sd3-full")
     job = run_task(["tasks/export_checkpoint.py", f"checkpoint={run.folder}", "weights=model", "dtype=bfloat16"])
     assert job.returncode == 0, job.stderr
@@ -204,14 +211,14 @@ def test_command_line_and_dtype(trained: Callable[[str], Run], tmp_path: Path) -
 
 
 def test_one_rank_of_many_works(
-    trained: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    trained: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
     assert not export(tmp_path / "export", trained("sd3-full").folder).exists()
     assert capsys.readouterr().out == ""
 
 
-def test_the_dtype_of_the_base_is_kept(trained: Callable[[str], Run], tmp_path: Path) -> None:
+def test_the_dtype_of_the_base_is_kept(trained: Runs, tmp_path: Path) -> None:
     run = trained("sd3-full")
     base = shutil.copytree(run.base, tmp_path / "base")
     pipeline = load_pipeline(base)
@@ -224,7 +231,7 @@ def test_the_dtype_of_the_base_is_kept(trained: Callable[[str], Run], tmp_path: 
 
 
 @pytest.fixture
-def copy(trained: Callable[[str], Run], tmp_path: Path) -> Path:
+def copy(trained: Runs, tmp_path: Path) -> Path:
     """A run of its own, to be damaged: its output_dir."""
     return Path(shutil.copytree(trained("sd3-full").folder, tmp_path / "run"))
 
@@ -289,7 +296,7 @@ def test_the_configuration_of_the_run_is_needed(copy: Path) -> None:
     assert refused(f"checkpoint={copy}") == f"{file} is missing; it says which model the checkpoints belong to"
 
 
-def test_another_model_is_refused(trained: Callable[[str], Run], qwen_folder: Path, tmp_path: Path) -> None:
+def test_another_model_is_refused(trained: Runs, qwen_folder: Path, tmp_path: Path) -> None:
     run, wrong = trained("sd3-full"), qwen_folder
     with pytest.raises(ValueError) as error:
         export(tmp_path / "export", run.folder, f"model_path={wrong}")
@@ -330,86 +337,41 @@ def test_a_run_without_an_average(sd3_folder: Path, tmp_path: Path) -> None:
 # -- the hub ----------------------------------------------------------------------------------------------------------
 
 
-class Hub(BaseHTTPRequestHandler):
-    """As much of the hub as an upload needs: makes repositories, and takes commits with their files inside."""
-
-    calls: list[tuple[str, Any]]
-    refuse: str | None
-
-    def do_POST(self) -> None:
-        lines = [json.loads(line) for line in self.rfile.read(int(self.headers["Content-Length"])).splitlines()]
-        self.calls.append((self.path, lines))
-        repository = f"http://{self.headers['Host']}/me/lora"
-        answer: dict[str, Any] = {"url": repository}
-        if self.path.endswith("/preupload/main"):
-            files = [file["path"] for file in lines[0]["files"]]
-            answer = {"files": [{"path": f, "uploadMode": "regular", "shouldIgnore": False} for f in files]}
-        if "/commit/" in self.path:
-            answer = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{repository}/commit/{'0' * 40}"}
-        self.answer(answer)
-
-    def do_GET(self) -> None:
-        self.calls.append((self.path, None))
-        self.answer({"id": "me/lora", "sha": "0" * 40})
-
-    def answer(self, answer: dict[str, Any]) -> None:
-        text = json.dumps(answer).encode()
-        self.send_response(403 if self.refuse is not None and self.refuse in self.path else 200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A hub that takes all that fits the signatures of huggingface_hub, and remembers it."""
+    api = create_autospec(huggingface_hub.HfApi, instance=True)
+    api.upload_folder.return_value = "http://hub/me/lora/tree/main"
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: api)
+    return api
 
 
-@contextmanager
-def hub(monkeypatch: pytest.MonkeyPatch, refuse: str | None = None) -> Iterator[list[tuple[str, Any]]]:
-    """A hub on loopback; yields what it was asked."""
-    calls: list[tuple[str, Any]] = []
-    handler = type("Handler", (Hub,), {"calls": calls, "refuse": refuse})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
-    try:
-        yield calls
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def test_push_to_hub(trained: Runs, hub: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = export(tmp_path / "export", trained("sd3-lora").folder, "push_to_hub=me/lora")
+    hub.create_repo.assert_called_once_with("me/lora", exist_ok=True)
+    hub.upload_folder.assert_called_once_with(
+        repo_id="me/lora", folder_path=folder, commit_message="step_000002 of a Phalanx run"
+    )
+    assert capsys.readouterr().out.endswith("\nuploaded: http://hub/me/lora/tree/main\n")
 
 
-def test_push_to_hub(
-    trained: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = trained("sd3-lora")
-    with hub(monkeypatch) as calls:
-        folder = export(tmp_path / "export", run.folder, "push_to_hub=me/lora")
-    asked = dict(calls)
-    assert asked["/api/repos/create"] == [{"name": "lora", "organization": "me"}]
-    commit = asked["/api/models/me/lora/commit/main"]
-    assert commit[0]["value"]["summary"] == "step_000002 of a Phalanx run"
-    files = {line["value"]["path"]: base64.b64decode(line["value"]["content"]) for line in commit[1:]}
-    assert files == {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert re.search(r"^uploaded: http://127.0.0.1:\d+/me/lora/", capsys.readouterr().out, re.MULTILINE)
+def test_an_upload_that_fails_leaves_the_export(trained: Runs, hub: Any, tmp_path: Path) -> None:
+    hub.upload_folder.side_effect = HTTPError("403 Forbidden.\nmore")
+    with pytest.raises(JobError) as error:
+        export(tmp_path / "export", trained("sd3-lora").folder, "push_to_hub=me/lora")
+    assert str(error.value) == (
+        f"push_to_hub: the upload to 'me/lora' failed: 403 Forbidden; the export itself is in {tmp_path / 'export'}"
+    )
+    assert (tmp_path / "export" / "pytorch_lora_weights.safetensors").is_file()
 
 
 def test_a_hub_out_of_reach_is_told_before_any_work(
-    trained: Callable[[str], Run], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    trained: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments = (f"checkpoint={trained('sd3-lora').folder}", f"output_dir={tmp_path / 'a'}", "push_to_hub=me/lora")
-    mend = "; it needs the hub within reach and a token in HF_TOKEN, or leave push_to_hub out"
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    arguments = (f"checkpoint={trained('sd3-lora').folder}", f"output_dir={tmp_path / 'a'}", "push_to_hub=me/lora")
     assert refused(*arguments) == (
-        f"push_to_hub: the repository 'me/lora' cannot be made: [Errno 111] Connection refused{mend}"
+        "push_to_hub: the repository 'me/lora' cannot be made: [Errno 111] Connection refused; it needs the hub within "
+        "reach and a token in HF_TOKEN, or leave push_to_hub out"
     )
-    with hub(monkeypatch, refuse="/commit/"), pytest.raises(JobError) as error:
-        export(tmp_path / "export", trained("sd3-lora").folder, "push_to_hub=me/lora")
-    assert str(error.value).startswith("push_to_hub: the upload to 'me/lora' failed: ")
-    assert str(error.value).endswith(f"; the export itself is in {tmp_path / 'export'}")
-    assert (tmp_path / "export" / "pytorch_lora_weights.safetensors").is_file()

@@ -1,7 +1,6 @@
 """tasks/sample.py: the images of the stock pipeline and of the trained policy, on any number of ranks."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,7 @@ from phalanx.config import load
 from phalanx.config.tasks import SampleConfig
 from phalanx.jobs.sample import Generator
 from phalanx.telemetry.records import read_index
-from tests.e2e.test_export import LORA, TEXTS, Run, stock_images, train
+from tests.e2e.test_export import LORA, TEXTS, Runs, runs, stock_images
 from tests.ranks import RankError, run_ranks
 from tests.tasks import run_task
 from tests.tiny import load_pipeline
@@ -29,19 +28,8 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
-    """Runs by name, each trained once."""
-    done: dict[str, Run] = {}
-
-    def get(name: str) -> Run:
-        if name not in done:
-            family, overrides = RUNS[name]
-            base, folder = request.getfixturevalue(f"{family}_folder"), tmp_path_factory.mktemp(name)
-            (images,) = run_ranks(train, 1, overrides, base, folder, timeout=150)
-            done[name] = Run(folder / "out", base, images)
-        return done[name]
-
-    return get
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return runs(request, tmp_path_factory, RUNS)
 
 
 def run(overrides: tuple[str, ...]) -> None:
@@ -83,7 +71,7 @@ def test_a_model_folder(family: str, request: pytest.FixtureRequest, tmp_path: P
 
 @pytest.mark.quick("sd3-full")
 @pytest.mark.parametrize("name", ["sd3-full", "sd3-pissa", "qwen-lora"])
-def test_a_checkpoint(name: str, trained: Callable[[str], Run], tmp_path: Path) -> None:
+def test_a_checkpoint(name: str, trained: Runs, tmp_path: Path) -> None:
     """Model, sizes, guidance and seed come from the run: these are its validation's images, to the last bit."""
     live = trained(name)
     common = (f"checkpoint={live.folder}", prompts(TEXTS), "micro_batch_size_per_gpu=4")
@@ -94,7 +82,7 @@ def test_a_checkpoint(name: str, trained: Callable[[str], Run], tmp_path: Path) 
     assert other.shape == (2, 3, 16, 32)
 
 
-def test_ranks_share_the_work_and_change_nothing(trained: Callable[[str], Run], tmp_path: Path) -> None:
+def test_ranks_share_the_work_and_change_nothing(trained: Runs, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("one\ntwo words\nthree or more words\n")
     common = (f"checkpoint={trained('sd3-full').folder}", f"prompt_file={file}", "n=3", "micro_batch_size_per_gpu=2")
@@ -164,7 +152,7 @@ def test_settings_that_the_model_does_not_have(sd3_folder: Path) -> None:
     )
 
 
-def test_a_checkpoint_of_another_model(trained: Callable[[str], Run], qwen_folder: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model(trained: Runs, qwen_folder: Path, tmp_path: Path) -> None:
     live = trained("sd3-full")
     common = (f"checkpoint={live.folder}", prompts(["a"]))
     assert refused(*common, f"model.path={qwen_folder}") == (

@@ -197,12 +197,6 @@ class TestMissingPieces:
         assert "Only the validation of step 0 kept images: nothing to compare with yet." in words
         assert [image["alt"][:6] for image in page.all("img")] == ["Before", "Before"]
 
-    def test_a_run_killed_while_it_wrote(self, tmp_path: Path) -> None:
-        folder = run(tmp_path)
-        with (folder / "metrics.jsonl").open("a") as stream:
-            stream.write('{"step": 4, "reward/me')
-        assert "Training steps 3 of 3" in Page(write_report(folder)).words()
-
     def test_an_image_that_was_deleted(self, tmp_path: Path) -> None:
         folder = run(tmp_path)
         (folder / "images/ocr/step_000003/00001.png").unlink()

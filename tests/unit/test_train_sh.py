@@ -124,58 +124,44 @@ def test_ranks_follow_rocm_smi_where_nvidia_smi_finds_no_driver(shell: list[str]
 
 
 @pytest.mark.parametrize(
-    ("args", "env", "message"),
+    ("env", "message"),
     [
-        ([], {}, "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"),
+        ({"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR, the name or address of node 0"),
+        ({"NNODES": "2:4"}, "NNODES=2:4 needs MASTER_ADDR, the name or address of node 0"),
+        ({"NNODES": "two"}, "NNODES=two: expected a number or a range, such as NNODES=2 or NNODES=2:4"),
+        ({"NNODES": "2:"}, "NNODES=2:: expected a number or a range, such as NNODES=2 or NNODES=2:4"),
+        ({"NNODES": "1:2:3"}, "NNODES=1:2:3: expected a number or a range, such as NNODES=2 or NNODES=2:4"),
+        ({"NNODES": "4:2"}, "NNODES=4:2: expected the smaller number first, such as NNODES=2:4"),
+        ({"NNODES": "0:2"}, "NNODES=0:2: expected at least 1"),
+        ({"NNODES": "0"}, "NNODES=0: expected at least 1"),
+        ({"MAX_RESTARTS": "no"}, "MAX_RESTARTS=no: expected an integer, such as MAX_RESTARTS=3"),
+        ({"GRACE_S": "1m"}, "GRACE_S=1m: expected an integer, such as GRACE_S=30"),
+        ({"NODE_RANK": "-1"}, "NODE_RANK=-1: expected an integer, such as NODE_RANK=0"),
         (
-            ["tasks/tarin.py", "cfg.yaml"],
-            {},
-            "task file tasks/tarin.py does not exist; expected a file such as tasks/train_flowgrpo.py",
-        ),
-        (["tasks/train.py"], {"NNODES": "2"}, "NNODES=2 needs MASTER_ADDR, the name or address of node 0"),
-        (
-            ["tasks/train.py"],
-            {"NNODES": "two"},
-            "NNODES=two: expected a number or a range, such as NNODES=2 or NNODES=2:4",
-        ),
-        (
-            ["tasks/train.py"],
-            {"NNODES": "2:"},
-            "NNODES=2:: expected a number or a range, such as NNODES=2 or NNODES=2:4",
-        ),
-        (
-            ["tasks/train.py"],
-            {"NNODES": "1:2:3"},
-            "NNODES=1:2:3: expected a number or a range, such as NNODES=2 or NNODES=2:4",
-        ),
-        (["tasks/train.py"], {"NNODES": "4:2"}, "NNODES=4:2: expected the smaller number first, such as NNODES=2:4"),
-        (["tasks/train.py"], {"NNODES": "0:2"}, "NNODES=0:2: expected at least 1"),
-        (["tasks/train.py"], {"NNODES": "2:4"}, "NNODES=2:4 needs MASTER_ADDR, the name or address of node 0"),
-        (["tasks/train.py"], {"MAX_RESTARTS": "no"}, "MAX_RESTARTS=no: expected an integer, such as MAX_RESTARTS=3"),
-        (["tasks/train.py"], {"GRACE_S": "1m"}, "GRACE_S=1m: expected an integer, such as GRACE_S=30"),
-        (["tasks/train.py"], {"NNODES": "0"}, "NNODES=0: expected at least 1"),
-        (["tasks/train.py"], {"NODE_RANK": "-1"}, "NODE_RANK=-1: expected an integer, such as NODE_RANK=0"),
-        (
-            ["tasks/train.py"],
             {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "a"},
             "NODE_RANK=2 is not below NNODES=2; nodes are numbered from 0",
         ),
-        (
-            ["tasks/train.py"],
-            {"MASTER_PORT": "http"},
-            "MASTER_PORT=http: expected an integer, such as MASTER_PORT=29500",
-        ),
-        (
-            ["tasks/train.py"],
-            {"NPROC_PER_NODE": "2.5"},
-            "NPROC_PER_NODE=2.5: expected an integer, such as NPROC_PER_NODE=8",
-        ),
-        (["tasks/train.py"], {"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: expected at least 1"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT=http: expected an integer, such as MASTER_PORT=29500"),
+        ({"NPROC_PER_NODE": "2.5"}, "NPROC_PER_NODE=2.5: expected an integer, such as NPROC_PER_NODE=8"),
+        ({"NPROC_PER_NODE": "0"}, "NPROC_PER_NODE=0: expected at least 1"),
     ],
 )
-def test_mistakes(shell: list[str], folder: Path, args: list[str], env: Mapping[str, str], message: str) -> None:
-    done = launch(shell, folder, *args, **env)
+def test_mistakes(shell: list[str], folder: Path, env: Mapping[str, str], message: str) -> None:
+    done = launch(shell, folder, "tasks/train.py", **env)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"train.sh: {message}\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"),
+        (["tasks/tarin.py", "cfg.yaml"], "task file tasks/tarin.py does not exist; expected a file such as {example}"),
+    ],
+)
+def test_no_task(shell: list[str], folder: Path, args: list[str], message: str) -> None:
+    done = launch(shell, folder, *args)
+    wanted = f"train.sh: {message.format(example='tasks/train_flowgrpo.py')}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", wanted)
 
 
 def test_torchrun_is_missing(shell: list[str], folder: Path) -> None:

@@ -1,21 +1,21 @@
 """A thread beside each rank's own: it hears signals, knows which ranks live, and can end this one.
 
-The main thread is often inside a collective, where it can do none of that: Python runs no signal
-handler before the call returns, and a collective does not return while a peer is missing. Without a
-watch the first word of a dead rank would be a timeout ten minutes later, on every rank but that
-one, or "connection closed by peer" from whoever happened to talk to it.
+The main thread is often inside a collective, where it can do none of that: Python runs no signal handler before the
+call returns, and a collective does not return while a peer is missing. Without a watch the first word of a dead rank
+would be a timeout ten minutes later, on every rank but that one, or "connection closed by peer" from whoever happened
+to talk to it.
 
-torchrun covers a part of this. It polls its ranks every 0.1 s; once one has ended with an error it
-sends SIGTERM to the others of its node, SIGKILL after a grace period, and prints the failure that
-was written first to TORCHELASTIC_ERROR_FILE. It knows neither ranks that hang nor the cause of an
-error, and other nodes learn of a failure only as their own collectives fail.
+torchrun covers a part of this. It polls its ranks every 0.1 s; once one has ended with an error it sends SIGTERM to the
+others of its node, SIGKILL after a grace period, and prints the failure that was written first to
+TORCHELASTIC_ERROR_FILE. It knows neither ranks that hang nor the cause of an error, and other nodes learn of a failure
+only as their own collectives fail.
 
-Ranks talk over connections of their own to the job's store; all that is said is small, and repeated
-every `interval` seconds:
+Ranks talk over connections of their own to the job's store; all that is said is small, and repeated every `interval`
+seconds:
 
 - `beat/<rank>`: a number that grows, the rank's sign of life;
-- `error`: the first error of the world. A rank that fails writes it before its connections close,
-  and the others end with it instead of with what a lost connection looks like from their side;
+- `error`: the first error of the world. A rank that fails writes it before its connections close, and the others end
+  with it instead of with what a lost connection looks like from their side;
 - `told`, `read`: how many ranks have reported an error, and how many have read the first one;
 - `stop/<rank>`, `done/<rank>`: the rank was told to stop, or has finished;
 - `stacks`: how many times all stacks were asked for (SIGUSR1).
@@ -47,10 +47,9 @@ current: "Watch | None" = None  # of the world that this process has joined
 class Watch:
     """The watch of one rank. `stop` is the signal that asked it to stop, None before.
 
-    `hosts` names each rank's machine; `local_ranks` are those of the same launcher, which ends all
-    of them if one dies. `store` is for the signs of life, None where there is nobody to talk to;
-    `second`, another connection to it, is for all else, as a call on the first may be blocked by a
-    dead host.
+    `hosts` names each rank's machine; `local_ranks` are those of the same launcher, which ends all of them if one dies.
+    `store` is for the signs of life, None where there is nobody to talk to; `second`, another connection to it, is for
+    all else, as a call on the first may be blocked by a dead host.
     """
 
     def __init__(
@@ -76,8 +75,8 @@ class Watch:
         self._has_read = False  # the world's first error
         # From `close` or `tell` on, silent or ending peers are no reason to act.
         self._closed = threading.Event()
-        # Held, and never released, by the thread that ends this process: an RLock, since that
-        # thread passes here more than once.
+        # Held, and never released, by the thread that ends this process: an RLock, since that thread passes here more
+        # than once.
         self._ending = threading.RLock()
         self._started = False
         # Python writes a byte to `_alarm` for each signal, even while the main thread is in C++.
@@ -94,19 +93,17 @@ class Watch:
         self._seen = [(b"0", time.monotonic())] * len(self.hosts)
         threading.Thread(target=self._run, name="watch", daemon=True).start()
         if self._store is not None:
-            # A thread of its own: a call to a store whose host is gone may never return, and the
-            # other thread has to notice that.
-            beats = self._beats
-            threading.Thread(target=beats, args=(self._store,), name="beat", daemon=True).start()
+            # A thread of its own: a call to a store whose host is gone may never return, and the other thread has to
+            # notice that.
+            threading.Thread(target=self._beats, args=(self._store,), name="beat", daemon=True).start()
 
     def listen(self) -> None:
         """Let SIGTERM and SIGINT set `stop`, and SIGUSR1 print the stacks of all ranks."""
         # cli has registered it already, and it would go on to chain to the handler of that time
         faulthandler.unregister(signal.SIGUSR1)
         for number in (*STOP_SIGNALS, signal.SIGUSR1):
-            # Nothing to do here, in the main thread, which may be stuck. A handler must be there
-            # all the same: without one the signal ends the process, and writes no byte for the
-            # watch.
+            # Nothing to do here, in the main thread, which may be stuck. A handler must be there all the same: without
+            # one the signal ends the process, and writes no byte for the watch.
             signal.signal(number, lambda *_: None)
         faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
         signal.set_wakeup_fd(self._alarm.fileno(), warn_on_full_buffer=False)
@@ -149,14 +146,12 @@ class Watch:
             time.sleep(0.05)
 
     def explain(self) -> str | None:
-        """The cause of a failed collective: the first error of another rank, or the ranks that are
-        lost.
+        """The cause of a failed collective: the first error of another rank, or the ranks that are lost.
 
-        None if all ranks live and none has failed: then one hangs, and all ranks print their
-        stacks.
+        None if all ranks live and none has failed: then one hangs, and all ranks print their stacks.
         """
-        # A rank that dies takes its connections with it at once, while its error takes a moment to
-        # be written, and its silence three intervals to be noticed.
+        # A rank that dies takes its connections with it at once, while its error takes a moment to be written, and its
+        # silence three intervals to be noticed.
         deadline = time.monotonic() + max(PATIENCE_S, 3.5 * self.interval)
         while time.monotonic() < deadline:
             error = self._bounded(self._read_if_any)
@@ -193,8 +188,8 @@ class Watch:
             with contextlib.suppress(dist.DistError):  # its host is gone
                 answers.append(ask(store))
 
-        # The store's own timeout does not cover a host that vanished: its connection stays open, in
-        # silence. A thread that waits there can be left behind, as the process is about to end.
+        # The store's own timeout does not cover a host that vanished: its connection stays open, in silence. A thread
+        # that waits there can be left behind, as the process is about to end.
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
         thread.join(PATIENCE_S)
@@ -225,16 +220,13 @@ class Watch:
         beats = store.multi_get([f"beat/{rank}" for rank in range(len(self.hosts))])
         # Beats carry no time, and are timed where they are read: clocks of nodes need not agree.
         self._contact = now = time.monotonic()
-        seen = []
-        for beat, old in zip(beats, self._seen, strict=True):
-            seen.append(old if beat == old[0] else (beat, now))
-        self._seen = seen
+        self._seen = [old if beat == old[0] else (beat, now) for beat, old in zip(beats, self._seen, strict=True)]
         if store.check(["error"]) and not self._closed.is_set():
             self._leave(self._read(store))
         asked = store.add("stacks", 0)
         if asked > self._stacks:
             self._stacks = asked
-            say(f"stacks of {self._name(self.rank)}:")
+            say(f"stacks of {self._names([self.rank])}:")
             faulthandler.dump_traceback(all_threads=True)
 
     def _hear(self, number: int) -> None:
@@ -249,9 +241,9 @@ class Watch:
     def _end_if_alone(self) -> None:
         """On SIGTERM, end now if a rank of this launcher has died: there is no step left to finish.
 
-        torchrun sends the same SIGTERM when the job is to stop in good order and when one of its
-        ranks has failed. In the first case all its ranks hear it and say so here, in the second the
-        one that died does not; if it was killed, it has left no error either.
+        torchrun sends the same SIGTERM when the job is to stop in good order and when one of its ranks has failed. In
+        the first case all its ranks hear it and say so here, in the second the one that died does not; if it was
+        killed, it has left no error either.
         """
         missing = list(self.local_ranks)
         deadline = time.monotonic() + PATIENCE_S
@@ -259,11 +251,8 @@ class Watch:
 
         def look(store: dist.Store) -> tuple[str | None, list[int]]:
             error = self._read_if_any(store)
-            silent = []
-            for rank in missing:
-                if not (store.check([f"stop/{rank}"]) or store.check([f"done/{rank}"])):
-                    silent.append(rank)
-            return error, silent
+            spoke = [rank for rank in missing if store.check([f"stop/{rank}"]) or store.check([f"done/{rank}"])]
+            return error, [rank for rank in missing if rank not in spoke]
 
         while missing and time.monotonic() < deadline:
             # no answer: the store went with rank 0, which keeps it
@@ -272,8 +261,7 @@ class Watch:
                 self._leave(error)
             time.sleep(0.05)
         if missing:
-            names = self._names(missing)
-            error = f"{names} ended without a word: killed, out of memory, or crashed"
+            error = f"{self._names(missing)} ended without a word: killed, out of memory, or crashed"
             self._end(error, gone=len(missing))
 
     def _lost(self, silence: float) -> str | None:
@@ -282,15 +270,14 @@ class Watch:
         if self._store is None:
             return None
         if now - self._contact > silence:
-            lost = f"{self._name(0)}, which keeps the store"
-            return f"lost {lost}: no contact for {now - self._contact:.0f} s"
+            return f"lost {self._names([0])}, which keeps the store: no contact for {now - self._contact:.0f} s"
         # as of the last look at the store: without contact there is no news of anybody
         silent = {rank: self._contact - since for rank, (_, since) in enumerate(self._seen)}
         longest = max(silent.values())
         if longest <= silence:
             return None
-        # Ranks that die together, as a node loses power, were last heard at different moments: once
-        # the first of them passes the limit, all that have missed three beats are named.
+        # Ranks that die together, as a node loses power, were last heard at different moments: once the first of them
+        # passes the limit, all that have missed three beats are named.
         limit = min(silence, 3 * self.interval)
         gone = [rank for rank, seconds in silent.items() if seconds > limit]
         return f"lost {self._names(gone)}: no sign of life for {longest:.0f} s"
@@ -307,22 +294,15 @@ class Watch:
         # Where the main thread is ending the process already, this thread waits here until it does.
         self._ending.acquire()
         self.linger(gone)
-        # end() leaves by os._exit: the main thread, stuck in a collective, would never see an
-        # exception
+        # end() leaves by os._exit: the main thread, stuck in a collective, would never see an exception
         end(1 if self.stop is None else 128 + self.stop, error, None)
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} on {self.hosts[rank]}"
 
     def _names(self, ranks: Sequence[int]) -> str:
         """`ranks 0, 1 on a, rank 3 on b`."""
         on: dict[str, list[int]] = {}
         for rank in ranks:
             on.setdefault(self.hosts[rank], []).append(rank)
-        parts = []
-        for host, those in on.items():
-            noun = "ranks" if len(those) > 1 else "rank"
-            parts.append(f"{noun} {', '.join(map(str, those))} on {host}")
+        parts = [f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))} on {host}" for host, those in on.items()]
         return ", ".join(parts)
 
 

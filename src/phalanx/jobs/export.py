@@ -25,9 +25,6 @@ from phalanx.models.lora import add_lora
 from phalanx.training.checkpoint import complete, damaged, find, read_meta
 from phalanx.types import JobError
 
-EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
-
-
 # -- opening ----------------------------------------------------------------------------------------------------------
 
 
@@ -35,21 +32,19 @@ EXPORT_DTYPES = {**DTYPES, "float16": torch.float16}
 class Trained:
     """A complete checkpoint, and the configuration of its run.
 
-    `weights` is "model" or "ema"; `sizes` and `dtypes` describe its tensors by the names of the transformer's
-    parameters.
+    `weights` is "model" or "ema"; `entries` describes its tensors by the names of the transformer's parameters.
     """
 
     folder: Path
     run: FlowRunConfig
     weights: str
-    sizes: dict[str, torch.Size]
-    dtypes: dict[str, torch.dtype]
+    entries: dict[str, TensorStorageMetadata]
 
-    def check_fits(self, sizes: Mapping[str, torch.Size], path: str) -> None:
+    def check_fits(self, parameters: Mapping[str, Tensor], path: str) -> None:
         """Raise ValueError where the trained parameters of the model at `path` are not those of the checkpoint."""
-        for name in sorted(self.sizes.keys() | sizes.keys()):
-            held = list(self.sizes[name]) if name in self.sizes else "nothing"
-            wanted = list(sizes[name]) if name in sizes else "nothing"
+        for name in sorted(self.entries.keys() | parameters.keys()):
+            held = list(self.entries[name].size) if name in self.entries else "nothing"
+            wanted = list(parameters[name].shape) if name in parameters else "nothing"
             if held != wanted:
                 raise ValueError(
                     f"checkpoint: {self.folder} does not fit the model {path!r}: for {name} it holds {held}, the model "
@@ -74,19 +69,13 @@ class Trained:
             reason = type(next(iter(error.failures.values()))[0]).__name__  # torch's text speaks to programmers
             raise JobError(f"checkpoint: {self.folder} is damaged ({reason}); use another one of the run") from error
 
-    def read(self) -> dict[str, Tensor]:
-        """All tensors, on the CPU."""
-        tensors = {name: torch.empty(size, dtype=self.dtypes[name]) for name, size in self.sizes.items()}
-        self.read_into(tensors)
-        return tensors
-
 
 def open_checkpoint(checkpoint: str, weights: str) -> Trained:
     """The checkpoint that the task's key `checkpoint` means; `weights` is auto, model or ema.
 
     Raises ValueError where there is none, it is incomplete, or it has no such weights.
     """
-    folder = _locate(Path(checkpoint).expanduser(), checkpoint)
+    folder = _locate(checkpoint)
     run = read_run(folder.parent.parent / "config.yaml", FlowRunConfig)
     held_rank = read_meta(folder)["signature"]["lora_rank"]
     if held_rank != run.model.lora_rank:
@@ -95,26 +84,20 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
             f"{run.model.lora_rank}; put the checkpoint back into its own run"
         )
     entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
-    found: dict[str, dict[str, TensorStorageMetadata]] = {"model": {}, "ema": {}}
-    for key, entry in entries.items():
-        kind, _, name = key.partition(".")
-        if kind in found and isinstance(entry, TensorStorageMetadata):
-            found[kind][name] = entry
-    if weights == "ema" and not found["ema"]:
+    tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+    has_average = any(name.startswith("ema.") for name in tensors)
+    if weights == "ema" and not has_average:
         raise ValueError(f"weights: ema: {folder} holds no moving average; use weights=model")
     if weights == "auto":
-        weights = "ema" if found["ema"] else "model"
-    chosen = found[weights]
-    return Trained(
-        folder,
-        run,
-        weights,
-        sizes={name: entry.size for name, entry in chosen.items()},
-        dtypes={name: entry.properties.dtype for name, entry in chosen.items()},
-    )
+        weights = "ema" if has_average else "model"
+    prefix = f"{weights}."
+    chosen = {name.removeprefix(prefix): entry for name, entry in tensors.items() if name.startswith(prefix)}
+    return Trained(folder, run, weights, chosen)
 
 
-def _locate(folder: Path, given: str) -> Path:
+def _locate(given: str) -> Path:
+    """The folder of the checkpoint that the key means."""
+    folder = Path(given).expanduser()
     if not folder.is_dir():
         raise ValueError(f"checkpoint: {given!r}: no such folder")
     if (folder / "checkpoints").is_dir():
@@ -153,7 +136,7 @@ class Export:
         self.output_dir = Path(cfg.output_dir or folder.parent.parent / "export" / folder.name).expanduser()
         if self.output_dir.exists():
             raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
-        self.dtype = None if cfg.dtype is None else EXPORT_DTYPES[cfg.dtype]
+        self.dtype: torch.dtype | None = None if cfg.dtype is None else getattr(torch, cfg.dtype)
         plain_lora = self.model.lora_rank > 0 and self.model.lora_init != "pissa"  # needs nothing of the base
         self.base: nn.Module | None = None if plain_lora else self._base()
         if cfg.push_to_hub is not None:
@@ -166,7 +149,7 @@ class Export:
         if lora:
             exact = replace(self.model, lora_dtype="float32")
             add_lora(base, exact, self.family.lora_targets, self.trained.run.trainer.seed)
-        self.trained.check_fits({name: p.shape for name, p in _trained_parameters(base).items()}, self.model.path)
+        self.trained.check_fits(_trained_parameters(base), self.model.path)
         return base
 
     def run(self) -> None:
@@ -190,7 +173,9 @@ class Export:
 
     def _write_lora(self, folder: Path) -> None:
         """Write the LoRA in `dtype`, or as it was trained."""
-        tensors, rank = self.trained.read(), self.model.lora_rank
+        entries, rank = self.trained.entries, self.model.lora_rank
+        tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+        self.trained.read_into(tensors)
         alpha = self.model.lora_alpha if self.model.lora_alpha is not None else 2.0 * rank
         if self.base is not None:
             tensors = _without_start(tensors, _trained_parameters(self.base))

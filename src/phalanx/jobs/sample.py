@@ -1,8 +1,7 @@
 """Sampling from a model folder or a checkpoint, on any number of ranks, as validation samples.
 
-An image is a function of its prompt and number, the seed, the settings and the micro-batch size;
-the ranks only share the work. Image j of prompt i has the noise that validation gives it, so a
-run's validation images can be reproduced.
+An image is a function of its prompt and number, the seed, the settings and the micro-batch size; the ranks only share
+the work. Image j of prompt i has the noise that validation gives it, so a run's validation images can be reproduced.
 """
 
 import math
@@ -18,8 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from phalanx.config import ConfigError
-from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
-from phalanx.config.run import TrainerConfig
+from phalanx.config.flow import FlowRolloutConfig, FlowRunConfig
 from phalanx.config.tasks import SampleConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.distributed import mesh
@@ -37,6 +35,8 @@ from phalanx.types import Outputs, Prompt
 
 # shown in grid.mp4: the encoder takes 16384 pixels per side, and all their frames stay in memory
 GRID_VIDEOS = 16
+SIZES = ("height", "width", "num_frames")
+SETTINGS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "n", "noise_level", "seed")  # of a validation
 
 
 class Generator:
@@ -49,9 +49,8 @@ class Generator:
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
         self.trained = self._open()
-        run = self.trained.run if self.trained is not None else None
-        given = {name: value for name, value in asdict(cfg.model).items() if value is not None}
-        self.model = replace(run.model if run is not None else FlowModelConfig(), gradient_checkpointing=False, **given)
+        self.base = self.trained.run if self.trained is not None else FlowRunConfig()
+        self.model = replace(self.base.model, gradient_checkpointing=False, **_given(cfg.model, *asdict(cfg.model)))
         family = family_of(self.model)
         if family.image_column is not None:
             self.prompts = read_prompts(cfg, (family.image_column,))
@@ -66,7 +65,7 @@ class Generator:
                 self.trained = open_checkpoint(folder, cfg.weights)
         self.policy = self._policy(family)
         check_guidance(cfg, self.policy.model)
-        settings = rollout_settings(cfg, run.rollout if run is not None else FlowRolloutConfig())
+        settings = rollout_settings(cfg, self.base.rollout)
         try:
             self.rollout = PolicyRollout(self.policy, settings, self.world, cfg.micro_batch_size_per_gpu)
         except ValueError as error:  # in a run's configuration these keys are in the section rollout
@@ -83,22 +82,19 @@ class Generator:
 
     def _policy(self, family: type[FlowModel]) -> FlowPolicy:
         """The model over the mesh, its weights in the dtype that it computes in: none is trained."""
-        run = self.trained.run if self.trained is not None else None
-        data = run.data if run is not None else FlowDataConfig()
+        data = self.base.data
         if self.cfg.max_prompt_length is not None:
             data = replace(data, max_prompt_length=self.cfg.max_prompt_length)
         dtype = DTYPES[self.model.dtype]
-        full = run is not None and self.model.lora_rank == 0
-        # as in training: a full fine-tune reads the folder in float32, its buffers stay so, and
-        # parameters get `dtype`
+        full = self.trained is not None and self.model.lora_rank == 0
+        # as in training: a full fine-tune reads the folder in float32, its buffers stay so, and parameters get `dtype`
         model = family(self.model, dtype, torch.float32 if full else dtype)
         for p in model.transformer.parameters():
             p.data = p.data.to(dtype)
         model.vae.to(self.world.device)
-        seed = run.trainer.seed if run is not None else TrainerConfig().seed
-        policy = FlowPolicy(model, self.world, self.model, self.cfg.parallel, data, seed=seed)
+        policy = FlowPolicy(model, self.world, self.model, self.cfg.parallel, data, seed=self.base.trainer.seed)
         if self.trained is not None:
-            self.trained.check_fits({name: p.shape for name, p in policy.trained.parameters.items()}, self.model.path)
+            self.trained.check_fits(policy.trained.parameters, self.model.path)
         return policy
 
     def run(self) -> None:
@@ -107,13 +103,11 @@ class Generator:
             tensors = {name: p.detach() for name, p in self.policy.trained.parameters.items()}
             self.trained.read_into(tensors, self.world.checkpoint_group)
             self.policy.trained.sharded.copy_to_module()
-        writer = None
-        if self.world.rank == 0:
-            writer = Writer(self.output_dir, self.cfg.n, self.policy.model.fps)
+        fps = self.policy.model.fps
+        writer = Writer(self.output_dir, self.cfg.n, fps) if self.world.rank == 0 else None
         share = -(-len(self.prompts) // self.world.size)
         first = self.world.rank * share
-        # ranks must do equal work, so the end is filled up with the last prompt; those images are
-        # dropped
+        # ranks must do equal work, so the end is filled up with the last prompt; those images are dropped
         mine = [self.prompts[min(first + j, len(self.prompts) - 1)] for j in range(share)]
         done = 0
 
@@ -135,8 +129,8 @@ class Generator:
 
 
 def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
-    """The prompts of the task, numbered from 0; raises ValueError where there are none, or two
-    sources. `images`: see `load_prompts`.
+    """The prompts of the task, numbered from 0; raises ValueError where there are none, or two sources. `images`: see
+    `load_prompts`.
     """
     if cfg.prompts and cfg.prompt_file is not None:
         raise ConfigError("prompts and prompt_file are both set; give one of them")
@@ -152,27 +146,22 @@ def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
 
 def rollout_settings(cfg: SampleConfig, base: FlowRolloutConfig) -> FlowRolloutConfig:
     """The settings of a run's rollout with what the task changes, where validation reads them."""
-    names = ("num_inference_steps", "height", "width", "num_frames", "guidance_scale")
-    wanted = asdict(cfg)
-    given: dict[str, Any] = {}
-    for name in (*names, "true_cfg_scale", "n", "noise_level", "seed"):
-        if wanted[name] is not None:
-            given[name] = wanted[name]
-    val = replace(base.val, **given)
+    val = replace(base.val, **_given(cfg, *SIZES, *SETTINGS))
     # training's own sizes are not sampled here, but they are checked
-    sizes: dict[str, Any] = {}
-    for name, value in (("height", val.height), ("width", val.width), ("num_frames", val.num_frames)):
-        if value is not None:
-            sizes[name] = value
-    return replace(base, sde_type=cfg.sde_type or base.sde_type, val=val, **sizes)
+    return replace(base, sde_type=cfg.sde_type or base.sde_type, val=val, **_given(val, *SIZES))
+
+
+def _given(section: Any, *names: str) -> dict[str, Any]:
+    """Those of the keys that are not null, with their values."""
+    return {name: getattr(section, name) for name in names if getattr(section, name) is not None}
 
 
 class Writer:
-    """Writer of the images: `00003.png` is image 3 % n of prompt 3 // n, `index.jsonl` lists the
-    prompts, and `grid.png` shows them all.
+    """Writer of the images: `00003.png` is image 3 % n of prompt 3 // n, `index.jsonl` lists the prompts, and
+    `grid.png` shows them all.
 
-    Videos of `fps` frames per second are `00003.mp4` and so on; `grid.png` shows some frames of
-    each, and `grid.mp4` plays the first GRID_VIDEOS of them.
+    Videos of `fps` frames per second are `00003.mp4` and so on; `grid.png` shows some frames of each, and `grid.mp4`
+    plays the first GRID_VIDEOS of them.
     """
 
     def __init__(self, folder: Path, n: int, fps: int = 1) -> None:
@@ -187,11 +176,11 @@ class Writer:
     def add(self, index: int, prompt: str, image: NDArray[np.uint8]) -> None:
         """Write an image [H, W, 3] or a video [F, H, W, 3]; what the grids show of it stays, small."""
         frames = image if image.ndim == 4 else image[None]
-        moving = len(frames) > 1
-        file = f"{index:05d}.{'mp4' if moving else 'png'}"
-        if moving:
+        if len(frames) > 1:
+            file = f"{index:05d}.mp4"
             write_video(self.folder / file, frames, self.fps)
         else:
+            file = f"{index:05d}.png"
             Image.fromarray(frames[0]).save(self.folder / file)
         shown = frames if index < GRID_VIDEOS else standing(frames)
         self._tiles[index] = (prompt, file, [fit(picture) for picture in pictures(shown)])
