@@ -242,10 +242,16 @@ def read_all(descriptor: int) -> Iterator[bytes]:
         yield data
 
 
+def read_events(folder: Path) -> Any:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    return events
+
+
 class TestTensorBoard:
     def test_scalars_images_and_resume(self, tmp_path: Path) -> None:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
         with start(tmp_path, "tensorboard") as log:
             log.log(0, {"val/ocr/reward/mean": 0.5})
             log.records(0, "ocr", records())
@@ -254,14 +260,9 @@ class TestTensorBoard:
         with start(tmp_path, "tensorboard", step=2) as log:
             log.log(3, {"reward/mean": 0.75})
             log.log(4, {"reward/mean": 1.0})
-        events = EventAccumulator(str(tmp_path / "tensorboard"))
-        events.Reload()
-        assert [(e.step, e.value) for e in events.Scalars("reward/mean")] == [
-            (1, 0.125),
-            (2, 0.25),
-            (3, 0.75),
-            (4, 1.0),
-        ]
+        events = read_events(tmp_path)
+        rewards = [(event.step, event.value) for event in events.Scalars("reward/mean")]
+        assert rewards == [(1, 0.125), (2, 0.25), (3, 0.75), (4, 1.0)]
         assert [(e.step, e.value) for e in events.Scalars("val/ocr/reward/mean")] == [(0, 0.5)]
         (image,) = events.Images("images/ocr")
         with Image.open(tmp_path / "images/ocr/step_000000/grid.png") as picture:
@@ -269,12 +270,9 @@ class TestTensorBoard:
         assert b'"seed": 3' in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
     def test_texts(self, tmp_path: Path) -> None:
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
         with start(tmp_path, "tensorboard") as log:
             log.records(3, "math", texts())
-        events = EventAccumulator(str(tmp_path / "tensorboard"))
-        events.Reload()
+        events = read_events(tmp_path)
         (event,) = events.Tensors("samples/math/text_summary")
         assert event.step == 3
         shown = event.tensor_proto.string_val[0].decode().split("\n\n---\n\n")

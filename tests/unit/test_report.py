@@ -63,10 +63,13 @@ def picture(seed: int, height: int = 6, width: int = 12) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
+def logger(folder: Path) -> RunLogger:
+    return RunLogger(TrainerConfig(output_dir=str(folder), logger=[]), {}, None, 0, 3, True)
+
+
 def run(folder: Path, steps: int = 3) -> Path:
     """A run's folder as the loggers leave it."""
-    trainer = TrainerConfig(output_dir=str(folder), logger=[])
-    with RunLogger(trainer, {}, None, 0, steps, True) as log:
+    with logger(folder) as log:
         log.log(0, {"val/ocr/reward/mean": 0.5, "val/easy/reward/mean": 0.9, "time/validation": 2.0})
         log.records(0, "ocr", [Record(f'sign "{i}" & <more>', 0.25, picture(i), i) for i in range(2)])
         for step in range(1, steps + 1):
@@ -143,7 +146,7 @@ def test_it_needs_no_network_and_describes_its_charts(tmp_path: Path) -> None:
 
 def test_texts_stand_side_by_side_as_they_are(tmp_path: Path) -> None:
     prompts = ["What is 1 < 2?", "Write\n  <b>bold</b> & more"]
-    with RunLogger(TrainerConfig(output_dir=str(tmp_path), logger=[]), {}, None, 0, 1, True) as log:
+    with logger(tmp_path) as log:
         log.records(0, "math", [Record(p, 0.0, f"<script>{i}</script>\n  no", i) for i, p in enumerate(prompts)])
         log.records(1, "math", [Record(p, 0.75, "</pre> yes & done", i) for i, p in enumerate(prompts)])
         log.log(1, {"reward/mean": 0.5})
@@ -156,7 +159,7 @@ def test_texts_stand_side_by_side_as_they_are(tmp_path: Path) -> None:
 
 
 def test_large_images_are_scaled(tmp_path: Path) -> None:
-    with RunLogger(TrainerConfig(output_dir=str(tmp_path), logger=[]), {}, None, 0, 1, True) as log:
+    with logger(tmp_path) as log:
         log.records(0, "ocr", [Record("a", 0.5, picture(0, 1024, 512), 0)])
     (image,) = Page(write_report(tmp_path)).all("img")
     kind, data = image["src"].split(",")
@@ -205,7 +208,7 @@ class TestMissingPieces:
         assert "image file is missing" in page.words()
 
     def test_many_prompts_are_cut_and_changed_prompts_are_not_compared(self, tmp_path: Path) -> None:
-        with RunLogger(TrainerConfig(output_dir=str(tmp_path), logger=[]), {}, None, 0, 1, True) as log:
+        with logger(tmp_path) as log:
             for name, word in ("a", "same"), ("b", "new"):
                 log.records(0, name, [Record("same", 0.5, picture(0), i) for i in range(MAX_PAIRS + 3)])
                 log.records(1, name, [Record(word, 0.5, picture(0), i) for i in range(MAX_PAIRS + 3)])
@@ -253,60 +256,63 @@ class TestCommand:
         assert capsys.readouterr().err == f"error: {path}:1: not a row with index, prompt, reward and file\n"
 
 
+def parsed(html: str) -> ElementTree.Element:
+    """The SVG of a chart."""
+    found = re.search(r"<svg.*</svg>", html, re.DOTALL)
+    assert found is not None
+    return ElementTree.fromstring(found.group())
+
+
+def points(svg: ElementTree.Element, tag: str) -> list[list[float]]:
+    """The corners of the only element of this tag."""
+    (shape,) = svg.findall(tag)
+    return [[float(number) for number in point.split(",")] for point in shape.attrib["points"].split()]
+
+
 class TestCharts:
     def test_higher_values_stand_higher_and_later_steps_further_right(self) -> None:
-        svg = self.svg(line_chart("t", [Series("a", [(1, 0.0), (2, 3.0), (4, 1.0)])]))
-        (line,) = svg.findall("polyline")
-        (x1, y1), (x2, y2), (x3, y3) = (map(float, p.split(",")) for p in line.attrib["points"].split())
+        svg = parsed(line_chart("t", [Series("a", [(1, 0.0), (2, 3.0), (4, 1.0)])]))
+        (x1, y1), (x2, y2), (x3, y3) = points(svg, "polyline")
         assert x3 - x2 == pytest.approx(2 * (x2 - x1), abs=0.3)
         assert y1 - y3 == pytest.approx((y1 - y2) / 3, abs=0.3)
         assert 0 < y2 < y3 < y1 < 230
 
     def test_ticks_stand_at_their_values(self) -> None:
-        svg = self.svg(line_chart("t", [Series("a", [(0, 0.0), (10, 100.0)])]))
-        (line,) = svg.findall("polyline")
-        (left, bottom), (right, top) = (map(float, p.split(",")) for p in line.attrib["points"].split())
+        svg = parsed(line_chart("t", [Series("a", [(0, 0.0), (10, 100.0)])]))
+        (left, bottom), (right, top) = points(svg, "polyline")
         labels = [t for t in svg.findall("text") if t.text != "step"]
         values = {t.text: float(t.attrib["y"]) - 4 for t in labels if t.attrib["text-anchor"] == "end"}
         steps = {t.text: float(t.attrib["x"]) for t in labels if t.attrib["text-anchor"] == "middle"}
-        assert values == {
-            text: pytest.approx(bottom + (top - bottom) * float(text) / 100, abs=0.3) for text in ("0", "50", "100")
-        }
-        assert steps == {
-            text: pytest.approx(left + (right - left) * float(text) / 10, abs=0.3)
-            for text in ("0", "2", "4", "6", "8", "10")
-        }
+        wanted = {str(n): bottom + (top - bottom) * n / 100 for n in (0, 50, 100)}
+        assert values == pytest.approx(wanted, abs=0.3)
+        wanted = {str(n): left + (right - left) * n / 10 for n in (0, 2, 4, 6, 8, 10)}
+        assert steps == pytest.approx(wanted, abs=0.3)
 
     def test_the_band_is_one_width_above_and_below(self) -> None:
         series = Series("a", [(0, 1.0), (1, 1.0)], [(0, 0.5), (1, 0.25)])
-        svg = self.svg(line_chart("t", [series]))
-        (band,), (line,) = svg.findall("polygon"), svg.findall("polyline")
-        points = [[float(v) for v in p.split(",")] for p in band.attrib["points"].split()]
-        middle = float(line.attrib["points"].split()[0].split(",")[1])
-        up0, up1, down1, down0 = (middle - y for _, y in points)
+        svg = parsed(line_chart("t", [series]))
+        _, middle = points(svg, "polyline")[0]
+        up0, up1, down1, down0 = (middle - y for _, y in points(svg, "polygon"))
         assert up0 == pytest.approx(-down0, abs=0.2)
         assert up0 == pytest.approx(2 * up1, abs=0.3)
         assert down1 < 0 < up1
 
     def test_long_runs_are_averaged_and_say_so(self) -> None:
         html = line_chart("t", [Series("a", [(k, k % 2) for k in range(4 * MAX_POINTS)])], "Note.")
-        (line,) = self.svg(html).findall("polyline")
-        points = [p.split(",") for p in line.attrib["points"].split()]
-        assert len(points) == MAX_POINTS
-        assert len({y for _, y in points}) == 1  # each is the mean of 0, 1, 0, 1
+        line = points(parsed(html), "polyline")
+        assert len(line) == MAX_POINTS
+        assert len({y for _, y in line}) == 1  # each is the mean of 0, 1, 0, 1
         assert "Note. Each point is the mean of 4 steps." in html
 
     @pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 1e-9, 3e12])
     def test_a_flat_curve_is_drawn_in_the_middle(self, value: float) -> None:
-        svg = self.svg(line_chart("t", [Series("a", [(k, value) for k in range(5)])]))
-        (line,) = svg.findall("polyline")
-        heights = [float(p.split(",")[1]) for p in line.attrib["points"].split()]
-        assert heights == pytest.approx([106] * 5, abs=0.5)  # between 12 and 200
+        svg = parsed(line_chart("t", [Series("a", [(k, value) for k in range(5)])]))
+        assert [y for _, y in points(svg, "polyline")] == pytest.approx([106] * 5, abs=0.5)  # between 12 and 200
         assert len(svg.findall("text")) > 3
 
     def test_bars_are_stacked_to_the_sum(self) -> None:
         html = stacked_bars("t", [Series("a", [(1, 1.0), (2, 2.0)]), Series("b", [(1, 3.0), (2, 0.0)])])
-        bars = [r for r in self.svg(html).findall("rect") if r.attrib["class"] != "hit"]
+        bars = [r for r in parsed(html).findall("rect") if r.attrib["class"] != "hit"]
         heights = [float(r.attrib["height"]) for r in bars]
         unit = heights[0]
         assert heights == [pytest.approx(unit * k, abs=0.4) for k in (1, 3, 2, 0)]
@@ -315,19 +321,13 @@ class TestCharts:
 
     def test_no_more_bars_than_fit(self) -> None:
         html = stacked_bars("t", [Series("a", [(k, 1.0) for k in range(1000)])])
-        bars = [r for r in self.svg(html).findall("rect") if r.attrib["class"] != "hit"]
+        bars = [r for r in parsed(html).findall("rect") if r.attrib["class"] != "hit"]
         assert len(bars) <= MAX_BARS
 
     def test_each_step_has_a_tooltip(self) -> None:
-        svg = self.svg(line_chart("t", [Series("<a>", [(1, 0.5), (2, 0.25)]), Series("b", [(2, 1.0)])]))
+        svg = parsed(line_chart("t", [Series("<a>", [(1, 0.5), (2, 0.25)]), Series("b", [(2, 1.0)])]))
         texts = [title.text for title in svg.iter("title")]
         assert texts == ["step 1\n<a> 0.5", "step 2\n<a> 0.25\nb 1"]
 
     def test_nothing_to_draw(self) -> None:
         assert line_chart("t", []) == stacked_bars("t", []) == ""
-
-    @staticmethod
-    def svg(html: str) -> ElementTree.Element:
-        found = re.search(r"<svg.*</svg>", html, re.DOTALL)
-        assert found is not None
-        return ElementTree.fromstring(found.group())

@@ -53,7 +53,7 @@ class ClusterCheck:
         self._can_connect = True
         self.findings: list[Finding] = []
         self.nodes: dict[str, list[int]] = {}
-        self.gpus: dict[int, facts.GpuInfo] = {}
+        self.gpus: dict[int, facts.Gpu] = {}
         self.machines: dict[str, facts.Machine] = {}
         self.ahead: dict[str, float] = {}
         self.rates: dict[int, dict[str, float]] = {}
@@ -104,7 +104,7 @@ class ClusterCheck:
             self.findings.append(diagnose.absent(size, self.nodes, limit, master()))
             return False
         self.findings += diagnose.ranks(self.nodes, infos, self.cfg.expect)
-        self._can_connect = diagnose.regular(self.nodes, infos)
+        self._can_connect = not diagnose.any_failed(diagnose.ranks(self.nodes, infos))  # whatever is expected
         return True
 
     def _machines(self) -> bool:
@@ -114,11 +114,11 @@ class ClusterCheck:
         machine_notes = self._ask_firsts("machines", lambda: asdict(facts.look_at_machine(self.cfg)))
         if gpu_notes is None or machine_notes is None:
             return False
-        self.gpus = {rank: facts.GpuInfo.of(note) for rank, note in gpu_notes.items()}
+        self.gpus = {rank: facts.Gpu(**note) for rank, note in gpu_notes.items()}
         self.machines = {name: facts.Machine.of(machine_notes[ranks[0]]) for name, ranks in self.nodes.items()}
         gpus = diagnose.gpus(self.nodes, self.gpus)
         # two ranks on one GPU would make NCCL fail, or hang
-        self._can_connect &= all(finding.level != FAIL for finding in gpus)
+        self._can_connect &= not diagnose.any_failed(gpus)
         self.findings += [
             *diagnose.versions(self.machines),
             *diagnose.settings(self.machines),

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx.cluster.facts import ENOUGH, Gpu, GpuInfo, Machine, PathFact, RankInfo
+from phalanx.cluster.facts import ENOUGH, Gpu, Machine, PathFact, RankInfo
 from phalanx.cluster.messages import Nodes, count, difference, listed, numbered, on_nodes
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
@@ -36,6 +36,10 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.level:<8} {self.topic}: {self.text}"
+
+
+def any_failed(findings: Iterable[Finding]) -> bool:
+    return any(finding.level == FAIL for finding in findings)
 
 
 class Topic:
@@ -68,17 +72,7 @@ def absent(size: int, nodes: Nodes, seconds: float, address: str) -> Finding:
     return Finding(FAIL, "ranks", f"{there}; {advice}")
 
 
-def regular(nodes: Nodes, infos: Iterable[RankInfo]) -> bool:
-    """True if nodes have as many ranks as their launchers say, each with consecutive numbers."""
-    sizes = {len(members) for members in nodes.values()} | {info.local_world_size for info in infos}
-    return len(sizes) == 1 and _consecutive(nodes)
-
-
-def _consecutive(nodes: Nodes) -> bool:
-    return all(members[-1] - members[0] < len(members) for members in nodes.values())
-
-
-def ranks(nodes: Nodes, infos: Sequence[RankInfo], expect: int | None) -> list[Finding]:
+def ranks(nodes: Nodes, infos: Sequence[RankInfo], expect: int | None = None) -> list[Finding]:
     """Compare the number of ranks with `expect`, and the nodes with each other."""
     topic = Topic("ranks")
     counts = {name: str(len(members)) for name, members in nodes.items()}
@@ -88,14 +82,14 @@ def ranks(nodes: Nodes, infos: Sequence[RankInfo], expect: int | None) -> list[F
         topic.fail(f"{size} came, but expect={expect}: {shares}; check NNODES and NPROC_PER_NODE on every node")
     odd = difference(counts)
     per_node = size // len(nodes)
+    told = [info.local_world_size for info in infos if info.local_world_size != per_node]
     if odd is not None:
         topic.fail(f"{odd}; give every node the same NPROC_PER_NODE")
-    elif not _consecutive(nodes):
+    elif any(members[-1] - members[0] >= len(members) for members in nodes.values()):
         topic.fail(f"{on_nodes(nodes, range(size))}; number them node by node, as srun --distribution=block does")
-    elif not regular(nodes, infos):
-        told = next(info.local_world_size for info in infos if info.local_world_size != per_node)
+    elif told:
         advice = "the launcher must set it to the number of ranks on a node"
-        topic.fail(f"{shares}, but LOCAL_WORLD_SIZE={told}; {advice}")
+        topic.fail(f"{shares}, but LOCAL_WORLD_SIZE={told[0]}; {advice}")
     each = f", {per_node} on each" if len(nodes) > 1 else ""
     return topic.or_ok(f"{size} on {count(len(nodes), 'node')}{each}")
 
@@ -126,13 +120,12 @@ def settings(machines: Machines) -> list[Finding]:
     return topic.or_ok(_on_all(count(len(keys), "key"), machines))
 
 
-def gpus(nodes: Nodes, infos: Mapping[int, GpuInfo]) -> list[Finding]:
+def gpus(nodes: Nodes, infos: Mapping[int, Gpu]) -> list[Finding]:
     """Look for ranks without a GPU, shared or occupied GPUs, and nodes with other ones."""
     topic = Topic("GPUs")
     if not any(info.visible for info in infos.values()):
         return topic.or_ok("none; all ranks run on CPUs")
-    owned = {rank: info.gpu for rank, info in infos.items() if info.gpu is not None}
-    bare = [rank for rank in infos if rank not in owned]
+    bare = [rank for rank, gpu in infos.items() if not gpu.name]
     if bare:
         topic.fail(
             f"none for {on_nodes(nodes, bare)}, where torch sees {infos[bare[0]].visible}; "
@@ -140,7 +133,7 @@ def gpus(nodes: Nodes, infos: Mapping[int, GpuInfo]) -> list[Finding]:
         )
     kinds: dict[str, str] = {}
     for name, members in nodes.items():
-        here = {rank: owned[rank] for rank in members if rank in owned}
+        here = {rank: infos[rank] for rank in members if infos[rank].name}
         _gpus_of(name, here, topic)
         models = Counter(gpu.name for gpu in here.values())
         kinds[name] = ", ".join(f"{number} x {model}" for model, number in models.items())

@@ -10,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -43,25 +43,17 @@ class RankInfo:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU of one rank, in GB (10^9 bytes); `users` hold its memory, "" if not known."""
+    """The GPU of one rank, in GB (10^9 bytes), and the number of GPUs that the rank sees.
 
-    name: str
-    uuid: str
-    memory_gb: float
-    free_gb: float
-    users: str
-
-
-@dataclass(frozen=True)
-class GpuInfo:
-    """The number of GPUs that a rank sees, and its own (None: there is none with its number)."""
+    `name` is "" where none of them has its number; `users` hold its memory, "" if not known.
+    """
 
     visible: int
-    gpu: Gpu | None
-
-    @classmethod
-    def of(cls, facts: dict[str, Any]) -> "GpuInfo":
-        return cls(facts["visible"], None if facts["gpu"] is None else Gpu(**facts["gpu"]))
+    name: str = ""
+    uuid: str = ""
+    memory_gb: float = 0.0
+    free_gb: float = 0.0
+    users: str = ""
 
 
 @dataclass(frozen=True)
@@ -101,16 +93,16 @@ class Machine:
         return cls(**{**facts, "paths": paths})
 
 
-def look_at_gpu(local_rank: int) -> GpuInfo:
+def look_at_gpu(local_rank: int) -> Gpu:
     """This rank's GPU, the one that `mesh.start` gives it."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= visible:
-        return GpuInfo(visible, None)
+        return Gpu(visible)
     free, total = torch.cuda.mem_get_info(local_rank)
     properties = torch.cuda.get_device_properties(local_rank)
     uuid = str(properties.uuid)
     users = gpu_users(uuid) if free < ENOUGH * total else ""
-    return GpuInfo(visible, Gpu(properties.name, uuid, total / 1e9, free / 1e9, users))
+    return Gpu(visible, properties.name, uuid, total / 1e9, free / 1e9, users)
 
 
 def gpu_users(uuid: str) -> str:
@@ -169,12 +161,7 @@ def versions() -> dict[str, str]:
         "NCCL": nccl,
         "NVIDIA driver": driver[0] if driver else "none",
     }
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "none"
-    return found
+    return found | {name: version(name) for name in LIBRARIES}
 
 
 def source_digest() -> str:

@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping
 
 from phalanx.cluster.diagnose import Rates, by_node
-from phalanx.cluster.facts import GpuInfo, Machine
+from phalanx.cluster.facts import Gpu, Machine
 from phalanx.cluster.messages import Nodes, spans
 
 TEXTS = ("node", "ranks", "device")
@@ -20,7 +20,7 @@ FIGURES = (
 
 
 def table(
-    nodes: Nodes, machines: Mapping[str, Machine], gpus: Mapping[int, GpuInfo], ahead: Mapping[str, float], rates: Rates
+    nodes: Nodes, machines: Mapping[str, Machine], gpus: Mapping[int, Gpu], ahead: Mapping[str, float], rates: Rates
 ) -> str:
     """A row for each node, with `-` for what was not measured or does not exist there."""
     from rich.console import Console
@@ -34,13 +34,12 @@ def table(
     inside, links = by_node(nodes, rates)
     for name, ranks in nodes.items():
         shown: dict[str, str] = {}
-        infos = [gpus[rank] for rank in ranks if rank in gpus]
-        owned = [info.gpu for info in infos if info.gpu is not None]
+        owned = [gpus[rank] for rank in ranks if rank in gpus and gpus[rank].name]
         if owned:
             least = min(owned, key=lambda gpu: gpu.free_gb)
             shown["device"] = f"{len(owned)} x {owned[0].name}"
             shown["GPU GB free"] = f"{least.free_gb:.1f} of {least.memory_gb:.1f}"
-        elif infos:
+        elif ranks[0] in gpus:
             shown["device"] = "cpu"
         if name in machines:
             machine = machines[name]

@@ -166,7 +166,8 @@ class Writer:
 
     def __init__(self, folder: Path, n: int, fps: int = 1) -> None:
         self.folder, self.n, self.fps = folder, n, fps
-        self._tiles: dict[int, tuple[str, str, list[Image.Image]]] = {}
+        self._rows: dict[int, dict[str, Any]] = {}  # of the index, by its numbers
+        self._tiles: dict[int, list[Image.Image]] = {}
         for row in read_index(folder):  # images of an earlier call, which may have made more
             (folder / row["file"]).unlink(missing_ok=True)
         for name in ("index.jsonl", "grid.mp4"):
@@ -183,14 +184,15 @@ class Writer:
             file = f"{index:05d}.png"
             Image.fromarray(frames[0]).save(self.folder / file)
         shown = frames if index < GRID_VIDEOS else standing(frames)
-        self._tiles[index] = (prompt, file, [fit(picture) for picture in pictures(shown)])
+        self._rows[index] = {"index": index, "prompt": prompt, "reward": None, "file": file}
+        self._tiles[index] = [fit(picture) for picture in pictures(shown)]
 
     def finish(self, columns: int | None) -> None:
         """Write the index and the grids, and print where they are."""
-        order = sorted(self._tiles)
-        prompts, files, tiles = zip(*(self._tiles[i] for i in order), strict=True)
-        rows = zip(order, prompts, files, strict=True)
-        write_index(self.folder, ({"index": i, "prompt": p, "reward": None, "file": f} for i, p, f in rows))
+        order = sorted(self._rows)
+        tiles = [self._tiles[i] for i in order]
+        prompts = [self._rows[i]["prompt"] for i in order]
+        write_index(self.folder, [self._rows[i] for i in order])
         if columns is None:
             columns = self.n if self.n > 1 else math.ceil(math.sqrt(len(order)))
         strips = []
