@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -14,86 +15,57 @@ import pytest
 from tests.ranks import ROOT, launch_environment, torchrun, two_nodes
 from tests.shells import SCRIPT, command, environment, launch, shellcheck, torchrun_arguments, write_tool
 
-COMMON = ["--max-restarts", "0", "--signals-to-handle", "SIGTERM"]
-
-
-def test_one_node(shell: list[str], folder: Path) -> None:
-    done = launch(shell, folder, "tasks/train.py", "cfg.yaml", "a.b=two words", "c=*", NPROC_PER_NODE="2")
-    assert torchrun_arguments(done) == [
-        *["--standalone", "--nnodes", "1", "--nproc-per-node", "2", *COMMON],
-        *["tasks/train.py", "cfg.yaml", "a.b=two words", "c=*"],
-    ]
-
-
-def test_several_nodes(shell: list[str], folder: Path) -> None:
-    env = {"NNODES": "4", "NODE_RANK": "3", "MASTER_ADDR": "node-0", "MASTER_PORT": "1234", "NPROC_PER_NODE": "8"}
-    assert torchrun_arguments(launch(shell, folder, "tasks/train.py", "cfg.yaml", **env)) == [
-        *["--nnodes", "4", "--node-rank", "3", "--master-addr", "node-0", "--master-port", "1234"],
-        *["--nproc-per-node", "8", *COMMON, "tasks/train.py", "cfg.yaml"],
-    ]
-
-
-def test_defaults_of_several_nodes(shell: list[str], folder: Path) -> None:
-    done = launch(shell, folder, "tasks/train.py", NNODES="2", MASTER_ADDR="10.0.0.1")
-    assert torchrun_arguments(done) == [
-        *["--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "--master-port", "29500"],
-        *["--nproc-per-node", "1", *COMMON, "tasks/train.py"],
-    ]
-
-
-def test_further_options_of_torchrun(shell: list[str], folder: Path) -> None:
-    done = launch(shell, folder, "tasks/train.py", TORCHRUN_ARGS="--max-restarts 2 --redirects 3")
-    assert torchrun_arguments(done)[-5:] == ["--max-restarts", "2", "--redirects", "3", "tasks/train.py"]
-
-
-def test_logs(shell: list[str], folder: Path) -> None:
-    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "a", "LOG_DIR": "my logs", "TORCHRUN_ARGS": "--tee 1"}
-    assert torchrun_arguments(launch(shell, folder, "tasks/train.py", **env))[-9:] == [
-        *["--log-dir", "my logs/node_1", "--tee", "3", "--local-ranks-filter", "0"],
-        *["--tee", "1", "tasks/train.py"],
-    ]
-
-
+TASK = ("tasks/train.py", "cfg.yaml", "a.b=two words", "c=*")
+ONCE = "--max-restarts 0 --signals-to-handle SIGTERM"
 KEEP_ALIVE = "keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=15"
+NODE_0 = f"--rdzv-conf is_host=true,{KEEP_ALIVE} --rdzv-id phalanx --local-addr localhost"
+# what is set, and what torchrun is given
+COMMANDS = {
+    "NPROC_PER_NODE=2": f"--standalone --nnodes 1 --nproc-per-node 2 {ONCE}",
+    "NNODES=4 NODE_RANK=3 MASTER_ADDR=node-0 MASTER_PORT=1234 NPROC_PER_NODE=8": (
+        f"--nnodes 4 --node-rank 3 --master-addr node-0 --master-port 1234 --nproc-per-node 8 {ONCE}"
+    ),
+    "NNODES=2 MASTER_ADDR=10.0.0.1": (
+        f"--nnodes 2 --node-rank 0 --master-addr 10.0.0.1 --master-port 29500 --nproc-per-node 1 {ONCE}"
+    ),
+    "TORCHRUN_ARGS='--max-restarts 2 --redirects 3'": (
+        f"--standalone --nnodes 1 --nproc-per-node 1 {ONCE} --max-restarts 2 --redirects 3"
+    ),
+    "NNODES=2 NODE_RANK=1 MASTER_ADDR=a LOG_DIR='my logs' TORCHRUN_ARGS='--tee 1'": (
+        f"--nnodes 2 --node-rank 1 --master-addr a --master-port 29500 --nproc-per-node 1 {ONCE} "
+        "--log-dir 'my logs/node_1' --tee 3 --local-ranks-filter 0 --tee 1"
+    ),
+    "NNODES=2:4 MASTER_ADDR=localhost MASTER_PORT=1234": (
+        f"--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint localhost:1234 {NODE_0} "
+        "--nproc-per-node 1 --max-restarts 3 --signals-to-handle SIGTERM"
+    ),
+    # another node does not keep the store, and says the address by which it reaches node 0
+    "NNODES=2:4 NODE_RANK=3 MASTER_ADDR=127.0.0.1 MAX_RESTARTS=0 RDZV_CONF=a=b": (
+        f"--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:29500 --rdzv-conf is_host=false,{KEEP_ALIVE},a=b "
+        f"--rdzv-id phalanx --local-addr 127.0.0.1 --nproc-per-node 1 {ONCE}"
+    ),
+    # its name server does not know node 0
+    "NNODES=2:4 NODE_RANK=1 MASTER_ADDR=no-host.invalid MAX_RESTARTS=0": (
+        f"--nnodes 2:4 --rdzv-backend c10d --rdzv-endpoint no-host.invalid:29500 --rdzv-conf is_host=false,{KEEP_ALIVE} "
+        f"--rdzv-id phalanx --nproc-per-node 1 {ONCE}"
+    ),
+    "NNODES=2 MASTER_ADDR=localhost MAX_RESTARTS=5": (
+        f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint localhost:29500 {NODE_0} "
+        "--nproc-per-node 1 --max-restarts 5 --signals-to-handle SIGTERM"
+    ),
+    "MAX_RESTARTS=5": "--standalone --nnodes 1 --nproc-per-node 1 --max-restarts 5 --signals-to-handle SIGTERM",
+}
 
 
-def test_a_range_of_nodes(shell: list[str], folder: Path) -> None:
-    done = launch(shell, folder, "tasks/train.py", NNODES="2:4", MASTER_ADDR="localhost", MASTER_PORT="1234")
-    assert torchrun_arguments(done) == [
-        *["--nnodes", "2:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:1234"],
-        *["--rdzv-conf", f"is_host=true,{KEEP_ALIVE}", "--rdzv-id", "phalanx", "--local-addr", "localhost"],
-        *["--nproc-per-node", "1", "--max-restarts", "3", "--signals-to-handle", "SIGTERM", "tasks/train.py"],
-    ]
+@pytest.mark.parametrize("variables", COMMANDS)
+def test_command(shell: list[str], folder: Path, variables: str) -> None:
+    env = dict(word.split("=", 1) for word in shlex.split(variables))
+    done = launch(shell, folder, *TASK, **env)
+    assert torchrun_arguments(done) == [*shlex.split(COMMANDS[variables]), *TASK]
     seen = environment(done)
-    assert seen["NNODES"] == "2:4" and seen["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
-
-
-def test_another_node_of_a_range(shell: list[str], folder: Path) -> None:
-    """It does not keep the store, and says the address by which it reaches node 0."""
-    env = {"NNODES": "2:4", "NODE_RANK": "3", "MASTER_ADDR": "127.0.0.1", "MAX_RESTARTS": "0", "RDZV_CONF": "a=b"}
-    options = torchrun_arguments(launch(shell, folder, "tasks/train.py", **env))
-    assert options[7] == f"is_host=false,{KEEP_ALIVE},a=b"
-    assert options[10:16] == ["--local-addr", "127.0.0.1", "--nproc-per-node", "1", "--max-restarts", "0"]
-
-
-def test_a_node_whose_name_server_does_not_know_node_0(shell: list[str], folder: Path) -> None:
-    done = launch(shell, folder, "tasks/train.py", NNODES="2:4", NODE_RANK="1", MASTER_ADDR="no-host.invalid")
-    assert "--local-addr" not in torchrun_arguments(done)
-
-
-def test_restarts_of_a_fixed_number_of_nodes(shell: list[str], folder: Path) -> None:
-    done = launch(shell, folder, "tasks/train.py", NNODES="2", MASTER_ADDR="localhost", MAX_RESTARTS="5")
-    options = torchrun_arguments(done)
-    assert options[:4] == ["--nnodes", "2", "--rdzv-backend", "c10d"]
-    assert options[options.index("--max-restarts") + 1] == "5"
-
-
-def test_restarts_on_one_node(shell: list[str], folder: Path) -> None:
-    done = launch(shell, folder, "tasks/train.py", MAX_RESTARTS="5")
-    assert torchrun_arguments(done)[:7] == [
-        *["--standalone", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "5"]
-    ]
-    assert environment(done)["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert seen["NNODES"] == env.get("NNODES", "1")
+    restarts = "MAX_RESTARTS" in env or ":" in seen["NNODES"]
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE" in seen) == restarts
 
 
 @pytest.mark.parametrize(
@@ -330,7 +302,7 @@ def test_shellcheck() -> None:
 
 # -- the real torchrun ----------------------------------------------------------------------------------------------
 
-TASK = """
+PLACES = """
 import os, pathlib, sys
 names = ("LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "OMP_NUM_THREADS")
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(" ".join(os.environ[n] for n in names))
@@ -340,7 +312,7 @@ sys.exit(int(os.environ["RANK"] == os.environ.get("FAILING_RANK")))
 
 def test_real_torchrun_and_its_failure(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
-    task.write_text(TASK)
+    task.write_text(PLACES)
     done = torchrun([task, tmp_path], nproc=2)
     assert done.returncode == 0, done.stderr
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["0 2 2 0 1", "1 2 2 0 1"]
@@ -349,7 +321,7 @@ def test_real_torchrun_and_its_failure(tmp_path: Path) -> None:
 
 def test_two_nodes_number_their_ranks_in_order(tmp_path: Path) -> None:
     task = tmp_path / "task.py"
-    task.write_text(TASK)
+    task.write_text(PLACES)
     for done in two_nodes([task, tmp_path], nproc=2):
         assert done.returncode == 0, done.stderr
     places = [(tmp_path / str(rank)).read_text() for rank in range(4)]
