@@ -29,14 +29,12 @@ def sums(impostor: int | None) -> str | None:
     return measure.check_sums(world)
 
 
-def test_right_sums() -> None:
-    assert run_ranks(sums, 4, None, local_world=2) == [None] * 4
-
-
-def test_wrong_numbers_of_one_rank_are_seen_by_all() -> None:
-    """Rank 2 contributes 7 times the pattern instead of 3 times: 14 instead of 10 in all."""
-    wrong = "1 of 1 sums are wrong; the first is 14 and should be 10"
-    assert run_ranks(sums, 4, 2, local_world=2) == [wrong] * 4
+# rank 2 contributes 7 times the pattern instead of 3 times: 14 instead of 10 in all
+@pytest.mark.parametrize(
+    ("impostor", "found"), [(None, None), (2, "1 of 1 sums are wrong; the first is 14 and should be 10")]
+)
+def test_all_see_the_wrong_numbers_of_one_rank(impostor: int | None, found: str | None) -> None:
+    assert run_ranks(sums, 4, impostor, local_world=2) == [found] * 4
 
 
 def offset(shift: float) -> float | None:
@@ -70,10 +68,10 @@ def test_what_is_measured_follows_the_layout(world: int, local: int, kinds: set[
 
 
 def whole(
-    port: int, overrides: list[list[str]], env: list[dict[str, str]] | None = None
+    port: int, overrides: list[list[str]], env: list[dict[str, str]] | None = None, grace_s: float = check.GRACE_S
 ) -> tuple[list[str], str | None]:
     """Rank 0's findings, and how the check ended; `overrides` and `env` of each rank."""
-    rank = int(os.environ["RANK"])
+    rank, check.GRACE_S = int(os.environ["RANK"]), grace_s
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env[rank] if env else {})}
     checked = ClusterCheck(load(CheckClusterConfig, None, overrides[rank]))
     try:
@@ -142,11 +140,10 @@ def test_unequal_nodes_end_without_groups(tmp_path: Path) -> None:
 
 def stuck(port: int, pipe: Path, overrides: list[str]) -> tuple[list[str], str | None, float]:
     """Rank 1's data file is a pipe that nobody writes to, so that opening it hangs as a dead network disk would."""
-    check.GRACE_S = 0.5
     begin = time.monotonic()
     try:
         hung = [*overrides, f"data.train_files=[{pipe}]"]
-        return *whole(port, [overrides, hung]), time.monotonic() - begin
+        return *whole(port, [overrides, hung], grace_s=0.5), time.monotonic() - begin
     finally:
         if os.environ["RANK"] == "1":
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))  # lets the thread that hangs go
@@ -167,11 +164,10 @@ def test_a_rank_that_hangs_is_named_in_time(tmp_path: Path) -> None:
 
 def leaves_early(port: int, who: int) -> tuple[list[str], str | None] | None:
     """One rank says that it is here, and ends."""
-    check.GRACE_S = 0.5
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     launch = mesh.Launch.from_env()
     if launch.rank != who:
-        return whole(port, [["timeout_s=2"]] * 2)
+        return whole(port, [["timeout_s=2"]] * 2, grace_s=0.5)
     exchange = KVExchange(launch.rank, 2, open_store(launch, 2))
     exchange.gather({"rank": who, "node": who, "host": HOST, "local_world_size": 1}, 2)
     return None
@@ -187,16 +183,11 @@ def test_the_others_end_where_rank_0_does() -> None:
     assert result == ([], "rank 0 is gone; its own log says why")
 
 
-def alone(port: int) -> tuple[list[str], str | None]:
-    check.GRACE_S = 0.5
-    os.environ["WORLD_SIZE"] = "3"
-    return whole(port, [["timeout_s=1"]] * 2)
-
-
 def test_ranks_that_never_come_are_named() -> None:
     """Ranks 0 and 1 of 3, without a torchrun that would wait for the third."""
     port = free_port()
-    results = run_ranks(alone, 2, port, local_world=1, init=False)
+    short, env = [["timeout_s=1"]] * 2, [{"WORLD_SIZE": "3"}] * 2
+    results = run_ranks(whole, 2, port, short, env, 0.5, local_world=1, init=False)
     assert results[0][0] == [
         f"FAIL     ranks: 2 of 3 came within 1 s: rank 0 on {HOST} (node 0) and rank 1 on {HOST} (node 1); look at the logs "
         f"of rank 2, and whether their machines reach MASTER_ADDR=127.0.0.1, MASTER_PORT={port} through the firewalls"
@@ -206,17 +197,12 @@ def test_ranks_that_never_come_are_named() -> None:
     assert [result[1] for result in results] == [verdict, verdict]
 
 
-def unreachable(port: int) -> str | None:
-    os.environ |= {"RANK": "1", "WORLD_SIZE": "2"}
-    try:
-        return whole(port, [[], ["timeout_s=0.2"]])[1]
-    except JobError as error:
-        return str(error)
+SECOND_OF_TWO = [["timeout_s=0.2"]], [{"RANK": "1", "WORLD_SIZE": "2"}]
 
 
 def test_a_master_that_is_not_there() -> None:
     port = free_port()
-    (said,) = run_ranks(unreachable, 1, port, init=False)
+    ((_, said),) = run_ranks(whole, 1, port, *SECOND_OF_TWO, init=False)
     assert said == (
         f"MASTER_ADDR=127.0.0.1, MASTER_PORT={port} cannot be reached from {HOST} within 0.2 s (Connection refused); "
         "MASTER_ADDR must name the node of rank 0 as all nodes see it, rank 0 must be running there, and firewalls must let "
@@ -226,10 +212,9 @@ def test_a_master_that_is_not_there() -> None:
 
 def stranger() -> tuple[int, str | None]:
     """The master's port belongs to a server that takes connections and says nothing."""
-    check.GRACE_S = 0.5
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-        return port, unreachable(port)
+        return port, whole(port, *SECOND_OF_TWO, grace_s=0.5)[1]
 
 
 def test_a_port_that_something_else_listens_at() -> None:
@@ -239,13 +224,9 @@ def test_a_port_that_something_else_listens_at() -> None:
     )
 
 
-def no_interface(port: int, folder: Path) -> tuple[list[str], str | None]:
-    os.environ["GLOO_SOCKET_IFNAME"] = "none0"
-    return whole(port, [["timeout_s=10", f"trainer.output_dir={folder}"]] * 2)
-
-
 def test_groups_that_cannot_be_made_say_what_to_look_at(tmp_path: Path) -> None:
-    results = run_ranks(no_interface, 2, free_port(), tmp_path, local_world=1, init=False)
+    same, env = [["timeout_s=10", f"trainer.output_dir={tmp_path}"]] * 2, [{"GLOO_SOCKET_IFNAME": "none0"}] * 2
+    results = run_ranks(whole, 2, free_port(), same, env, local_world=1, init=False)
     assert results[0][0][-1] == (
         "FAIL     groups: ifa != nullptr. Unable to find address for: none0 "
         f"(rank 0 on {HOST} (node 0) and rank 1 on {HOST} (node 1)); {check.NETWORK}"

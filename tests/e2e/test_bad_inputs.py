@@ -362,7 +362,6 @@ TWO_RANKS: list[tuple[str, Arguments, str]] = [
         "actor.ppo_mini_batch_size: 1 prompts x rollout.n 3 = 3 samples of an update do not divide over 2 ranks; "
         "nearest that work: actor.ppo_mini_batch_size=2",
     ),
-    ("no model folder", lambda p: [f"model.path={p.folder}/none"], "model.path: '{folder}/none': no such folder"),
     (
         "a reward that raises on one rank",
         lambda p: [p.reward("boom_on_rank_1")],
