@@ -146,6 +146,12 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         lambda p: ["reward.functions=[{name: ocr, wieght: 2}]"],
         "unknown key reward.functions[0].wieght; did you mean reward.functions[0].weight?",
     ),
+    (
+        "unknown key two sections down",
+        lambda p: ["rollout.val.stepz=3"],
+        "unknown key rollout.val.stepz; known here: n, seed, num_inference_steps, height, width, num_frames, "
+        "guidance_scale, true_cfg_scale, noise_level, solver",
+    ),
     ("wrong type", lambda p: ["rollout.n=many"], "rollout.n: expected an integer, got 'many'"),
     (
         "not a choice",
@@ -176,13 +182,6 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         "trainer.logger: 'wandbb' should be one of console, tensorboard, wandb (did you mean wandb?)",
     ),
 ]
-
-# As the first argument.
-CONFIG_FILES: list[tuple[str, str, str]] = [
-    ("broken.yaml", "trainer:\n  seed: [1\n", "{file}:3:1: not valid YAML: expected ',' or ']', but got '<stream end>'"),
-    ("nested.yaml", "rollout:\n  val:\n    stepz: 3\n", "unknown key rollout.val.stepz; known here: n, seed, "
-     "num_inference_steps, height, width, num_frames, guidance_scale, true_cfg_scale, noise_level, solver"),
-]  # fmt: skip
 
 DATA: list[tuple[str, Arguments, str]] = [
     (
@@ -336,10 +335,9 @@ def test_refused_at_once(place: Place, arguments: Arguments, message: str) -> No
     assert len(done.stderr.splitlines()) == 1 and done.stdout == ""
 
 
-@pytest.mark.parametrize(("name", "content", "message"), CONFIG_FILES)
-def test_refused_files(place: Place, name: str, content: str, message: str) -> None:
-    file = place.write(name, content)
-    check(task([file, *place.good]), message.format(file=file), 2)
+def test_a_refused_file(place: Place) -> None:
+    file = place.write("broken.yaml", "trainer:\n  seed: [1\n")
+    check(task([file, *place.good]), f"{file}:3:1: not valid YAML: expected ',' or ']', but got '<stream end>'", 2)
 
 
 @pytest.mark.parametrize(("arguments", "message"), named(SETTINGS))
