@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -174,9 +174,9 @@ def test_a_batch_script(project: Path, path: Path) -> None:
     done = run(project, ["bash", str(path)], {**SLURM_BATCH, **EIGHT_GPUS})
     assert (done.returncode, done.stderr) == (0, "")
     words = [line[1:-1] for line in done.stdout.splitlines() if line.startswith("[")]
-    assert [words[i + 1] for i, word in enumerate(words) if word == "--node-rank"] == ["0", "1"]
-    assert [words[i + 1] for i, word in enumerate(words) if word == "--master-addr"] == ["10.0.0.1"] * 2
-    assert [words[i + 1] for i, word in enumerate(words) if word == "--nproc-per-node"] == ["8"] * 2
+    wanted = {"--node-rank": ["0", "1"], "--master-addr": ["10.0.0.1"] * 2, "--nproc-per-node": ["8"] * 2}
+    for option, values in wanted.items():
+        assert [words[i + 1] for i, word in enumerate(words) if word == option] == values
     assert words[-2:] == TRAINING
     assert "TORCH_ELASTIC_SHUTDOWN_TIMEOUT=280\n" in done.stdout
     given = [line[1:-1] for line in done.stdout.splitlines() if line.startswith("<")]
@@ -197,28 +197,25 @@ def test_a_batch_script_that_ran_out_of_time_is_queued_again(
 def test_rocm(project: Path) -> None:
     script = str(ROOT / "examples" / "launch" / "rocm_docker.sh")
     env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1", "HIP_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7"}
-    second_of_two(run(project, ["sh", script], env), "29500", ["trainer.output_dir=/shared/outputs/phalanx"])
+    second_of_two(run(project, ["sh", script], env))
 
 
 def test_skypilot(project: Path) -> None:
     (task,) = documents("skypilot.yaml")
-    for script in (task["setup"], task["run"]):
-        done = run(project, ["bash", "-c", script], SKYPILOT)
-        assert done.returncode == 0
-    second_of_two(done, "29500", ["trainer.output_dir=/shared/outputs/phalanx"])
+    assert run(project, ["bash", "-c", task["setup"]], SKYPILOT).returncode == 0
+    second_of_two(run(project, ["bash", "-c", task["run"]], SKYPILOT))
 
 
 def test_dstack(project: Path) -> None:
     (task,) = documents("dstack.yml")
-    done = run(project, ["bash", "-c", " && ".join(task["commands"])], DSTACK)
-    second_of_two(done, "29500", ["trainer.output_dir=/shared/outputs/phalanx"])
+    second_of_two(run(project, ["bash", "-c", " && ".join(task["commands"])], DSTACK))
 
 
 def test_kubeflow(project: Path) -> None:
     (job,) = documents("kubeflow_trainjob.yaml")
     trainer = job["spec"]["trainer"]
     env = {variable["name"]: variable["value"] for variable in trainer["env"]}
-    second_of_two(run(project, [*trainer["command"], *trainer["args"]], {**env, **TRAIN_JOB}), "29400", trainer["args"])
+    second_of_two(run(project, [*trainer["command"], *trainer["args"]], {**env, **TRAIN_JOB}), trainer["args"], "29400")
     patch = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     grace = patch["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
     assert grace > int(env["GRACE_S"])
@@ -239,7 +236,11 @@ def test_kubernetes(project: Path) -> None:
     assert options[:6] == ["--nnodes", "4", "--node-rank", "1", "--master-addr", "phalanx-0.phalanx"]
 
 
-def second_of_two(done: CompletedProcess[str], port: str, overrides: list[str]) -> None:
+def second_of_two(
+    done: CompletedProcess[str],
+    overrides: Sequence[str] = ("trainer.output_dir=/shared/outputs/phalanx",),
+    port: str = "29500",
+) -> None:
     """It is node 1 of 2, with 8 ranks, and trains."""
     options = [line[1:-1] for line in done.stdout.splitlines() if line.startswith("[")]
     assert (done.returncode, done.stderr) == (0, "")

@@ -26,6 +26,7 @@ from tests.shells import (
 )
 
 TASK = ("tasks/train.py", "cfg.yaml", "a.b=two words")
+ONE_NODE_OF_SKYPILOT = {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NUM_GPUS_PER_NODE": "0"}
 
 
 @pytest.fixture
@@ -116,15 +117,7 @@ def test_each_for_itself(shell: list[str], folder: Path, plain: Mapping[str, str
         pytest.param({"WORLD_SIZE": "9", "RANK": "3"}, id="world-size-leaks"),
         pytest.param({"NNODES": "1", "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "9"}, id="started-by-a-rank"),
         pytest.param({"JOB_COMPLETION_INDEX": "3"}, id="one-node-a-index"),
-        pytest.param(
-            {
-                "SKYPILOT_NODE_RANK": "0",
-                "SKYPILOT_NUM_NODES": "1",
-                "SKYPILOT_NODE_IPS": "a",
-                "SKYPILOT_NUM_GPUS_PER_NODE": "0",
-            },
-            id="skypilot-cpu",
-        ),
+        pytest.param({**SKYPILOT, **ONE_NODE_OF_SKYPILOT}, id="skypilot-cpu"),
         pytest.param({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, id="mpirun-of-one"),
     ],
 )
@@ -211,13 +204,8 @@ def test_a_plan_in_a_batch_script(shell: list[str], slurm: Path) -> None:
 # -- a task per GPU ---------------------------------------------------------------------------------------------------
 
 SLURM_TASK = {**SLURM_STEP, "SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "11", "SLURM_LOCALID": "3", **EIGHT_GPUS}
-MPIRUN_TASK = {
-    "OMPI_COMM_WORLD_SIZE": "16",
-    "OMPI_COMM_WORLD_RANK": "11",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "8",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "3",
-    "MASTER_ADDR": "10.0.0.1",
-}
+PLACE = {"SIZE": "16", "RANK": "11", "LOCAL_SIZE": "8", "LOCAL_RANK": "3"}
+MPIRUN_TASK = {**{f"OMPI_COMM_WORLD_{name}": value for name, value in PLACE.items()}, "MASTER_ADDR": "10.0.0.1"}
 TORCH_TASK = {"WORLD_SIZE": "16", "RANK": "11", "LOCAL_WORLD_SIZE": "8", "LOCAL_RANK": "3", "MASTER_ADDR": "10.0.0.1"}
 
 

@@ -376,13 +376,8 @@ class TestImages:
         with start(tmp_path) as log:
             log.records(10, "ocr", reversed(given))
         folder = tmp_path / "images/ocr/step_000010"
-        assert sorted(p.name for p in folder.iterdir()) == [
-            "00000.png",
-            "00002.png",
-            "00007.png",
-            "grid.png",
-            "index.jsonl",
-        ]
+        names = ["00000.png", "00002.png", "00007.png", "grid.png", "index.jsonl"]
+        assert sorted(p.name for p in folder.iterdir()) == names
         index = [json.loads(line) for line in (folder / "index.jsonl").read_text(encoding="utf-8").splitlines()]
         assert index == [
             {"index": 0, "prompt": 'a sign that says "0"', "reward": 0.0, "file": "00000.png"},

@@ -79,14 +79,13 @@ def kind_of(records: Sequence[Record]) -> str:
 # -- the files --------------------------------------------------------------------------------------------------------
 
 
-def save_records(run_folder: Path, step: int, set_name: str, records: Iterable[Record]) -> Path:
+def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record]) -> Path:
     """Write the samples of one validation and return their folder, such as `run_folder/images/<set>/step_000010`.
 
     Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite) and `file` or `text`, in the order
-    of the index. Beside it are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the
+    of `rows`. Beside it are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the
     index, and `grid.mp4`. The folder appears at once, complete, and replaces an older one.
     """
-    rows = sorted(records, key=lambda record: record.index)
     assert len({record.index for record in rows}) == len(rows), "two records have one index"
     kind = kind_of(rows)
     if not set_name or set_name in (".", "..") or "/" in set_name:
