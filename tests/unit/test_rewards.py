@@ -151,7 +151,7 @@ def test_terms_their_names_and_weights(tmp_path: Path) -> None:
         mine("Stateful", weight=-1.0, term="shift", offset=0.25),
         entry(path=f"{tmp_path}/own.py:length", weight=0.5),
     )
-    assert reward.names == ["brightness", "shift", "length"]
+    assert [term.name for term in reward.terms] == ["brightness", "shift", "length"]
     reward.submit(*some("ab", "abcd", value=0.5))
     reward.submit(*some("a", value=1.0))
     terms = reward.collect()
@@ -292,15 +292,15 @@ def test_cpu_rewards_overlap_with_sampling() -> None:
     overlapped = rewards(mine("nap", seconds=0.1))
     sampled = sample(overlapped)
     overlapped.collect()
+    assert time.perf_counter() - sampled < 0.3
     assert len(overlapped.spans) == 4 and overlapped.busy_s >= 0.4
     assert sum(end < sampled for _, end in overlapped.spans) >= 2  # three on a quiet machine
-    assert overlapped.waited_s < 0.3
 
     after = rewards(mine("nap", seconds=0.1), overlap=False)
     sampled = sample(after)
     after.collect()
     assert all(start > sampled for start, _ in after.spans)
-    assert after.waited_s >= 0.4
+    assert time.perf_counter() - sampled >= 0.4
 
 
 def test_workers_run_side_by_side() -> None:

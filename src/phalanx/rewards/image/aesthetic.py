@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.rewards.base import DeviceReward
-from phalanx.rewards.image._clip import Clip
+from phalanx.rewards.image._clip import Clip, read_weights
 
 # Positions in the published nn.Sequential, which has a dropout at 1, 3 and 5.
 _WIDTHS = {"0": 1024, "2": 128, "4": 64, "6": 16, "7": 1}
@@ -27,7 +27,7 @@ class Aesthetic(DeviceReward):
 
     def __init__(self, predictor: str, clip_model: str = "openai/clip-vit-large-patch14", device: str = "cpu") -> None:
         layers = _load_predictor(predictor)
-        self._clip = Clip(clip_model, clip_model, device, names=("clip_model", "clip_model"), text=False)
+        self._clip = Clip(clip_model, device, name="clip_model", text=False)
         width = layers[0].in_features
         if width != self._clip.dim:
             raise ValueError(
@@ -45,14 +45,7 @@ class Aesthetic(DeviceReward):
 
 def _load_predictor(predictor: str) -> nn.Sequential:
     """The layers of a file with the keys `layers.0.weight`, `layers.0.bias`, ..., `layers.7.bias`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = _predictor_file(predictor)
-    try:
-        state = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"predictor={predictor!r} is not a safetensors file: {error}") from error
+    state = read_weights(_predictor_file(predictor), f"predictor={predictor!r}")
     first = state.get("layers.0.weight")
     if first is None or first.ndim != 2:
         raise ValueError(f"predictor={predictor!r} has no matrix layers.0.weight; expected {_keys()}")
