@@ -16,38 +16,27 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
-from phalanx.rewards import RewardSet
-from phalanx.types import Prompt
 from tests.tiny import byte_alphabet, clip_tokenizer
-from tests.unit.test_rewards_clip import pil, random_images
+from tests.unit.test_rewards_clip import (
+    DIM,
+    EDGE,
+    PATCH,
+    PROMPTS,
+    TEXT_WIDTH,
+    TOKENS,
+    WIDTH,
+    build,
+    error_of,
+    pil,
+    random_images,
+    save_clip_base,
+    score,
+)
 
-PROMPTS = ["a red cat", "two dogs, one of them asleep", "a red cat"]
 State = dict[str, Tensor]
 
 
-def build(name: str, **kwargs: Any) -> RewardSet:
-    plain = {k: str(v) if isinstance(v, Path) else v for k, v in kwargs.items()}
-    return RewardSet(FlowRewardConfig(functions=[FlowRewardFunctionConfig(name=name, kwargs=plain)]), "cpu")
-
-
-def score(name: str, images: Tensor, prompts: list[str], **kwargs: Any) -> Tensor:
-    reward = build(name, **kwargs)
-    assert reward.terms[0].on_device
-    reward.submit(images, [Prompt(text, i, {}) for i, text in enumerate(prompts)])
-    return reward.collect()[name]
-
-
-def error_of(name: str, **kwargs: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        build(name, **kwargs)
-    assert "\n" not in str(error.value)
-    return str(error.value).removeprefix(f"reward.functions[0] ({name}): ")
-
-
 # --- open_clip's CLIP, in torch's own layers: the names of its weights are those of its modules
-
-EDGE, PATCH, WIDTH, TEXT_WIDTH, DIM, TOKENS = 28, 7, 48, 32, 24, 16
 
 
 class Block(nn.Module):
@@ -122,23 +111,7 @@ def open_clip() -> OpenClip:
 
 @pytest.fixture(scope="module")
 def clip_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stands beside the weights of such a model: configuration, tokenizer and preprocessing."""
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPProcessor
-
-    tokenizer = clip_tokenizer()
-    layers = {"num_hidden_layers": 2, "hidden_act": "gelu"}
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    text = {"hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "num_attention_heads": 2, **layers, **ids}
-    vision = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_attention_heads": 3, **layers}
-    folder = tmp_path_factory.mktemp("base")
-    CLIPConfig(
-        text_config={**text, "vocab_size": len(tokenizer), "max_position_embeddings": TOKENS},
-        vision_config={**vision, "image_size": EDGE, "patch_size": PATCH},
-        projection_dim=DIM,
-    ).save_pretrained(folder)
-    images = CLIPImageProcessor(size={"shortest_edge": EDGE}, crop_size={"height": EDGE, "width": EDGE})
-    CLIPProcessor(images, tokenizer).save_pretrained(folder)
-    return folder
+    return save_clip_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
