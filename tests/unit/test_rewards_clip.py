@@ -19,7 +19,7 @@ from torch import Tensor
 from phalanx.rewards import DeviceReward, RewardSet
 from phalanx.rewards.image._clip import pixels_of
 from phalanx.types import Prompt
-from tests.judged import cut
+from tests.judged import broken_copy, cut
 from tests.rewards import entry, rewards, told
 from tests.tiny import clip_tokenizer
 
@@ -234,13 +234,8 @@ def test_weights_of_another_model(tmp_path: Path, clip_folder: Path) -> None:
 def test_broken_downloads(
     tmp_path: Path, clip_folder: Path, file: str, change: Callable[[str], str], reason: str
 ) -> None:
-    folder = tmp_path / "clip"
-    shutil.copytree(clip_folder, folder)
-    whole = (folder / file).read_bytes().decode("latin-1")
-    (folder / file).write_bytes(change(whole).encode("latin-1"))
-    assert (folder / file).read_bytes() != whole.encode("latin-1")
-    message = error_of("clip_score", model=folder)
-    assert message.startswith(f"model='{folder}' {reason}")
+    folder = broken_copy(clip_folder, tmp_path / "clip", file, change)
+    assert error_of("clip_score", model=folder).startswith(f"model='{folder}' {reason}")
 
 
 @pytest.mark.parametrize(

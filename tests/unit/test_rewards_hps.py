@@ -419,9 +419,8 @@ def test_hps_v3_in_batches_and_another_order(qwen_base: Path, hps_v3_file: Path)
     at_once = v3(images, prompts, hps_v3_file, qwen_base, micro_batch_size=8)
     assert at_once.std() > 0.01 and (at_once[0] - at_once[3]).abs() > 1e-3
     for size in (1, 2, 5):
-        torch.testing.assert_close(
-            v3(images, prompts, hps_v3_file, qwen_base, micro_batch_size=size), at_once, atol=2e-5, rtol=0
-        )
+        found = v3(images, prompts, hps_v3_file, qwen_base, micro_batch_size=size)
+        torch.testing.assert_close(found, at_once, atol=2e-5, rtol=0)
     back = v3(images.flip(0), prompts[::-1], hps_v3_file, qwen_base, micro_batch_size=3)
     torch.testing.assert_close(back.flip(0), at_once, atol=2e-5, rtol=0)
 
@@ -437,15 +436,11 @@ def test_special_tokens_in_a_prompt_are_text(qwen_base: Path, hps_v3_state: Stat
 def test_weights_in_shards_and_under_the_names_of_today(
     qwen_base: Path, hps_v3_state: State, hps_v3_file: Path, tmp_path: Path
 ) -> None:
-    today = {
-        k.replace("model.", "model.language_model.", 1).replace("visual.", "model.visual.", 1) for k in hps_v3_state
-    }
-    assert "model.visual.patch_embed.proj.weight" in today and "model.language_model.norm.weight" in today
     renamed = {
-        f"model.{k}" if k.startswith("visual.") else k.replace("model.", "model.language_model.", 1): v
+        k.replace("model.", "model.language_model.", 1).replace("visual.", "model.visual.", 1): v
         for k, v in hps_v3_state.items()
     }
-    assert renamed.keys() == today
+    assert "model.visual.patch_embed.proj.weight" in renamed and "model.language_model.norm.weight" in renamed
     names = sorted(renamed)
     for i, part in enumerate((names[::2], names[1::2])):
         save_file({name: renamed[name] for name in part}, tmp_path / f"model-{i}.safetensors")
@@ -458,7 +453,7 @@ def test_weights_in_shards_and_under_the_names_of_today(
 def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    from phalanx.rewards.image.hps_v3 import Patches, resized
+    from phalanx.rewards.image.hps_v3 import patches_of, resized
 
     area = 256 * 28 * 28
     sides = (30, 64, 448, 449, 512, 768, 1000, 1024, 1328, 1664)
@@ -474,7 +469,7 @@ def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
     for size in ((SIZE, SIZE), (96, 200), (700, 500)):
         images = random_images(*size)
         expected = processor(images=pil(images), return_tensors="pt")
-        pixels, grid = Patches(14, 2, 2)(images)
+        pixels, grid = patches_of(images, 14, 2, 2)
         assert torch.equal(grid, expected.image_grid_thw)
         levels = (pixels - expected.pixel_values).abs() * 0.28 * 255
         assert levels.max() < (0.01 if size == (SIZE, SIZE) else 2.1) and levels.mean() < 0.25

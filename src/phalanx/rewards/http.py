@@ -225,11 +225,10 @@ class Http(RewardWithExtras):
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
                 with self._lock:
-                    known = key in self._left_out
-                    self._left_out.add(key)
-                if not known:
-                    kind = type(value).__name__
-                    log.warning("%s: metadata %r is not sent, since JSON cannot hold it (%s)", self.shown, key, kind)
+                    if key not in self._left_out:
+                        self._left_out.add(key)
+                        said = "%s: metadata %r is not sent, since JSON cannot hold it (%s)"
+                        log.warning(said, self.shown, key, type(value).__name__)
             else:
                 kept[key] = value
         return kept

@@ -132,10 +132,9 @@ def _takes(found: Callable[..., Any]) -> str:
 
     Of a class it is read before an instance is made, which may load a model.
     """
-    names = list(inspect.signature(found.__call__ if isinstance(found, type) else found).parameters)
-    if isinstance(found, type):
-        names = names[1:]  # without self
-    return names[0] if names and names[0] in TAKES else "images"
+    names = inspect.signature(found.__call__ if isinstance(found, type) else found).parameters
+    first = next((name for name in names if name != "self"), "")
+    return first if first in TAKES else "images"
 
 
 def _instance(found: Callable[..., Any], kwargs: dict[str, Any], where: str) -> Any:

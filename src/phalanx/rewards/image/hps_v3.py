@@ -79,8 +79,7 @@ class HpsV3(DeviceReward):
         config.text_config.vocab_size = rows
         self._head = _head(head, model).to(device)
         self._backbone = _backbone(backbone, config, _DTYPES[dtype], device, (model, base))
-        vision = config.vision_config
-        self._patches = Patches(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+        self._vision = config.vision_config
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
@@ -90,8 +89,11 @@ class HpsV3(DeviceReward):
         return torch.cat(parts) if parts else torch.zeros(0)
 
     def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        pixels, grid = self._patches(images.to(self._device))
-        tokens = self._tokens(prompts, int(grid[0].prod()) // self._patches.merge**2)
+        vision = self._vision
+        pixels, grid = patches_of(
+            images.to(self._device), vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+        )
+        tokens = self._tokens(prompts, int(grid[0].prod()) // vision.spatial_merge_size**2)
         # No mask: a token sees what is left of it, and the padding is right of the reward token. Positions: see 4.
         positions = torch.arange(tokens.shape[1], device=self._device).expand(3, *tokens.shape)
         hidden = self._backbone(
@@ -112,31 +114,24 @@ class HpsV3(DeviceReward):
         return ids.to(self._device)
 
 
-class Patches:
-    """Qwen2-VL's image preprocessing, for a batch of images of one size on any device.
+def patches_of(images: Tensor, side: int, merge: int, frames: int) -> tuple[Tensor, Tensor]:
+    """Images [b, 3, H, W] in 0..1 -> patches [b * h * w, values], and their grid [b, 3] of rows (1, h, w).
 
-    The steps of transformers' Qwen2VLImageProcessor, which works image by image and leaves the device; the two agree
-    within two of 255 levels (tested). An image fills both frames of the model's pairs of video frames.
+    Qwen2-VL's preprocessing, for a batch on any device: the steps of transformers' Qwen2VLImageProcessor, which works
+    image by image and leaves the device; the two agree within two of 255 levels (tested). A patch is `side` pixels
+    wide, merge * merge of them become a token. An image fills all `frames` of the model's pairs of video frames.
     """
+    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-    def __init__(self, patch: int, merge: int, frames: int) -> None:
-        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-
-        self.patch, self.merge, self.frames = patch, merge, frames
-        self._mean = torch.tensor(OPENAI_CLIP_MEAN).view(3, 1, 1)
-        self._std = torch.tensor(OPENAI_CLIP_STD).view(3, 1, 1)
-
-    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images [b, 3, H, W] in 0..1 -> patches [b * h * w, values], and their grid [b, 3] of rows (1, h, w)."""
-        b, side, merge = len(images), self.patch, self.merge
-        height, width = resized(images.shape[2], images.shape[3], side * merge, _PIXELS)
-        pixels = resize(images, (height, width)) / 255
-        pixels = (pixels - self._mean.to(pixels.device)) / self._std.to(pixels.device)
-        h, w = height // side, width // side
-        pixels = pixels.view(b, 3, 1, h // merge, merge, side, w // merge, merge, side)
-        # patches that become one token lie together: [b, h, w, merge, merge, 3, frames, side, side]
-        patches = pixels.permute(0, 3, 6, 4, 7, 1, 2, 5, 8).expand(-1, -1, -1, -1, -1, -1, self.frames, -1, -1)
-        return patches.reshape(b * h * w, -1), torch.tensor([[1, h, w]] * b, device=images.device)
+    b, device = len(images), images.device
+    height, width = resized(images.shape[2], images.shape[3], side * merge, _PIXELS)
+    mean, std = (torch.tensor(rgb, device=device).view(3, 1, 1) for rgb in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    pixels = (resize(images, (height, width)) / 255 - mean) / std
+    h, w = height // side, width // side
+    pixels = pixels.view(b, 3, 1, h // merge, merge, side, w // merge, merge, side)
+    # patches that become one token lie together: [b, h, w, merge, merge, 3, frames, side, side]
+    patches = pixels.permute(0, 3, 6, 4, 7, 1, 2, 5, 8).expand(-1, -1, -1, -1, -1, -1, frames, -1, -1)
+    return patches.reshape(b * h * w, -1), torch.tensor([[1, h, w]] * b, device=device)
 
 
 def resized(height: int, width: int, unit: int, pixels: int) -> tuple[int, int]:
