@@ -23,7 +23,6 @@ import uvicorn
 from fastapi import FastAPI, HTTPException, Request
 from PIL import Image
 from pydantic import BaseModel, ValidationError
-from starlette.requests import ClientDisconnect
 from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -158,17 +157,20 @@ class RewardServer:
         )
         limit = int(self.cfg.max_body_mb * 1e6)
         chunks: list[bytes] = []
-        size, in_time = 0, True
+        size, more, in_time = 0, True, True
         try:
             async with asyncio.timeout(self.cfg.read_timeout_s):
-                async for chunk in request.stream():
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise _left()
+                    chunk = message.get("body", b"")
                     size += len(chunk)
                     if allowed and size <= limit:
                         chunks.append(chunk)
                     else:
                         chunks.clear()
-        except ClientDisconnect:
-            raise _left() from None
+                    more = message.get("more_body", False)
         except TimeoutError:
             in_time = False
         if not allowed:
