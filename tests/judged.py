@@ -4,11 +4,12 @@ place of the sampled images.
 
 import os
 import random
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -19,6 +20,7 @@ from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from phalanx.types import Prompt
 from tests.jobs import one_step, tiny_config
+from tests.rewards import told
 from tests.tiny_vlm import COLOURS, PICTURES, grades, name, picture
 
 PROMPTS = [f'the word "{colour}" on a wall' for colour in COLOURS] + ['"black"']
@@ -85,23 +87,28 @@ def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[l
 
 def refused(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...]) -> str:
     """On each rank: what is said of questions that the model cannot be asked."""
-    with pytest.raises(RewardError) as error:
-        ask(cfg, shares, questions)
-    return str(error.value)
+    return told(RewardError, ask, cfg, shares, questions)
 
 
 def mistake(cfg: RewardModelConfig) -> str:
     """On each rank: what is said of a model that cannot be loaded."""
     from phalanx.rewards.judge._model import RewardModel
 
-    with pytest.raises(ValueError) as error:
-        RewardModel(cfg, timeout_s=60.0)
-    return str(error.value)
+    return told(ValueError, RewardModel, cfg, timeout_s=60.0)
 
 
 def cut(text: str) -> str:
     """The content of a file whose download ended half way."""
     return text[: len(text) // 2]
+
+
+def broken_copy(model: Path, folder: Path, file: str, change: Callable[[str], str]) -> Path:
+    """A copy of a model folder, in which one file is changed."""
+    shutil.copytree(model, folder)
+    whole = (folder / file).read_bytes().decode("latin-1")
+    (folder / file).write_bytes(change(whole).encode("latin-1"))
+    assert (folder / file).read_bytes() != whole.encode("latin-1")
+    return folder
 
 
 def settings(judge: Path, *functions: str) -> list[str]:

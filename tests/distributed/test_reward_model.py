@@ -3,6 +3,7 @@
 import shutil
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 
 from phalanx.config.run import RewardModelConfig
 from phalanx.data.prompts import PromptStream, load_prompts
+from phalanx.rewards import RewardError
 from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from tests.jobs import one_step
@@ -19,6 +21,7 @@ from tests.judged import (
     QUESTIONS,
     RAGGED,
     ask,
+    broken_copy,
     config,
     converted,
     cut,
@@ -31,6 +34,7 @@ from tests.judged import (
     step_and_terms,
 )
 from tests.ranks import run_ranks
+from tests.rewards import told
 from tests.tiny_vlm import grades
 
 ENGINE = "reward.model.engine=transformers"
@@ -201,9 +205,7 @@ def unplanned(judge: Path) -> str:
     model = _load_model(str(judge), "float32")
     assert tensor_parallel_plan(model, 2)["model.language_model.layers.*.mlp.down_proj"] == "rowwise"
     model.model.language_model.layers[1].mlp.gate = torch.nn.Linear(4, 4)
-    with pytest.raises(ValueError) as error:
-        tensor_parallel_plan(model, 2)
-    return str(error.value)
+    return told(ValueError, tensor_parallel_plan, model, 2)
 
 
 def test_a_model_without_a_plan_is_refused(judge_model: Path) -> None:
@@ -218,16 +220,12 @@ def test_what_cannot_be_loaded_is_told_in_one_line(judge_model: Path, tmp_path: 
     from phalanx.engines.transformers import _load_model, load_processor
 
     for load in (load_processor, lambda path: _load_model(path, "float32")):
-        with pytest.raises(ValueError) as error:
-            load(str(tmp_path))
-        assert str(error.value).startswith(f"reward.model.path: {str(tmp_path)!r} does not load: ")
-        assert "\n" not in str(error.value)
+        message = told(ValueError, load, str(tmp_path))
+        assert message.startswith(f"reward.model.path: {str(tmp_path)!r} does not load: ") and "\n" not in message
     silent = tmp_path / "silent"
     shutil.copytree(judge_model, silent)
     (silent / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError) as error:
-        load_processor(str(silent))
-    assert str(error.value) == (
+    assert told(ValueError, load_processor, str(silent)) == (
         f"reward.model.path: {str(silent)!r} has no chat template for images, so that it cannot be asked"
     )
 
@@ -252,15 +250,10 @@ def test_what_is_broken_is_told_in_one_line(
 ) -> None:
     from phalanx.engines.transformers import _load_model, load_processor
 
-    folder = tmp_path / "model"
-    shutil.copytree(judge_model, folder)
-    whole = (folder / file).read_bytes().decode("latin-1")
-    (folder / file).write_bytes(change(whole).encode("latin-1"))
-    assert (folder / file).read_bytes() != whole.encode("latin-1")
-    with pytest.raises(ValueError) as error:
-        load_processor(str(folder)) if file == "tokenizer.json" else _load_model(str(folder), "float32")
-    assert str(error.value).startswith(f"reward.model.path: {str(folder)!r} {reason}")
-    assert "\n" not in str(error.value)
+    folder = broken_copy(judge_model, tmp_path / "model", file, change)
+    load = load_processor if file == "tokenizer.json" else partial(_load_model, dtype="float32")
+    message = told(ValueError, load, str(folder))
+    assert message.startswith(f"reward.model.path: {str(folder)!r} {reason}") and "\n" not in message
 
 
 @pytest.mark.full
@@ -281,8 +274,7 @@ def test_a_judge_in_a_job(sd3_folder: Path, judge_model: Path, tmp_path: Path) -
     assert len(set(scores.tolist())) >= 3
     for without, with_judge in zip(plain, judged, strict=True):
         assert torch.equal(with_judge["reward"], without["reward"])
-        for key, weight in without["weights"].items():
-            assert torch.equal(with_judge["weights"][key], weight), key
+        torch.testing.assert_close(with_judge["weights"], without["weights"], rtol=0, atol=0)
 
 
 def waiting(cfg: Any, answered: Path) -> dict[str, Any]:
@@ -317,20 +309,13 @@ def test_a_model_on_some_ranks_answers_while_others_sample(sd3_folder: Path, jud
     beside = run_ranks(waiting, 2, config(sd3_folder, tmp_path / "a", *judges), tmp_path / "answered", timeout=100)
     after = run_ranks(step_and_terms, 2, config(sd3_folder, tmp_path / "b", *judges, "reward.overlap=false"))
     for one, other in zip(beside, after, strict=True):
-        assert one["terms"].keys() == other["terms"].keys()
-        for name, values in one["terms"].items():
-            assert torch.equal(values, other["terms"][name]), name
+        torch.testing.assert_close(one["terms"], other["terms"], rtol=0, atol=0)
         assert len(set(one["reward"].tolist())) >= 3
-        for key, weight in other["weights"].items():
-            assert torch.equal(one["weights"][key], weight), key
+        torch.testing.assert_close(one["weights"], other["weights"], rtol=0, atol=0)
 
 
 def failing(cfg: Any) -> str:
-    from phalanx.rewards import RewardError
-
-    with pytest.raises(RewardError) as error:
-        one_step(cfg)
-    return str(error.value)
+    return told(RewardError, one_step, cfg)
 
 
 def test_a_question_that_fails_beside_the_sampling_ends_the_job(

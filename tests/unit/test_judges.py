@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError
-from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
+from phalanx.config.flow import FlowRewardConfig
 from phalanx.config.run import RewardModelConfig
 from phalanx.rewards import RewardOutput, RewardSet
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.rewards.judge.vlm_ocr import VlmOcr
+from phalanx.rewards.registry import build_terms
+from tests.rewards import entry, told
 
 GRADES = "Alignment Score (1-5): {}\nCoherence Score (1-5): {}\nStyle Score (1-5): {}"
 
@@ -39,9 +41,7 @@ def test_vlm_ocr_wants_a_target() -> None:
     assert VlmOcr().question("a prompt", {"ground_truth": "x"}) == (
         "Please output only the text content from the image without any additional descriptions or formatting."
     )
-    with pytest.raises(ValueError) as error:
-        VlmOcr().question("a dog", {})
-    assert str(error.value) == (
+    assert told(ValueError, VlmOcr().question, "a dog", {}) == (
         'no ground_truth for the prompt "a dog" '
         "(expected a text in double quotes in the prompt, or a column ground_truth in the data)"
     )
@@ -74,9 +74,7 @@ def test_unified_reward_weighs_axes() -> None:
     judge = UnifiedReward(axes={"alignment": 3, "style": 1})
     assert judge.parse(GRADES.format(5, "?", 1), "", {}) == pytest.approx(0.75)
     assert judge.question("a red dog", {}).startswith("An image generator was given this caption:\n[a red dog]\n")
-    with pytest.raises(ValueError) as error:
-        UnifiedReward(axes={"beauty": 1})
-    assert str(error.value) == (
+    assert told(ValueError, UnifiedReward, axes={"beauty": 1}) == (
         "axes {'beauty': 1}: expected positive weights of alignment, coherence, style, or of some of them"
     )
 
@@ -104,39 +102,30 @@ class Empty(Judge):
 
 
 def test_a_judge_of_ones_own(tmp_path: Path) -> None:
-    from phalanx.rewards.registry import build_terms
-
     (tmp_path / "own.py").write_text(OWN)
-    entry = FlowRewardFunctionConfig(path=f"{tmp_path}/own.py:Seen", weight=0.5)
-    (term,) = build_terms([entry], "cpu", unparseable_score=-1.0)
+    seen = entry(path=f"{tmp_path}/own.py:Seen", weight=0.5)
+    (term,) = build_terms([seen], "cpu", unparseable_score=-1.0)
     assert (term.name, term.share.weight) == ("Seen", 0.5)
     assert isinstance(term.function, ParsedAnswers)
     assert term.function.judge.question("p", {"thing": "a dog"}) == "How well does the image show a dog? {0 to 10}"
     assert term.rows == ("Seen", "Seen_unparseable")
     assert term.function(["7", "seven"], ["p", "p"], [{}, {}]).scores == [0.7, -1.0]
-    with pytest.raises(ConfigError) as error:
-        build_terms([FlowRewardFunctionConfig(path=f"{tmp_path}/own.py:Empty")], "cpu", 0.0)
-    assert str(error.value) == "reward.functions[0]: the judge Empty has no method parse(answer, prompt, metadata)"
+    problem = "reward.functions[0]: the judge Empty has no method parse(answer, prompt, metadata)"
+    assert told(ConfigError, build_terms, [entry(path=f"{tmp_path}/own.py:Empty")], "cpu", 0.0) == problem
 
 
 def test_what_a_judge_logs_is_no_other_term(tmp_path: Path) -> None:
-    from phalanx.rewards.registry import build_terms
-
     (tmp_path / "own.py").write_text(OWN)
     paths = {"Seen": f"{tmp_path}/own.py:Seen", "Seen_unparseable": "phalanx.rewards.image.ocr:Ocr"}
     for names in (paths, reversed(paths)):
-        with pytest.raises(ConfigError) as error:
-            build_terms([FlowRewardFunctionConfig(name=name, path=paths[name]) for name in names], "cpu", 0.0)
-        assert str(error.value) == (
+        assert told(ConfigError, build_terms, [entry(name, paths[name]) for name in names], "cpu", 0.0) == (
             "reward.functions[0] and reward.functions[1] both log reward/Seen_unparseable; give one of them another name"
         )
 
 
 def refused(kwargs: dict[str, Any] | None = None, model: str | None = None, **settings: Any) -> str:
-    functions = [FlowRewardFunctionConfig(name="vlm_ocr", kwargs=kwargs or {})]
-    with pytest.raises(ConfigError) as error:
-        RewardSet(FlowRewardConfig(functions=functions, model=RewardModelConfig(path=model)), "cpu", **settings)
-    return str(error.value)
+    cfg = FlowRewardConfig(functions=[entry("vlm_ocr", **(kwargs or {}))], model=RewardModelConfig(path=model))
+    return told(ConfigError, RewardSet, cfg, "cpu", **settings)
 
 
 def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +145,7 @@ def test_mistakes_are_told_in_one_line(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_rewards_without_judges_ask_nothing() -> None:
-    rewards = RewardSet(
-        FlowRewardConfig(functions=[FlowRewardFunctionConfig(name="jpeg_compressibility")]), "cpu", group_timeout_s=60.0
-    )
+    rewards = RewardSet(FlowRewardConfig(functions=[entry("jpeg_compressibility")]), "cpu", group_timeout_s=60.0)
     assert not rewards.must_ask
     rewards.ask()
     assert list(rewards.collect()) == ["jpeg_compressibility"]

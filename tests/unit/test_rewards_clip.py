@@ -1,7 +1,10 @@
 """The rewards with a CLIP, at tiny size with random weights, against transformers' own processor and forward pass."""
 
 import json
+import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,49 +16,51 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
 from phalanx.rewards import DeviceReward, RewardSet
+from phalanx.rewards.image._clip import pixels_of
 from phalanx.types import Prompt
-from tests.judged import cut
+from tests.judged import broken_copy, cut
+from tests.rewards import entry, rewards, told
 from tests.tiny import clip_tokenizer
 
-EDGE = 28  # pixels of the tiny CLIP
-DIM = 24
+# of the tiny CLIP
+EDGE, PATCH, WIDTH, TEXT_WIDTH, DIM, TOKENS = 28, 7, 48, 32, 24, 16
 PROMPTS = ["a red cat", "two dogs, one of them asleep", "a red cat"]
 PREDICTOR_WIDTHS = {"0": 1024, "2": 128, "4": 64, "6": 16, "7": 1}
+
+
+def save_clip_base(folder: Path) -> Path:
+    """What stands beside the weights of a tiny CLIPModel: configuration, tokenizer and preprocessing."""
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPProcessor
+
+    tokenizer = clip_tokenizer()
+    layers = {"num_hidden_layers": 2, "hidden_act": "gelu"}
+    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    text = {"hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "num_attention_heads": 2, **layers, **ids}
+    vision = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_attention_heads": 3, **layers}
+    CLIPConfig(
+        text_config={**text, "vocab_size": len(tokenizer), "max_position_embeddings": TOKENS},
+        vision_config={**vision, "image_size": EDGE, "patch_size": PATCH},
+        projection_dim=DIM,
+    ).save_pretrained(folder)
+    images = CLIPImageProcessor(size={"shortest_edge": EDGE}, crop_size={"height": EDGE, "width": EDGE})
+    CLIPProcessor(images, tokenizer).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="module")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny CLIPModel with its processor; read only."""
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
+    from transformers import CLIPConfig, CLIPModel
 
-    folder = tmp_path_factory.mktemp("clip")
-    tokenizer = clip_tokenizer()
-    tower: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    ids = {
-        name: tokenizer.convert_tokens_to_ids(getattr(tokenizer, name[:-3]))
-        for name in ("bos_token_id", "eos_token_id")
-    }
-    config = CLIPConfig(
-        text_config={**tower, **ids, "vocab_size": len(tokenizer), "max_position_embeddings": 16},
-        vision_config={**tower, "image_size": EDGE, "patch_size": 7},
-        projection_dim=DIM,
-    )
+    folder = save_clip_base(tmp_path_factory.mktemp("clip"))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = CLIPModel(config)
+        model = CLIPModel(CLIPConfig.from_pretrained(folder))
         for parameter in model.parameters():  # large enough for scores that differ clearly
             torch.nn.init.normal_(parameter, std=0.2)
         torch.nn.init.constant_(model.logit_scale, 3.0)
     model.save_pretrained(folder)
-    images = CLIPImageProcessor(size={"shortest_edge": EDGE}, crop_size={"height": EDGE, "width": EDGE})
-    CLIPProcessor(images, tokenizer).save_pretrained(folder)
     return folder
 
 
@@ -94,15 +99,19 @@ def reference(folder: Path, images: Tensor, prompts: list[str]) -> Any:
     from transformers import CLIPModel, CLIPProcessor
 
     inputs = CLIPProcessor.from_pretrained(folder)(
-        text=prompts, images=pil(images), padding=True, truncation=True, max_length=16, return_tensors="pt"
+        text=prompts, images=pil(images), padding=True, truncation=True, max_length=TOKENS, return_tensors="pt"
     )
     with torch.no_grad():
         return CLIPModel.from_pretrained(folder).eval()(**inputs)
 
 
+def build(name: str, **kwargs: Any) -> RewardSet:
+    """A reward alone; paths among its kwargs are given as texts."""
+    return rewards(entry(name, **{k: str(v) if isinstance(v, Path) else v for k, v in kwargs.items()}))
+
+
 def score(name: str, images: Tensor, prompts: list[str], **kwargs: Any) -> Tensor:
-    functions = [FlowRewardFunctionConfig(name=name, kwargs={k: str(v) for k, v in kwargs.items()})]
-    reward = RewardSet(FlowRewardConfig(functions=functions), "cpu")
+    reward = build(name, **kwargs)
     assert isinstance(reward.terms[0].function, DeviceReward) and reward.terms[0].on_device
     reward.submit(images, [Prompt(text, i, {}) for i, text in enumerate(prompts)])
     return reward.collect()[name]
@@ -111,8 +120,6 @@ def score(name: str, images: Tensor, prompts: list[str], **kwargs: Any) -> Tenso
 @pytest.mark.parametrize("size", [(EDGE, EDGE), (64, 64), (40, 90), (101, 37), (15, 20)])
 def test_pixels_are_those_of_the_image_processor(clip_folder: Path, size: tuple[int, int]) -> None:
     from transformers import AutoImageProcessor
-
-    from phalanx.rewards.image._clip import pixels_of
 
     images = random_images(*size)
     processor = AutoImageProcessor.from_pretrained(clip_folder)
@@ -124,22 +131,21 @@ def test_pixels_are_those_of_the_image_processor(clip_folder: Path, size: tuple[
     assert levels.mean() < 0.25
 
 
-def test_clip_score_is_the_cosine(clip_folder: Path) -> None:
-    images = random_images(EDGE, EDGE)
-    found = score("clip_score", images, PROMPTS, model=clip_folder)
-    out = reference(clip_folder, images, PROMPTS)
-    expected = torch.cosine_similarity(out.image_embeds, out.text_embeds)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    assert found.std() > 0.01  # the test could tell images and prompts apart
-    swapped = score("clip_score", images, PROMPTS[1:] + PROMPTS[:1], model=clip_folder)
-    assert (swapped - found).abs().max() > 0.01
-
-
-def test_clip_score_of_larger_images_and_long_prompts(clip_folder: Path) -> None:
-    images, prompts = random_images(80, 60), ["x" * 40, "a cat " * 20, "b"]
+@pytest.mark.parametrize(
+    ("size", "prompts", "tolerance"),
+    [((EDGE, EDGE), PROMPTS, 1e-5), ((80, 60), ["x" * 40, "a cat " * 20, "b"], 2e-2)],
+    ids=["small", "larger images and long prompts"],
+)
+def test_clip_score_is_the_cosine(
+    clip_folder: Path, size: tuple[int, int], prompts: list[str], tolerance: float
+) -> None:
+    images = random_images(*size)
+    found = score("clip_score", images, prompts, model=clip_folder)
     out = reference(clip_folder, images, prompts)
     expected = torch.cosine_similarity(out.image_embeds, out.text_embeds)
-    torch.testing.assert_close(score("clip_score", images, prompts, model=clip_folder), expected, atol=2e-2, rtol=0)
+    torch.testing.assert_close(found, expected, atol=tolerance, rtol=0)
+    swapped = score("clip_score", images, prompts[1:] + prompts[:1], model=clip_folder)
+    assert (swapped - found).abs().max() > 0.01 and found.std() > 0.005  # images and prompts are told apart
 
 
 def test_pickscore_is_the_logit_over_26(clip_folder: Path) -> None:
@@ -168,27 +174,25 @@ def test_aesthetic_is_the_mlp_on_the_unit_image_vector(
 
 
 def error_of(name: str, **kwargs: Any) -> str:
-    functions = [FlowRewardFunctionConfig(name=name, kwargs={k: str(v) for k, v in kwargs.items()})]
-    with pytest.raises(ValueError) as error:
-        RewardSet(FlowRewardConfig(functions=functions), "cpu")
-    assert "\n" not in str(error.value)
-    return str(error.value)
+    message = told(ValueError, build, name, **kwargs)
+    assert "\n" not in message
+    return message.removeprefix(f"reward.functions[0] ({name}): ")
 
 
 def test_missing_models(tmp_path: Path, clip_folder: Path) -> None:
     assert error_of("clip_score", model=tmp_path / "no") == (
-        f"reward.functions[0] (clip_score): model='{tmp_path}/no' is not a folder; give a folder with a CLIP model, or a hub id"
+        f"model='{tmp_path}/no' is not a folder; give a folder with a CLIP model, or a hub id"
     )
     assert error_of("pickscore", model=clip_folder, processor="./no") == (
-        "reward.functions[0] (pickscore): processor='./no' is not a folder; give a folder with a CLIP model, or a hub id"
+        "processor='./no' is not a folder; give a folder with a CLIP model, or a hub id"
     )
     assert error_of("pickscore") == (  # the tests are offline
-        "reward.functions[0] (pickscore): model='yuvalkirstain/PickScore_v1' does not load as CLIPModel: We couldn't "
+        "model='yuvalkirstain/PickScore_v1' does not load as CLIPModel: We couldn't "
         "connect to 'https://huggingface.co' to load the files, and couldn't find them in the cached files."
     )
     (tmp_path / "bare").mkdir()
     message = error_of("clip_score", model=tmp_path / "bare")
-    assert message.startswith(f"reward.functions[0] (clip_score): model='{tmp_path}/bare' does not load as CLIPModel: ")
+    assert message.startswith(f"model='{tmp_path}/bare' does not load as CLIPModel: ")
 
 
 def test_weights_without_a_tokenizer(tmp_path: Path, clip_folder: Path) -> None:
@@ -196,7 +200,7 @@ def test_weights_without_a_tokenizer(tmp_path: Path, clip_folder: Path) -> None:
     for name in ("config.json", "model.safetensors", "processor_config.json"):
         (tmp_path / name).write_bytes((clip_folder / name).read_bytes())
     assert error_of("clip_score", model=tmp_path) == (
-        f"reward.functions[0] (clip_score): model='{tmp_path}' has a tokenizer of 2 tokens, and the model knows 514; "
+        f"model='{tmp_path}' has a tokenizer of 2 tokens, and the model knows 514; "
         "give the processor that belongs to the model"
     )
 
@@ -207,8 +211,7 @@ def test_weights_of_another_model(tmp_path: Path, clip_folder: Path) -> None:
     save_file({"logit_scale": torch.tensor(1.0)}, tmp_path / "model.safetensors", {"format": "pt"})
     message = error_of("clip_score", model=tmp_path)
     assert message == (
-        f"reward.functions[0] (clip_score): model='{tmp_path}' is not a CLIP model: "
-        "it has no text_model.embeddings.position_embedding.weight"
+        f"model='{tmp_path}' is not a CLIP model: it has no text_model.embeddings.position_embedding.weight"
     )
 
 
@@ -231,13 +234,8 @@ def test_weights_of_another_model(tmp_path: Path, clip_folder: Path) -> None:
 def test_broken_downloads(
     tmp_path: Path, clip_folder: Path, file: str, change: Callable[[str], str], reason: str
 ) -> None:
-    folder = tmp_path / "clip"
-    shutil.copytree(clip_folder, folder)
-    whole = (folder / file).read_bytes().decode("latin-1")
-    (folder / file).write_bytes(change(whole).encode("latin-1"))
-    assert (folder / file).read_bytes() != whole.encode("latin-1")
-    message = error_of("clip_score", model=folder)
-    assert message.startswith(f"reward.functions[0] (clip_score): model='{folder}' {reason}")
+    folder = broken_copy(clip_folder, tmp_path / "clip", file, change)
+    assert error_of("clip_score", model=folder).startswith(f"model='{folder}' {reason}")
 
 
 @pytest.mark.parametrize(
@@ -245,11 +243,7 @@ def test_broken_downloads(
     [
         {"image_processor_type": "ViTImageProcessor"},
         {"image_processor_type": "SiglipImageProcessor"},
-        {"image_processor_type": "CLIPImageProcessor", "crop_size": None},
-        {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False},
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": EDGE - 1}, "crop_size": EDGE},
-        {"image_processor_type": "CLIPImageProcessor", "resample": 2},
-        {"image_processor_type": "CLIPImageProcessor", "rescale_factor": 1.0},
     ],
 )
 def test_a_processor_that_is_not_clips(tmp_path: Path, clip_folder: Path, other: dict[str, Any]) -> None:
@@ -258,27 +252,32 @@ def test_a_processor_that_is_not_clips(tmp_path: Path, clip_folder: Path, other:
     (folder / "processor_config.json").unlink()
     (folder / "preprocessor_config.json").write_text(json.dumps(other))
     assert error_of("clip_score", model=folder) == (
-        "reward.functions[0] (clip_score): the image processor is not CLIP's: bicubic resize, centre crop, rescaling, "
-        "normalisation"
+        "the image processor is not CLIP's: bicubic resize, centre crop, rescaling, normalisation"
     )
 
 
-@pytest.mark.parametrize("lacking", ["crop_size", "size", "image_mean", "do_center_crop", "resample", "rescale_factor"])
-def test_processors_that_lack_a_value(clip_folder: Path, lacking: str) -> None:
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("crop_size", [None]),
+        ("size", [None]),
+        ("image_mean", [None]),
+        ("do_center_crop", [None, False]),
+        ("resample", [None, 2]),
+        ("rescale_factor", [None, 1.0]),
+    ],
+)
+def test_processors_that_lack_a_value_or_have_another(clip_folder: Path, key: str, values: list[Any]) -> None:
     from transformers import AutoImageProcessor
-
-    from phalanx.rewards.image._clip import pixels_of
 
     config = AutoImageProcessor.from_pretrained(clip_folder).to_dict()
     pixels_of(config, torch.device("cpu"))
-    for less in ({k: v for k, v in config.items() if k != lacking}, {**config, lacking: None}):
-        with pytest.raises(ValueError, match="the image processor is not CLIP's"):
-            pixels_of(less, torch.device("cpu"))
+    for other in ({k: v for k, v in config.items() if k != key}, *({**config, key: value} for value in values)):
+        assert told(ValueError, pixels_of, other, torch.device("cpu")).startswith("the image processor is not CLIP's")
 
 
 def test_bad_predictors(tmp_path: Path, clip_folder: Path) -> None:
     keys = ", ".join(f"layers.{k}.weight and .bias" for k in PREDICTOR_WIDTHS)
-    head = "reward.functions[0] (aesthetic): "
 
     def message(predictor: Path) -> str:
         return error_of("aesthetic", predictor=predictor, clip_model=clip_folder)
@@ -288,38 +287,32 @@ def test_bad_predictors(tmp_path: Path, clip_folder: Path) -> None:
         "its kwargs: predictor, clip_model"
     )
     none, pth = tmp_path / "none.safetensors", tmp_path / "sac+logos.pth"
-    assert message(none) == (f"{head}predictor='{none}' does not exist; expected a .safetensors file or its folder")
+    assert message(none) == (f"predictor='{none}' does not exist; expected a .safetensors file or its folder")
     assert message(pth) == (
-        f"{head}predictor='{pth}' is a pickle, which can run code; convert it once: python -c \"import torch, "
+        f"predictor='{pth}' is a pickle, which can run code; convert it once: python -c \"import torch, "
         f"safetensors.torch as s; s.save_file(torch.load('{pth}', weights_only=True), '{tmp_path}/sac+logos.safetensors')\""
     )
-    assert message(tmp_path) == f"{head}predictor='{tmp_path}' is a folder with 0 .safetensors files; expected one"
+    assert message(tmp_path) == f"predictor='{tmp_path}' is a folder with 0 .safetensors files; expected one"
 
     other, wide, noise, short = (tmp_path / f"{n}.safetensors" for n in ("other", "wide", "noise", "short"))
     save_file({"head.weight": torch.zeros(1, 1)}, other)
-    assert message(other) == f"{head}predictor='{other}' has no matrix layers.0.weight; expected {keys}"
+    assert message(other) == f"predictor='{other}' has no matrix layers.0.weight; expected {keys}"
     save_file(predictor_state(768), wide)
     assert message(wide) == (
-        f"{head}predictor='{wide}' takes 768 features, and clip_model='{clip_folder}' gives {DIM}; expected the CLIP "
+        f"predictor='{wide}' takes 768 features, and clip_model='{clip_folder}' gives {DIM}; expected the CLIP "
         "that it was trained on, openai/clip-vit-large-patch14"
     )
     noise.write_bytes(b"\xff" * 100)
-    assert message(noise).startswith(f"{head}predictor='{noise}' is not a safetensors file: ")
+    assert message(noise).startswith(f"predictor='{noise}' is not a safetensors file: ")
     save_file({k: v for k, v in predictor_state(DIM).items() if not k.startswith("layers.7")}, short)
     text = message(short)
-    assert text.startswith(f"{head}predictor='{short}' has other layers (") and text.endswith(f"); expected {keys}")
+    assert text.startswith(f"predictor='{short}' has other layers (") and text.endswith(f"); expected {keys}")
 
 
 def test_the_conversion_that_the_message_gives_works(tmp_path: Path, clip_folder: Path) -> None:
-    import shlex
-    import subprocess
-    import sys
-
     torch.save(predictor_state(DIM), tmp_path / "sac.pth")
-    command = error_of("aesthetic", predictor=tmp_path / "sac.pth", clip_model=clip_folder).split("convert it once: ")[
-        1
-    ]
-    subprocess.run([sys.executable, *shlex.split(command)[1:]], check=True, timeout=120)
-    assert score(
-        "aesthetic", random_images(EDGE, EDGE), PROMPTS, predictor=tmp_path / "sac.safetensors", clip_model=clip_folder
-    ).shape == (3,)
+    error = error_of("aesthetic", predictor=tmp_path / "sac.pth", clip_model=clip_folder)
+    command = shlex.split(error.split("convert it once: ")[1])
+    subprocess.run([sys.executable, *command[1:]], check=True, timeout=120)
+    written = tmp_path / "sac.safetensors"
+    assert len(score("aesthetic", random_images(EDGE, EDGE), PROMPTS, predictor=written, clip_model=clip_folder)) == 3

@@ -16,38 +16,27 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
-from phalanx.rewards import RewardSet
-from phalanx.types import Prompt
 from tests.tiny import byte_alphabet, clip_tokenizer
-from tests.unit.test_rewards_clip import pil, random_images
+from tests.unit.test_rewards_clip import (
+    DIM,
+    EDGE,
+    PATCH,
+    PROMPTS,
+    TEXT_WIDTH,
+    TOKENS,
+    WIDTH,
+    build,
+    error_of,
+    pil,
+    random_images,
+    save_clip_base,
+    score,
+)
 
-PROMPTS = ["a red cat", "two dogs, one of them asleep", "a red cat"]
 State = dict[str, Tensor]
 
 
-def build(name: str, **kwargs: Any) -> RewardSet:
-    plain = {k: str(v) if isinstance(v, Path) else v for k, v in kwargs.items()}
-    return RewardSet(FlowRewardConfig(functions=[FlowRewardFunctionConfig(name=name, kwargs=plain)]), "cpu")
-
-
-def score(name: str, images: Tensor, prompts: list[str], **kwargs: Any) -> Tensor:
-    reward = build(name, **kwargs)
-    assert reward.terms[0].on_device
-    reward.submit(images, [Prompt(text, i, {}) for i, text in enumerate(prompts)])
-    return reward.collect()[name]
-
-
-def error_of(name: str, **kwargs: Any) -> str:
-    with pytest.raises(ValueError) as error:
-        build(name, **kwargs)
-    assert "\n" not in str(error.value)
-    return str(error.value).removeprefix(f"reward.functions[0] ({name}): ")
-
-
 # --- open_clip's CLIP, in torch's own layers: the names of its weights are those of its modules
-
-EDGE, PATCH, WIDTH, TEXT_WIDTH, DIM, TOKENS = 28, 7, 48, 32, 24, 16
 
 
 class Block(nn.Module):
@@ -122,23 +111,7 @@ def open_clip() -> OpenClip:
 
 @pytest.fixture(scope="module")
 def clip_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What stands beside the weights of such a model: configuration, tokenizer and preprocessing."""
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPProcessor
-
-    tokenizer = clip_tokenizer()
-    layers = {"num_hidden_layers": 2, "hidden_act": "gelu"}
-    ids = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    text = {"hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "num_attention_heads": 2, **layers, **ids}
-    vision = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_attention_heads": 3, **layers}
-    folder = tmp_path_factory.mktemp("base")
-    CLIPConfig(
-        text_config={**text, "vocab_size": len(tokenizer), "max_position_embeddings": TOKENS},
-        vision_config={**vision, "image_size": EDGE, "patch_size": PATCH},
-        projection_dim=DIM,
-    ).save_pretrained(folder)
-    images = CLIPImageProcessor(size={"shortest_edge": EDGE}, crop_size={"height": EDGE, "width": EDGE})
-    CLIPProcessor(images, tokenizer).save_pretrained(folder)
-    return folder
+    return save_clip_base(tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
@@ -446,9 +419,8 @@ def test_hps_v3_in_batches_and_another_order(qwen_base: Path, hps_v3_file: Path)
     at_once = v3(images, prompts, hps_v3_file, qwen_base, micro_batch_size=8)
     assert at_once.std() > 0.01 and (at_once[0] - at_once[3]).abs() > 1e-3
     for size in (1, 2, 5):
-        torch.testing.assert_close(
-            v3(images, prompts, hps_v3_file, qwen_base, micro_batch_size=size), at_once, atol=2e-5, rtol=0
-        )
+        found = v3(images, prompts, hps_v3_file, qwen_base, micro_batch_size=size)
+        torch.testing.assert_close(found, at_once, atol=2e-5, rtol=0)
     back = v3(images.flip(0), prompts[::-1], hps_v3_file, qwen_base, micro_batch_size=3)
     torch.testing.assert_close(back.flip(0), at_once, atol=2e-5, rtol=0)
 
@@ -464,15 +436,11 @@ def test_special_tokens_in_a_prompt_are_text(qwen_base: Path, hps_v3_state: Stat
 def test_weights_in_shards_and_under_the_names_of_today(
     qwen_base: Path, hps_v3_state: State, hps_v3_file: Path, tmp_path: Path
 ) -> None:
-    today = {
-        k.replace("model.", "model.language_model.", 1).replace("visual.", "model.visual.", 1) for k in hps_v3_state
-    }
-    assert "model.visual.patch_embed.proj.weight" in today and "model.language_model.norm.weight" in today
     renamed = {
-        f"model.{k}" if k.startswith("visual.") else k.replace("model.", "model.language_model.", 1): v
+        k.replace("model.", "model.language_model.", 1).replace("visual.", "model.visual.", 1): v
         for k, v in hps_v3_state.items()
     }
-    assert renamed.keys() == today
+    assert "model.visual.patch_embed.proj.weight" in renamed and "model.language_model.norm.weight" in renamed
     names = sorted(renamed)
     for i, part in enumerate((names[::2], names[1::2])):
         save_file({name: renamed[name] for name in part}, tmp_path / f"model-{i}.safetensors")
@@ -485,7 +453,7 @@ def test_weights_in_shards_and_under_the_names_of_today(
 def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil, smart_resize
 
-    from phalanx.rewards.image.hps_v3 import Patches, resized
+    from phalanx.rewards.image.hps_v3 import patches_of, resized
 
     area = 256 * 28 * 28
     sides = (30, 64, 448, 449, 512, 768, 1000, 1024, 1328, 1664)
@@ -501,7 +469,7 @@ def test_sizes_and_patches_are_those_of_the_image_processor() -> None:
     for size in ((SIZE, SIZE), (96, 200), (700, 500)):
         images = random_images(*size)
         expected = processor(images=pil(images), return_tensors="pt")
-        pixels, grid = Patches(14, 2, 2)(images)
+        pixels, grid = patches_of(images, 14, 2, 2)
         assert torch.equal(grid, expected.image_grid_thw)
         levels = (pixels - expected.pixel_values).abs() * 0.28 * 255
         assert levels.max() < (0.01 if size == (SIZE, SIZE) else 2.1) and levels.mean() < 0.25

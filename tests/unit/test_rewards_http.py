@@ -30,14 +30,14 @@ import uvicorn
 from PIL import Image
 
 from phalanx.config import load
-from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.exit import place
 from phalanx.jobs.reward_server import RewardServer
-from phalanx.rewards import RewardError, RewardOutput, RewardSet
+from phalanx.rewards import RewardError, RewardOutput
 from phalanx.rewards.http import MAX_ANSWER, Http, ServerError
 from phalanx.types import Prompt
 from tests.ranks import ROOT, free_port
+from tests.rewards import entry, rewards, scored, told
 from tests.unit.test_rewards_ocr import words
 
 REWARDS = """
@@ -108,16 +108,23 @@ def only(own: Path, name: str, **kwargs: Any) -> str:
 def serving(*overrides: str) -> Iterator[RewardServer]:
     """The reference server on a free port of this machine, in a thread."""
     server = RewardServer(load(ServeRewardConfig, None, ["port=0", *overrides]))
-    listener = server.listener()
-    thread = threading.Thread(target=listener.run, kwargs={"sockets": [server.socket]})
+    try:
+        with listening(server.listener(), server.socket):
+            yield server
+    finally:
+        server.close()
+
+
+@contextmanager
+def listening(listener: uvicorn.Server, address: socket.socket) -> Iterator[None]:
+    thread = threading.Thread(target=listener.run, kwargs={"sockets": [address]})
     thread.start()
     try:
         wait_for(lambda: listener.started)
-        yield server
+        yield
     finally:
         listener.should_exit = True
         thread.join()
-        server.close()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
@@ -155,10 +162,10 @@ class Strange(BaseHTTPRequestHandler):
 
 class StrangeServer(ThreadingHTTPServer):
     daemon_threads = False
-    answer: Answer
 
-    def __init__(self) -> None:
+    def __init__(self, answer: Answer) -> None:
         super().__init__(("127.0.0.1", 0), Strange)
+        self.answer = answer
         self.seen: list[dict[str, str]] = []
         self.over = threading.Event()  # ends what hangs
 
@@ -171,8 +178,7 @@ class StrangeServer(ThreadingHTTPServer):
 
 @contextmanager
 def strange(answer: Answer) -> Iterator[StrangeServer]:
-    server = StrangeServer()
-    server.answer = answer
+    server = StrangeServer(answer)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:
@@ -188,10 +194,6 @@ def says(content: Any, status: int = 200, **headers: str) -> Answer:
     return lambda request, _: request.reply(content, status, **headers)
 
 
-def reward(name: str = "ocr", path: str | None = None, weight: float = 1.0, **kwargs: Any) -> FlowRewardFunctionConfig:
-    return FlowRewardFunctionConfig(name=name, path=path, weight=weight, kwargs=kwargs)
-
-
 def scores(url: str, count: int = 4, **kwargs: Any) -> list[float]:
     """The scores of `count` small grey images."""
     options = {"retries": 1, "backoff_s": 0.01, "timeout_s": 20.0, **kwargs}
@@ -200,9 +202,7 @@ def scores(url: str, count: int = 4, **kwargs: Any) -> list[float]:
 
 def refusal(url: str, count: int = 4, **kwargs: Any) -> str:
     """What is wrong, without the address."""
-    with pytest.raises(ServerError) as error:
-        scores(url, count, **kwargs)
-    shown, _, problem = str(error.value).partition(": ")
+    shown, _, problem = told(ServerError, scores, url, count, **kwargs).partition(": ")
     assert shown == url
     return problem
 
@@ -224,13 +224,11 @@ def test_the_scores_are_those_of_the_local_reward(ocr_server: RewardServer, enco
     images = (words(*shown) + noise * 1e-3).clamp(0, 1)  # not on 8-bit levels
     wanted = [text if i % 3 else text[:1] + "77" for i, text in enumerate(shown)]
     prompts = [Prompt(f'say "{text}"', i, {"ground_truth": text}) for i, text in enumerate(wanted)]
-    remote = reward("http", url=ocr_server.url, encoding=encoding, batch_size=8, concurrency=2)
-    both = RewardSet(FlowRewardConfig(functions=[reward("ocr", detect=False), remote]), "cpu")
-    for part in (slice(0, 20), slice(20, 21)):
-        both.submit(images[part], prompts[part])
-    terms = both.collect()
-    assert torch.equal(terms["http"], terms["ocr"])
-    assert len(set(terms["ocr"].tolist())) > 2
+    remote = entry("http", url=ocr_server.url, encoding=encoding, batch_size=8, concurrency=2)
+    both = rewards(entry("ocr", detect=False), remote)
+    terms = scored(both, *((images[part], prompts[part]) for part in (slice(0, 20), slice(20, 21))))
+    assert terms["http"] == terms["ocr"]
+    assert len(set(terms["ocr"])) > 2
 
 
 def test_images_have_eight_bits(own: Path) -> None:
@@ -258,29 +256,16 @@ def test_prompts_metadata_and_weights(own: Path, caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_several_servers_have_names_of_their_own(own: Path) -> None:
-    with serving(only(own, "brightness")) as server:
-        path = "phalanx.rewards.http:Http"
-        functions = [reward("http", url=server.url), reward("judge", path, url=server.url, batch_size=1)]
-        both = RewardSet(FlowRewardConfig(functions=functions), "cpu")
-        both.submit(torch.ones(2, 3, 4, 4), [Prompt("a", 0, {})] * 2)
-        assert {name: t.tolist() for name, t in both.collect().items()} == {"http": [1.0, 1.0], "judge": [1.0, 1.0]}
-
-
 def test_the_server_of_the_documentation() -> None:
     page = (ROOT / "docs" / "serving-rewards.md").read_text()
     source = page.partition('```python title="scorer.py"\n')[2].partition("```")[0]
     names: dict[str, Any] = {"__name__": "scorer"}
     exec(compile(source, "scorer.py", "exec", dont_inherit=True), names)
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(names["app"], log_config=None, lifespan="off"))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
-        thread.start()
-        wait_for(lambda: server.started)
-        assert scores(f"http://127.0.0.1:{listening.getsockname()[1]}/score", 2) == [128 / 255] * 2
-        server.should_exit = True
-        thread.join()
+    server = uvicorn.Server(uvicorn.Config(names["app"], log_config=None, lifespan="off"))
+    with socket.socket() as address:
+        address.bind(("127.0.0.1", 0))
+        with listening(server, address):
+            assert scores(f"http://127.0.0.1:{address.getsockname()[1]}/score", 2) == [128 / 255] * 2
 
 
 # --- servers that lie, refuse, break or are slow
@@ -386,35 +371,30 @@ def test_redirects_are_not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SECRET = "s3cret/of+the=client"
 ESCAPED = SECRET.replace("/", "\\/")  # as some languages write JSON
-ECHOES: list[tuple[str, Answer, str]] = [
-    (
-        "a detail",
+ECHOES: dict[str, tuple[Answer, str]] = {
+    "a detail": (
         lambda request, _: request.reply({"detail": f"no: {dict(request.headers)['Authorization']}"}, 403),
         "answered 403: no: Bearer ***",
     ),
-    ("its end cut off", says({"detail": "x" * 190 + SECRET}, 403), f"answered 403: {'x' * 190}***"),
-    ("a body", says(f'{{"error": "{ESCAPED} {SECRET.upper()}"}}'.encode(), 400), 'answered 400: {"error": "*** ***"}'),
-    ("no JSON", says(SECRET.encode()), unusable("Invalid JSON: expected value at line 1 column 1", "***")),
-    ("no scores", says({"seen": SECRET}), unusable("scores: Field required", '{"seen": "***"}')),
-    (
-        "a score",
-        says({"scores": [0, SECRET, 0, 0]}),
-        unusable("scores.1='***' should be a valid number", '{"scores": [0, "***", 0, 0]}'),
+    "its end cut off": (says({"detail": "x" * 190 + SECRET}, 403), f"answered 403: {'x' * 190}***"),
+    "a body": (says(f'{{"error": "{ESCAPED} {SECRET.upper()}"}}'.encode(), 400), 'answered 400: {"error": "*** ***"}'),
+    "no JSON": (says(SECRET.encode()), unusable("Invalid JSON: expected value at line 1 column 1", "***")),
+    "no scores": (says({"seen": SECRET}), unusable("scores: Field required", '{"seen": "***"}')),
+    "a score": scores_say(
+        f'[0, "{SECRET}", 0, 0]', ".1='***' should be a valid number", '{"scores": [0, "***", 0, 0]}'
     ),
-    (
-        "a redirect",
+    "a redirect": (
         says(b"", 307, Location=f"http://x/?auth=Bearer%20{quote(SECRET, safe='')}&{SECRET}"),
         "answered 307, a redirect to http://x/?auth=Bearer%20***&***, which is not followed; give that as url",
     ),
-    (
-        "no HTTP",
+    "no HTTP": (
         lambda request, _: request.wfile.write(f"Bearer {SECRET}\r\n\r\n".encode()) and None,
         "the connection broke (RemoteProtocolError: illegal status line: bytearray(b'Bearer ***')) (try 1 of 1)",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("answer", "problem"), [echo[1:] for echo in ECHOES], ids=[echo[0] for echo in ECHOES])
+@pytest.mark.parametrize(("answer", "problem"), ECHOES.values(), ids=ECHOES)
 def test_a_token_that_is_said_back_is_not_shown(
     answer: Answer, problem: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -440,9 +420,8 @@ def test_proxies_of_the_environment_are_not_used(monkeypatch: pytest.MonkeyPatch
 def test_no_server() -> None:
     """The address is shown without its query, which may hold a key."""
     address = f"http://127.0.0.1:{free_port()}/score"
-    with pytest.raises(ServerError) as error:
-        scores(f"{address}?key=secret", retries=2)
-    assert str(error.value) == f"{address}: no connection (All connection attempts failed) (try 3 of 3)"
+    problem = f"{address}: no connection (All connection attempts failed) (try 3 of 3)"
+    assert told(ServerError, scores, f"{address}?key=secret", retries=2) == problem
 
 
 def test_a_server_that_accepts_no_connection() -> None:
@@ -545,46 +524,36 @@ def test_it_goes_on_with_a_value_where_that_is_configured(caplog: pytest.LogCapt
 
 def test_a_dead_server_ends_the_collection_or_not() -> None:
     url = f"http://127.0.0.1:{free_port()}/score"
-    prompts = [Prompt("a", 0, {}), Prompt("b", 1, {})]
-    raises = RewardSet(FlowRewardConfig(functions=[reward("http", url=url, retries=0)]), "cpu")
-    with pytest.raises(RewardError) as error:
-        raises.submit(torch.zeros(2, 3, 4, 4), prompts)
-        raises.collect()
-    assert str(error.value) == (
+    batch = torch.zeros(2, 3, 4, 4), [Prompt("a", 0, {}), Prompt("b", 1, {})]
+    assert told(RewardError, scored, rewards(entry("http", url=url, retries=0)), batch) == (
         f"reward 'http' raised ServerError: {url}: no connection (All connection attempts failed) (try 1 of 1) "
         'on the prompts "a" (+1 more)'
     )
-    with_value = reward("http", url=url, retries=0, on_error="value", error_value=0.25)
-    goes_on = RewardSet(FlowRewardConfig(functions=[with_value]), "cpu")
-    goes_on.submit(torch.zeros(2, 3, 4, 4), prompts)
-    assert rows(goes_on) == {"http": [0.25, 0.25], "http_degraded": [1.0, 1.0]}
-    assert rows(goes_on) == {"http": [], "http_degraded": []}
-
-
-def rows(rewards: RewardSet) -> dict[str, list[float]]:
-    return {name: values.tolist() for name, values in rewards.collect().items()}
+    goes_on = rewards(entry("http", url=url, retries=0, on_error="value", error_value=0.25))
+    assert scored(goes_on, batch) == {"http": [0.25, 0.25], "http_degraded": [1.0, 1.0]}
+    assert scored(goes_on) == {"http": [], "http_degraded": []}
 
 
 def test_extras_stay_with_their_images(own: Path) -> None:
     """Six calls at once, three of them on the worker threads of one reward, and the first ones are done last."""
     with serving(only(own, "picky"), "reward.num_workers=6") as server:
         kwargs = {"url": server.url, "retries": 0, "batch_size": 1, "concurrency": 1}
-        goes_on = reward("http", **kwargs, on_error="value", error_value=-1)
-        strict = reward("strict", "phalanx.rewards.http:Http", url=server.url)
-        brightness = reward("brightness", f"{own}:brightness")
-        three = RewardSet(FlowRewardConfig(functions=[goes_on, brightness], num_workers=3), "cpu")
-        for i, texts in enumerate((["slow 0", "broken 1"], ["slow 2"], ["broken 3"], ["4", "broken 5"], ["6"], ["7"])):
-            three.submit(torch.full((len(texts), 3, 4, 4), float(i)), [Prompt(t, 0, {}) for t in texts])
-        assert rows(three) == {
+        goes_on = entry("http", **kwargs, on_error="value", error_value=-1)
+        three = rewards(goes_on, entry("brightness", f"{own}:brightness"), num_workers=3)
+        texts = ["slow 0", "broken 1"], ["slow 2"], ["broken 3"], ["4", "broken 5"], ["6"], ["7"]
+        batches = [
+            (torch.full((len(t), 3, 4, 4), float(i)), [Prompt(p, 0, {}) for p in t]) for i, t in enumerate(texts)
+        ]
+        assert scored(three, *batches) == {
             "http": [0, -1, 2, -1, 4, -1, 6, 7],
             "http_degraded": [0, 1, 0, 1, 0, 1, 0, 0],
             "brightness": [0, 0, 1, 2, 3, 3, 4, 5],
         }
-        three.submit(torch.zeros(1, 3, 4, 4), [Prompt("8", 0, {})])
-        assert rows(three) == {"http": [8], "http_degraded": [0], "brightness": [0]}
-        ends = RewardSet(FlowRewardConfig(functions=[strict]), "cpu")
-        ends.submit(torch.zeros(1, 3, 4, 4), [Prompt("8", 0, {})])
-        assert rows(ends) == {"strict": [8]}  # nothing to tell of where an error ends the job
+        last = torch.zeros(1, 3, 4, 4), [Prompt("8", 0, {})]
+        assert scored(three, last) == {"http": [8], "http_degraded": [0], "brightness": [0]}
+        # nothing to tell of where an error ends the job; two servers have names of their own
+        ends = rewards(entry("http", url=server.url), entry("strict", "phalanx.rewards.http:Http", url=server.url))
+        assert scored(ends, last) == {"http": [8], "strict": [8]}
 
 
 def test_a_server_serves_scores_without_extras(own: Path) -> None:
@@ -597,19 +566,16 @@ def test_a_server_serves_scores_without_extras(own: Path) -> None:
 
 # --- arguments
 
+NO_ADDRESS = "is not an address; expected one such as http://127.0.0.1:8077/score"
+TOGETHER = "on_error=value and error_value, a number, go together; give both or neither"
+
 
 @pytest.mark.parametrize(
     ("kwargs", "problem"),
     [
-        (
-            {"url": "localhost:8077"},
-            "url='localhost:8077' is not an address; expected one such as http://127.0.0.1:8077/score",
-        ),
-        ({"url": "ftp://x/"}, "url='ftp://x/' is not an address; expected one such as http://127.0.0.1:8077/score"),
-        (
-            {"url": "http://x:y/"},
-            "url='http://x:y/' is not an address; expected one such as http://127.0.0.1:8077/score",
-        ),
+        ({"url": "localhost:8077"}, f"url='localhost:8077' {NO_ADDRESS}"),
+        ({"url": "ftp://x/"}, f"url='ftp://x/' {NO_ADDRESS}"),
+        ({"url": "http://x:y/"}, f"url='http://x:y/' {NO_ADDRESS}"),
         ({"url": 3}, "url=3 should be a valid string"),
         ({"url": "http://me:pass@x/"}, "url holds a user or a password; give a token by token_env"),
         ({"encoding": "pickle"}, "encoding='pickle' should be 'json' or 'multipart'"),
@@ -620,8 +586,8 @@ def test_a_server_serves_scores_without_extras(own: Path) -> None:
         ({"read_timeout_s": "5"}, "read_timeout_s='5' should be a valid number"),
         ({"max_abs": float("inf")}, "max_abs=inf should be a finite number"),
         ({"on_error": "zero"}, "on_error='zero' should be 'raise' or 'value'"),
-        ({"on_error": "value"}, "on_error=value and error_value, a number, go together; give both or neither"),
-        ({"error_value": 0.0}, "on_error=value and error_value, a number, go together; give both or neither"),
+        ({"on_error": "value"}, TOGETHER),
+        ({"error_value": 0.0}, TOGETHER),
         ({"on_error": "value", "error_value": float("nan")}, "error_value=nan should be a finite number"),
         (
             {"token_env": "NO_SUCH_VARIABLE"},
@@ -635,9 +601,8 @@ def test_a_server_serves_scores_without_extras(own: Path) -> None:
 )
 def test_bad_arguments(kwargs: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BAD_TOKEN", "two words\r\n")
-    with pytest.raises(ValueError) as error:
-        RewardSet(FlowRewardConfig(functions=[reward("http", **{"url": "http://x/", **kwargs})]), "cpu")
-    assert str(error.value) == f"reward.functions[0] (http): {problem}"
+    http = entry("http", **{"url": "http://x/", **kwargs})
+    assert told(ValueError, rewards, http) == f"reward.functions[0] (http): {problem}"
 
 
 # --- the reference server: who may ask
@@ -668,9 +633,7 @@ def test_strangers_must_be_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     start("host=localhost")
     start("host=0.0.0.0", "allow_open=true")
     start("host=0.0.0.0", "token_env=SERVER_TOKEN")
-    with pytest.raises(ValueError) as error:
-        start("host=0.0.0.0")
-    assert str(error.value) == (
+    assert told(ValueError, start, "host=0.0.0.0") == (
         "host=0.0.0.0 can be reached from other machines, and there is no token; give token_env, or allow_open=true "
         "where everybody may use the server"
     )
@@ -678,9 +641,7 @@ def test_strangers_must_be_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     def problem(*overrides: str) -> str:
-        with pytest.raises(ValueError) as error:
-            RewardServer(load(ServeRewardConfig, None, list(overrides)))
-        return str(error.value)
+        return told(ValueError, RewardServer, load(ServeRewardConfig, None, list(overrides)))
 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -722,8 +683,7 @@ def bomb(width: int, height: int) -> bytes:
 
 
 def asked(count: int, **other: Any) -> dict[str, Any]:
-    files = [base64.b64encode(png()).decode()] * count
-    return {"images": files, "prompts": ["ab"] * count, **other}
+    return {"images": b64(png()) * count, "prompts": ["ab"] * count, **other}
 
 
 def b64(file: bytes) -> list[str]:
@@ -738,36 +698,35 @@ def small(own: Path) -> Iterator[RewardServer]:
         yield server
 
 
-BAD_REQUESTS: list[tuple[str, Any, int, str]] = [
-    ("no JSON", b"{", 400, "Invalid JSON: EOF while parsing an object at line 1 column 1"),
-    ("nested", b"[" * 10_000, 400, "Invalid JSON: recursion limit exceeded at line 1 column 202"),
-    ("a list", [1], 400, "Input should be an object"),
-    ("no images", asked(0), 400, "there are no images"),
-    ("images that are no texts", asked(1, images=[1]), 400, "images.0 should be a valid bytes"),
-    ("no base64", asked(1, images=["~"]), 400, "images.0: Data should be valid base64: Invalid symbol 126, offset 0."),
-    ("too many images", asked(4), 413, "4 images are more than max_images=3"),
-    ("too long", asked(1, more="x" * 30_000), 413, "the body is longer than max_body_mb=0.02; send fewer images"),
-    ("no prompts", {"images": b64(png())}, 400, "prompts: Field required"),
-    ("prompts of numbers", asked(1, prompts=[1]), 400, "prompts.0 should be a valid string"),
-    ("too few prompts", asked(2, prompts=["a"]), 400, "there are 2 images and 1 prompts"),
-    ("metadata of texts", asked(1, metadata=["a"]), 400, "metadata.0 should be an object"),
-    ("too much metadata", asked(1, metadata=[{}, {}]), 400, "there are 1 images and 2 metadata"),
-    ("no PNG", asked(1, images=b64(b"GIF89a")), 400, "image 0 is not a whole PNG (UnidentifiedImageError)"),
-    ("half a PNG", asked(1, images=b64(png(20, 20)[:60])), 400, "image 0 is not a whole PNG (OSError)"),
-    ("transparent", asked(1, images=b64(png(mode="RGBA"))), 400, "image 0 is RGBA; expected RGB with 8 bits a channel"),
-    ("a large image", asked(1, images=b64(png(40, 26))), 413, "image 0: 40 x 26 is over 1000 pixels"),
-    ("a bomb", asked(1, images=b64(bomb(10_000, 8_000))), 413, "image 0: 10000 x 8000 is over 1000 pixels"),
-    ("a larger bomb", asked(1, images=b64(bomb(60_000, 60_000))), 413, "image 0 is over 1000 pixels"),
-    (
-        "two sizes",
+BAD_REQUESTS: dict[str, tuple[Any, int, str]] = {
+    "no JSON": (b"{", 400, "Invalid JSON: EOF while parsing an object at line 1 column 1"),
+    "nested": (b"[" * 10_000, 400, "Invalid JSON: recursion limit exceeded at line 1 column 202"),
+    "a list": ([1], 400, "Input should be an object"),
+    "no images": (asked(0), 400, "there are no images"),
+    "images that are no texts": (asked(1, images=[1]), 400, "images.0 should be a valid bytes"),
+    "no base64": (asked(1, images=["~"]), 400, "images.0: Data should be valid base64: Invalid symbol 126, offset 0."),
+    "too many images": (asked(4), 413, "4 images are more than max_images=3"),
+    "too long": (asked(1, more="x" * 30_000), 413, "the body is longer than max_body_mb=0.02; send fewer images"),
+    "no prompts": ({"images": b64(png())}, 400, "prompts: Field required"),
+    "prompts of numbers": (asked(1, prompts=[1]), 400, "prompts.0 should be a valid string"),
+    "too few prompts": (asked(2, prompts=["a"]), 400, "there are 2 images and 1 prompts"),
+    "metadata of texts": (asked(1, metadata=["a"]), 400, "metadata.0 should be an object"),
+    "too much metadata": (asked(1, metadata=[{}, {}]), 400, "there are 1 images and 2 metadata"),
+    "no PNG": (asked(1, images=b64(b"GIF89a")), 400, "image 0 is not a whole PNG (UnidentifiedImageError)"),
+    "half a PNG": (asked(1, images=b64(png(20, 20)[:60])), 400, "image 0 is not a whole PNG (OSError)"),
+    "transparent": (asked(1, images=b64(png(mode="RGBA"))), 400, "image 0 is RGBA; expected RGB with 8 bits a channel"),
+    "a large image": (asked(1, images=b64(png(40, 26))), 413, "image 0: 40 x 26 is over 1000 pixels"),
+    "a bomb": (asked(1, images=b64(bomb(10_000, 8_000))), 413, "image 0: 10000 x 8000 is over 1000 pixels"),
+    "a larger bomb": (asked(1, images=b64(bomb(60_000, 60_000))), 413, "image 0 is over 1000 pixels"),
+    "two sizes": (
         asked(2, images=[*b64(png(4, 4)), *b64(png(4, 5))]),
         400,
         "image 1 has another size than image 0; the images of a request have one",
     ),
-]
+}
 
 
-@pytest.mark.parametrize(("body", "status", "detail"), [r[1:] for r in BAD_REQUESTS], ids=[r[0] for r in BAD_REQUESTS])
+@pytest.mark.parametrize(("body", "status", "detail"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
 def test_bad_requests(small: RewardServer, body: Any, status: int, detail: str) -> None:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = httpx2.post(small.url, content=content, headers={"Content-Type": "application/json"})
@@ -796,11 +755,8 @@ def test_bad_forms(small: RewardServer) -> None:
 def test_a_request_that_is_too_long_is_told_to_the_client(small: RewardServer) -> None:
     """Though it is refused while it is still being sent."""
     noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
-    with pytest.raises(ServerError) as error:
-        Http(small.url, retries=0)(noise, ["a"] * 8, [{}] * 8)
-    assert str(error.value) == (
-        f"{small.url}: answered 413: the body is longer than max_body_mb=0.02; send fewer images"
-    )
+    problem = f"{small.url}: answered 413: the body is longer than max_body_mb=0.02; send fewer images"
+    assert told(ServerError, Http(small.url, retries=0), noise, ["a"] * 8, [{}] * 8) == problem
 
 
 def test_a_request_that_never_ends(small: RewardServer) -> None:

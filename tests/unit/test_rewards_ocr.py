@@ -9,10 +9,10 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
-from phalanx.rewards import RewardError, RewardSet
+from phalanx.rewards import RewardError
 from phalanx.rewards.image.ocr import Ocr
 from phalanx.types import Prompt
+from tests.rewards import entry, rewards, scored, told
 
 
 def picture(lines: dict[tuple[int, int], str], size: tuple[int, int], font: int, colour: str = "black") -> Tensor:
@@ -110,12 +110,10 @@ def test_detection_finds_lines_in_reading_order(page_ocr: Ocr) -> None:
 def test_two_workers_read_what_one_reads(page_ocr: Ocr) -> None:
     """The detecting engine keeps state between its stages, so each worker has its own."""
     pages = [picture({(20, 20): f"word {i}", (40, 70): f"{i}{i}{i}"}, (160, 110), 28) for i in range(4)]
-    cfg = FlowRewardConfig(functions=[FlowRewardFunctionConfig(name="ocr")], num_workers=2)
-    reward = RewardSet(cfg, "cpu")
-    for i, page in enumerate(pages):
-        reward.submit(page.unsqueeze(0), [Prompt("p", 0, {"ground_truth": f"word{i}{i}{i}{i}"})])
-    scores = reward.collect()["ocr"].tolist()
-    expected = page_ocr(torch.stack(pages), ["p"] * 4, metas(*(f"word{i}{i}{i}{i}" for i in range(4))))
+    targets = metas(*(f"word{i}{i}{i}{i}" for i in range(4)))
+    batches = [(page.unsqueeze(0), [Prompt("p", 0, meta)]) for page, meta in zip(pages, targets, strict=True)]
+    scores = scored(rewards(entry("ocr"), num_workers=2), *batches)["ocr"]
+    expected = page_ocr(torch.stack(pages), ["p"] * 4, targets)
     assert scores == pytest.approx(expected) and min(scores) > 0.8
 
 
@@ -124,13 +122,8 @@ def test_two_workers_read_what_one_reads(page_ocr: Ocr) -> None:
     [({}, "no ground_truth"), ({"ground_truth": " "}, "ground_truth ' '"), ({"ground_truth": 7}, "ground_truth 7")],
 )
 def test_a_prompt_without_target_is_named(meta: dict[str, Any], found: str) -> None:
-    reward = RewardSet(
-        FlowRewardConfig(functions=[FlowRewardFunctionConfig(name="ocr", kwargs={"detect": False})]), "cpu"
-    )
-    with pytest.raises(RewardError) as error:
-        reward.submit(words("1"), [Prompt("a cat", 0, meta)])
-        reward.collect()
-    assert str(error.value) == (
+    batch = words("1"), [Prompt("a cat", 0, meta)]
+    assert told(RewardError, scored, rewards(entry("ocr", detect=False)), batch) == (
         f"reward 'ocr' raised ValueError: {found} for the prompt \"a cat\" (expected a text in double quotes "
         'in the prompt, or a column ground_truth in the data) on the prompt "a cat"'
     )
@@ -138,9 +131,7 @@ def test_a_prompt_without_target_is_named(meta: dict[str, Any], found: str) -> N
 
 def test_reading_overlaps_with_torch_on_the_main_thread() -> None:
     """Both release the interpreter's lock: the engine reads while this thread multiplies matrices."""
-    reward = RewardSet(
-        FlowRewardConfig(functions=[FlowRewardFunctionConfig(name="ocr", kwargs={"detect": False})]), "cpu"
-    )
+    reward = rewards(entry("ocr", detect=False))
     images = words(*["123"] * 16)
     prompts = [Prompt('"123"', 0, {"ground_truth": "123"})] * 16
     matrix = torch.rand(500, 500)

@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx.config.run import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import DeviceReward, Judge, RewardError, RewardOutput, RewardSet, RewardWithExtras
 from phalanx.types import Prompt
+from tests.rewards import scored, told
 
 HERE = __name__
 Meta = list[dict[str, Any]]
@@ -79,18 +80,14 @@ def prompts(*wanted: str) -> list[Prompt]:
 
 
 def test_completions_are_scored_in_the_order_of_submission() -> None:
-    reward = rewards("exact", "Learned", "Long")
-    reward.submit(["a", "bc"], prompts("a", "b"))
-    reward.submit(["def"], prompts("def"))
-    assert {name: values.tolist() for name, values in reward.collect().items()} == {
+    batches = (["a", "bc"], prompts("a", "b")), (["def"], prompts("def"))
+    assert scored(rewards("exact", "Learned", "Long"), *batches) == {
         "exact": [1, 0, 1],
         "Learned": [1, 2, 3],
         "Long": [1, 2, 3],
         "Long_long": [0, 0, 1],
     }
-    folded = rewards("exact", case=False)
-    folded.submit(["A"], prompts("a"))
-    assert folded.collect()["exact"].tolist() == [1]
+    assert scored(rewards("exact", case=False), (["A"], prompts("a"))) == {"exact": [1]}
 
 
 def test_completions_are_scored_on_threads_while_more_are_sampled() -> None:
@@ -104,11 +101,7 @@ def test_completions_are_scored_on_threads_while_more_are_sampled() -> None:
 
 
 def test_a_bad_score_of_a_completion_is_told() -> None:
-    reward = rewards("nan")
-    with pytest.raises(RewardError) as error:
-        reward.submit(["a", "b"], prompts("a", "b"))
-        reward.collect()
-    assert str(error.value) == (
+    assert told(RewardError, scored, rewards("nan"), (["a", "b"], prompts("a", "b"))) == (
         "reward 'nan' returned nan for 1 of 2 completions on the prompt \"p\"; expected finite numbers"
     )
 
@@ -124,28 +117,22 @@ def test_a_bad_score_of_a_completion_is_told() -> None:
     ],
 )
 def test_rewards_of_what_the_job_does_not_make_are_refused(outputs: str, names: tuple[str, ...], problem: str) -> None:
-    with pytest.raises(ValueError) as error:
-        rewards(*names, outputs=outputs)
-    assert str(error.value) == f"reward.functions{problem}"
+    assert told(ValueError, rewards, *names, outputs=outputs) == f"reward.functions{problem}"
 
 
 def test_a_built_in_reward_of_images_is_refused_in_a_job_of_text() -> None:
     cfg = RewardConfig(functions=[RewardFunctionConfig(name="pickscore")])  # whose model is not there to be loaded
-    with pytest.raises(ValueError) as error:
-        RewardSet(cfg, "cpu", outputs="completions")
-    assert str(error.value) == "reward.functions[0]: pickscore takes images, and this job makes completions"
+    problem = "reward.functions[0]: pickscore takes images, and this job makes completions"
+    assert told(ValueError, RewardSet, cfg, "cpu", outputs="completions") == problem
 
 
 def test_any_other_name_of_the_first_parameter_means_images() -> None:
-    reward = rewards("unnamed", outputs="images")
-    reward.submit(torch.full((2, 3, 4, 4), 0.5), prompts("", ""))
-    assert reward.collect()["unnamed"].tolist() == [0.5, 0.5]
+    batch = torch.full((2, 3, 4, 4), 0.5), prompts("", "")
+    assert scored(rewards("unnamed", outputs="images"), batch) == {"unnamed": [0.5, 0.5]}
 
 
 def test_a_call_that_does_not_fit_names_what_the_reward_takes() -> None:
-    with pytest.raises(ValueError) as error:
-        rewards("exact", outputs="completions", cased=True)
-    assert str(error.value) == (
+    assert told(ValueError, rewards, "exact", outputs="completions", cased=True) == (
         "reward.functions[0].kwargs: exact(completions, prompts, metadata, **kwargs): got an unexpected keyword argument "
         "'cased'; its kwargs: case"
     )

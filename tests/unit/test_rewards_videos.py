@@ -11,6 +11,7 @@ from phalanx.config.tasks import ServeRewardConfig
 from phalanx.rewards import DeviceReward, Judge, RewardError, RewardOutput, RewardSet, RewardWithExtras
 from phalanx.rewards.registry import build_terms
 from phalanx.types import Prompt
+from tests.rewards import rewards, scored, told
 
 HERE = __name__
 PROMPTS = [Prompt("a", 0, {"bonus": 0.0}), Prompt("b", 1, {"bonus": 10.0})]
@@ -67,14 +68,8 @@ def entry(name: str, **keys: Any) -> FlowRewardFunctionConfig:
 
 
 def score(samples: Tensor, *entries: FlowRewardFunctionConfig) -> dict[str, list[float]]:
-    reward = RewardSet(FlowRewardConfig(functions=list(entries)), "cpu")
-    reward.submit(samples, PROMPTS)
-    return {name: [round(v, 4) for v in values.tolist()] for name, values in reward.collect().items()}
-
-
-@pytest.mark.parametrize(("frames", "scores"), [(1, [0.2, 10.4]), (2, [0.2, 10.4]), (5, [0.2, 10.4]), (8, [0.2, 10.4])])
-def test_the_mean_of_frames(frames: int, scores: list[float]) -> None:
-    assert score(VIDEOS, entry("shade", frames=frames)) == {"shade": scores}
+    rows = scored(rewards(*entries), (samples, PROMPTS))
+    return {name: [round(value, 4) for value in values] for name, values in rows.items()}
 
 
 def test_which_frames_count() -> None:
@@ -105,14 +100,14 @@ def test_judges_look_at_the_same_frames() -> None:
     other = FlowRewardFunctionConfig(name="other", path=f"{HERE}:Verdict", frames=4)
     terms = build_terms([entry("Verdict", frames=4), other], "cpu", 0.0)
     assert [term.frames for term in terms] == [4, 4]
-    with pytest.raises(ValueError) as error:
-        RewardSet(FlowRewardConfig(functions=[entry("Verdict"), other]), "cpu", 60.0)
-    assert str(error.value) == "reward.functions: judges have frames 4, 8; give them the same number"
+    cfg = FlowRewardConfig(functions=[entry("Verdict"), other])
+    problem = "reward.functions: judges have frames 4, 8; give them the same number"
+    assert told(ValueError, RewardSet, cfg, "cpu", 60.0) == problem
 
 
 def test_a_server_takes_no_videos() -> None:
     from phalanx.jobs.reward_server import RewardServer
 
-    with pytest.raises(ValueError) as error:
-        RewardServer(ServeRewardConfig(reward=FlowRewardConfig(functions=[entry("motion")]), port=0))
-    assert str(error.value) == "reward.functions: motion takes videos, and the server gets images; give it to the job"
+    cfg = ServeRewardConfig(reward=FlowRewardConfig(functions=[entry("motion")]), port=0)
+    problem = "reward.functions: motion takes videos, and the server gets images; give it to the job"
+    assert told(ValueError, RewardServer, cfg) == problem

@@ -13,7 +13,6 @@ import socket
 import struct
 import zlib
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from io import BytesIO
 from typing import Any, TypeVar
 
@@ -22,7 +21,6 @@ import python_multipart  # noqa: F401 - FastAPI reads forms with it, and would s
 import torch
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
-from fastapi.responses import JSONResponse
 from PIL import Image
 from pydantic import BaseModel, ValidationError
 from torch import Tensor
@@ -40,7 +38,6 @@ from phalanx.rewards.runner import Call, Rows
 from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 Checked = TypeVar("Checked", bound=BaseModel)
 
 _POLL_S = 0.2  # how often a request that waits looks whether its client is still there
@@ -67,7 +64,7 @@ class RewardServer:
                 )
         self._cpu_pool = ThreadPoolExecutor(cfg.reward.num_workers, "reward")
         self._device_pool = ThreadPoolExecutor(1, "reward-device")
-        self._calls: dict[Future[Rows], _Turn] = {}  # that are not done
+        self._turns: set[_Turn] = set()  # that are not done
         self.app = FastAPI(openapi_url=None)
         self.app.add_api_route("/score", self.score, methods=["POST"], response_model=None)
         self.app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
@@ -117,21 +114,19 @@ class RewardServer:
         )
         return uvicorn.Server(config)
 
-    async def health(self) -> JSONResponse:
+    async def health(self) -> dict[str, str]:
         """200 where requests are served, 503 where a call of a reward hangs."""
-        for call in list(self._calls.values()):
-            if call.overdue(self.cfg.reward.timeout_s):
-                raise HTTPException(503, f"a call of reward {call.term.name!r} hangs; start the server again")
-        return JSONResponse({"status": "ok"})
+        for turn in list(self._turns):
+            if turn.overdue(self.cfg.reward.timeout_s):
+                raise HTTPException(503, f"a call of reward {turn.term.name!r} hangs; start the server again")
+        return {"status": "ok"}
 
-    async def score(self, request: Request) -> JSONResponse:
+    async def score(self, request: Request) -> dict[str, Any]:
         """The weighted scores of a request's images, and each reward's own."""
         images, prompts = await self._asked(request)
         terms = await self._score(request, images, prompts)
         total = combine([terms[term.name] for term in self.terms], [term.share for term in self.terms])
-        return JSONResponse(
-            {"scores": total.tolist(), "terms": {name: values.tolist() for name, values in terms.items()}}
-        )
+        return {"scores": total.tolist(), "terms": {name: values.tolist() for name, values in terms.items()}}
 
     # -- reading --------------------------------------------------------------------------------------------------
 
@@ -232,7 +227,7 @@ class RewardServer:
         turns = [_Turn(term, images, prompts) for term in self.terms]
         calls = [self._begin(turn) for turn in turns]
         limit = self.cfg.reward.timeout_s
-        done = asyncio.gather(*(asyncio.wrap_future(call) for call in calls), return_exceptions=True)
+        done = asyncio.gather(*map(asyncio.wrap_future, calls), return_exceptions=True)
         try:
             async with asyncio.timeout(limit):
                 while not done.done():
@@ -249,33 +244,34 @@ class RewardServer:
                 if failure.__cause__ is not None:
                     log.error("%s", failure, exc_info=failure.__cause__)
                 raise HTTPException(500, str(failure))
-        for turn, call in zip(turns, calls, strict=True):
+        scores = {}
+        for term, call in zip(self.terms, calls, strict=True):
             if call.cancelled() or not call.done():
-                name = turn.term.name
-                raise HTTPException(504, f"reward {name!r} was not done within reward.timeout_s={limit:g} seconds")
-        return {turn.term.name: call.result()[turn.term.name] for turn, call in zip(turns, calls, strict=True)}
+                raise HTTPException(504, f"reward {term.name!r} was not done within reward.timeout_s={limit:g} seconds")
+            scores[term.name] = call.result()[term.name]
+        return scores
 
     def _begin(self, turn: "_Turn") -> Future[Rows]:
         """Queue a call of a reward."""
         pool = self._device_pool if turn.term.on_device else self._cpu_pool
-        call = turn.future = pool.submit(turn.run, nullcontext())
-        self._calls[call] = turn
-        call.add_done_callback(lambda done: self._calls.pop(done).drop())
+        call = turn.future = pool.submit(turn.run)
+        self._turns.add(turn)
+        call.add_done_callback(lambda _: self._end(turn))
         return call
+
+    def _end(self, turn: "_Turn") -> None:
+        self._turns.discard(turn)
+        turn.subject = None  # let go of the images: a pool keeps calls that are cancelled until it meets them
 
 
 class _Turn(Call):
     """A call whose images wait for it as uint8 [B, H, W, 3]: as floats they are four times that."""
 
-    def run(self, device: AbstractContextManager[Any]) -> Rows:
-        assert isinstance(self._subject, Tensor)
+    def run(self) -> Rows:
+        assert isinstance(self.subject, Tensor)
         # in memory as a rollout's images are: sums over pixels have the same order, and scores their last bit
-        self._subject = self._subject.permute(0, 3, 1, 2).contiguous().float().div_(255)
-        return super().run(device)
-
-    def drop(self) -> None:
-        """Let go of the images: a pool keeps calls that are cancelled until it meets them."""
-        self._subject = None
+        self.subject = self.subject.permute(0, 3, 1, 2).contiguous().float().div_(255)
+        return super().run()
 
 
 def _left() -> HTTPException:

@@ -18,13 +18,12 @@ from io import BytesIO
 from typing import Any, Literal
 
 import httpx2
-from PIL import Image
 from pydantic import ConfigDict, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.exit import place
-from phalanx.media.pictures import to_uint8
+from phalanx.media.pictures import pil_image, to_uint8
 from phalanx.rewards.base import RewardOutput, RewardWithExtras
 from phalanx.rewards.protocol import Refusal, ScoreAnswer, complaint
 
@@ -39,6 +38,10 @@ Scored = tuple[float, bool]  # an image's score, and whether it is error_value i
 
 class ServerError(RuntimeError):
     """The server gave no usable scores; the message is one line with its address."""
+
+
+class _Again(Exception):
+    """A request without an answer that is final: what the problem is, and the seconds that the server asks to wait."""
 
 
 @dataclass(config=_STRICT, eq=False, repr=False)
@@ -136,19 +139,13 @@ class Http(RewardWithExtras):
         """The body of the first answer with status 200."""
         now, tries = asyncio.get_running_loop().time, self.retries + 1
         for attempt in range(1, tries + 1):
-            asked = 0.0
             try:
                 async with asyncio.timeout_at(deadline):
-                    status, headers, content = await self._post(client, body)
+                    return await self._post(client, body)
             except TimeoutError:
                 raise self._error(f"no answer within timeout_s={self.timeout_s:g}") from None
-            except httpx2.TransportError as error:
-                problem = self._no_answer(error)
-            else:
-                if status == 200:
-                    return content
-                problem = self._refusal(status, headers, content)
-                asked = _retry_after(headers)
+            except _Again as again:
+                problem, asked = again.args
             pause = max(asked, min(MAX_PAUSE_S, self.backoff_s * 2 ** (attempt - 1)) * self._chance.uniform(0.5, 1.5))
             if attempt < tries and now() + pause > deadline:
                 late = f"the next one, in {pause:.0f} s, would be past timeout_s={self.timeout_s:g}"
@@ -157,14 +154,27 @@ class Http(RewardWithExtras):
                 await asyncio.sleep(pause)
         raise self._error(f"{problem} (try {tries} of {tries})")
 
-    async def _post(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> tuple[int, httpx2.Headers, bytes]:
-        async with client.stream("POST", self.url, **body) as response:
-            content = bytearray()
-            async for chunk in response.aiter_raw():
-                content += chunk
-                if len(content) > MAX_ANSWER:
-                    raise self._error(f"its answer is longer than {MAX_ANSWER} bytes")
-            return response.status_code, response.headers, bytes(content)
+    async def _post(self, client: httpx2.AsyncClient, body: dict[str, Any]) -> bytes:
+        """The body of an answer with status 200. Raises _Again where another try may do better, else ServerError."""
+        content = bytearray()
+        try:
+            async with client.stream("POST", self.url, **body) as response:
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > MAX_ANSWER:
+                        raise self._error(f"its answer is longer than {MAX_ANSWER} bytes")
+        except httpx2.TransportError as error:
+            raise _Again(self._no_answer(error), 0.0) from None
+        status, headers = response.status_code, response.headers
+        if status == 200:
+            return bytes(content)
+        if 300 <= status < 400 and "location" in headers:
+            to = self._printable(headers["location"])
+            raise self._error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
+        problem = f"answered {status}: {self._said(bytes(content))}"
+        if status >= 500 or status == 429:
+            raise _Again(problem, _retry_after(headers))
+        raise self._error(problem)
 
     def _no_answer(self, error: httpx2.TransportError) -> str:
         """The words for a failed connection; another try may do better."""
@@ -176,16 +186,6 @@ class Http(RewardWithExtras):
             return f"no connection ({self._printable(str(error))})"
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return f"the connection broke ({self._printable(reason)})"
-
-    def _refusal(self, status: int, headers: httpx2.Headers, content: bytes) -> str:
-        """The words for a status other than 200; raises ServerError where another try would get the same."""
-        if 300 <= status < 400 and "location" in headers:
-            to = self._printable(headers["location"])
-            raise self._error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
-        problem = f"answered {status}: {self._said(content)}"
-        if status < 500 and status != 429:
-            raise self._error(problem)
-        return problem
 
     def _scores(self, content: bytes, count: int) -> list[float]:
         """The scores in an answer, checked."""
@@ -225,11 +225,10 @@ class Http(RewardWithExtras):
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
                 with self._lock:
-                    known = key in self._left_out
-                    self._left_out.add(key)
-                if not known:
-                    kind = type(value).__name__
-                    log.warning("%s: metadata %r is not sent, since JSON cannot hold it (%s)", self.shown, key, kind)
+                    if key not in self._left_out:
+                        self._left_out.add(key)
+                        said = "%s: metadata %r is not sent, since JSON cannot hold it (%s)"
+                        log.warning(said, self.shown, key, type(value).__name__)
             else:
                 kept[key] = value
         return kept
@@ -255,7 +254,11 @@ class Http(RewardWithExtras):
 
 def encode(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]], encoding: str) -> dict[str, Any]:
     """Images uint8 [B, 3, H, W] with their prompts and metadata as the body of a request: arguments for httpx2."""
-    files = [_png(image) for image in images]
+    files = []
+    for image in images:
+        buffer = BytesIO()
+        pil_image(image).save(buffer, format="PNG", compress_level=1)  # fast, hardly larger
+        files.append(buffer.getvalue())
     texts = {"prompts": prompts, "metadata": metadata}
     if encoding == "json":
         return {"json": {"images": [base64.b64encode(file).decode() for file in files], **texts}}
@@ -278,12 +281,6 @@ def read_token(variable: str) -> str:
 def _spellings(token: str) -> re.Pattern[str]:
     """The token as texts may hold it: in any case, with signs escaped as in JSON, in Python or in an address."""
     return re.compile("".join(rf"(?:\\?{re.escape(c)}|%{ord(c):02x}|\\u{ord(c):04x})" for c in token), re.IGNORECASE)
-
-
-def _png(image: Tensor) -> bytes:
-    buffer = BytesIO()
-    Image.fromarray(image.permute(1, 2, 0).numpy()).save(buffer, format="PNG", compress_level=1)  # fast, hardly larger
-    return buffer.getvalue()
 
 
 def _address(url: str) -> str:

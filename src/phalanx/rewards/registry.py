@@ -1,6 +1,5 @@
 """From `reward.functions` to callables; every mistake is a ConfigError that names the entry and what would be right."""
 
-import difflib
 import functools
 import importlib
 import inspect
@@ -13,6 +12,7 @@ from pydantic import ValidationError
 
 from phalanx.config.flow import FlowRewardFunctionConfig
 from phalanx.config.load import ConfigError, known_modules, resolve_registry
+from phalanx.config.messages import nearest
 from phalanx.config.run import RewardFunctionConfig
 from phalanx.functional.rewards import Share
 from phalanx.rewards.base import DeviceReward, RewardWithExtras
@@ -64,7 +64,7 @@ def build_terms(
         )
     terms: list[Term] = []
     for i, entry in enumerate(functions):
-        term = _build(_resolve(entry, f"reward.functions[{i}]"), device, unparseable_score, outputs)
+        term = _build(entry, f"reward.functions[{i}]", device, unparseable_score, outputs)
         for k, other in enumerate(terms):
             if other.name == term.name:
                 raise ConfigError(
@@ -80,56 +80,41 @@ def build_terms(
     return terms
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """An entry of `reward.functions`: where it stands, what it names, and how that is called in messages and logs."""
-
-    key: str
-    cfg: RewardFunctionConfig
-    found: Callable[..., Any]
-    label: str
-    name: str
-
-
-def _resolve(cfg: RewardFunctionConfig, key: str) -> _Entry:
-    if cfg.path is not None:
-        found, label = _from_path(cfg.path, f"{key}.path")
-    elif cfg.name is not None:
-        found, label = _from_name(cfg.name, f"{key}.name")
-    else:
-        raise ConfigError(f"{key} has neither name nor path; give name (built in: {_built_in()}) or path ({FORMS})")
-    name = cfg.name if cfg.name is not None else label
+def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: float | None, outputs: str) -> Term:
+    found, label = _find(cfg, key)
+    name = label if cfg.name is None else cfg.name
     if name in RESERVED:
         raise ConfigError(f"{key}: {name!r} is the name of another metric; give the term another name")
-    return _Entry(key, cfg, found, label, name)
-
-
-def _build(entry: _Entry, device: str, unparseable_score: float | None, outputs: str) -> Term:
-    is_judge = isinstance(entry.found, type) and issubclass(entry.found, Judge)
-    takes = "images" if is_judge else _takes(entry.found)
+    is_judge = isinstance(found, type) and issubclass(found, Judge)
+    takes = "images" if is_judge else _takes(found)
     if (takes == "completions") != (outputs == "completions"):
-        what = f"the judge {entry.label}" if is_judge else entry.label
-        raise ConfigError(f"{entry.key}: {what} takes {takes}, and this job makes {outputs}")
-    on_device = False
-    if is_judge:
-        judge = _judge(entry)
-        if unparseable_score is None:
-            raise ConfigError(f"{entry.key}: {entry.label} is a judge, which asks reward.model: training jobs have one")
-        function: Callable[..., Any] = ParsedAnswers(judge, unparseable_score)
-    elif isinstance(entry.found, type):
-        on_device = issubclass(entry.found, DeviceReward)
-        function = _instance(entry, {"device": device} if on_device else {})
-        if not callable(function):
-            form = f"__call__({takes}, prompts, metadata)"
-            raise ConfigError(f"{entry.key}: {entry.label} is a class without __call__; expected {form}")
-        _check_arguments(function, (takes, "prompts", "metadata"), {}, entry.key, entry.label)
+        what = f"the judge {label}" if is_judge else label
+        raise ConfigError(f"{key}: {what} takes {takes}, and this job makes {outputs}")
+
+    arguments = (takes, "prompts", "metadata")
+    on_device = isinstance(found, type) and issubclass(found, DeviceReward)
+    function: Callable[..., Any]
+    if not isinstance(found, type):
+        _check_arguments(found, arguments, cfg.kwargs, f"{key}.kwargs", label)
+        function = functools.partial(found, **cfg.kwargs)
+    elif is_judge and inspect.isabstract(found):
+        raise ConfigError(f"{key}: the judge {label} has no method parse(answer, prompt, metadata)")
     else:
-        function = functools.partial(entry.found, **entry.cfg.kwargs)
-        arguments = (takes, "prompts", "metadata")
-        _check_arguments(entry.found, arguments, entry.cfg.kwargs, f"{entry.key}.kwargs", entry.label)
-    frames = entry.cfg.frames if isinstance(entry.cfg, FlowRewardFunctionConfig) else 1
-    share = _share(entry.cfg, entry.key)
-    return Term(entry.name, function, share, on_device, takes, frames, _extras(function, entry.label))
+        kwargs = {"device": device, **cfg.kwargs} if on_device else cfg.kwargs
+        _check_arguments(found, (), kwargs, f"{key}.kwargs", label)
+        function = _instance(found, kwargs, f"{key} ({name})")
+        if isinstance(function, Judge):
+            _check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
+            if unparseable_score is None:
+                raise ConfigError(f"{key}: {label} is a judge, which asks reward.model: training jobs have one")
+            function = ParsedAnswers(function, unparseable_score)
+        elif not callable(function):
+            form = f"__call__({', '.join(arguments)})"
+            raise ConfigError(f"{key}: {label} is a class without __call__; expected {form}")
+        else:
+            _check_arguments(function, arguments, {}, key, label)
+    frames = cfg.frames if isinstance(cfg, FlowRewardFunctionConfig) else 1
+    return Term(name, function, _share(cfg, key), on_device, takes, frames, _extras(function, label))
 
 
 def _extras(function: Callable[..., Any], label: str) -> tuple[str, ...]:
@@ -147,30 +132,18 @@ def _takes(found: Callable[..., Any]) -> str:
 
     Of a class it is read before an instance is made, which may load a model.
     """
-    names = list(inspect.signature(found.__call__ if isinstance(found, type) else found).parameters)
-    if isinstance(found, type):
-        names = names[1:]  # without self
-    return names[0] if names and names[0] in TAKES else "images"
+    names = inspect.signature(found.__call__ if isinstance(found, type) else found).parameters
+    first = next((name for name in names if name != "self"), "")
+    return first if first in TAKES else "images"
 
 
-def _instance(entry: _Entry, defaults: dict[str, Any]) -> Any:
-    """An instance of the class that the entry names, made with `defaults` and its kwargs."""
-    kwargs = {**defaults, **entry.cfg.kwargs}
-    _check_arguments(entry.found, (), kwargs, f"{entry.key}.kwargs", entry.label)
+def _instance(found: Callable[..., Any], kwargs: dict[str, Any], where: str) -> Any:
     try:
-        return entry.found(**kwargs)
+        return found(**kwargs)
     except ValidationError as error:
-        raise ConfigError(f"{entry.key} ({entry.name}): {complaint(error, values=True)}") from error
+        raise ConfigError(f"{where}: {complaint(error, values=True)}") from error
     except ValueError as error:
-        raise ConfigError(f"{entry.key} ({entry.name}): {' '.join(str(error).split())}") from error
-
-
-def _judge(entry: _Entry) -> Judge:
-    if inspect.isabstract(entry.found):
-        raise ConfigError(f"{entry.key}: the judge {entry.label} has no method parse(answer, prompt, metadata)")
-    judge: Judge = _instance(entry, {})
-    _check_arguments(judge.parse, ("answer", "prompt", "metadata"), {}, entry.key, f"{entry.label}.parse")
-    return judge
+        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
 
 
 def _share(entry: RewardFunctionConfig, key: str) -> Share:
@@ -194,18 +167,21 @@ def judged_frames(terms: list[Term]) -> int:
     return counts.pop() if counts else 1
 
 
-def _from_name(name: str, key: str) -> tuple[Callable[..., Any], str]:
-    """The built-in reward `name`: the class in CamelCase of its module, or the function."""
+def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]:
+    """The object that an entry stands for, and what it is called in messages."""
+    if cfg.path is not None:
+        return _from_path(cfg.path, f"{key}.path")
+    if cfg.name is None:
+        raise ConfigError(f"{key} has neither name nor path; give name (built in: {_built_in()}) or path ({FORMS})")
     known = _known()
-    if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}? " if near else ""
+    if cfg.name not in known:
+        hint = nearest(cfg.name, list(known)) or ";"
         raise ConfigError(
-            f"{key}={name!r} is not a built-in reward; {hint}built in: {_built_in()}; or give path: {FORMS}"
+            f"{key}.name={cfg.name!r} is not a built-in reward{hint} built in: {_built_in()}; or give path: {FORMS}"
         )
-    names = vars(importlib.import_module(f"{known[name]}.{name}"))
-    camel = "".join(word.capitalize() for word in name.split("_"))
-    return (names[camel] if camel in names else names[name]), name
+    names = vars(importlib.import_module(f"{known[cfg.name]}.{cfg.name}"))
+    camel = "".join(word.capitalize() for word in cfg.name.split("_"))
+    return (names[camel] if camel in names else names[cfg.name]), cfg.name
 
 
 def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
@@ -213,25 +189,21 @@ def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
     target, _, attribute = path.rpartition(":")
     if not target or not attribute:
         raise ConfigError(f"{key}={path!r} names no function; expected {FORMS}")
-    module = resolve_registry(PACKAGES[0], target, key) if target.endswith(".py") else _import(target, path, key)
+    is_file = target.endswith(".py")
+    try:
+        module = resolve_registry(PACKAGES[0], target, key) if is_file else importlib.import_module(target)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{target}.".startswith(f"{error.name}."):
+            raise  # the module is there, and what it imports is not: its traceback says where
+        raise ConfigError(f"{key}={path!r}: no module {error.name!r} on the Python path; expected {FORMS}") from None
     names = vars(module)
     if attribute not in names:
-        near = difflib.get_close_matches(attribute, [n for n, value in names.items() if callable(value)], 1)
-        hint = f"; did you mean {near[0]}?" if near else ""
+        hint = nearest(attribute, [name for name, value in names.items() if callable(value)])
         raise ConfigError(f"{key}={path!r}: {target} has no {attribute!r}{hint}")
     found = names[attribute]
     if not callable(found):
         raise ConfigError(f"{key}={path!r} is of type {type(found).__name__}; expected a function or a class")
     return found, attribute
-
-
-def _import(target: str, path: str, key: str) -> Any:
-    try:
-        return importlib.import_module(target)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{target}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it imports is not: its traceback says where
-        raise ConfigError(f"{key}={path!r}: no module {error.name!r} on the Python path; expected {FORMS}") from None
 
 
 def _check_arguments(

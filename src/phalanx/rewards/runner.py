@@ -9,7 +9,6 @@ copy.
 
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from phalanx.rewards.registry import Term, build_terms, judged_frames
 from phalanx.rewards.threads import DaemonPool
 from phalanx.types import Outputs, Prompt
 
-_POLL_S = 0.05  # how soon a call that has just left the queue is watched
+_POLL_S = 0.05  # how often it is looked whether a call is overdue
 _SHOWN = 120  # characters of a prompt in a message
 
 Rows = dict[str, Tensor]  # float32 [B] on the CPU, by the names in the logs
@@ -36,8 +35,8 @@ class RewardSet:
 
     CPU rewards run on `reward.num_workers` threads from `submit` on (`reward.overlap`), or from `collect` on; rewards
     on the device (DeviceReward) run from `collect` on, one call at a time. Judges need an `ask` in between. After
-    `collect`: `waited_s`, seconds that it waited; `busy_s`, seconds that rewards worked, without those of the reward
-    model, which are `judge_s`; `spans`, (start, end) of each call by `time.perf_counter`.
+    `collect`: `busy_s`, seconds that rewards worked, without those of the reward model, which are `judge_s`; `spans`,
+    (start, end) of each call by `time.perf_counter`.
     """
 
     def __init__(
@@ -57,10 +56,8 @@ class RewardSet:
         """
         unparseable_score = None if group_timeout_s is None else cfg.model.unparseable_score
         self.terms = build_terms(cfg.functions, device, unparseable_score, outputs)
-        self.waited_s = 0.0
         self.busy_s = 0.0
         self.spans: list[tuple[float, float]] = []
-        self._outputs = outputs
         self._overlap = cfg.overlap
         self._timeout_s = cfg.timeout_s
         self._device = torch.device(device)
@@ -82,11 +79,6 @@ class RewardSet:
         self._device_pool = DaemonPool(1, "reward-device")
         self._calls: list[Call] = []  # submitted and not yet collected
 
-    @property
-    def names(self) -> list[str]:
-        """Names of the terms, in the order of the configuration."""
-        return [term.name for term in self.terms]
-
     def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
         """Score images [B, 3, H, W], videos [B, F, 3, H, W] (0..1, CPU) or completions of B prompts, one each; the
         caller no longer writes to `outputs`.
@@ -97,9 +89,7 @@ class RewardSet:
         assert len(outputs) == len(prompts) > 0, (len(outputs), len(prompts))
         if isinstance(outputs, Tensor):
             assert outputs.ndim in (4, 5) and outputs.shape[-3] == 3, outputs.shape
-            assert outputs.device.type == "cpu" and self._outputs == "images", (outputs.device, self._outputs)
-        else:
-            assert self._outputs == "completions", self._outputs
+            assert outputs.device.type == "cpu", outputs.device
         for term in self.terms:
             if isinstance(term.function, ParsedAnswers):
                 continue  # called with the answers, once they are there: see `ask`
@@ -148,14 +138,12 @@ class RewardSet:
         scores, other extras than it names, or NaN or infinity. The submitted micro-batches are forgotten in any case.
         """
         assert not self.must_ask, "ask comes first"
-        begin = time.perf_counter()
         calls, self._calls = self._calls, []
         self._asked = False
         for call in calls:
             if call.future is None:
                 self._start(call)
         self._wait(calls)
-        self.waited_s = time.perf_counter() - begin
         self.spans = [(call.start, call.end) for call in calls]
         self.busy_s = sum(end - start for start, end in self.spans)
 
@@ -174,23 +162,21 @@ class RewardSet:
 
     def _start(self, call: "Call") -> None:
         if call.term.on_device:
-            call.future = self._device_pool.submit(lambda: call.run(self._on_device()))
+            call.future = self._device_pool.submit(lambda: self._run_on_device(call))
         else:
-            call.future = self._cpu_pool.submit(lambda: call.run(nullcontext()))
+            call.future = self._cpu_pool.submit(call.run)
 
-    def _on_device(self) -> AbstractContextManager[Any]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+    def _run_on_device(self, call: "Call") -> Rows:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread, which begins on the first one
+        return call.run()
 
     def _wait(self, calls: list["Call"]) -> None:
         """Wait until all calls are done, one has failed, or one that runs is overdue."""
         pending = {call.future for call in calls if call.future is not None}
         while pending:
             self._raise_failures(calls)
-            # sleep until the first of the running calls is overdue; where none runs yet, look again soon
-            now = time.perf_counter()
-            left = [call.start + self._timeout_s - now for call in calls if call.running()]
-            pause = max(0.0, min(left, default=_POLL_S))
-            _, pending = wait(pending, pause, FIRST_COMPLETED)
+            _, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
         self._raise_failures(calls)
 
     def _raise_failures(self, calls: list["Call"]) -> None:
@@ -218,15 +204,12 @@ class Call:
         self.start = self.end = 0.0
         self.future: Future[Rows] | None = None
         self._frames = frames
-        self._subject: Outputs | None = subject
-
-    def running(self) -> bool:
-        """Tell whether a thread is at it."""
-        return self.start > 0 and self.future is not None and not self.future.done()
+        self.subject: Outputs | None = subject
 
     def overdue(self, limit_s: float) -> bool:
         """Tell whether it has been running for longer than `limit_s`; the time in the queue does not count."""
-        return self.running() and time.perf_counter() - self.start > limit_s
+        running = self.start > 0 and self.future is not None and not self.future.done()
+        return running and time.perf_counter() - self.start > limit_s
 
     def failure(self) -> RewardError | None:
         """The error that ended the call, in one line and with its cause; None where it has none so far."""
@@ -242,16 +225,15 @@ class Call:
         failure.__cause__ = error
         return failure
 
-    def run(self, device: AbstractContextManager[Any]) -> Rows:
+    def run(self) -> Rows:
         """Call the reward and check what it returns: the term's rows, its scores first."""
-        assert self._subject is not None
-        subject, self._subject = self._subject, None  # freed as soon as they are scored
+        assert self.subject is not None
+        subject, self.subject = self.subject, None  # freed as soon as they are scored
         self.start = time.perf_counter()
         if isinstance(subject, Tensor):
             subject = subject.float()
-        with device:
-            returned = self.term.function(subject, [p.text for p in self.prompts], [p.meta for p in self.prompts])
-            checked = _rows(returned, self.term, self.prompts)
+        returned = self.term.function(subject, [p.text for p in self.prompts], [p.meta for p in self.prompts])
+        checked = _rows(returned, self.term, self.prompts)
         self.end = time.perf_counter()
         return mean_of_frames(checked, self._frames)
 

@@ -14,7 +14,7 @@ from phalanx.media.pictures import to_uint8
 
 _BICUBIC = 3  # PIL's number, as preprocessor_config.json gives it
 _STEPS = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
-_VALUES = ("resample", "rescale_factor", "image_mean", "image_std")
+_VALUES = ("size", "crop_size", "resample", "rescale_factor", "image_mean", "image_std")
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,7 @@ class Pixels:
         if self.shortest_edge is not None:
             long = int(self.shortest_edge * max(height, width) / min(height, width))
             size = (self.shortest_edge, long) if height <= width else (long, self.shortest_edge)
-        levels = to_uint8(images).float()
-        levels = F.interpolate(levels, size=size, mode="bicubic", antialias=True).round().clamp(0, 255)
+        levels = resize(images, size)
         top, left = (size[0] - self.crop[0]) // 2, (size[1] - self.crop[1]) // 2
         levels = levels[:, :, top : top + self.crop[0], left : left + self.crop[1]]
         return (levels / 255 - self.mean) / self.std
@@ -48,14 +47,16 @@ class Pixels:
 class Clip:
     """A CLIPModel in float32; `text=False` leaves its text tower out."""
 
-    def __init__(self, model: str, processor: str, device: str, *, names: tuple[str, str], text: bool = True) -> None:
-        """Load from folders or hub ids; `names` are the kwargs that gave `model` and `processor`, for messages."""
+    def __init__(
+        self, model: str, device: str, *, processor: str | None = None, name: str = "model", text: bool = True
+    ) -> None:
+        """Load from folders or hub ids; `name` is the kwarg that gave `model`. None: the model's own processor."""
         from transformers import AutoImageProcessor, AutoTokenizer, CLIPModel
 
-        source = folder_or_hub(model, names[0])
+        source = folder_or_hub(model, name)
         told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-        clip, info = load_part(CLIPModel, source, names[0], use_safetensors=True, dtype=torch.float32, **told)
-        check_weights(info, f"{names[0]}={model!r} is not a CLIP model")
+        clip, info = load_part(CLIPModel, source, name, use_safetensors=True, dtype=torch.float32, **told)
+        check_weights(info, f"{name}={model!r} is not a CLIP model")
         clip.requires_grad_(False).eval()
         self._device = torch.device(device)
         self._vision: nn.Module = clip.vision_model.to(device)
@@ -63,16 +64,18 @@ class Clip:
         self.logit_scale: Tensor = clip.logit_scale.exp().to(device)
         self.dim: int = clip.config.projection_dim
         self.edge: int = clip.config.vision_config.image_size  # pixels, of the square that it sees
-        source = folder_or_hub(processor, names[1])
-        self._pixels = pixels_of(load_part(AutoImageProcessor, source, names[1]).to_dict(), self._device)
+        if processor is not None:
+            name, model = "processor", processor
+            source = folder_or_hub(model, name)
+        self._pixels = pixels_of(load_part(AutoImageProcessor, source, name).to_dict(), self._device)
         if not text:
             return
-        self._tokenizer = load_part(AutoTokenizer, source, names[1])
+        self._tokenizer = load_part(AutoTokenizer, source, name)
         config = clip.config.text_config
         if len(self._tokenizer) != config.vocab_size:
             # transformers makes an empty tokenizer, silently, of a folder without one
             raise ValueError(
-                f"{names[1]}={processor!r} has a tokenizer of {len(self._tokenizer)} tokens, and the model knows "
+                f"{name}={model!r} has a tokenizer of {len(self._tokenizer)} tokens, and the model knows "
                 f"{config.vocab_size}; give the processor that belongs to the model"
             )
         self._max_tokens: int = config.max_position_embeddings
@@ -99,31 +102,33 @@ class Clip:
 
 def pixels_of(config: dict[str, Any], device: torch.device) -> Pixels:
     """The preprocessing that a preprocessor_config.json describes; ValueError for steps that CLIP does not have."""
-    edge = _sizes(config, "size").get("shortest_edge")
-    size = _height_width(config, "size") if edge is None else (edge, edge)
-    crop = _height_width(config, "crop_size")
-    steps = all(config.get(key) for key in (*_STEPS, *_VALUES))  # processors of other models lack some
-    steps = steps and config["resample"] == _BICUBIC and math.isclose(config["rescale_factor"], 1 / 255)
-    if not steps or size is None or crop is None or crop[0] > size[0] or crop[1] > size[1]:
+    is_clips = all(config.get(key) for key in (*_STEPS, *_VALUES))  # processors of other models lack some
+    if is_clips:
+        edge = config["size"].get("shortest_edge")
+        size = (edge, edge) if edge is not None else (config["size"].get("height"), config["size"].get("width"))
+        crop = (config["crop_size"].get("height"), config["crop_size"].get("width"))
+        is_clips = None not in (*size, *crop) and crop[0] <= size[0] and crop[1] <= size[1]
+    if not is_clips or config["resample"] != _BICUBIC or not math.isclose(config["rescale_factor"], 1 / 255):
         raise ValueError("the image processor is not CLIP's: bicubic resize, centre crop, rescaling, normalisation")
-    return Pixels(
-        shortest_edge=edge,
-        size=size,
-        crop=crop,
-        mean=torch.tensor(config["image_mean"], device=device).view(3, 1, 1),
-        std=torch.tensor(config["image_std"], device=device).view(3, 1, 1),
-    )
+    mean, std = (torch.tensor(config[key], device=device).view(3, 1, 1) for key in ("image_mean", "image_std"))
+    return Pixels(edge, size, crop, mean, std)
 
 
-def _sizes(config: dict[str, Any], key: str) -> dict[str, int | None]:
-    """The lengths in pixels that `size` or `crop_size` gives by their names; none where the processor has none."""
-    return dict(config.get(key) or {})
+def resize(images: Tensor, size: tuple[int, int]) -> Tensor:
+    """Images [B, 3, H, W] in 0..1 -> [B, 3, *size] in whole numbers 0..255: an 8-bit bicubic resize, as PIL's."""
+    levels = F.interpolate(to_uint8(images).float(), size=size, mode="bicubic", antialias=True)
+    return levels.round().clamp(0, 255)
 
 
-def _height_width(config: dict[str, Any], key: str) -> tuple[int, int] | None:
-    """Both of them in pixels; None where `size` or `crop_size` does not give both."""
-    height, width = map(_sizes(config, key).get, ("height", "width"))
-    return None if height is None or width is None else (height, width)
+def read_weights(file: Path, what: str) -> dict[str, Tensor]:
+    """The weights of a .safetensors file, which messages call `what`."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{what} is not a safetensors file: {error}") from error
 
 
 def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:

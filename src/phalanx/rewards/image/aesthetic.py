@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.rewards.base import DeviceReward
-from phalanx.rewards.image._clip import Clip
+from phalanx.rewards.image._clip import Clip, read_weights
 
 # Positions in the published nn.Sequential, which has a dropout at 1, 3 and 5.
 _WIDTHS = {"0": 1024, "2": 128, "4": 64, "6": 16, "7": 1}
+_KEYS = ", ".join(f"layers.{k}.weight and .bias" for k in _WIDTHS)
 _CONVERT = (
-    "python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{name}.pth', weights_only=True), "
-    "'{name}.safetensors')\""
+    "python -c \"import torch, safetensors.torch as s; s.save_file(torch.load('{path}', weights_only=True), "
+    "'{stem}.safetensors')\""
 )
 
 
@@ -27,7 +28,7 @@ class Aesthetic(DeviceReward):
 
     def __init__(self, predictor: str, clip_model: str = "openai/clip-vit-large-patch14", device: str = "cpu") -> None:
         layers = _load_predictor(predictor)
-        self._clip = Clip(clip_model, clip_model, device, names=("clip_model", "clip_model"), text=False)
+        self._clip = Clip(clip_model, device, name="clip_model", text=False)
         width = layers[0].in_features
         if width != self._clip.dim:
             raise ValueError(
@@ -45,17 +46,10 @@ class Aesthetic(DeviceReward):
 
 def _load_predictor(predictor: str) -> nn.Sequential:
     """The layers of a file with the keys `layers.0.weight`, `layers.0.bias`, ..., `layers.7.bias`."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    path = _predictor_file(predictor)
-    try:
-        state = load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"predictor={predictor!r} is not a safetensors file: {error}") from error
+    state = read_weights(_predictor_file(predictor), f"predictor={predictor!r}")
     first = state.get("layers.0.weight")
     if first is None or first.ndim != 2:
-        raise ValueError(f"predictor={predictor!r} has no matrix layers.0.weight; expected {_keys()}")
+        raise ValueError(f"predictor={predictor!r} has no matrix layers.0.weight; expected {_KEYS}")
     widths = [first.shape[1], *_WIDTHS.values()]
     linears = {k: nn.Linear(widths[i], width) for i, (k, width) in enumerate(_WIDTHS.items())}
     layers = nn.Sequential(OrderedDict(linears))
@@ -63,7 +57,7 @@ def _load_predictor(predictor: str) -> nn.Sequential:
         layers.load_state_dict({name.removeprefix("layers."): value.float() for name, value in state.items()})
     except RuntimeError as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"predictor={predictor!r} has other layers ({reason}); expected {_keys()}") from error
+        raise ValueError(f"predictor={predictor!r} has other layers ({reason}); expected {_KEYS}") from error
     return layers.requires_grad_(False).eval()
 
 
@@ -75,12 +69,8 @@ def _predictor_file(predictor: str) -> Path:
             raise ValueError(f"predictor={predictor!r} is a folder with {len(files)} .safetensors files; expected one")
         return files[0]
     if path.suffix in (".pth", ".pt", ".bin", ".ckpt"):
-        command = _CONVERT.replace("{name}.pth", str(path)).replace("{name}", str(path.with_suffix("")))
+        command = _CONVERT.format(path=path, stem=path.with_suffix(""))
         raise ValueError(f"predictor={predictor!r} is a pickle, which can run code; convert it once: {command}")
     if not path.is_file():
         raise ValueError(f"predictor={predictor!r} does not exist; expected a .safetensors file or its folder")
     return path
-
-
-def _keys() -> str:
-    return ", ".join(f"layers.{k}.weight and .bias" for k in _WIDTHS)

@@ -15,7 +15,7 @@ class ClipScore(DeviceReward):
     """`model`: folder or hub id of a CLIPModel with its processor."""
 
     def __init__(self, model: str = "openai/clip-vit-large-patch14", device: str = "cpu") -> None:
-        self._clip = Clip(model, model, device, names=("model", "model"))
+        self._clip = Clip(model, device)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B] in -1..1."""

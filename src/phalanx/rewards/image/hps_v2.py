@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from phalanx.media.pictures import to_uint8
 from phalanx.rewards.base import DeviceReward
-from phalanx.rewards.image._clip import Clip
+from phalanx.rewards.image._clip import Clip, resize
 
 
 class HpsV2(DeviceReward):
@@ -23,10 +22,7 @@ class HpsV2(DeviceReward):
     """
 
     def __init__(self, model: str, processor: str | None = None, device: str = "cpu") -> None:
-        if processor is None:
-            self._clip = Clip(model, model, device, names=("model", "model"))
-        else:
-            self._clip = Clip(model, processor, device, names=("model", "processor"))
+        self._clip = Clip(model, device, processor=processor)
         self._device = torch.device(device)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
@@ -38,11 +34,10 @@ class HpsV2(DeviceReward):
 def letterbox(images: Tensor, edge: int) -> Tensor:
     """Images [B, 3, H, W] in 0..1 -> [B, 3, edge, edge]: the longer side becomes `edge` pixels, the rest is black.
 
-    An 8-bit bicubic resize, as PIL's. What CLIP's preprocessing does to the result, a square of its size, is normalise.
+    What CLIP's preprocessing does to the result, a square of its size, is normalise.
     """
     scale = edge / max(images.shape[2:])
     height, width = (max(1, round(side * scale)) for side in images.shape[2:])
-    levels = F.interpolate(to_uint8(images).float(), size=(height, width), mode="bicubic", antialias=True)
     left, top = (edge - width) // 2, (edge - height) // 2
     sides = (left, edge - width - left, top, edge - height - top)
-    return F.pad(levels.round().clamp(0, 255) / 255, sides)
+    return F.pad(resize(images, (height, width)) / 255, sides)

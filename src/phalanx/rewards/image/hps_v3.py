@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.media.pictures import to_uint8
 from phalanx.rewards.base import DeviceReward
-from phalanx.rewards.image._clip import folder_or_hub, load_part
+from phalanx.rewards.image._clip import folder_or_hub, load_part, read_weights, resize
 from phalanx.rewards.image._hps_v3_text import CHAT, IMAGE_TOKEN, REWARD_TOKEN, TEMPLATE
 
 _PIXELS = 256 * 28 * 28  # about the area of an image after resizing
@@ -69,7 +67,10 @@ class HpsV3(DeviceReward):
         self._template, self._micro_batch = template, micro_batch_size
         self._device = torch.device(device)
         backbone, head = _split(_read(model), model)
-        rows = _rows(backbone, model)
+        embeddings = backbone.get("language_model.embed_tokens.weight")
+        if embeddings is None:
+            raise ValueError(f"model={model!r} has no weights model.embed_tokens.weight; {_EXPECTED}")
+        rows = len(embeddings)
         if rows <= self._reward_id:
             raise ValueError(
                 f"model={model!r} embeds {rows} tokens, and {reward_token} is number {self._reward_id} of "
@@ -78,8 +79,7 @@ class HpsV3(DeviceReward):
         config.text_config.vocab_size = rows
         self._head = _head(head, model).to(device)
         self._backbone = _backbone(backbone, config, _DTYPES[dtype], device, (model, base))
-        vision = config.vision_config
-        self._patches = Patches(vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size)
+        self._vision = config.vision_config
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
@@ -89,8 +89,11 @@ class HpsV3(DeviceReward):
         return torch.cat(parts) if parts else torch.zeros(0)
 
     def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        pixels, grid = self._patches(images.to(self._device))
-        tokens = self._tokens(prompts, int(grid[0].prod()) // self._patches.merge**2)
+        vision = self._vision
+        pixels, grid = patches_of(
+            images.to(self._device), vision.patch_size, vision.spatial_merge_size, vision.temporal_patch_size
+        )
+        tokens = self._tokens(prompts, int(grid[0].prod()) // vision.spatial_merge_size**2)
         # No mask: a token sees what is left of it, and the padding is right of the reward token. Positions: see 4.
         positions = torch.arange(tokens.shape[1], device=self._device).expand(3, *tokens.shape)
         hidden = self._backbone(
@@ -111,32 +114,24 @@ class HpsV3(DeviceReward):
         return ids.to(self._device)
 
 
-class Patches:
-    """Qwen2-VL's image preprocessing, for a batch of images of one size on any device.
+def patches_of(images: Tensor, side: int, merge: int, frames: int) -> tuple[Tensor, Tensor]:
+    """Images [b, 3, H, W] in 0..1 -> patches [b * h * w, values], and their grid [b, 3] of rows (1, h, w).
 
-    The steps of transformers' Qwen2VLImageProcessor, which works image by image and leaves the device; the two agree
-    within two of 255 levels (tested). An image fills both frames of the model's pairs of video frames.
+    Qwen2-VL's preprocessing, for a batch on any device: the steps of transformers' Qwen2VLImageProcessor, which works
+    image by image and leaves the device; the two agree within two of 255 levels (tested). A patch is `side` pixels
+    wide, merge * merge of them become a token. An image fills all `frames` of the model's pairs of video frames.
     """
+    from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
 
-    def __init__(self, patch: int, merge: int, frames: int) -> None:
-        from transformers.image_utils import OPENAI_CLIP_MEAN, OPENAI_CLIP_STD
-
-        self.patch, self.merge, self.frames = patch, merge, frames
-        self._mean = torch.tensor(OPENAI_CLIP_MEAN).view(3, 1, 1)
-        self._std = torch.tensor(OPENAI_CLIP_STD).view(3, 1, 1)
-
-    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Images [b, 3, H, W] in 0..1 -> patches [b * h * w, values], and their grid [b, 3] of rows (1, h, w)."""
-        b, side, merge = len(images), self.patch, self.merge
-        height, width = resized(images.shape[2], images.shape[3], side * merge, _PIXELS)
-        levels = F.interpolate(to_uint8(images).float(), size=(height, width), mode="bicubic", antialias=True)
-        pixels = levels.round().clamp(0, 255) / 255
-        pixels = (pixels - self._mean.to(pixels.device)) / self._std.to(pixels.device)
-        h, w = height // side, width // side
-        pixels = pixels.view(b, 3, 1, h // merge, merge, side, w // merge, merge, side)
-        # patches that become one token lie together: [b, h, w, merge, merge, 3, frames, side, side]
-        patches = pixels.permute(0, 3, 6, 4, 7, 1, 2, 5, 8).expand(-1, -1, -1, -1, -1, -1, self.frames, -1, -1)
-        return patches.reshape(b * h * w, -1), torch.tensor([[1, h, w]] * b, device=images.device)
+    b, device = len(images), images.device
+    height, width = resized(images.shape[2], images.shape[3], side * merge, _PIXELS)
+    mean, std = (torch.tensor(rgb, device=device).view(3, 1, 1) for rgb in (OPENAI_CLIP_MEAN, OPENAI_CLIP_STD))
+    pixels = (resize(images, (height, width)) / 255 - mean) / std
+    h, w = height // side, width // side
+    pixels = pixels.view(b, 3, 1, h // merge, merge, side, w // merge, merge, side)
+    # patches that become one token lie together: [b, h, w, merge, merge, 3, frames, side, side]
+    patches = pixels.permute(0, 3, 6, 4, 7, 1, 2, 5, 8).expand(-1, -1, -1, -1, -1, -1, frames, -1, -1)
+    return patches.reshape(b * h * w, -1), torch.tensor([[1, h, w]] * b, device=device)
 
 
 def resized(height: int, width: int, unit: int, pixels: int) -> tuple[int, int]:
@@ -159,19 +154,13 @@ def resized(height: int, width: int, unit: int, pixels: int) -> tuple[int, int]:
 
 def _read(model: str) -> dict[str, Tensor]:
     """All weights of a .safetensors file, or of those of a folder."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
     path = Path(model).expanduser()
     files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(f"model={model!r} has no .safetensors file; {_EXPECTED}")
     state: dict[str, Tensor] = {}
     for file in files:
-        try:
-            state |= load_file(file)
-        except SafetensorError as error:
-            raise ValueError(f"model={model!r}: {file.name} is not a safetensors file: {error}") from error
+        state |= read_weights(file, f"model={model!r}: {file.name}")
     return state
 
 
@@ -182,7 +171,7 @@ def _split(state: dict[str, Tensor], model: str) -> tuple[dict[str, Tensor], dic
     for name, value in state.items():
         part, _, rest = name.partition(".")
         if part == "rm_head":
-            head[rest] = value
+            head[name] = value
         elif part == "visual":
             backbone[name] = value
         elif part == "model":
@@ -192,29 +181,25 @@ def _split(state: dict[str, Tensor], model: str) -> tuple[dict[str, Tensor], dic
     return backbone, head
 
 
-def _rows(backbone: dict[str, Tensor], model: str) -> int:
-    embeddings = backbone.get("language_model.embed_tokens.weight")
-    if embeddings is None:
-        raise ValueError(f"model={model!r} has no weights model.embed_tokens.weight; {_EXPECTED}")
-    return len(embeddings)
+def _require(names: list[str], state: dict[str, Tensor], model: str, why: str = "") -> None:
+    """ValueError for weights that are not there."""
+    missing = [name for name in names if name not in state]
+    if missing:
+        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+        raise ValueError(f"model={model!r} has no weights {missing[0]}{more}{why}; {_EXPECTED}")
 
 
 def _head(state: dict[str, Tensor], model: str) -> nn.Sequential:
-    """The head in float32, its widths read from the weights; a dropout between its layers has no part in scoring."""
-    names = [f"{k}.{kind}" for k in _HEAD for kind in ("weight", "bias")]
-    missing, extra = [n for n in names if n not in state], sorted(state.keys() - set(names))
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ValueError(f"model={model!r} has no weights rm_head.{missing[0]}{more}: no reward model; {_EXPECTED}")
+    """The head in float32, its widths read from the weights."""
+    names = [f"rm_head.{k}.{kind}" for k in _HEAD for kind in ("weight", "bias")]
+    _require(names, state, model, ": no reward model")
+    extra = sorted(state.keys() - set(names))
     if extra:
-        raise ValueError(f"model={model!r} has another head, with rm_head.{extra[0]}; {_EXPECTED}")
-    layers: list[nn.Module] = []
-    for k in _HEAD:
-        weight, bias = state[f"{k}.weight"].float(), state[f"{k}.bias"].float()
-        linear = nn.Linear(weight.shape[1], weight.shape[0])
-        linear.load_state_dict({"weight": weight, "bias": bias})
-        layers += [linear, nn.ReLU()]
-    return nn.Sequential(*layers[:-1]).requires_grad_(False).eval()
+        raise ValueError(f"model={model!r} has another head, with {extra[0]}; {_EXPECTED}")
+    first, second, third = (nn.Linear(*state[f"rm_head.{k}.weight"].T.shape) for k in _HEAD)
+    head = nn.Sequential(first, nn.ReLU(), nn.Dropout(), second, nn.ReLU(), third)
+    head.load_state_dict({name.removeprefix("rm_head."): value.float() for name, value in state.items()})
+    return head.requires_grad_(False).eval()
 
 
 def _backbone(
@@ -226,16 +211,16 @@ def _backbone(
     model, base = sources
     with torch.device("meta"):
         expected = Qwen2VLModel(config).state_dict()
-    missing, extra = sorted(expected.keys() - state.keys()), sorted(state.keys() - expected.keys())
-    wrong = [name for name in state if name in expected and state[name].shape != expected[name].shape]
-    if missing:
-        more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-        raise ValueError(f"model={model!r} has no weights {missing[0]}{more}; {_EXPECTED}")
-    if extra or wrong:
-        name = (extra or wrong)[0]
-        found = "" if extra else f" of {list(state[name].shape)} rather than {list(expected[name].shape)}"
+    _require(sorted(expected), state, model)
+    wrong = sorted(state.keys() - expected.keys())
+    wrong += [
+        f"{name} of {list(value.shape)} rather than {list(expected[name].shape)}"
+        for name, value in state.items()
+        if name in expected and value.shape != expected[name].shape
+    ]
+    if wrong:
         raise ValueError(
-            f"model={model!r} has {name}{found}, which does not go with base={base!r}; expected the base that the "
+            f"model={model!r} has {wrong[0]}, which does not go with base={base!r}; expected the base that the "
             "model was trained from"
         )
     backbone: nn.Module = Qwen2VLModel.from_pretrained(

@@ -10,11 +10,10 @@ longer text scores 1 there, which rewards images full of text: here only with `c
 import threading
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.media.pictures import to_uint8
@@ -39,15 +38,16 @@ class Ocr:
         if package is None or package.origin is None:
             raise ValueError("the package rapidocr is not installed; pip install rapidocr onnxruntime rapidfuzz")
         self._contains = contains
-        self._reader: _Reader = (
-            _DetectingReader(threads) if detect else _LineReader(Path(package.origin).parent / RECOGNISER, threads)
-        )
+        self._reader: _DetectingReader | _LineReader
+        if detect:
+            self._reader = _DetectingReader(threads)
+        else:
+            self._reader = _LineReader(Path(package.origin).parent / RECOGNISER, threads)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[float]:
         """Images [B, 3, H, W] in 0..1 -> B scores in 0..1."""
         targets = [_plain(ground_truth(prompt, meta)) for meta, prompt in zip(metadata, prompts, strict=True)]
-        texts = self._reader.read(to_uint8(images))
-        return [self._score(target, _plain(text)) for target, text in zip(targets, texts, strict=True)]
+        return [self._score(target, _plain(text)) for target, text in zip(targets, self.read(images), strict=True)]
 
     def read(self, images: Tensor) -> list[str]:
         """The text in the images [B, 3, H, W] in 0..1, as the engine reads it."""
@@ -63,12 +63,6 @@ class Ocr:
 
 def _plain(text: str) -> str:
     return "".join(text.lower().split())
-
-
-class _Reader(Protocol):
-    def read(self, images: Tensor) -> list[str]:
-        """Images uint8 [B, 3, H, W] -> B texts."""
-        ...
 
 
 class _LineReader:
@@ -89,46 +83,37 @@ class _LineReader:
         self._characters = ["", *characters, " "]  # class 0 is CTC's blank
 
     def read(self, images: Tensor) -> list[str]:
+        """Images uint8 [B, 3, H, W] -> B texts, by CTC, greedy: repeats are one character, blanks are none."""
         width = max(1, round(images.shape[3] * _LINE_HEIGHT / images.shape[2]))
         texts = []
         for part in images.flip(1).float().split(_BATCH):  # RGB to BGR
             # antialias changes nothing where the image is enlarged, and keeps thin strokes where it shrinks
             lines = F.interpolate(part, size=(_LINE_HEIGHT, width), mode="bilinear", antialias=True)
             (scores,) = self._session.run(None, {self._input: (lines / 127.5 - 1).numpy()})
-            texts += [self._decode(row) for row in scores.argmax(-1)]
+            for classes in torch.from_numpy(scores.argmax(-1)):
+                kept = torch.unique_consecutive(classes)
+                texts.append("".join(self._characters[i] for i in kept.tolist()))
         return texts
 
-    def _decode(self, classes: NDArray[Any]) -> str:
-        """CTC, greedy: repeats are one character, blanks are none."""
-        kept = torch.unique_consecutive(torch.from_numpy(classes))
-        return "".join(self._characters[i] for i in kept.tolist())
 
-
-class _DetectingReader:
+class _DetectingReader(threading.local):
     """RapidOCR's pipeline: detection, then recognition of each line. One engine a thread: its stages keep state."""
 
+    _engine: Any = None  # of this thread, made by its first call
+
     def __init__(self, threads: int) -> None:
-        self._threads = threads
-        self._local = threading.local()
+        self._params = {
+            "Global.use_cls": False,
+            "Global.log_level": "critical",  # a picture without text is no news in training
+            "EngineConfig.onnxruntime.intra_op_num_threads": threads,
+            "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+        }
 
     def read(self, images: Tensor) -> list[str]:
-        engine = self._engine()
-        texts = []
-        for picture in images.flip(1).permute(0, 2, 3, 1).contiguous().numpy():  # BGR, as OpenCV has it
-            result = engine(picture)
-            texts.append("".join(result.txts or ()))
-        return texts
-
-    def _engine(self) -> Any:
-        if "engine" not in vars(self._local):
+        """Images uint8 [B, 3, H, W] -> B texts."""
+        if self._engine is None:
             from rapidocr import RapidOCR
 
-            self._local.engine = RapidOCR(
-                params={
-                    "Global.use_cls": False,
-                    "Global.log_level": "critical",  # a picture without text is no news in training
-                    "EngineConfig.onnxruntime.intra_op_num_threads": self._threads,
-                    "EngineConfig.onnxruntime.inter_op_num_threads": 1,
-                }
-            )
-        return self._local.engine
+            self._engine = RapidOCR(params=self._params)
+        pictures = images.flip(1).permute(0, 2, 3, 1).contiguous().numpy()  # BGR, as OpenCV has it
+        return ["".join(self._engine(picture).txts or ()) for picture in pictures]

@@ -19,7 +19,7 @@ class Pickscore(DeviceReward):
         processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K",
         device: str = "cpu",
     ) -> None:
-        self._clip = Clip(model, processor, device, names=("model", "processor"))
+        self._clip = Clip(model, device, processor=processor)
 
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> [B]."""

@@ -57,8 +57,19 @@ class RewardModel:
         self._domain_rank = DomainRank(next(d for d in domains if launch.rank in d.ranks), timeout_s)
         self._replicas = self._domain_rank.domain.replicas
         holders = None if self._domain_rank.replica is None else self._replicas[self._domain_rank.replica]
-        make = _vllm if cfg.engine == "vllm" else _transformers
-        self._engine: Engine | None = make(cfg, holders, launch, timeout_s)
+        self._engine: Engine | None = None  # of this rank, where it holds a part of the model
+        if cfg.engine == "vllm":
+            from phalanx.distributed.vllm_groups import VllmGroups
+            from phalanx.engines.vllm import VllmEngine
+
+            groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)  # all ranks of the world do
+            if holders is not None:
+                self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank)
+        elif holders is not None:
+            from phalanx.distributed.tensor_parallel import replica_mesh
+            from phalanx.engines.transformers import TransformersEngine
+
+            self._engine = TransformersEngine(cfg, replica_mesh(holders, timeout_s) if len(holders) > 1 else None)
 
     def awake(self) -> AbstractContextManager[None]:
         """For the time of the block this rank's part is on the device; `ask` needs it."""
@@ -103,24 +114,3 @@ class RewardModel:
             all_answers[i :: len(self._replicas)] = said[0]
         begin = sum(len(own) for own in asked[: self._domain_rank.position])
         return all_answers[begin : begin + len(questions)]
-
-
-def _vllm(cfg: RewardModelConfig, holders: Sequence[int] | None, launch: Launch, timeout_s: float) -> Engine | None:
-    """The engine of this rank in vLLM, whose groups all ranks of the world make; None without a part of the model."""
-    from phalanx.distributed.vllm_groups import VllmGroups
-    from phalanx.engines.vllm import VllmEngine
-
-    groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)
-    return None if holders is None else VllmEngine(cfg, groups, launch.rank, launch.local_rank)
-
-
-def _transformers(
-    cfg: RewardModelConfig, holders: Sequence[int] | None, launch: Launch, timeout_s: float
-) -> Engine | None:
-    """The engine of this rank in transformers; None without a part of the model."""
-    from phalanx.distributed.tensor_parallel import replica_mesh
-    from phalanx.engines.transformers import TransformersEngine
-
-    if holders is None:
-        return None
-    return TransformersEngine(cfg, replica_mesh(holders, timeout_s) if len(holders) > 1 else None)

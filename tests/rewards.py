@@ -1,0 +1,34 @@
+"""Rewards as tests build and run them, and what is said of mistakes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
+from phalanx.rewards import RewardSet
+from phalanx.types import Outputs, Prompt
+
+
+def entry(
+    name: str | None = None, path: str | None = None, weight: float = 1.0, **kwargs: Any
+) -> FlowRewardFunctionConfig:
+    return FlowRewardFunctionConfig(name=name, path=path, weight=weight, kwargs=kwargs)
+
+
+def rewards(*functions: FlowRewardFunctionConfig, **settings: Any) -> RewardSet:
+    return RewardSet(FlowRewardConfig(functions=list(functions), **settings), "cpu")
+
+
+def scored(reward: RewardSet, *batches: tuple[Outputs, list[Prompt]]) -> dict[str, list[float]]:
+    """The rows of all batches."""
+    for batch in batches:
+        reward.submit(*batch)
+    return {name: values.tolist() for name, values in reward.collect().items()}
+
+
+def told(kind: type[Exception], do: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The message of the error that a call raises."""
+    with pytest.raises(kind) as error:
+        do(*args, **kwargs)
+    return str(error.value)
