@@ -93,7 +93,7 @@ def fresh_noise(cfg: FlowRLConfig) -> dict[str, tuple[Tensor, Tensor]]:
         samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
     found = {}
     for distribution in ("schedule", "uniform", "logit_normal"):
-        t.algorithm.distribution = distribution  # type: ignore[attr-defined]
+        t.algorithm.config.level_distribution = distribution  # type: ignore[attr-defined]
         for step, epoch in ((0, 0), (0, 1), (1, 0)):
             noised = t.algorithm.corrupt(t.policy, samples, t.corruption_seeds(samples, step, epoch))
             found[f"{distribution} {step} {epoch}"] = (noised.noise, noised.levels)

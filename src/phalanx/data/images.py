@@ -78,8 +78,7 @@ def _json_row(line: str, where: str, folder: Path) -> tuple[Path, str, str]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON: {error}") from None
-    names = ("image", "prompt")
-    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in names):
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("image", "prompt")):
         raise DataError(f'{where}: expected {{"image": "path", "prompt": "text"}}')
     return folder / row["image"], row["prompt"], where
 
@@ -90,13 +89,13 @@ def _dataset_rows(path: Path, file: str, key: str) -> Iterator[tuple[Any, str, s
     try:
         data = load_from_disk(str(path))
     except FileNotFoundError:
-        what = "is not a Hugging Face dataset folder (written by save_to_disk)"
-        raise DataError(f"{key}: {file} {what}") from None
+        raise DataError(f"{key}: {file} is not a Hugging Face dataset folder (written by save_to_disk)") from None
     if not isinstance(data, Dataset):
         raise DataError(f"{key}: {file} holds splits {sorted(data)}; name one of their folders")
     texts = [c for c in TEXT_COLUMNS if c in data.column_names]
     if "image" not in data.column_names or not texts:
-        needed = f"image and one of {', '.join(TEXT_COLUMNS)}"
-        raise DataError(f"{key}: {file} has columns {data.column_names}; it needs {needed}")
+        raise DataError(
+            f"{key}: {file} has columns {data.column_names}; it needs image and one of {', '.join(TEXT_COLUMNS)}"
+        )
     for number, row in enumerate(data):
         yield row["image"], row[texts[0]], f"{file} row {number}"

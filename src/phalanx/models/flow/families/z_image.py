@@ -1,12 +1,11 @@
 """Z-Image and Z-Image-Turbo (arXiv 2511.22699): texts and image in one stream of tokens."""
 
 import torch
-from diffusers import ZImagePipeline, ZImageTransformer2DModel
+from diffusers import ZImageTransformer2DModel
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, decode_kl, encode_kl
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, padded_texts
 
 PATCH = 2  # latents a side of an image token, of a single frame
 # texts and images are filled up to a multiple of this many tokens, with learned ones that are
@@ -107,6 +106,7 @@ class Model(FlowModel):
     """Z-Image: latents [N, 16, H/8, W/8]; Turbo does without `rollout.guidance_scale`."""
 
     pipeline_class = "ZImagePipeline"
+    transformer_class = Transformer
     guidance_key = "guidance_scale"
     default_negative = ""
     masks_text = True
@@ -115,10 +115,6 @@ class Model(FlowModel):
         "attention.to_k", "attention.to_out.0", "attention.to_q", "attention.to_v",
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
     )  # fmt: skip
-
-    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        self.load(config, dtype, weights_dtype, ZImagePipeline, Transformer)
-        self.text_encoders = [self.pipeline.text_encoder]
 
     def blocks(self) -> list[nn.Module]:
         """Blocks of the image, of the text, and of both."""
@@ -156,17 +152,13 @@ class Model(FlowModel):
         """`prompt_embeds` [N, length, D], `text_mask` [N, length] and, where `padded`,
         `attention_mask` [N, length].
         """
-        texts = [e["prompt_embeds"] for e in embeds]
         batch = {
-            "prompt_embeds": torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts]),
+            "prompt_embeds": padded_texts(embeds, length),
             "text_mask": torch.stack([pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]),
         }
         if padded:
-            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(t)] for t in texts])
+            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(e["prompt_embeds"])] for e in embeds])
         return batch
-
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        return self.linear_schedule(num_inference_steps, self.tokens(height, width))
 
     def tokens(self, height: int, width: int) -> int:
         _, h, w = self.latent_shape(height, width)
@@ -183,19 +175,13 @@ class Model(FlowModel):
             timestep=(1000 - timesteps) / 1000,
             encoder_hidden_states=embeds["prompt_embeds"],
             text_mask=embeds["text_mask"],
-            attention_mask=embeds["attention_mask"] if "attention_mask" in embeds else None,
+            attention_mask=embeds.get("attention_mask"),
         )[0]
         return -out  # the model's own leads to the image
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """As the pipeline counts: from the positive branch."""
         return positive + scale * (positive - negative)
-
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        return decode_kl(self.vae, latents)
-
-    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return encode_kl(self.vae, images, generator)
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
         filled = _filled(length)
