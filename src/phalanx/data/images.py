@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from phalanx.data.prompts import DataError, Shuffled
+from phalanx.data.prompts import DataError
 from phalanx.media.pictures import to_size, upright
 
 TEXT_COLUMNS = ("prompt", "text", "caption")
@@ -45,18 +45,6 @@ class ImageTextData:
         except (OSError, UnidentifiedImageError) as error:
             raise DataError(f"{where}: the image cannot be read: {error}") from None
         return to_size(image, self.height, self.width)
-
-
-class IndexStream:
-    """The images of each training step, by (seed, step); each epoch has an order of its own."""
-
-    def __init__(self, size: int, batch_size: int, seed: int) -> None:
-        self._order, self._batch_size = Shuffled(size, seed), batch_size
-
-    def batch(self, step: int) -> list[int]:
-        """Numbers of the images of training step `step`, of all ranks."""
-        first = step * self._batch_size
-        return [self._order[first + i] for i in range(self._batch_size)]
 
 
 def _rows(file: str, key: str) -> Iterator[tuple[Any, str, str]]:

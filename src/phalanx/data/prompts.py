@@ -72,16 +72,18 @@ def load_prompts(files: list[str], key: str, images: Sequence[str] = ()) -> list
     return rows
 
 
-class Shuffled:
-    """An endless sequence of the numbers 0 .. size-1; (seed, epoch) determines an epoch's order."""
+class IndexStream:
+    """Endless batches of the numbers 0 .. size-1; (seed, epoch) determines an epoch's order."""
 
-    def __init__(self, size: int, seed: int) -> None:
-        self._size, self._seed = size, seed
+    def __init__(self, size: int, batch_size: int, seed: int) -> None:
+        self._size, self._batch_size, self._seed = size, batch_size, seed
         self._order = lru_cache(maxsize=2)(self._permutation)
 
-    def __getitem__(self, position: int) -> int:
-        epoch, index = divmod(position, self._size)
-        return self._order(epoch)[index]
+    def batch(self, step: int) -> list[int]:
+        """The numbers of training step `step`, of all ranks."""
+        first = step * self._batch_size
+        places = [divmod(first + i, self._size) for i in range(self._batch_size)]
+        return [self._order(epoch)[index] for epoch, index in places]
 
     def _permutation(self, epoch: int) -> list[int]:
         order = list(range(self._size))
@@ -102,7 +104,7 @@ class PromptStream:
         assert rows and batch_size > 0, (len(rows), batch_size)
         self._rows = rows
         self._batch_size = batch_size
-        self._order = Shuffled(len(rows), seed)
+        self._numbers = IndexStream(len(rows), batch_size, seed)
         if batch_size > len(rows):
             logger.warning(
                 "data.train_batch_size=%d exceeds the %d prompts of the data; a batch holds some of them several times",
@@ -112,8 +114,7 @@ class PromptStream:
 
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of one training step, of all ranks; `group_id` counts them from 0."""
-        first = step * self._batch_size
-        return [_prompt(self._rows[self._order[first + i]], i) for i in range(self._batch_size)]
+        return [_prompt(self._rows[number], i) for i, number in enumerate(self._numbers.batch(step))]
 
     def steps(self, epochs: float) -> int:
         """Number of training steps for `epochs` passes over the data, rounded up."""

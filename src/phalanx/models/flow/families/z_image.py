@@ -38,19 +38,23 @@ class Transformer(ZImageTransformer2DModel):
         assert not return_dict
         n, _, height, width = hidden_states.shape
         condition = self.t_embedder(timestep * self.t_scale).type_as(hidden_states)
-        lengths = text_mask.shape[1] if attention_mask is None else attention_mask.sum(1)
+        lengths = text_mask.shape[1] if attention_mask is None else attention_mask.sum(1, keepdim=True)
 
         image = self.all_x_embedder[f"{PATCH}-1"](_patches(hidden_states))
         tokens = image.shape[1]
         filler = self.x_pad_token.to(image.dtype).expand(n, -tokens % UNIT, -1)
         image = torch.cat([image, filler], 1)
-        image_rope = self._rope(self._image_positions(n, height // PATCH, width // PATCH, lengths, image))
+        # (1 + the text's length, row, column) of image tokens, 0 of those that fill up
+        grid = self._grid((1, height // PATCH, width // PATCH), image).repeat(n, 1, 1)
+        grid[..., 0] += lengths
+        image_rope = self._rope(pad(grid, (0, 0, 0, image.shape[1] - tokens)))
         for block in self.noise_refiner:
             image = self._run(block, image, None, image_rope, condition)
 
         text = self.cap_embedder(encoder_hidden_states)
         text = torch.where(text_mask[..., None], text, self.cap_pad_token.to(text.dtype))
-        text_rope = self._rope(self._text_positions(n, text))
+        # (1 + j, 0, 0) of token j
+        text_rope = self._rope(self._grid((text.shape[1], 1, 1), text).expand(n, -1, -1))
         for block in self.context_refiner:
             text = self._run(block, text, attention_mask, text_rope)
 
@@ -71,21 +75,9 @@ class Transformer(ZImageTransformer2DModel):
         """Rotations [N, L, head_dim / 2] of positions [N, L, 3]."""
         return self.rope_embedder(positions.flatten(0, 1)).unflatten(0, positions.shape[:2])
 
-    @staticmethod
-    def _text_positions(n: int, text: Tensor) -> Tensor:
-        """(1 + j, 0, 0) of token j."""
-        positions = torch.zeros(n, text.shape[1], 3, dtype=torch.int32, device=text.device)
-        positions[..., 0] = torch.arange(1, text.shape[1] + 1, device=text.device)
-        return positions
-
-    @staticmethod
-    def _image_positions(n: int, rows: int, columns: int, lengths: int | Tensor, image: Tensor) -> Tensor:
-        """(1 + the text's length, row, column) of image tokens, 0 of those that fill up."""
-        grid = torch.zeros(n, rows, columns, 3, dtype=torch.int32, device=image.device)
-        grid[..., 0] = lengths + 1 if isinstance(lengths, int) else (lengths + 1)[:, None, None]
-        grid[..., 1] = torch.arange(rows, device=image.device)[:, None]
-        grid[..., 2] = torch.arange(columns, device=image.device)
-        return pad(grid.flatten(1, 2), (0, 0, 0, image.shape[1] - rows * columns))
+    def _grid(self, size: tuple[int, int, int], like: Tensor) -> Tensor:
+        """Positions [L, 3] of a grid that begins at (1, 0, 0)."""
+        return self.create_coordinate_grid(size, (1, 0, 0), like.device).flatten(0, 2)
 
 
 def _patches(latents: Tensor) -> Tensor:
