@@ -10,6 +10,7 @@ import torch
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.training.flow_rl import build, check
+from tests.checks import refused
 from tests.jobs import PROMPTS, assert_same_weights, base_overrides, fit, one_step
 from tests.pairs import rows, write_parquet
 from tests.ranks import RankError, run_ranks
@@ -114,12 +115,12 @@ def test_it_begins_at_the_reference(sd3_folder: Path, tmp_path: Path) -> None:
 def test_whole_prompts_divide_over_the_ranks(sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError) as error:
-        check(configure(sd3_folder, tmp_path))
-    assert str(error.value) == (
+    with refused(
         "actor.ppo_mini_batch_size: 2 whole prompts do not divide over 4 ranks; "
-        "nearest that work: actor.ppo_mini_batch_size=4"
-    )
+        "nearest that work: actor.ppo_mini_batch_size=4",
+        ConfigError,
+    ):
+        check(configure(sd3_folder, tmp_path))
 
 
 # --- pairs of the data
