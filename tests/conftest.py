@@ -64,6 +64,14 @@ wan_folder = model_folder(tiny_wan, "wan")
 
 
 @pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` keeps its copies of Parquet files in the test's own folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+@pytest.fixture
 def world() -> Iterator[World]:
     """A world of this process alone."""
     with one_rank() as world:

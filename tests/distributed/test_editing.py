@@ -37,11 +37,8 @@ LORA = ("model.lora_rank=4", "optim.lr=3e-2")
 
 
 @pytest.fixture(autouse=True)
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text encoder sees 9 tokens of an image, not 196; `datasets` keeps its copies of Parquet files here."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def small(datasets_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text encoder sees 9 tokens of an image, not 196."""
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", 96**2)
 
 

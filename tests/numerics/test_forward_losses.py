@@ -16,13 +16,9 @@ from phalanx.functional.advantage import group_advantage, group_weights
 from phalanx.functional.flow import FlowTrace, Noised
 from phalanx.functional.forward_losses import negative_aware, optimality
 from phalanx.types import Batch
-from tests.checks import refused
+from tests.checks import normal, refused
 
 SHAPE = (3, 2, 4, 5)  # B, W, and a latent's own
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Fixed:

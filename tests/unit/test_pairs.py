@@ -22,15 +22,9 @@ from phalanx.training.flow_rl import check_config as check
 from tests.checks import refused
 from tests.pairs import PROMPTS, picture, png, rows, write_jsonl, write_parquet
 
+pytestmark = pytest.mark.usefixtures("datasets_cache")
+
 KEY = "data.train_files"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `datasets` keeps its copies of Parquet files."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def parquet_of_bytes(folder: Path) -> str:
