@@ -78,6 +78,14 @@ def sample(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS, step: int = 
         return rollout.sample(prompts, seed=0, step=step, each=lambda images, prompts: None)
 
 
+def validated(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> Tensor:
+    """The images of a validation."""
+    parts: list[Any] = []
+    with rollout.awake():
+        rollout.sample_validation(prompts, each=lambda images, prompts: parts.append(images))
+    return torch.cat(parts)
+
+
 def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor, Tensor]:
     """What the rollout makes of prompts without noise in its steps, one of each, and the latents that it began with."""
     sampler = replace(rollout.sampler, noise_level=0.0)

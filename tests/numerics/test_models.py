@@ -289,6 +289,7 @@ def test_sizes_that_the_model_cannot_make(world: World, folder: Folder) -> None:
             call()
 
 
+@pytest.mark.parametrize("policy", [*FAMILIES, "wan"], indirect=True)
 def test_decode_undoes_encode_images(policy: FlowPolicy) -> None:
     """Up to the VAE itself, whose weights are random here."""
     model, generator = policy.model, torch.Generator().manual_seed(0)
@@ -296,7 +297,7 @@ def test_decode_undoes_encode_images(policy: FlowPolicy) -> None:
     with torch.no_grad():
         latents = model.encode_images(images)
         assert latents.shape == (2, *model.latent_shape(32, 48)) and latents.dtype == torch.float32
-        video = model.pipeline_class == "QwenImagePipeline"  # its VAE has frames
+        video = model.pipeline_class in ("QwenImagePipeline", "WanPipeline")  # the VAE has frames
         pixels = (images * 2 - 1)[:, :, None] if video else images * 2 - 1
         posterior = model.vae.encode(pixels).latent_dist
         plain = model.vae.decode(posterior.mode()).sample

@@ -17,7 +17,7 @@ from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import JobError, Prompt
 from tests.checks import refused
-from tests.policies import disturb, make_policy, make_rollout, ode, sample
+from tests.policies import disturb, make_policy, make_rollout, ode, sample, validated
 from tests.tiny_edit import edits, load_edit_pipeline, photo, tiny_qwen_image_edit
 
 SIDE = 64  # of the area at which the VAE sees a reference
@@ -163,15 +163,9 @@ def test_validation_may_have_a_size_of_its_own(world: World, qwen_edit_folder: P
 
     policy = edit_policy(world, qwen_edit_folder)
     rollout = make_rollout(policy, 2, val=FlowValRolloutConfig(height=32, width=32))
-    seen: list[Tensor] = []
-    with rollout.awake():
-        rollout.sample_validation(edits(), each=lambda images, prompts: seen.append(images))
-    assert torch.cat(seen).shape == (3, 3, 32, 32)
-    alone = make_rollout(policy, 2, height=32, width=32)
-    same: list[Tensor] = []
-    with alone.awake():
-        alone.sample_validation(edits(), each=lambda images, prompts: same.append(images))
-    assert torch.equal(torch.cat(seen), torch.cat(same))
+    seen = validated(rollout, edits())
+    assert seen.shape == (3, 3, 32, 32)
+    assert torch.equal(seen, validated(make_rollout(policy, 2, height=32, width=32), edits()))
 
 
 def test_the_cache_tells_images_apart(world: World, qwen_edit_folder: Path, tmp_path: Path) -> None:

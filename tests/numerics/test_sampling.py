@@ -19,7 +19,7 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.solver import multistep_solver
 from phalanx.types import Samples
 from tests.checks import refused
-from tests.policies import PROMPTS, disturb, make_policy, make_rollout, sample
+from tests.policies import PROMPTS, disturb, make_policy, make_rollout, sample, validated
 
 MICRO = 3  # samples of a replay
 N = 4  # images of each of the 3 prompts
@@ -235,11 +235,7 @@ def test_the_solver_of_validation(world: World, sd3_folder: Path) -> None:
         rollout = make_rollout(policy, 3, num_inference_steps=6)
         for key, value in keys.items():
             setattr(rollout.config.val if key.startswith("val.") else rollout.config, key.removeprefix("val."), value)
-        rollout = PolicyRollout(policy, rollout.config, world, 3)
-        seen: list[Tensor] = []
-        with rollout.awake():
-            rollout.sample_validation(PROMPTS, each=lambda images, prompts, seen=seen: seen.append(images))
-        pictures[name] = torch.cat(seen)
+        pictures[name] = validated(PolicyRollout(policy, rollout.config, world, 3))
     assert torch.equal(pictures["euler"], pictures["back"]) and torch.equal(pictures["own"], pictures["rollout's"])
     assert not torch.equal(pictures["euler"], pictures["own"])
 

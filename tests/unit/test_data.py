@@ -14,6 +14,7 @@ from PIL import Image
 from phalanx.data.prompts import FORMATS, PromptRow, PromptStream, held_out_overlap, load_prompts, validation_sets
 from phalanx.types import Prompt
 from tests.checks import refused
+from tests.pairs import write_parquet
 
 KEY = "data.train_files"
 
@@ -93,20 +94,13 @@ def verl_expected(i: int) -> PromptRow:
 
 
 def test_parquet_of_verl_omni(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    pq.write_table(pa.Table.from_pylist(verl_rows(3)), tmp_path / "train.parquet")
-    assert load_prompts([str(tmp_path / "train.parquet")], KEY) == [verl_expected(i) for i in range(3)]
+    file = write_parquet(tmp_path / "train.parquet", verl_rows(3))
+    assert load_prompts([str(file)], KEY) == [verl_expected(i) for i in range(3)]
 
 
 def test_parquet_with_plain_columns_and_nulls(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     table = [{"prompt": 'a "x"', "negative_prompt": "bad"}, {"prompt": "b", "negative_prompt": None}]
-    pq.write_table(pa.Table.from_pylist(table), tmp_path / "t.parquet")
-    rows = load_prompts([str(tmp_path / "t.parquet")], KEY)
+    rows = load_prompts([str(write_parquet(tmp_path / "t.parquet", table))], KEY)
     assert rows == [PromptRow('a "x"', "bad", {"ground_truth": "x"}), PromptRow("b", None, {})]
 
 
@@ -184,23 +178,19 @@ def test_bad_file(tmp_path: Path, name: str) -> None:
 
 
 def test_bad_parquet(tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     broken = write(tmp_path / "broken.parquet", "not parquet at all")
     with pytest.raises(ValueError) as error:
         load_prompts([broken], KEY)
     assert str(error.value).startswith(f"{KEY}: {broken} is not a Parquet file: ") and "\n" not in str(error.value)
 
-    caption, empty = str(tmp_path / "caption.parquet"), str(tmp_path / "empty.parquet")
-    pq.write_table(pa.table({"caption": ["a"], "id": [1]}), caption)
-    pq.write_table(pa.table({"prompt": ["a", "", "c"]}), empty)
+    caption = write_parquet(tmp_path / "caption.parquet", [{"caption": "a", "id": 1}])
+    empty = write_parquet(tmp_path / "empty.parquet", [{"prompt": text} for text in ("a", "", "c")])
     for file, message in {
         caption: " has no column 'prompt'; it has caption, id",
         empty: ", row 1: the prompt is empty",
     }.items():
         with refused(f"{KEY}: {file}{message}"):
-            load_prompts([file], KEY)
+            load_prompts([str(file)], KEY)
 
 
 def test_missing_files(tmp_path: Path) -> None:

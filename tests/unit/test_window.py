@@ -105,21 +105,12 @@ def test_levels_behind_the_window_are_spread_over_the_schedule() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"window_range": [3, 3]},
-            "rollout.sde_window_range: [3, 3] should satisfy 0 <= a < b <= 10 (rollout.num_inference_steps)",
-        ),
-        (
-            {"window_range": [5, 2]},
-            "rollout.sde_window_range: [5, 2] should satisfy 0 <= a < b <= 10 (rollout.num_inference_steps)",
-        ),
-        (
-            {"window_range": [-1, 4]},
-            "rollout.sde_window_range: [-1, 4] should satisfy 0 <= a < b <= 10 (rollout.num_inference_steps)",
-        ),
-        (
-            {"window_range": [0, 11]},
-            "rollout.sde_window_range: [0, 11] should satisfy 0 <= a < b <= 10 (rollout.num_inference_steps)",
+        *(
+            (
+                {"window_range": [a, b]},
+                f"rollout.sde_window_range: [{a}, {b}] should satisfy 0 <= a < b <= 10 (rollout.num_inference_steps)",
+            )
+            for a, b in ((3, 3), (5, 2), (-1, 4), (0, 11))
         ),
         (
             {"window_range": [2, 5], "size": 4},
