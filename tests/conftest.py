@@ -12,11 +12,15 @@ os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from phalanx.distributed.mesh import World
+from tests.policies import one_rank
 from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
 from tests.tiny_edit import tiny_qwen_image_edit
 
@@ -40,28 +44,38 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError("quick: " + "; ".join(wrong))
 
 
-@pytest.fixture(scope="session")
-def sd3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny StableDiffusion3Pipeline without T5; read only."""
-    return tiny_sd3(tmp_path_factory.mktemp("models") / "sd3")
+def model_folder(make: Callable[..., Path], name: str, **options: Any) -> Any:
+    """A fixture: the folder of a tiny model, made once; read only."""
+
+    @pytest.fixture(scope="session")
+    def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        return make(tmp_path_factory.mktemp("models") / name, **options)
+
+    return folder
 
 
-@pytest.fixture(scope="session")
-def sd3_t5_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny StableDiffusion3Pipeline with T5; read only."""
-    return tiny_sd3(tmp_path_factory.mktemp("models") / "sd3_t5", t5=True)
+sd3_folder = model_folder(tiny_sd3, "sd3")
+sd3_t5_folder = model_folder(tiny_sd3, "sd3_t5", t5=True)
+qwen_folder = model_folder(tiny_qwen_image, "qwen_image")
+qwen_edit_folder = model_folder(tiny_qwen_image_edit, "qwen_image_edit")
+flux_folder = model_folder(tiny_flux, "flux")
+z_image_folder = model_folder(tiny_z_image, "z_image")
+wan_folder = model_folder(tiny_wan, "wan")
 
 
-@pytest.fixture(scope="session")
-def qwen_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny QwenImagePipeline; read only."""
-    return tiny_qwen_image(tmp_path_factory.mktemp("models") / "qwen_image")
+@pytest.fixture
+def datasets_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`datasets` keeps its copies of Parquet files in the test's own folder."""
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-@pytest.fixture(scope="session")
-def flux_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny FluxPipeline with an embedded guidance; read only."""
-    return tiny_flux(tmp_path_factory.mktemp("models") / "flux")
+@pytest.fixture
+def world() -> Iterator[World]:
+    """A world of this process alone."""
+    with one_rank() as world:
+        yield world
 
 
 @pytest.fixture(scope="session")
@@ -84,21 +98,3 @@ def judge_model(pytestconfig: pytest.Config) -> Path:
                 raise
             shutil.rmtree(made)  # another run of pytest was first
     return folder
-
-
-@pytest.fixture(scope="session")
-def z_image_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny ZImagePipeline; read only."""
-    return tiny_z_image(tmp_path_factory.mktemp("models") / "z_image")
-
-
-@pytest.fixture(scope="session")
-def wan_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny WanPipeline of text to video; read only."""
-    return tiny_wan(tmp_path_factory.mktemp("models") / "wan")
-
-
-@pytest.fixture(scope="session")
-def qwen_edit_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny QwenImageEditPlusPipeline; read only."""
-    return tiny_qwen_image_edit(tmp_path_factory.mktemp("models") / "qwen_image_edit")

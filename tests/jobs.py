@@ -27,6 +27,14 @@ def tiny_config(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     return load(FlowRLConfig, None, [*base_overrides(model, folder), *overrides])
 
 
+def algorithm_config(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
+    """As `tiny_config`, of another algorithm than the default's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
+    return load(FlowRLConfig, None, [*base, f"algorithm.name={name}", *overrides])
+
+
 def base_overrides(model: Path, folder: Path) -> list[str]:
     """The overrides that make a tiny job of the defaults."""
     guidance = "true_cfg_scale" if "qwen" in model.name else "guidance_scale"

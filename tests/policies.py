@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConf
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
+from phalanx.distributed.seed import fold_in, normal
 from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.rollout.flow.denoise import Job
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt, Samples
 
@@ -73,6 +76,27 @@ def sample(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS, step: int = 
     """One training step's samples, with their log-probs."""
     with rollout.awake():
         return rollout.sample(prompts, seed=0, step=step, each=lambda images, prompts: None)
+
+
+def validated(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> Tensor:
+    """The images of a validation."""
+    parts: list[Any] = []
+    with rollout.awake():
+        rollout.sample_validation(prompts, each=lambda images, prompts: parts.append(images))
+    return torch.cat(parts)
+
+
+def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor, Tensor]:
+    """What the rollout makes of prompts without noise in its steps, one of each, and the latents that it began with."""
+    sampler = replace(rollout.sampler, noise_level=0.0)
+    names = [(7, 0, p.group_id, 0) for p in prompts]
+    shape = rollout.policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
+    latents = torch.stack([normal(shape, fold_in(*name, "init"), torch.device("cpu")) for name in names])
+    with rollout.awake():
+        embeds, rows = rollout.collate(prompts), torch.arange(len(prompts))
+        generated = rollout.generate(Job(sampler, rollout.schedule(sampler), embeds, rows, names, range(0)))
+    assert generated.log_prob.shape == (len(prompts), 0)
+    return generated.images, latents
 
 
 def velocity(policy: FlowPolicy, guidance: float = 3.0) -> Tensor:

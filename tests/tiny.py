@@ -5,29 +5,32 @@ Zero-initialised layers are jittered, so that no output, gradient or text embedd
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
+import diffusers
 import torch
+import transformers
 from torch import nn
-
-if TYPE_CHECKING:
-    from diffusers import AutoencoderKL, DiffusionPipeline
-    from transformers import (
-        CLIPTextModel,
-        CLIPTextModelWithProjection,
-        CLIPTokenizer,
-        Qwen2Tokenizer,
-        T5EncoderModel,
-        T5Tokenizer,
-        UMT5EncoderModel,
-    )
 
 QWEN_PREFIX = (
     "<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, text, "
     "spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n"
 )
 QWEN_PREFIX_TOKENS = 34
+CHAT_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+# of a VAE for videos: latents of 4 channels, a fourth of the image's sides
+VIDEO_VAE: dict[str, Any] = {
+    "base_dim": 8,
+    "z_dim": 4,
+    "dim_mult": [1, 2, 2],
+    "num_res_blocks": 1,
+    "latents_mean": [-0.2, 0.1, 0.3, -0.1],
+    "latents_std": [1.5, 0.8, 1.2, 2.0],
+}
+HEADS = {"attention_head_dim": 16, "num_attention_heads": 4}
 
 
 def jitter(module: nn.Module, seed: int, std: float = 0.05) -> None:
@@ -38,6 +41,26 @@ def jitter(module: nn.Module, seed: int, std: float = 0.05) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * std)
 
 
+def jittered(module: Any, seed: int, std: float = 0.05) -> Any:
+    """The module for evaluation, with noise in every parameter."""
+    jitter(module.eval(), seed, std)
+    return module
+
+
+@contextmanager
+def drawn_by(seed: int) -> Iterator[None]:
+    """Modules made within have the weights that follow from the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def save(pipeline: Any, folder: str | Path) -> Path:
+    """Save a pipeline, and return its folder."""
+    pipeline.save_pretrained(folder)
+    return Path(folder)
+
+
 def byte_alphabet() -> list[str]:
     """The 256 characters that stand for bytes in GPT-2's, CLIP's and Qwen's vocabularies, in a fixed order."""
     from tokenizers.pre_tokenizers import ByteLevel
@@ -45,21 +68,17 @@ def byte_alphabet() -> list[str]:
     return sorted(ByteLevel.alphabet())
 
 
-def clip_tokenizer() -> "CLIPTokenizer":
+def clip_tokenizer() -> transformers.CLIPTokenizer:
     """A token a character, 77 tokens long as the real one."""
-    from transformers import CLIPTokenizer
-
     alphabet = byte_alphabet()
     tokens = [*alphabet, *(c + "</w>" for c in alphabet), "<|startoftext|>", "<|endoftext|>"]
     vocab = {token: i for i, token in enumerate(tokens)}
-    return CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
+    return transformers.CLIPTokenizer(vocab=vocab, merges=[], model_max_length=77)
 
 
-def clip_text_encoder(tokenizer: "CLIPTokenizer", hidden: int, seed: int) -> "CLIPTextModelWithProjection":
+def clip_text_encoder(tokenizer: transformers.CLIPTokenizer, hidden: int, seed: int) -> Any:
     """Two layers; embeddings and the pooled projection are `hidden` wide."""
-    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
+    config = transformers.CLIPTextConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -71,34 +90,24 @@ def clip_text_encoder(tokenizer: "CLIPTokenizer", hidden: int, seed: int) -> "CL
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    encoder = CLIPTextModelWithProjection(config).eval()
-    jitter(encoder, seed)
-    return encoder
+    return jittered(transformers.CLIPTextModelWithProjection(config), seed)
 
 
-def clip_text_model(tokenizer: "CLIPTokenizer", hidden: int, seed: int) -> "CLIPTextModel":
+def clip_text_model(tokenizer: transformers.CLIPTokenizer, hidden: int, seed: int) -> Any:
     """As `clip_text_encoder`, without the projection."""
-    from transformers import CLIPTextModel
-
-    encoder = CLIPTextModel(clip_text_encoder(tokenizer, hidden, seed).config).eval()
-    jitter(encoder, seed)
-    return encoder
+    return jittered(transformers.CLIPTextModel(clip_text_encoder(tokenizer, hidden, seed).config), seed)
 
 
-def t5_tokenizer() -> "T5Tokenizer":
+def t5_tokenizer() -> transformers.T5Tokenizer:
     """A token a printable ASCII character."""
-    from transformers import T5Tokenizer
-
     characters = ["▁", *(chr(c) for c in range(33, 127))]
     vocab = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((c, -2.0) for c in characters)]
-    return T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
+    return transformers.T5Tokenizer(vocab=vocab, extra_ids=0, model_max_length=512)
 
 
-def t5_encoder(tokenizer: "T5Tokenizer", hidden: int, seed: int) -> "T5EncoderModel":
+def t5_encoder(tokenizer: transformers.T5Tokenizer, hidden: int, seed: int) -> Any:
     """Two layers, `hidden` wide."""
-    from transformers import T5Config, T5EncoderModel
-
-    config = T5Config(
+    config = transformers.T5Config(
         vocab_size=len(tokenizer),
         d_model=hidden,
         d_kv=16,
@@ -109,16 +118,78 @@ def t5_encoder(tokenizer: "T5Tokenizer", hidden: int, seed: int) -> "T5EncoderMo
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    encoder = T5EncoderModel(config).eval()
-    jitter(encoder, seed)
-    return encoder
+    return jittered(transformers.T5EncoderModel(config), seed)
 
 
-def kl_vae(seed: int) -> "AutoencoderKL":
+def umt5_encoder(tokenizer: transformers.T5Tokenizer, hidden: int, seed: int) -> Any:
+    """As `t5_encoder`, with positions of their own in each layer."""
+    config = transformers.UMT5Config(**t5_encoder(tokenizer, hidden, seed).config.to_diff_dict())
+    return jittered(transformers.UMT5EncoderModel(config), seed)
+
+
+def byte_tokenizer(merges: list[tuple[str, str]], specials: list[str], length: int = 2048) -> Any:
+    """A token a byte, those of `merges`, and `specials`, of which the first one pads."""
+    tokens = [*byte_alphabet(), *(left + right for left, right in merges), *specials]
+    return transformers.Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=merges,
+        extra_special_tokens=specials[1:],
+        model_max_length=length,
+    )
+
+
+def chat_tokenizer() -> Any:
+    """A token a byte, and a chat template as Qwen3's: a user's message, and the begin of the answer."""
+    tokenizer = byte_tokenizer([], CHAT_TOKENS)
+    message = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    tokenizer.chat_template = "{% for m in messages %}" + message + "{% endfor %}<|im_start|>assistant\n"
+    return tokenizer
+
+
+def qwen_tokenizer() -> Any:
+    """Bytes, and merges for the words of the prompt template: its prefix is 34 tokens long, as with the real one."""
+    prefix = QWEN_PREFIX.replace("<|im_start|>", "\n").replace("<|im_end|>", "\n").replace(",", "").replace(":", "")
+    words = [line.replace(" ", " \u0120").split(" ") for line in prefix.split("\n") if line]
+    merges: list[tuple[str, str]] = []
+    for word in [w for line in words for w in line] + ["assistant"]:
+        merges += [(word[:i], word[i]) for i in range(1, len(word))]
+    tokenizer = byte_tokenizer(list(dict.fromkeys(merges)), CHAT_TOKENS)
+    assert len(tokenizer(QWEN_PREFIX).input_ids) == QWEN_PREFIX_TOKENS
+    return tokenizer
+
+
+def qwen_encoder(tokenizer: Any, seed: int, **ids: int) -> Any:
+    """Two layers, 64 wide, behind a vision tower of one; `ids` are the tokens of images and videos."""
+    config = transformers.Qwen2_5_VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer),
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": tokenizer.model_max_length,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
+            "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
+            "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
+            "pad_token_id": tokenizer.pad_token_id,
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "fullatt_block_indexes": [0],
+        },
+        **ids,
+    )
+    return jittered(transformers.Qwen2_5_VLForConditionalGeneration(config), seed)
+
+
+def kl_vae(seed: int) -> Any:
     """Latents of 4 channels, a fourth of the image's sides."""
-    from diffusers import AutoencoderKL
-
-    vae = AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
         block_out_channels=(8, 16, 16),
@@ -129,41 +200,36 @@ def kl_vae(seed: int) -> "AutoencoderKL":
         shift_factor=0.0609,
         use_quant_conv=False,
         use_post_quant_conv=False,
-    ).eval()
-    jitter(vae, seed)
-    return vae
+    )
+    return jittered(vae, seed)
 
 
 def tiny_sd3(folder: str | Path, t5: bool = False, seed: int = 0) -> Path:
     """Save a tiny StableDiffusion3Pipeline: 32 px by default, latents [4, 8, 8], 2 blocks of 4 heads x 16."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = SD3Transformer2DModel(
+    with drawn_by(seed):
+        transformer = diffusers.SD3Transformer2DModel(
             sample_size=8,
             patch_size=2,
             in_channels=4,
             out_channels=4,
             num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=4,
             joint_attention_dim=64,
             caption_projection_dim=64,
             pooled_projection_dim=64,
             pos_embed_max_size=16,
             dual_attention_layers=(0,),
             qk_norm="rms_norm",
-        ).eval()
-        jitter(transformer, seed + 1, std=0.1)
+            **HEADS,
+        )
+        jittered(transformer, seed + 1, std=0.1)
         vae = kl_vae(seed + 2)
         tokenizers = clip_tokenizer(), clip_tokenizer()
         encoders = [clip_text_encoder(t, hidden=32, seed=seed + 3 + i) for i, t in enumerate(tokenizers)]
         tokenizer_3 = t5_tokenizer() if t5 else None
         encoder_3 = t5_encoder(tokenizer_3, hidden=64, seed=seed + 5) if tokenizer_3 is not None else None
-    pipeline = StableDiffusion3Pipeline(
+    pipeline = diffusers.StableDiffusion3Pipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0),
         vae=vae,
         text_encoder=encoders[0],
         tokenizer=tokenizers[0],
@@ -172,75 +238,51 @@ def tiny_sd3(folder: str | Path, t5: bool = False, seed: int = 0) -> Path:
         text_encoder_3=encoder_3,
         tokenizer_3=tokenizer_3,
     )
-    pipeline.save_pretrained(folder)
-    return Path(folder)
+    return save(pipeline, folder)
 
 
 def tiny_flux(folder: str | Path, guidance_embeds: bool = True, seed: int = 0) -> Path:
     """Save a tiny FluxPipeline, FLUX.1-dev's kind or (no `guidance_embeds`) schnell's: 8 px a packed token, latents
     [4, h / 4, w / 4], 2 blocks of two streams and 2 of one, of 4 heads x 16.
     """
-    from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = FluxTransformer2DModel(
+    with drawn_by(seed):
+        transformer = diffusers.FluxTransformer2DModel(
             in_channels=16,
             num_layers=2,
             num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=4,
             joint_attention_dim=64,
             pooled_projection_dim=32,
             guidance_embeds=guidance_embeds,
             axes_dims_rope=(4, 6, 6),
-        ).eval()
-        jitter(transformer, seed + 1, std=0.1)
+            **HEADS,
+        )
+        jittered(transformer, seed + 1, std=0.1)
         vae = kl_vae(seed + 2)
         tokenizer, tokenizer_2 = clip_tokenizer(), t5_tokenizer()
         encoder = clip_text_model(tokenizer, hidden=32, seed=seed + 3)
         encoder_2 = t5_encoder(tokenizer_2, hidden=64, seed=seed + 4)
     # FLUX.1-dev's; schnell's is not shifted
     shift = {"shift": 3.0, "use_dynamic_shifting": True} if guidance_embeds else {"shift": 1.0}
-    pipeline = FluxPipeline(
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
+        max_image_seq_len=4096, max_shift=1.15, base_shift=0.5, **shift
+    )
+    pipeline = diffusers.FluxPipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(max_image_seq_len=4096, max_shift=1.15, base_shift=0.5, **shift),
+        scheduler=scheduler,
         vae=vae,
         text_encoder=encoder,
         tokenizer=tokenizer,
         text_encoder_2=encoder_2,
         tokenizer_2=tokenizer_2,
     )
-    pipeline.save_pretrained(folder)
-    return Path(folder)
-
-
-def chat_tokenizer() -> "Qwen2Tokenizer":
-    """A token a byte, and a chat template as Qwen3's: a user's message, and the begin of the answer."""
-    from transformers import Qwen2Tokenizer
-
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokens = [*byte_alphabet(), *specials]
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=[],
-        extra_special_tokens=specials[1:],
-        model_max_length=2048,
-    )
-    message = "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
-    tokenizer.chat_template = "{% for m in messages %}" + message + "{% endfor %}<|im_start|>assistant\n"
-    return tokenizer
+    return save(pipeline, folder)
 
 
 def tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
     """Save a tiny ZImagePipeline: 8 px a token, latents [4, h / 4, w / 4], 2 blocks beside 1 + 1 of 4 heads x 16."""
-    from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
-    from transformers import Qwen3Config, Qwen3Model
-
     tokenizer = chat_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = ZImageTransformer2DModel(
+    with drawn_by(seed):
+        transformer = diffusers.ZImageTransformer2DModel(
             in_channels=4,
             dim=64,
             n_layers=2,
@@ -250,10 +292,10 @@ def tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
             cap_feat_dim=32,
             axes_dims=[4, 6, 6],
             axes_lens=[128, 32, 32],
-        ).eval()
-        jitter(transformer, seed + 1, std=0.1)
+        )
+        jittered(transformer, seed + 1, std=0.1)
         vae = kl_vae(seed + 2)
-        config = Qwen3Config(
+        config = transformers.Qwen3Config(
             vocab_size=len(tokenizer),
             hidden_size=32,
             intermediate_size=64,
@@ -266,26 +308,10 @@ def tiny_z_image(folder: str | Path, seed: int = 0) -> Path:
             eos_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
             pad_token_id=tokenizer.pad_token_id,
         )
-        encoder = Qwen3Model(config).eval()
-        jitter(encoder, seed + 3)
-    pipeline = ZImagePipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae,
-        text_encoder=encoder,
-        tokenizer=tokenizer,
-    )
-    pipeline.save_pretrained(folder)
-    return Path(folder)
-
-
-def umt5_encoder(tokenizer: "T5Tokenizer", hidden: int, seed: int) -> "UMT5EncoderModel":
-    """As `t5_encoder`, with positions of their own in each layer."""
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    encoder = UMT5EncoderModel(UMT5Config(**t5_encoder(tokenizer, hidden, seed).config.to_diff_dict())).eval()
-    jitter(encoder, seed)
-    return encoder
+        encoder = jittered(transformers.Qwen3Model(config), seed + 3)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
+    return save(diffusers.ZImagePipeline(transformer=transformer, scheduler=scheduler, **parts), folder)
 
 
 def tiny_wan(folder: str | Path, multistep: bool = True, per_token: bool = False, seed: int = 0) -> Path:
@@ -294,20 +320,9 @@ def tiny_wan(folder: str | Path, multistep: bool = True, per_token: bool = False
     `multistep`: with the scheduler of the published folders; `per_token`: of Wan 2.2 TI2V-5B's kind, whose VAE cuts
     patches: 16 px a token, latents [4, (f - 1) / 4 + 1, h / 8, w / 8].
     """
-    from diffusers import (
-        AutoencoderKLWan,
-        FlowMatchEulerDiscreteScheduler,
-        UniPCMultistepScheduler,
-        WanPipeline,
-        WanTransformer3DModel,
-    )
-
     tokenizer = t5_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = WanTransformer3DModel(
-            num_attention_heads=4,
-            attention_head_dim=16,
+    with drawn_by(seed):
+        transformer = diffusers.WanTransformer3DModel(
             in_channels=4,
             out_channels=4,
             text_dim=64,
@@ -315,140 +330,47 @@ def tiny_wan(folder: str | Path, multistep: bool = True, per_token: bool = False
             ffn_dim=96,
             num_layers=2,
             rope_max_seq_len=32,
-        ).eval()
-        jitter(transformer, seed + 1, std=0.1)
-        vae = AutoencoderKLWan(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 2, 2],
-            num_res_blocks=1,
+            **HEADS,
+        )
+        jittered(transformer, seed + 1, std=0.1)
+        vae = diffusers.AutoencoderKLWan(
+            **VIDEO_VAE,
             temperal_downsample=[True, True],
-            latents_mean=[-0.2, 0.1, 0.3, -0.1],
-            latents_std=[1.5, 0.8, 1.2, 2.0],
             scale_factor_temporal=4,
             scale_factor_spatial=8 if per_token else 4,
             **({"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12} if per_token else {}),
-        ).eval()
-        jitter(vae, seed + 2)
+        )
+        jittered(vae, seed + 2)
         encoder = umt5_encoder(tokenizer, hidden=64, seed=seed + 3)
-    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
     if multistep:
-        scheduler = UniPCMultistepScheduler(
+        scheduler = diffusers.UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0, num_train_timesteps=1000
         )
-    pipeline = WanPipeline(
-        transformer=transformer,
-        vae=vae,
-        text_encoder=encoder,
-        tokenizer=tokenizer,
-        scheduler=scheduler,
-        expand_timesteps=per_token,
-    )
-    pipeline.save_pretrained(folder)
-    return Path(folder)
-
-
-def load_pipeline(folder: str | Path) -> "DiffusionPipeline":
-    """Load a folder with stock diffusers in float32, without a progress bar.
-
-    SD3 folders without T5 list it as null, and diffusers wants that said again at loading.
-    """
-    from diffusers import DiffusionPipeline
-
-    index = json.loads((Path(folder) / "model_index.json").read_text())
-    absent = {name: None for name in ("text_encoder_3", "tokenizer_3") if index.get(name) == [None, None]}
-    pipeline = DiffusionPipeline.from_pretrained(folder, **absent)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
-
-
-def qwen_tokenizer() -> "Qwen2Tokenizer":
-    """Bytes, and merges for the words of the prompt template: its prefix is 34 tokens long, as with the real one."""
-    from transformers import Qwen2Tokenizer
-
-    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    prefix = QWEN_PREFIX.replace("<|im_start|>", "\n").replace("<|im_end|>", "\n").replace(",", "").replace(":", "")
-    words = [line.replace(" ", " \u0120").split(" ") for line in prefix.split("\n") if line]
-    merges: list[tuple[str, str]] = []
-    for word in [w for line in words for w in line] + ["assistant"]:
-        merges += [(word[:i], word[i]) for i in range(1, len(word))]
-    merges = list(dict.fromkeys(merges))
-    tokens = [*byte_alphabet(), *(left + right for left, right in merges), *specials]
-    tokenizer = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=merges,
-        extra_special_tokens=specials[1:],
-        model_max_length=2048,
-    )
-    assert len(tokenizer(QWEN_PREFIX).input_ids) == QWEN_PREFIX_TOKENS
-    return tokenizer
+    parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer, "expand_timesteps": per_token}
+    return save(diffusers.WanPipeline(transformer=transformer, scheduler=scheduler, **parts), folder)
 
 
 def tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
     """Save a tiny QwenImagePipeline: 8 px a packed token, latents [4, h / 4, w / 4], 2 blocks of 4 heads x 16."""
-    from diffusers import (
-        AutoencoderKLQwenImage,
-        FlowMatchEulerDiscreteScheduler,
-        QwenImagePipeline,
-        QwenImageTransformer2DModel,
-    )
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
     tokenizer = qwen_tokenizer()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        transformer = QwenImageTransformer2DModel(
+    with drawn_by(seed):
+        transformer = diffusers.QwenImageTransformer2DModel(
             patch_size=2,
             in_channels=16,
             out_channels=4,
             num_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=4,
             joint_attention_dim=64,
             axes_dims_rope=(4, 6, 6),
-        ).eval()
-        jitter(transformer, seed + 1, std=0.1)
-        vae = AutoencoderKLQwenImage(
-            base_dim=8,
-            z_dim=4,
-            dim_mult=[1, 2, 2],
-            num_res_blocks=1,
-            temperal_downsample=[False, True],
-            latents_mean=[-0.2, 0.1, 0.3, -0.1],
-            latents_std=[1.5, 0.8, 1.2, 2.0],
-        ).eval()
-        jitter(vae, seed + 2)
-        config = Qwen2_5_VLConfig(
-            text_config={
-                "vocab_size": len(tokenizer),
-                "hidden_size": 64,
-                "intermediate_size": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "max_position_embeddings": 2048,
-                "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-                "bos_token_id": tokenizer.convert_tokens_to_ids("<|endoftext|>"),
-                "eos_token_id": tokenizer.convert_tokens_to_ids("<|im_end|>"),
-                "pad_token_id": tokenizer.pad_token_id,
-            },
-            vision_config={
-                "depth": 1,
-                "hidden_size": 32,
-                "intermediate_size": 32,
-                "num_heads": 2,
-                "out_hidden_size": 64,
-                "fullatt_block_indexes": [0],
-            },
-            # No image ever enters the encoder: ids beyond the vocabulary.
-            image_token_id=len(tokenizer) + 1,
-            video_token_id=len(tokenizer) + 2,
-            vision_start_token_id=len(tokenizer) + 3,
-            vision_end_token_id=len(tokenizer) + 4,
+            **HEADS,
         )
-        encoder = Qwen2_5_VLForConditionalGeneration(config).eval()
-        jitter(encoder, seed + 3)
-    scheduler = FlowMatchEulerDiscreteScheduler(
+        jittered(transformer, seed + 1, std=0.1)
+        vae = diffusers.AutoencoderKLQwenImage(**VIDEO_VAE, temperal_downsample=[False, True])
+        jittered(vae, seed + 2)
+        # No image ever enters the encoder: ids beyond the vocabulary.
+        names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        encoder = qwen_encoder(tokenizer, seed + 3, **{name: len(tokenizer) + 1 + i for i, name in enumerate(names)})
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         base_image_seq_len=256,
         base_shift=0.5,
         max_image_seq_len=8192,
@@ -458,8 +380,17 @@ def tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
         time_shift_type="exponential",
         use_dynamic_shifting=True,
     )
-    pipeline = QwenImagePipeline(
-        transformer=transformer, vae=vae, text_encoder=encoder, tokenizer=tokenizer, scheduler=scheduler
-    )
-    pipeline.save_pretrained(folder)
-    return Path(folder)
+    parts = {"vae": vae, "text_encoder": encoder, "tokenizer": tokenizer}
+    return save(diffusers.QwenImagePipeline(transformer=transformer, scheduler=scheduler, **parts), folder)
+
+
+def load_pipeline(folder: str | Path, **parts: Any) -> Any:
+    """Load a folder with stock diffusers in float32, without a progress bar; `parts` are components of it.
+
+    SD3 folders without T5 list it as null, and diffusers wants that said again at loading.
+    """
+    index = json.loads((Path(folder) / "model_index.json").read_text())
+    absent = {name: None for name in ("text_encoder_3", "tokenizer_3") if index.get(name) == [None, None]}
+    pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, **absent, **parts)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

@@ -5,17 +5,25 @@ import random
 import re
 from pathlib import Path
 
-import torch
 from PIL import Image
-from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
+from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
 from phalanx.media.pictures import Picture
 from phalanx.models.flow.families.qwen_image_edit import ImageProcessor
 from phalanx.types import Prompt
-from tests.tiny import byte_alphabet, jitter, load_pipeline, tiny_qwen_image
+from tests.tiny import (
+    CHAT_TOKENS,
+    byte_alphabet,
+    byte_tokenizer,
+    drawn_by,
+    load_pipeline,
+    qwen_encoder,
+    save,
+    tiny_qwen_image,
+)
 
 PREFIX_TOKENS = 64  # of the template, which the pipeline drops
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+SPECIAL = [*CHAT_TOKENS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 INSTRUCTIONS = ["make it red", "x", "a wider sky, and two more trees", "no cat"]
 
 
@@ -27,52 +35,22 @@ def tokenizer(template: str) -> Qwen2Tokenizer:
     pieces = [piece for text in texts for piece, _ in split.pre_tokenizer.pre_tokenize_str(text)]
     pieces.sort(key=lambda piece: piece[0] != "\u0120")  # merges of what begins with a space go first
     merges = list(dict.fromkeys((piece[:i], piece[i]) for piece in pieces for i in range(1, len(piece))))
-    tokens = [*byte_alphabet(), *(left + right for left, right in merges), *SPECIAL]
-    made = Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=merges,
-        extra_special_tokens=SPECIAL[1:],
-        model_max_length=4096,
-    )
+    made = byte_tokenizer(merges, SPECIAL, 4096)
     assert len(made(prefix).input_ids) == PREFIX_TOKENS
     return made
 
 
 def text_encoder(words: Qwen2Tokenizer, seed: int) -> Qwen2_5_VLForConditionalGeneration:
     """Two layers, 64 wide, behind a vision tower of one."""
-    number = {token: words.convert_tokens_to_ids(token) for token in SPECIAL}
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": len(words),
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-            "bos_token_id": number["<|endoftext|>"],
-            "eos_token_id": number["<|im_end|>"],
-            "pad_token_id": words.pad_token_id,
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 32,
-            "num_heads": 2,
-            "out_hidden_size": 64,
-            "fullatt_block_indexes": [0],
-        },
-        image_token_id=number["<|image_pad|>"],
-        video_token_id=len(words) + 1,  # no video ever enters the encoder
-        vision_start_token_id=number["<|vision_start|>"],
-        vision_end_token_id=number["<|vision_end|>"],
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        encoder = Qwen2_5_VLForConditionalGeneration(config).eval()
-    jitter(encoder, seed + 1)
-    return encoder
+    with drawn_by(seed):
+        return qwen_encoder(
+            words,
+            seed + 1,
+            image_token_id=words.convert_tokens_to_ids("<|image_pad|>"),
+            video_token_id=len(words) + 1,  # no video ever enters the encoder
+            vision_start_token_id=words.convert_tokens_to_ids("<|vision_start|>"),
+            vision_end_token_id=words.convert_tokens_to_ids("<|vision_end|>"),
+        )
 
 
 def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool = False, seed: int = 0) -> Path:
@@ -88,10 +66,8 @@ def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool
     empty = kind(text_encoder=None, tokenizer=None, processor=None, **parts)
     words = tokenizer(empty.prompt_template_encode)
     pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 1280})
-    pipeline = kind(
-        text_encoder=text_encoder(words, seed + 10), tokenizer=words, processor=ImageProcessor(pixels, words), **parts
-    )
-    pipeline.save_pretrained(folder)
+    parts |= {"text_encoder": text_encoder(words, seed + 10), "processor": ImageProcessor(pixels, words)}
+    save(kind(tokenizer=words, **parts), folder)
     if zero_cond_t:
         file = folder / "transformer" / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"zero_cond_t": True}))
@@ -103,13 +79,7 @@ def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool
 
 def load_edit_pipeline(folder: Path):
     """Stock diffusers' pipeline of a folder in float32."""
-    from diffusers import DiffusionPipeline
-
-    pipeline = DiffusionPipeline.from_pretrained(
-        folder, processor=ImageProcessor.from_pretrained(folder, subfolder="processor")
-    )
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return load_pipeline(folder, processor=ImageProcessor.from_pretrained(folder, subfolder="processor"))
 
 
 def photo(number: int, width: int = 96, height: int = 64) -> Image.Image:

@@ -16,6 +16,7 @@ from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
 from phalanx.config.tasks import ExportConfig, SampleConfig
 from phalanx.data.prompts import DataError, load_prompts
 from phalanx.jobs.export import Export
+from tests.checks import refused
 from tests.distributed.test_layouts import assert_same_step
 from tests.jobs import fit, one_step, tiny_config
 from tests.pairs import png, write_parquet
@@ -36,11 +37,8 @@ LORA = ("model.lora_rank=4", "optim.lr=3e-2")
 
 
 @pytest.fixture(autouse=True)
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text encoder sees 9 tokens of an image, not 196; `datasets` keeps its copies of Parquet files here."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def small(datasets_cache: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text encoder sees 9 tokens of an image, not 196."""
     monkeypatch.setattr(pipeline_qwenimage_edit_plus, "CONDITION_IMAGE_SIZE", 96**2)
 
 
@@ -172,12 +170,11 @@ def test_data_without_images(name: str, text: str, said: str, qwen_edit_folder: 
     file = tmp_path / name
     file.write_text(text)
     for key in ("train_files", "val_files"):
-        with pytest.raises(DataError) as error:
-            refused(configure(qwen_edit_folder, tmp_path / "job", f"data.{key}=[{file}]"))
-        assert str(error.value) == f"data.{key}: " + said.format(file)
+        with refused(f"data.{key}: " + said.format(file), DataError):
+            built_here(configure(qwen_edit_folder, tmp_path / "job", f"data.{key}=[{file}]"))
 
 
-def refused(cfg: Any) -> None:
+def built_here(cfg: Any) -> None:
     """Build the job in this process, whose world is one rank."""
     from phalanx.distributed import mesh
 
@@ -204,20 +201,21 @@ def test_supervised_flow_matching_is_refused(qwen_edit_folder: Path, tmp_path: P
             "trainer.total_training_steps=1",
         ],
     )
-    with pytest.raises(ConfigError) as error:
+    with refused(f"model.path: '{qwen_edit_folder}' edits images; flow matching trains from texts alone", ConfigError):
         built(cfg)
-    assert str(error.value) == f"model.path: '{qwen_edit_folder}' edits images; flow matching trains from texts alone"
 
 
 def test_vllm_omni_has_no_such_model(qwen_edit_folder: Path) -> None:
     from phalanx.rollout.flow.vllm_omni import _pipeline_class
 
-    with one_rank() as world, pytest.raises(ValueError) as error:
+    with (
+        one_rank() as world,
+        refused(
+            "rollout.engine: vllm_omni samples from StableDiffusion3Pipeline and QwenImagePipeline, not "
+            "QwenImageEditPlusPipeline; set rollout.engine=policy"
+        ),
+    ):
         _pipeline_class(make_policy(world, qwen_edit_folder))
-    assert str(error.value) == (
-        "rollout.engine: vllm_omni samples from StableDiffusion3Pipeline and QwenImagePipeline, not "
-        "QwenImageEditPlusPipeline; set rollout.engine=policy"
-    )
 
 
 def test_the_plan_counts_the_longer_sequence(qwen_edit_folder: Path, qwen_folder: Path, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from PIL import Image
 
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowMatchingTaskConfig
-from phalanx.data.images import ImageTextData, IndexStream
-from phalanx.data.prompts import DataError
+from phalanx.data.images import ImageTextData
+from phalanx.data.prompts import DataError, IndexStream
 from phalanx.tools import digits
 from tests.jobs import full_weights
 from tests.ranks import run_ranks

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
-from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
-from tests.jobs import PROMPTS, assert_same_weights, base_overrides, fit, full_weights, one_step
+from tests.distributed.test_layouts import assert_same_step
+from tests.jobs import algorithm_config, fit, full_weights, one_step
 from tests.ranks import RankError, run_ranks
 
 LORA = "model.lora_rank=4"
@@ -28,22 +28,8 @@ RULES = [
 
 
 def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
-    """A tiny job, as tests.jobs has it, of another algorithm."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
-    fixed = ["rollout.micro_batch_size_per_gpu=4", f"algorithm.name={name}"]
-    return load(FlowRLConfig, None, [*base, *fixed, *overrides])
-
-
-def assert_same_step(one: list[dict[str, Any]], two: list[dict[str, Any]], lr: float) -> None:
-    assert torch.equal(one[0]["images"], torch.cat([part["images"] for part in two]))
-    assert torch.equal(one[0]["reward"], two[0]["reward"])
-    row, other = one[0]["row"], two[0]["row"]
-    assert row.keys() == other.keys() and row["actor/updates_skipped"] == 0
-    assert row["actor/grad_norm"] > 1e-4
-    assert other["actor/grad_norm"] == pytest.approx(row["actor/grad_norm"], rel=1e-5)
-    assert_same_weights(one[0]["weights"], two[0]["weights"], lr)
+    """A tiny job of another algorithm."""
+    return algorithm_config(model, folder, name, "rollout.micro_batch_size_per_gpu=4", *overrides)
 
 
 @pytest.mark.quick(
@@ -55,6 +41,7 @@ def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_p
     one = run_ranks(one_step, 1, configure(sd3_folder, tmp_path, name, *kind))
     cfg = configure(sd3_folder, tmp_path, name, *kind, "parallel.fsdp_size=2")
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+    assert one[0]["row"]["actor/updates_skipped"] == 0
     assert ("actor/kl_ref" in one[0]["row"]) == (cfg.algorithm.kl_loss_coef > 0)
     if name == "awm":  # views and training run at equal shapes
         assert one[0]["row"]["actor/first_ratio_error"] == 0.0
@@ -93,7 +80,7 @@ def fresh_noise(cfg: FlowRLConfig) -> dict[str, tuple[Tensor, Tensor]]:
         samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
     found = {}
     for distribution in ("schedule", "uniform", "logit_normal"):
-        t.algorithm.distribution = distribution  # type: ignore[attr-defined]
+        t.algorithm.config.level_distribution = distribution  # type: ignore[attr-defined]
         for step, epoch in ((0, 0), (0, 1), (1, 0)):
             noised = t.algorithm.corrupt(t.policy, samples, t.corruption_seeds(samples, step, epoch))
             found[f"{distribution} {step} {epoch}"] = (noised.noise, noised.levels)

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config import ConfigError, load
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
 from phalanx.training.flow_rl import build, check
-from tests.jobs import PROMPTS, assert_same_weights, base_overrides, fit, one_step
+from tests.checks import refused
+from tests.jobs import algorithm_config, assert_same_weights, fit, one_step
 from tests.pairs import rows, write_parquet
 from tests.ranks import RankError, run_ranks
+
+pytestmark = pytest.mark.usefixtures("datasets_cache")
 
 LORA = "model.lora_rank=4"
 OFFLINE = ("rollout.engine=dataset", "rollout.n=2", "reward.functions=[{name: preferred}]", "data.max_prompt_length=32")
@@ -20,11 +23,8 @@ OFFLINE = ("rollout.engine=dataset", "rollout.n=2", "reward.functions=[{name: pr
 
 def configure(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     """A tiny job of diffusion_dpo."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-    base = [o for o in base_overrides(model, folder) if not o.startswith("algorithm.")]
-    fixed = ["rollout.micro_batch_size_per_gpu=4", "algorithm.name=diffusion_dpo", "algorithm.beta=100"]
-    return load(FlowRLConfig, None, [*base, *fixed, *overrides])
+    fixed = ("rollout.micro_batch_size_per_gpu=4", "algorithm.beta=100")
+    return algorithm_config(model, folder, "diffusion_dpo", *fixed, *overrides)
 
 
 def offline(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
@@ -32,14 +32,6 @@ def offline(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
     folder.mkdir(parents=True, exist_ok=True)
     file = write_parquet(folder / "pairs.parquet", rows())
     return configure(model, folder, *OFFLINE, f"data.train_files=[{file}]", "rollout.guidance_scale=1", *overrides)
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where `datasets` keeps its copies of Parquet files."""
-    import datasets
-
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
 def assert_same_step(one: list[dict[str, Any]], two: list[dict[str, Any]], lr: float) -> None:
@@ -114,12 +106,12 @@ def test_it_begins_at_the_reference(sd3_folder: Path, tmp_path: Path) -> None:
 def test_whole_prompts_divide_over_the_ranks(sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    with pytest.raises(ConfigError) as error:
-        check(configure(sd3_folder, tmp_path))
-    assert str(error.value) == (
+    with refused(
         "actor.ppo_mini_batch_size: 2 whole prompts do not divide over 4 ranks; "
-        "nearest that work: actor.ppo_mini_batch_size=4"
-    )
+        "nearest that work: actor.ppo_mini_batch_size=4",
+        ConfigError,
+    ):
+        check(configure(sd3_folder, tmp_path))
 
 
 # --- pairs of the data
@@ -165,9 +157,8 @@ def test_it_learns_what_is_preferred(sd3_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["sft", "rwr", "awm"])
 def test_other_rules_on_the_same_data(name: str, sd3_folder: Path, tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "pairs.parquet", rows())
-    base = [o for o in base_overrides(sd3_folder, tmp_path) if not o.startswith("algorithm.")]
-    own = (f"data.train_files=[{file}]", f"algorithm.name={name}", "actor.ppo_mini_batch_size=4", LORA)
-    row = run_ranks(one_step, 1, load(FlowRLConfig, None, [*base, *OFFLINE, *own]))[0]["row"]
+    own = (f"data.train_files=[{file}]", "actor.ppo_mini_batch_size=4", LORA)
+    row = run_ranks(one_step, 1, algorithm_config(sd3_folder, tmp_path, name, *OFFLINE, *own))[0]["row"]
     assert row["actor/grad_norm"] > 1e-4 and row["actor/updates_skipped"] == 0
 
 

@@ -1,7 +1,6 @@
 """Correcting for an engine whose log-probabilities are not the policy's."""
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +12,10 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.correction import correction_weight
 from phalanx.rollout.correction import rescore
 from phalanx.types import Samples
-from tests.policies import make_policy, make_rollout, one_rank, sample
+from tests.policies import make_policy, make_rollout, sample
 
 POLICY = torch.tensor([[-1.0, -1.2], [-0.9, -1.1]])
 ENGINE = torch.tensor([[-1.0, -1.2 - 4e-4], [-0.9 + 3e-3, -1.1 - 3e-3]])
-
-
-@pytest.fixture(scope="module")
-def world() -> Iterator[World]:
-    with one_rank() as world:
-        yield world
 
 
 def test_truncated_importance_weights() -> None:

@@ -6,17 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from phalanx.algorithms.diffusion_dpo import Algorithm, Config
 from phalanx.functional.flow import Noised
 from phalanx.functional.preference import best_and_worst, dpo_loss
 from phalanx.types import Batch
+from tests.checks import normal
 from tests.policies import disturb, make_policy, make_rollout, one_rank, sample
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_by_hand() -> None:

@@ -1,6 +1,6 @@
 """Rollout and replay give the same log-probability to the last bit, so the first update has a ratio of exactly 1."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,11 @@ from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Batch, Samples
-from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, one_rank, sample
+from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, sample
 from tests.ranks import run_ranks
 
 MICRO = 3  # samples of a replay
 N = 4  # images of each of the 3 prompts: two rollout micro-batches of MICRO x window
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with one_rank() as world:
-        yield world
 
 
 @pytest.fixture(params=["sd3", "qwen", "flux", "z_image"])

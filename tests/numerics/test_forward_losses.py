@@ -16,12 +16,9 @@ from phalanx.functional.advantage import group_advantage, group_weights
 from phalanx.functional.flow import FlowTrace, Noised
 from phalanx.functional.forward_losses import negative_aware, optimality
 from phalanx.types import Batch
+from tests.checks import normal, refused
 
 SHAPE = (3, 2, 4, 5)  # B, W, and a latent's own
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Fixed:
@@ -56,6 +53,12 @@ def loss_of(rule: Any, policy: Fixed, batch: Batch) -> tuple[Tensor, dict[str, T
     assert not any(value.requires_grad for value in stats.values())
     (grad,) = torch.autograd.grad(loss.sum(), policy.velocity)
     return loss.detach(), stats, grad
+
+
+def assert_slope(grad: Tensor, wanted: Tensor, at: Tensor) -> None:
+    """The gradient is that of the sum of `wanted`, which was computed from `at` in float64."""
+    (slope,) = torch.autograd.grad(wanted.sum(), at)
+    torch.testing.assert_close(grad.double(), slope, rtol=1e-4, atol=1e-6)
 
 
 def test_noised_images_by_hand() -> None:
@@ -128,8 +131,7 @@ def test_diffusion_nft(beta: float, penalty: float) -> None:
     values, weights = paper_loss(w, old.double(), batch, r, beta, None)
     expected = 2.0 * values + penalty * ((w - ref.double()) ** 2).flatten(2).mean(2)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-6)
-    (slope,) = torch.autograd.grad(expected.sum(), w)
-    torch.testing.assert_close(grad.double(), slope, rtol=1e-4, atol=1e-6)
+    assert_slope(grad, expected, w)
     for at in [(0, 0, 0, 0), (1, 1, 2, 3), (2, 0, 3, 4)]:
         ends = []
         for h in (1e-6, -1e-6):
@@ -191,12 +193,12 @@ def test_decay_of_the_old_policy(keys: dict[str, Any], expected: dict[int, float
 
 @pytest.mark.parametrize(("key", "value"), [("rate", 0.1), ("flat", 3), ("limit", 0.5)])
 def test_a_schedule_without_numbers_takes_none(key: str, value: float) -> None:
-    with pytest.raises(ConfigError) as error:
-        diffusion_nft.Algorithm(diffusion_nft.Config(old_decay="zero", **{f"old_decay_{key}": value}))
-    assert str(error.value) == (
+    with refused(
         f"algorithm.old_decay_{key}: {value} has no effect with algorithm.old_decay=zero; "
-        "set old_decay to slow or late, or leave it out"
-    )
+        "set old_decay to slow or late, or leave it out",
+        ConfigError,
+    ):
+        diffusion_nft.Algorithm(diffusion_nft.Config(old_decay="zero", **{f"old_decay_{key}": value}))
 
 
 # --- advantage weighted matching
@@ -232,8 +234,7 @@ def test_awm_begins_with_the_policy_gradient() -> None:
     w = v.double().requires_grad_()
     kl = ((w - ref.double()) ** 2).flatten(2).mean(2)
     matching = advantage[:, None] * ((w - u) ** 2).flatten(2).mean(2)
-    (slope,) = torch.autograd.grad((matching + 0.25 * kl).sum(), w)
-    torch.testing.assert_close(grad.double(), slope, rtol=1e-4, atol=1e-6)
+    assert_slope(grad, matching + 0.25 * kl, w)
     torch.testing.assert_close(loss.double(), -advantage.double()[:, None] + 0.25 * kl.detach(), rtol=1e-5, atol=1e-6)
     assert stats["ratio_error"].item() == 0 and stats["clipfrac"].item() == 0
     assert stats["kl_ref"].item() == pytest.approx(kl.mean().item(), rel=1e-5)
@@ -302,9 +303,8 @@ def test_weighted_flow_matching(rule: Any) -> None:
     factor = weight.double()[:, None] if isinstance(rule, rwr.Algorithm) else torch.ones(3, 1, dtype=torch.float64)
     w = v.double().requires_grad_()
     expected = factor * ((w - u) ** 2).flatten(2).mean(2) + 0.5 * ((w - ref.double()) ** 2).flatten(2).mean(2)
-    (slope,) = torch.autograd.grad(expected.sum(), w)
     torch.testing.assert_close(loss.double(), expected.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(grad.double(), slope, rtol=1e-4, atol=1e-6)
+    assert_slope(grad, expected, w)
     assert stats["flow_loss"].item() == pytest.approx(((v.double() - u) ** 2).mean().item(), rel=1e-5)
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from phalanx.functional.losses import clipped_surrogate
+from tests.checks import normal
 
 
 def loss_of(new: float, old: float, a: float, clip: float, limit: float) -> float:
@@ -25,10 +25,6 @@ def slope_of(new: float, old: float, a: float, clip: float, limit: float) -> flo
     ratio = math.exp(new - old)
     clipped = ratio > 1 + clip if a > 0 else ratio < 1 - clip
     return 0.0 if clipped else -a * ratio
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_by_hand() -> None:

@@ -13,6 +13,7 @@ from phalanx.algorithms import cps, dance_grpo, flow_dppo, flow_grpo, grpo_guard
 from phalanx.functional.flow import FlowReplay, FlowTrace, Sampler
 from phalanx.functional.losses import clipped_ratio, guarded_log_ratio, masked_ratio, noise_weight
 from phalanx.types import Batch
+from tests.checks import normal
 
 B, DIMS = 5, (3, 4)
 SIGMAS = [1.0, 0.8, 0.5, 0.4, 0.1]
@@ -20,10 +21,6 @@ TRAINED = [0, 1, 3]  # of 4 stochastic steps
 STD = [0.9, 0.5, 0.2]  # of the trained ones
 D2 = [0.2, 0.3, 0.3]  # sigma - sigma' of the trained ones
 ADVANTAGE = [1.5, -0.5, 0.25, 0.0, -2.0]
-
-
-def normal(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass

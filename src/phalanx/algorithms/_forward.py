@@ -33,14 +33,13 @@ class ForwardAlgorithm(GroupAlgorithm):
 
     def __init__(self, config: ForwardConfig) -> None:
         super().__init__(config)
-        self.levels, self.penalty = config.train_timesteps, config.kl_loss_coef
-        self.distribution = config.level_distribution
-        self.references = ("reference",) if self.penalty > 0 else ()
+        self.levels = config.train_timesteps
+        self.references = ("reference",) if config.kl_loss_coef > 0 else ()
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Noised:
         """Fresh noise for the final latents, at `algorithm.train_timesteps` levels each."""
-        assert self.levels is not None
-        noised: Noised = policy.corrupt(samples, seeds, levels=self.levels, distribution=self.distribution)
+        c = self.config
+        noised: Noised = policy.corrupt(samples, seeds, levels=c.train_timesteps, distribution=c.level_distribution)
         return noised
 
     def reference_output(self, policy: Policy, batch: FlowBatch) -> Tensor:
@@ -54,7 +53,7 @@ class ForwardAlgorithm(GroupAlgorithm):
         if "reference" not in batch.reference_outputs:
             return loss, stats
         distance = mean_square(velocity - batch.reference_outputs["reference"])
-        return loss + self.penalty * distance, stats | {"kl_ref": distance.detach().mean()}
+        return loss + self.config.kl_loss_coef * distance, stats | {"kl_ref": distance.detach().mean()}
 
 
 def mean_square(difference: Tensor) -> Tensor:

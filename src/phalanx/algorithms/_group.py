@@ -1,7 +1,7 @@
 """The common part of all algorithms: advantages within groups, and which samples are trained on."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
@@ -30,18 +30,18 @@ class GroupConfig(AlgorithmConfig):
     def check(self, rollout: Any) -> None:
         """Raise ConfigError for a key that means nothing to this algorithm, where it is set."""
         # the class has keys in common with others, whose values this algorithm never reads
-        defaults = {f.name: f.default for f in fields(self)}
-        values = asdict(self)
-        for key in self.unused:
-            if values[key] != defaults[key]:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in self.unused and value != field.default:
                 raise ConfigError(
-                    f"algorithm.{key}: {values[key]} means nothing to algorithm.name={self.name}; leave it out"
+                    f"algorithm.{field.name}: {value} means nothing to algorithm.name={self.name}; leave it out"
                 )
 
 
 class GroupAlgorithm:
     """An algorithm that compares the samples of each prompt; see phalanx.types.Algorithm."""
 
+    config: Any
     levels: int | None = None
     behaviour: str | None = None
     references: tuple[str, ...] = ()
@@ -50,20 +50,20 @@ class GroupAlgorithm:
     samples_per_unit = 1
     needs_reward = True
 
-    def __init__(self, config: GroupConfig) -> None:
-        self.group = config
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] advantages of the N samples of all ranks, clamped."""
-        c = self.group
+        c = self.config
         values = group_advantage(reward, group_id, global_std=c.global_std, normalize=c.norm_adv_by_std_in_grpo)
         return values.clamp(-c.adv_clip_max, c.adv_clip_max)
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] bool: samples of groups whose rewards differ, those that group_filter keeps."""
         chosen = informative(reward, group_id)
-        if self.group.group_filter == "top_bottom":
-            chosen &= top_and_bottom(reward, group_id, self.group.group_filter_k)
+        if self.config.group_filter == "top_bottom":
+            chosen &= top_and_bottom(reward, group_id, self.config.group_filter_k)
         return chosen
 
     def units(self, reward: Tensor, group_id: Tensor) -> Tensor:

@@ -61,7 +61,6 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
 
     def __init__(self, config: TransitionConfig) -> None:
         super().__init__(config)
-        self.transition = config
         self.references = ("reference",) if config.kl_loss_coef > 0 else ()
 
     @abstractmethod
@@ -77,23 +76,23 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
         """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
         replay: FlowReplay = policy.replay(batch.trace)
         loss, stats = self.surrogate(replay, batch)
-        if self.transition.timestep_weight == "noise":
+        if self.config.timestep_weight == "noise":
             loss = loss * noise_weight(replay.std)
         if "reference" in batch.reference_outputs:
             kl = divergence(replay.mean, batch.reference_outputs["reference"], self._kl_std(replay.std, batch.trace))
-            loss = loss + self.transition.kl_loss_coef * kl
+            loss = loss + self.config.kl_loss_coef * kl
             stats["kl_ref"] = kl.detach().mean()
         return loss, stats
 
     def sequence_mean(self, values: Tensor) -> Tensor:
         """Values [B, W] of each step, or their mean at each where a sample has one ratio."""
-        if self.transition.importance == "step":
+        if self.config.importance == "step":
             return values
         return values.mean(1, keepdim=True).expand_as(values)
 
     def _kl_std(self, std: Tensor, trace: FlowTrace) -> Tensor:
         """[W] the KL's divisor: the transitions' std, or the `sde`'s scale without its time step."""
-        if self.transition.kl_convention == "flow_grpo" and trace.sampler.sde_type == "sde":
+        if self.config.kl_convention == "flow_grpo" and trace.sampler.sde_type == "sde":
             return std / torch.sqrt(-trace.delta)
         return std
 

@@ -38,9 +38,10 @@ class Config(ForwardConfig):
 class Algorithm(ForwardAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
+    config: Config
+
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.config = config
         self.references = ("policy", *self.references)
 
     def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:

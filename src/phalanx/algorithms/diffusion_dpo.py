@@ -45,11 +45,11 @@ class Config(ForwardConfig):
 class Algorithm(ForwardAlgorithm):
     """See phalanx.types.Algorithm. Rows 2 j and 2 j + 1 of a Batch are a pair, preferred first."""
 
+    config: Config
     samples_per_unit = 2
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.config = config
         self.references = ("reference",)
 
     def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
@@ -70,9 +70,9 @@ class Algorithm(ForwardAlgorithm):
         error = mean_square(velocity - target).unflatten(0, (-1, 2))
         reference_error = mean_square(reference - target).unflatten(0, (-1, 2))
         loss, stats = dpo_loss(error, reference_error, beta=self.config.beta)
-        if self.penalty > 0:
+        if self.config.kl_loss_coef > 0:
             distance = mean_square(velocity - reference).unflatten(0, (-1, 2)).mean(1)
-            loss = loss + self.penalty * distance
+            loss = loss + self.config.kl_loss_coef * distance
             stats["kl_ref"] = distance.detach().mean()
         return loss, stats
 

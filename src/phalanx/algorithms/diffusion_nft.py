@@ -54,12 +54,12 @@ class Config(ForwardConfig):
 class Algorithm(ForwardAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
+    config: Config
     behaviour = "old"
     averages = ("old",)
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.config = config
         self.references = ("old", *self.references)
         given = (config.old_decay_rate, config.old_decay_flat, config.old_decay_limit)
         if config.old_decay == "zero":

@@ -33,9 +33,7 @@ class Config(TransitionConfig):
 class Algorithm(TransitionAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.config = config
+    config: Config
 
     def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The masked surrogate [B, W], and its scalars."""

@@ -52,10 +52,11 @@ class Config(AlgorithmConfig):
 class Algorithm(GroupAlgorithm):
     """See phalanx.types.Algorithm. All samples count, whatever their rewards."""
 
+    config: Config
     needs_reward = False
 
     def __init__(self, config: Config) -> None:
-        self.config = config
+        super().__init__(config)
         self.references = (TEACHER,)
         self.teachers = (Teacher(TEACHER, config.teacher_path, "algorithm.teacher_path", config.teacher_guidance),)
 

@@ -34,9 +34,7 @@ class Config(ForwardConfig):
 class Algorithm(ForwardAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.config = config
+    config: Config
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] the weights w: a share of the group, which only all ranks' samples have."""

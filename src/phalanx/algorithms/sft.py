@@ -35,9 +35,7 @@ class Config(ForwardConfig):
 class Algorithm(ForwardAlgorithm):
     """The algorithm, pure: see phalanx.types.Algorithm."""
 
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.config = config
+    config: Config
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] bool: the best of each group whose rewards differ; of equals, the first ones."""

@@ -8,7 +8,7 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from phalanx.data.prompts import DataError, Shuffled
+from phalanx.data.prompts import DataError
 from phalanx.media.pictures import to_size, upright
 
 TEXT_COLUMNS = ("prompt", "text", "caption")
@@ -47,18 +47,6 @@ class ImageTextData:
         return to_size(image, self.height, self.width)
 
 
-class IndexStream:
-    """The images of each training step, by (seed, step); each epoch has an order of its own."""
-
-    def __init__(self, size: int, batch_size: int, seed: int) -> None:
-        self._order, self._batch_size = Shuffled(size, seed), batch_size
-
-    def batch(self, step: int) -> list[int]:
-        """Numbers of the images of training step `step`, of all ranks."""
-        first = step * self._batch_size
-        return [self._order[first + i] for i in range(self._batch_size)]
-
-
 def _rows(file: str, key: str) -> Iterator[tuple[Any, str, str]]:
     path = Path(file).expanduser()
     if path.is_dir():
@@ -78,8 +66,7 @@ def _json_row(line: str, where: str, folder: Path) -> tuple[Path, str, str]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: not valid JSON: {error}") from None
-    names = ("image", "prompt")
-    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in names):
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("image", "prompt")):
         raise DataError(f'{where}: expected {{"image": "path", "prompt": "text"}}')
     return folder / row["image"], row["prompt"], where
 
@@ -90,13 +77,13 @@ def _dataset_rows(path: Path, file: str, key: str) -> Iterator[tuple[Any, str, s
     try:
         data = load_from_disk(str(path))
     except FileNotFoundError:
-        what = "is not a Hugging Face dataset folder (written by save_to_disk)"
-        raise DataError(f"{key}: {file} {what}") from None
+        raise DataError(f"{key}: {file} is not a Hugging Face dataset folder (written by save_to_disk)") from None
     if not isinstance(data, Dataset):
         raise DataError(f"{key}: {file} holds splits {sorted(data)}; name one of their folders")
     texts = [c for c in TEXT_COLUMNS if c in data.column_names]
     if "image" not in data.column_names or not texts:
-        needed = f"image and one of {', '.join(TEXT_COLUMNS)}"
-        raise DataError(f"{key}: {file} has columns {data.column_names}; it needs {needed}")
+        raise DataError(
+            f"{key}: {file} has columns {data.column_names}; it needs image and one of {', '.join(TEXT_COLUMNS)}"
+        )
     for number, row in enumerate(data):
         yield row["image"], row[texts[0]], f"{file} row {number}"

@@ -1,6 +1,5 @@
 """Prompts: reading them from files, and the order in which training and validation see them."""
 
-import functools
 import json
 import logging
 import math
@@ -9,7 +8,7 @@ import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,15 @@ logger = logging.getLogger(__name__)
 
 FORMATS = "a .txt, .jsonl or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
 _Located = tuple[str, dict[str, Any]]  # a row's place, for messages, and its columns
+_KINDS = {
+    bool: "boolean",
+    int: "number",
+    float: "number",
+    dict: "object",
+    list: "list",
+    str: "text",
+    type(None): "null",
+}
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 
 
@@ -57,24 +65,25 @@ def load_prompts(files: list[str], key: str, images: Sequence[str] = ()) -> list
         raise DataError(f"{key} is empty; give a list of files, each {FORMATS}")
     rows: list[PromptRow] = []
     for file in files:
-        path, split = _locate(file, key)
-        found = list(_read(path, split, file, key, images))
+        found = [_row(columns, where) for where, columns in _read(*_locate(file, key), f"{key}: {file}", images)]
         if not found:
             raise DataError(f"{key}: {file} has no prompts")
         rows += found
     return rows
 
 
-class Shuffled:
-    """An endless sequence of the numbers 0 .. size-1; (seed, epoch) determines an epoch's order."""
+class IndexStream:
+    """Endless batches of the numbers 0 .. size-1; (seed, epoch) determines an epoch's order."""
 
-    def __init__(self, size: int, seed: int) -> None:
-        self._size, self._seed = size, seed
-        self._order = functools.lru_cache(maxsize=2)(self._permutation)
+    def __init__(self, size: int, batch_size: int, seed: int) -> None:
+        self._size, self._batch_size, self._seed = size, batch_size, seed
+        self._order = lru_cache(maxsize=2)(self._permutation)
 
-    def __getitem__(self, position: int) -> int:
-        epoch, index = divmod(position, self._size)
-        return self._order(epoch)[index]
+    def batch(self, step: int) -> list[int]:
+        """The numbers of training step `step`, of all ranks."""
+        first = step * self._batch_size
+        places = [divmod(first + i, self._size) for i in range(self._batch_size)]
+        return [self._order(epoch)[index] for epoch, index in places]
 
     def _permutation(self, epoch: int) -> list[int]:
         order = list(range(self._size))
@@ -95,7 +104,7 @@ class PromptStream:
         assert rows and batch_size > 0, (len(rows), batch_size)
         self._rows = rows
         self._batch_size = batch_size
-        self._order = Shuffled(len(rows), seed)
+        self._numbers = IndexStream(len(rows), batch_size, seed)
         if batch_size > len(rows):
             logger.warning(
                 "data.train_batch_size=%d exceeds the %d prompts of the data; a batch holds some of them several times",
@@ -105,8 +114,7 @@ class PromptStream:
 
     def batch(self, step: int) -> list[Prompt]:
         """The prompts of one training step, of all ranks; `group_id` counts them from 0."""
-        first = step * self._batch_size
-        return [_prompt(self._rows[self._order[first + i]], i) for i in range(self._batch_size)]
+        return [_prompt(self._rows[number], i) for i, number in enumerate(self._numbers.batch(step))]
 
     def steps(self, epochs: float) -> int:
         """Number of training steps for `epochs` passes over the data, rounded up."""
@@ -127,11 +135,12 @@ def validation_sets(files: list[str], limit: int | None = None, images: Sequence
     for file in files:
         path, split = _locate(file, key)
         name = path.stem if path.is_file() else path.resolve().name
-        name += f"_{split}" if split is not None else ""
+        if split is not None:
+            name += f"_{split}"
         if name in sets:
-            both = f"{origin[name]} and {file}"
-            problem = f"{both} would both be the validation set {name!r}"
-            raise DataError(f"{key}: {problem}; rename one of them")
+            raise DataError(
+                f"{key}: {origin[name]} and {file} would both be the validation set {name!r}; rename one of them"
+            )
         origin[name] = file
         rows = load_prompts([file], key, images)[:limit]
         sets[name] = [_prompt(row, i) for i, row in enumerate(rows)]
@@ -162,15 +171,12 @@ def held_out_overlap(
 
 
 _Rows = list[PromptRow | Prompt]
-_Name = Callable[[PromptRow | Prompt], Hashable]
 
 
-def _common(some: _Rows, others: _Rows, name: _Name) -> tuple[_Rows, _Rows]:
+def _common(some: _Rows, others: _Rows, name: Callable[[PromptRow | Prompt], Hashable]) -> tuple[_Rows, _Rows]:
     """The rows of each list whose name occurs in the other list as well."""
     both = {name(row) for row in some} & {name(row) for row in others}
-    first = [row for row in some if name(row) in both]
-    second = [row for row in others if name(row) in both]
-    return first, second
+    return [row for row in some if name(row) in both], [row for row in others if name(row) in both]
 
 
 def _prompt(row: PromptRow, group_id: int) -> Prompt:
@@ -191,33 +197,28 @@ def _locate(file: str, key: str) -> tuple[Path, str | None]:
     raise DataError(f"{key}: {file} does not exist; {hint}")
 
 
-def _read(path: Path, split: str | None, file: str, key: str, images: Sequence[str]) -> Iterator[PromptRow]:
+def _read(path: Path, split: str | None, place: str, images: Sequence[str]) -> Iterator[_Located]:
+    """The rows of a file, of which messages say that it is at `place`."""
     if path.is_dir():
-        source = _dataset_rows(path, split, file, key, images)
-    elif path.suffix == ".txt" and images:
-        columns = ", ".join(images)
-        raise DataError(f"{key}: {file} is plain text; images ({columns}) come in the other formats")
-    elif path.suffix == ".txt":
-        for where, line in _lines(path, file, key):
-            yield _row({"prompt": line}, where)
-        return
-    elif path.suffix == ".jsonl":
-        source = _json_rows(path, file, key, images)
-    elif path.suffix == ".parquet":
-        source = _parquet_rows(path, file, key, images)
-    else:
-        ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
-        raise DataError(f"{key}: {file} {ending}; expected {FORMATS}")
-    for where, row in source:
-        yield _row(row, where)
+        return _dataset_rows(path, split, place, images)
+    if path.suffix == ".txt":
+        if images:
+            raise DataError(f"{place} is plain text; images ({', '.join(images)}) come in the other formats")
+        return ((where, {"prompt": line}) for where, line in _lines(path, place))
+    if path.suffix == ".jsonl":
+        return _json_rows(path, place, images)
+    if path.suffix == ".parquet":
+        return _parquet_rows(path, place, images)
+    ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
+    raise DataError(f"{place} {ending}; expected {FORMATS}")
 
 
-def _lines(path: Path, file: str, key: str) -> Iterator[tuple[str, str]]:
+def _lines(path: Path, place: str) -> Iterator[tuple[str, str]]:
     """Lines that are not blank, each with its place."""
     # not str.splitlines: only newlines end a line, and other separators may be part of a prompt
     content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     for number, raw in enumerate(content.split(b"\n"), 1):
-        where = f"{key}: {file}:{number}"
+        where = f"{place}:{number}"
         try:
             line = raw.decode("utf-8").strip()
         except UnicodeDecodeError as error:
@@ -227,14 +228,13 @@ def _lines(path: Path, file: str, key: str) -> Iterator[tuple[str, str]]:
             yield where, line
 
 
-def _json_rows(path: Path, file: str, key: str, images: Sequence[str]) -> Iterator[_Located]:
+def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[_Located]:
     expected = 'expected one object per line, {"prompt": "..."}'
-    for where, line in _lines(path, file, key):
+    for where, line in _lines(path, place):
         try:
             value = json.loads(line)
         except json.JSONDecodeError as error:
-            what = f"{error.msg} at column {error.colno}"
-            raise DataError(f"{where}: not JSON ({what}); {expected}") from None
+            raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {expected}") from None
         if not isinstance(value, dict):
             raise DataError(f"{where}: JSON of type {_kind(value)}; {expected}")
         for name in images:
@@ -248,22 +248,18 @@ def _given(value: Any) -> Any:
     return value
 
 
-def _parquet_rows(path: Path, file: str, key: str, images: Sequence[str]) -> Iterator[_Located]:
+def _parquet_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[_Located]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         source = pq.ParquetFile(path)
-        _check_columns(source.schema_arrow.names, f"{key}: {file}", images)
-        if images:
-            yield from _with_pictures(_mapped(path), path.parent, f"{key}: {file}", images)
-            return
-        table = source.read()
+        _check_columns(source.schema_arrow.names, place, images)
+        rows = _mapped(path) if images else source.read().to_pylist()
     except pa.ArrowInvalid as error:
         reason = str(error).splitlines()[0]
-        raise DataError(f"{key}: {file} is not a Parquet file: {reason}") from error
-    for number, columns in enumerate(table.to_pylist()):
-        yield f"{key}: {file}, row {number}", columns
+        raise DataError(f"{place} is not a Parquet file: {reason}") from error
+    return _with_pictures(rows, path.parent, place, images) if images else _numbered(rows, place)
 
 
 def _mapped(path: Path) -> Any:
@@ -275,6 +271,10 @@ def _mapped(path: Path) -> Any:
 
     datasets.disable_progress_bars()  # every rank would draw its own
     return datasets.Dataset.from_parquet(str(path))
+
+
+def _numbered(rows: Iterable[dict[str, Any]], place: str) -> Iterator[_Located]:
+    return ((f"{place}, row {number}", row) for number, row in enumerate(rows))
 
 
 def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]) -> Iterator[_Located]:
@@ -289,45 +289,35 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
     def cell(name: str, number: int) -> Any:
         return columns[name][number][name]
 
-    for number, texts in enumerate(dataset.remove_columns(list(images))):
-        where = f"{place}, row {number}"
-        row = dict(texts)
-        for name in images:
-            row[name] = Picture(partial(cell, name, number), folder, f"{where}: {name}")
-        yield where, row
+    for number, (where, texts) in enumerate(_numbered(dataset.remove_columns(list(images)), place)):
+        pictures = {name: Picture(partial(cell, name, number), folder, f"{where}: {name}") for name in images}
+        yield where, {**texts, **pictures}
 
 
-def _dataset_rows(path: Path, split: str | None, file: str, key: str, images: Sequence[str]) -> Iterator[_Located]:
+def _dataset_rows(path: Path, split: str | None, place: str, images: Sequence[str]) -> Iterator[_Located]:
     from datasets import DatasetDict, load_from_disk
 
     try:
         dataset = load_from_disk(str(path))
     except FileNotFoundError:
-        what = "is a folder, but not a dataset written by save_to_disk"
-        raise DataError(f"{key}: {file} {what}; expected {FORMATS}") from None
+        raise DataError(f"{place} is a folder, but not a dataset written by save_to_disk; expected {FORMATS}") from None
     if isinstance(dataset, DatasetDict):
-        splits = ", ".join(dataset)
-        if split is None and len(dataset) > 1:
-            example = f"{path}:{next(iter(dataset))}"
-            raise DataError(f"{key}: {file} has the splits {splits}; name one, e.g. {example}")
-        if split is not None and split not in dataset:
-            raise DataError(f"{key}: {file}: there is no split {split!r}; it has {splits}")
-        dataset = dataset[split if split is not None else next(iter(dataset))]
+        splits = list(dataset)
+        if split is None and len(splits) > 1:
+            raise DataError(f"{place} has the splits {', '.join(splits)}; name one, e.g. {path}:{splits[0]}")
+        if split is not None and split not in splits:
+            raise DataError(f"{place}: there is no split {split!r}; it has {', '.join(splits)}")
+        dataset = dataset[split if split is not None else splits[0]]
     elif split is not None:
-        raise DataError(f"{key}: {file}: the dataset has no splits; expected {path}")
-    _check_columns(dataset.column_names, f"{key}: {file}", images)
-    if images:
-        yield from _with_pictures(dataset, path, f"{key}: {file}", images)
-        return
-    for number, columns in enumerate(dataset):
-        yield f"{key}: {file}, row {number}", columns
+        raise DataError(f"{place}: the dataset has no splits; expected {path}")
+    _check_columns(dataset.column_names, place, images)
+    return _with_pictures(dataset, path, place, images) if images else _numbered(dataset, place)
 
 
-def _check_columns(columns: list[str], where: str, images: Sequence[str]) -> None:
+def _check_columns(columns: list[str], place: str, images: Sequence[str]) -> None:
     for name in ("prompt", *images):
         if name not in columns:
-            present = ", ".join(columns) or "none"
-            raise DataError(f"{where} has no column {name!r}; it has {present}")
+            raise DataError(f"{place} has no column {name!r}; it has {', '.join(columns) or 'none'}")
 
 
 def _row(columns: dict[str, Any], where: str) -> PromptRow:
@@ -339,20 +329,19 @@ def _row(columns: dict[str, Any], where: str) -> PromptRow:
     negative = columns.get("negative_prompt")
     if negative is not None:
         negative = _text(negative, "negative_prompt", where)
-    texts = ("prompt", "negative_prompt")
-    meta = {name: value for name, value in columns.items() if name not in texts}
-    truth = _ground_truth(meta, text)
-    meta.pop("ground_truth", None)
+    own = ("prompt", "negative_prompt", "ground_truth")
+    meta = {name: value for name, value in columns.items() if name not in own}
+    truth = _ground_truth(columns, text)
     if truth is not None:
         meta["ground_truth"] = truth
     return PromptRow(text, negative, meta)
 
 
-def _ground_truth(meta: dict[str, Any], text: str) -> Any:
+def _ground_truth(columns: dict[str, Any], text: str) -> Any:
     """The ground truth of a row or of its prompt, None if neither has one."""
-    if meta.get("ground_truth") is not None:
-        return meta["ground_truth"]
-    model = meta.get("reward_model")
+    if columns.get("ground_truth") is not None:
+        return columns["ground_truth"]
+    model = columns.get("reward_model")
     if isinstance(model, dict) and model.get("ground_truth") is not None:
         return model["ground_truth"]
     quoted = _QUOTED.search(text)
@@ -364,17 +353,13 @@ def _text(value: Any, name: str, where: str) -> str:
     if isinstance(value, list):
         messages = [m for m in value if isinstance(m, dict) and m.get("role") == "user"]
         if not messages:
-            expected = "expected text or [{role, content}]"
-            raise DataError(f"{where}: {name} is a list without a user message; {expected}")
+            raise DataError(f"{where}: {name} is a list without a user message; expected text or [{{role, content}}]")
         value = messages[-1].get("content")  # a message with parts has a list there: reported below
     if not isinstance(value, str):
-        expected = "expected text, or a chat of texts"
-        raise DataError(f"{where}: {name} is of type {_kind(value)}; {expected}")
+        raise DataError(f"{where}: {name} is of type {_kind(value)}; expected text, or a chat of texts")
     return value
 
 
 def _kind(value: Any) -> str:
     """The JSON name of a value's type."""
-    numbers = {bool: "boolean", int: "number", float: "number"}
-    names = {**numbers, dict: "object", list: "list", str: "text"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+    return _KINDS.get(type(value), type(value).__name__)

@@ -29,13 +29,12 @@ def group_advantage(
 
 def informative(reward: Tensor, group_id: Tensor) -> Tensor:
     """[N] bool: True where the rewards of a sample's group differ."""
-    _, inverse = torch.unique(group_id, return_inverse=True)
-    groups = int(inverse.max()) + 1 if len(inverse) else 0
+    ids, inverse = torch.unique(group_id, return_inverse=True)
     r = reward.double()
+    zeros = torch.zeros(len(ids), dtype=r.dtype, device=r.device)
     # by the extremes and not by the variance, which rounding keeps from being exactly 0
-    infinite = torch.full((groups,), torch.inf, dtype=r.dtype, device=r.device)
-    low = infinite.scatter_reduce(0, inverse, r, "amin")
-    high = (-infinite).scatter_reduce(0, inverse, r, "amax")
+    low = zeros.scatter_reduce(0, inverse, r, "amin", include_self=False)
+    high = zeros.scatter_reduce(0, inverse, r, "amax", include_self=False)
     return (high > low)[inverse]
 
 
@@ -46,27 +45,31 @@ def top_and_bottom(reward: Tensor, group_id: Tensor, k: int) -> Tensor:
 
 def rank_in_group(value: Tensor, group_id: Tensor) -> Tensor:
     """[N] int64: a sample's place in its group, 0 for the smallest value; equals keep their order."""
-    # two stable sorts: by value, then by group
-    order = torch.argsort(value.double(), stable=True)
-    order = order[torch.argsort(group_id[order], stable=True)]
-    _, counts = torch.unique(group_id, return_counts=True)
+    order, counts = sorted_in_groups(value, group_id)
     first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(len(order), device=order.device) - first
     return rank
 
 
+def sorted_in_groups(value: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] samples group by group in the order of ids, by ascending value; and the groups' sizes [G]."""
+    # two stable sorts: by value, then by group
+    order = torch.argsort(value.double(), stable=True)
+    order = order[torch.argsort(group_id[order], stable=True)]
+    _, counts = torch.unique(group_id, return_counts=True)
+    return order, counts
+
+
 def group_weights(value: Tensor, group_id: Tensor, keep: Tensor) -> Tensor:
     """[N] float32: exp(value), of mean 1 over each group's samples in `keep` [N]; 0 for others."""
-    _, inverse = torch.unique(group_id, return_inverse=True)
-    groups = int(inverse.max()) + 1
+    ids, inverse = torch.unique(group_id, return_inverse=True)
     v = torch.where(keep, value.double(), -torch.inf)
+    zeros = torch.zeros(len(ids), dtype=v.dtype, device=v.device)
     # the group's largest value is taken off first, so that no exponential overflows
-    lowest = torch.full((groups,), -torch.inf, dtype=v.dtype, device=v.device)
-    top = lowest.scatter_reduce(0, inverse, v, "amax")
+    top = zeros.scatter_reduce(0, inverse, v, "amax", include_self=False)
     # exp(-inf - -inf) is NaN where none is kept
     exp = torch.where(keep, torch.exp(v - top[inverse]), 0.0)
-    zeros = torch.zeros(groups, dtype=v.dtype, device=v.device)
     mean = zeros.index_add(0, inverse, exp) / zeros.index_add(0, inverse, keep.double())
     return torch.where(keep, exp / mean[inverse], 0.0).float()
 
@@ -74,9 +77,8 @@ def group_weights(value: Tensor, group_id: Tensor, keep: Tensor) -> Tensor:
 def group_std(reward: Tensor, group_id: Tensor) -> Tensor:
     """[G] float32: the population std of each group's rewards, in the order of the groups' ids."""
     _, variance = _centred(reward.double(), group_id)
-    _, inverse = torch.unique(group_id, return_inverse=True)
-    out = torch.zeros(int(inverse.max()) + 1, dtype=torch.float64, device=reward.device)
-    return out.scatter(0, inverse, torch.sqrt(variance)).float()
+    ids, inverse = torch.unique(group_id, return_inverse=True)
+    return variance.new_zeros(len(ids)).scatter(0, inverse, torch.sqrt(variance)).float()
 
 
 def _centred(r: Tensor, group_id: Tensor) -> tuple[Tensor, Tensor]:

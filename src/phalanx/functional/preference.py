@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from phalanx.functional.advantage import sorted_in_groups
+
 
 def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Tensor, dict[str, Tensor]]:
     """-log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)]).
@@ -30,8 +32,6 @@ def best_and_worst(reward: Tensor, group_id: Tensor) -> Tensor:
     groups in ascending order of their id. Of equals the best is the last and the worst the first,
     so that the two always differ.
     """
-    order = torch.argsort(reward.double(), stable=True)
-    order = order[torch.argsort(group_id[order], stable=True)]
-    _, counts = torch.unique(group_id, return_counts=True)
+    order, counts = sorted_in_groups(reward, group_id)
     ends = counts.cumsum(0)
     return torch.stack([order[ends - 1], order[ends - counts]], 1)

@@ -31,8 +31,6 @@ def standing(frames: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
     """Pictures of one size in a row."""
-    if len(pictures) == 1:
-        return pictures[0]
     width, height = pictures[0].size
     row = Image.new("RGB", (len(pictures) * width, height))
     for i, picture in enumerate(pictures):

@@ -27,12 +27,7 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
             in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in linear]
             leaves = ", ".join(sorted({found[1] for found in in_blocks if found}))
             raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; in a block: {leaves}")
-    inits: dict[str, Any] = {
-        "kaiming": True,
-        "gaussian": "gaussian",
-        "orthogonal": "orthogonal",
-        "pissa": "pissa_niter_8",
-    }
+    inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names, where they differ
     module.requires_grad_(False)
     # All ranks begin with the same weights, without a message: peft draws them from the process's
     # generator, which is as it was afterwards.
@@ -42,14 +37,13 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
             r=config.lora_rank,
             lora_alpha=_alpha(config),
             target_modules=list(targets),
-            init_lora_weights=inits[config.lora_init],
+            init_lora_weights=inits.get(config.lora_init, config.lora_init),
         )
         # in place, without a PeftModel around it: diffusers' own class keeps its methods
         inject_adapter_in_model(lora, module)
-    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.lora_dtype]
     for p in module.parameters():
         if p.requires_grad:
-            p.data = p.data.to(dtype)
+            p.data = p.data.to(getattr(torch, config.lora_dtype))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,8 +65,11 @@ def convert(source: str | Path, target: str | Path, base: str = BASE) -> Path:
         raise ValueError(f"--base {base} is a model of type {config.model_type}; expected clip")
     parts = [config, _load(AutoTokenizer, base), _load(AutoImageProcessor, base)]
     with torch.device("meta"):
-        expected = CLIPModel(config).state_dict()
-    _check(state, expected, str(source), base)
+        difference = _difference(state, CLIPModel(config).state_dict())
+    if difference is not None:
+        raise ValueError(
+            f"{source} is another CLIP than --base {base}: {difference}; give the base of its architecture"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     for part in parts:
         part.save_pretrained(folder)
@@ -78,25 +81,23 @@ def translate(state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
     """Weights by open_clip's names -> by those of CLIPModel; ValueError for any other name."""
     found: dict[str, Tensor] = {}
     for name, value in state.items():
-        block = _BLOCK.fullmatch(name)
         if name in _TOP:
             found[_TOP[name]] = value
-        elif name in _TRANSPOSED:
+            continue
+        if name in _TRANSPOSED:
             found[_TRANSPOSED[name]] = value.T.contiguous()
-        elif block and block[3] == "attn.in_proj_":
-            prefix = f"{_tower(block)}.encoder.layers.{block[2]}.self_attn"
-            for part, weight in zip("qkv", value.chunk(3), strict=True):
-                found[f"{prefix}.{part}_proj.{block[4]}"] = weight.clone()
-        elif block and block[3] in _IN_BLOCK:
-            prefix = f"{_tower(block)}.encoder.layers.{block[2]}"
-            found[f"{prefix}.{_IN_BLOCK[block[3]]}{block[4]}"] = value
-        else:
+            continue
+        block = _BLOCK.fullmatch(name)
+        if block is None or block[3] not in ("attn.in_proj_", *_IN_BLOCK):
             raise ValueError(f"{source} has {name}, which is not a weight of open_clip's CLIP")
+        tower = "vision_model" if block[1] else "text_model"
+        layer = f"{tower}.encoder.layers.{block[2]}"
+        if block[3] == "attn.in_proj_":
+            for part, weight in zip("qkv", value.chunk(3), strict=True):
+                found[f"{layer}.self_attn.{part}_proj.{block[4]}"] = weight.clone()
+        else:
+            found[f"{layer}.{_IN_BLOCK[block[3]]}{block[4]}"] = value
     return found
-
-
-def _tower(block: re.Match[str]) -> str:
-    return "vision_model" if block[1] else "text_model"
 
 
 def _load(cls: Any, base: str) -> Any:
@@ -116,29 +117,23 @@ def _read(path: Path) -> dict[str, Tensor]:
         command = _TO_SAFETENSORS.format(name=path, stem=path.with_suffix(""))
         raise ValueError(f"{path} is a pickle, which can run code; convert it once: {command}")
     if not path.is_file():
-        what = "a .safetensors file with the weights of open_clip's CLIP"
-        raise ValueError(f"{path} is not a file; expected {what}")
+        raise ValueError(f"{path} is not a file; expected a .safetensors file with the weights of open_clip's CLIP")
     try:
         return load_file(path)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file: {error}") from error
 
 
-def _check(state: dict[str, Tensor], expected: dict[str, Tensor], source: str, base: str) -> None:
-    def refuse(what: str) -> NoReturn:
-        other = f"{source} is another CLIP than --base {base}"
-        raise ValueError(f"{other}: {what}; give the base of its architecture")
-
-    missing = sorted(expected.keys() - state.keys())
-    extra = sorted(state.keys() - expected.keys())
-    if missing:
-        refuse(f"no weights for {missing[0]}")
-    if extra:
-        refuse(f"weights for {extra[0]}, which it does not have")
+def _difference(state: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+    """The first thing in which the weights are not those that are expected."""
+    for name in sorted(expected.keys() - state.keys()):
+        return f"no weights for {name}"
+    for name in sorted(state.keys() - expected.keys()):
+        return f"weights for {name}, which it does not have"
     for name, value in state.items():
-        shape = expected[name].shape
-        if value.shape != shape:
-            refuse(f"{name} is {list(value.shape)} rather than {list(shape)}")
+        if value.shape != expected[name].shape:
+            return f"{name} is {list(value.shape)} rather than {list(expected[name].shape)}"
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

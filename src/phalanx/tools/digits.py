@@ -46,8 +46,8 @@ def render(number: str, rng: random.Random) -> Image.Image:
     while right - left > WIDTH - 4:
         size -= 1
         left, top, right, bottom = _font(name, size).getbbox(number)
-    back = (rng.randint(150, 255), rng.randint(150, 255), rng.randint(150, 255))
-    ink = (rng.randint(0, 110), rng.randint(0, 110), rng.randint(0, 110))
+    back = tuple(rng.randint(150, 255) for _ in range(3))
+    ink = tuple(rng.randint(0, 110) for _ in range(3))
     image = Image.new("RGB", (WIDTH, HEIGHT), back)
     w, h = int(right - left), int(bottom - top)
     dx, dy = min(5, max(0, (WIDTH - w) // 2 - 1)), min(3, max(0, (HEIGHT - h) // 2 - 2))
@@ -74,16 +74,11 @@ def write_data(folder: Path, images: int, seed: int) -> None:
 
 def write_untrained_model(folder: Path, seed: int) -> None:
     """Write a Stable Diffusion 3 pipeline with 2.7 M random weights as a diffusers folder."""
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        SD3Transformer2DModel,
-        StableDiffusion3Pipeline,
-    )
+    import diffusers
 
     torch.manual_seed(seed)
     width, hidden = 128, (96, 32)
-    vae = AutoencoderKL(
+    vae = diffusers.AutoencoderKL(
         down_block_types=("DownEncoderBlock2D",) * 3,
         up_block_types=("UpDecoderBlock2D",) * 3,
         block_out_channels=(16, 16, 32),
@@ -95,7 +90,7 @@ def write_untrained_model(folder: Path, seed: int) -> None:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
-    transformer = SD3Transformer2DModel(
+    transformer = diffusers.SD3Transformer2DModel(
         sample_size=12,
         patch_size=2,
         in_channels=4,
@@ -110,15 +105,15 @@ def write_untrained_model(folder: Path, seed: int) -> None:
         qk_norm="rms_norm",
     )
     _initialize(transformer, width)
-    first, second = (_tokenizer(), _tokenizer())
-    StableDiffusion3Pipeline(
+    tokenizer = _tokenizer()
+    diffusers.StableDiffusion3Pipeline(
         transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=1.0),
+        scheduler=diffusers.FlowMatchEulerDiscreteScheduler(shift=1.0),
         vae=vae,
-        text_encoder=_text_encoder(hidden[0], len(first)),
-        tokenizer=first,
-        text_encoder_2=_text_encoder(hidden[1], len(second)),
-        tokenizer_2=second,
+        text_encoder=_text_encoder(hidden[0], len(tokenizer)),
+        tokenizer=tokenizer,
+        text_encoder_2=_text_encoder(hidden[1], len(tokenizer)),
+        tokenizer_2=tokenizer,
         text_encoder_3=None,
         tokenizer_3=None,
     ).save_pretrained(folder)
@@ -126,14 +121,12 @@ def write_untrained_model(folder: Path, seed: int) -> None:
 
 def _initialize(transformer: nn.Module, width: int) -> None:
     """Start with open gates (1), and with modulations and output 0."""
-    for module in transformer.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
     for name, module in transformer.named_modules():
         if not isinstance(module, nn.Linear):
             continue
+        nn.init.xavier_uniform_(module.weight)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
         if name.endswith(("norm1.linear", "norm1_context.linear")):
             nn.init.zeros_(module.weight)
             if module.out_features == 6 * width:
@@ -147,14 +140,12 @@ def _tokenizer():  # type: ignore[no-untyped-def]
     """A CLIP tokenizer whose merges know two words; digits and quotes are tokens of their own."""
     from transformers import CLIPTokenizer
 
-    the = [("t", "h"), ("th", "e</w>")]
-    number = [("n", "u"), ("nu", "m"), ("num", "b"), ("numb", "e"), ("numbe", "r</w>")]
-    merges = the + number
+    merges = [("t", "h"), ("th", "e</w>")]
+    merges += [("n", "u"), ("nu", "m"), ("num", "b"), ("numb", "e"), ("numbe", "r</w>")]
     letters = sorted(set('thenumbr0123456789"'))
-    special = ["<|startoftext|>", "<|pad|>", "<|unk|>", "<|endoftext|>"]
-    last_letters = [letter + "</w>" for letter in letters]
-    merged = [a + b for a, b in merges]
-    vocabulary = special + letters + last_letters + merged
+    vocabulary = ["<|startoftext|>", "<|pad|>", "<|unk|>", "<|endoftext|>", *letters]
+    vocabulary += [letter + "</w>" for letter in letters]
+    vocabulary += [a + b for a, b in merges]
     return CLIPTokenizer(
         vocab={token: i for i, token in enumerate(vocabulary)},
         merges=merges,

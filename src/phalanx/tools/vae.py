@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from phalanx.config.run import EmaConfig, OptimConfig, ParallelConfig
-from phalanx.data.images import ImageTextData, IndexStream
+from phalanx.data.images import ImageTextData
+from phalanx.data.prompts import IndexStream
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.fsdp import Sharded

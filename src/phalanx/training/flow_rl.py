@@ -50,7 +50,7 @@ def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ig
         teachers[teacher.name] = loaded
         # its prompts are encoded at the same steps as the policy's: the text encoders of both then
         # visit the device before a rollout, and never within a step
-        rollout.ahead.encoders.append(loaded.rollout)
+        rollout.ahead.encoders.append(loaded.rollout.encode)
     trainer = make(cfg, plan, algorithm, parts, prompts, teachers)
     if parts.world.rank == 0:
         held_out = [p for some in parts.val_sets.values() for p in some]

@@ -73,13 +73,13 @@ class DispatchedJointAttention:
         attention_mask: Tensor | None = None,
     ) -> Any:
         """hidden_states [N, L, D], encoder_hidden_states [N, T, D] or None -> the same shapes."""
-        q, k, v = (self._heads(attn, p(hidden_states)) for p in (attn.to_q, attn.to_k, attn.to_v))
-        q, k = self._norm(attn.norm_q, q), self._norm(attn.norm_k, k)
+        q = self._heads(attn, hidden_states, attn.to_q, attn.norm_q)
+        k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
+        v = self._heads(attn, hidden_states, attn.to_v)
         if encoder_hidden_states is not None:
-            added = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-            tq, tk, tv = (self._heads(attn, p(encoder_hidden_states)) for p in added)
-            tq, tk = self._norm(attn.norm_added_q, tq), self._norm(attn.norm_added_k, tk)
-            q, k, v = torch.cat([q, tq], 1), torch.cat([k, tk], 1), torch.cat([v, tv], 1)
+            q = torch.cat([q, self._heads(attn, encoder_hidden_states, attn.add_q_proj, attn.norm_added_q)], 1)
+            k = torch.cat([k, self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)], 1)
+            v = torch.cat([v, self._heads(attn, encoder_hidden_states, attn.add_v_proj)], 1)
         out = dispatch_attention_fn(
             q, k, v, attn_mask=attention_mask, backend=self._attention_backend, parallel_config=self._parallel_config
         )
@@ -91,9 +91,7 @@ class DispatchedJointAttention:
         return image, text if attn.context_pre_only else attn.to_add_out(text)
 
     @staticmethod
-    def _heads(attn: Any, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (attn.heads, -1))
-
-    @staticmethod
-    def _norm(norm: Any, x: Tensor) -> Tensor:
-        return x if norm is None else norm(x)
+    def _heads(attn: Any, x: Tensor, projection: Any, norm: Any = None) -> Tensor:
+        """What a layer makes of x [N, L, D], head by head: [N, L, heads, head_dim]."""
+        heads = projection(x).unflatten(-1, (attn.heads, -1))
+        return heads if norm is None else norm(heads)

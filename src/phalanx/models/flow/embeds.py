@@ -39,11 +39,11 @@ class EmbedsCache:
                 missing.append(text)
             else:
                 found[text] = embeds
-        if missing:
-            for text, embeds in zip(missing, self._encode(missing), strict=True):
-                found[text] = embeds
-                self._remember(text, embeds)
-                self._write(text, embeds)
+        encoded = self._encode(missing) if missing else []
+        for text, embeds in zip(missing, encoded, strict=True):
+            found[text] = embeds
+            self._remember(text, embeds)
+            self._write(text, embeds)
         return [found[text] for text in texts]
 
     def room(self) -> int:

@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import torch
+from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.media.pictures import Picture
@@ -25,6 +28,12 @@ from phalanx.models.flow.folder import (
 from phalanx.telemetry.flops import forward_flops
 
 Embeds = dict[str, Tensor]
+
+# layers of attention among the tokens of image and text, in a LoRA's targets
+JOINT_ATTENTION = (
+    "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
+    "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,8 @@ class FlowModel:
     alike.
     """
 
-    pipeline_class: str  # by which a folder is recognised
+    pipeline_class: str  # by which a folder is recognised: that of diffusers' class
+    transformer_class: Any  # of diffusers, or derived of it
     guidance_key: str  # of classifier-free guidance, a second branch of the forward pass
     # of a guidance that the model was distilled to take as an input
     embedded_guidance_key: str | None = None
@@ -71,7 +81,9 @@ class FlowModel:
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         """Load `config.path`: the transformer in `weights_dtype`, all else in `dtype`."""
-        raise AssertionError("a family loads itself")
+        self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
+        encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]
+        self.text_encoders = [encoder for encoder in encoders if encoder is not None]
 
     def load(
         self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
@@ -126,26 +138,21 @@ class FlowModel:
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
         """Stack embeddings to [N, length, D]; `padded`: some prompt of any rank is shorter."""
-        raise AssertionError
+        return {name: torch.stack([e[name] for e in embeds]) for name in embeds[0]}
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """sigmas [N + 1] and timesteps [N] float32 of the model folder's own scheduler."""
-        raise AssertionError
+        """sigmas [N + 1] and timesteps [N] float32 of the model folder's own scheduler.
 
-    def linear_schedule(self, num_inference_steps: int, tokens: int) -> tuple[Tensor, Tensor]:
-        """`schedule` as pipelines with `calculate_shift` make it: even levels 1 .. 1/N, shifted.
-
-        The shift depends on the image's `tokens` where the folder says so (`use_dynamic_shifting`).
+        As pipelines with `calculate_shift` make them: even levels 1 .. 1/N, shifted by the image's
+        tokens where the folder says so (`use_dynamic_shifting`).
         """
         scheduler = self.pipeline.scheduler
         even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(tokens))
+        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(self.tokens(height, width)))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
     def dynamic_shift(self, tokens: int) -> float:
         """diffusers' mu of an image of so many tokens."""
-        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-
         c = self.pipeline.scheduler.config
         sizes = c.base_image_seq_len, c.max_image_seq_len
         return calculate_shift(tokens, *sizes, c.base_shift, c.max_shift)
@@ -183,8 +190,13 @@ class FlowModel:
         return negative + scale * (positive - negative)
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        """Images [N, 3, H, W], or videos [N, F, 3, H, W], in 0..1, float32."""
-        raise AssertionError
+        """Images [N, 3, H, W], or videos [N, F, 3, H, W], in 0..1, float32, of normalised latents.
+
+        This is an AutoencoderKL's, of images and latents [N, C, h, w].
+        """
+        c = self.vae.config
+        unscaled = (latents / c.scaling_factor + c.shift_factor).to(self.vae.dtype)
+        return to_pixels(self.vae.decode(unscaled, return_dict=False)[0])
 
     def latent_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation [C, 1, 1, 1] of the latents of a VAE for videos."""
@@ -195,17 +207,27 @@ class FlowModel:
     def frame_latents(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
         """A video VAE's latents [N, C, 1, h, w], of mean 0 and std 1, of images [N, 3, H, W]."""
         mean, std = self.latent_statistics(images.device)
-        posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)[:, :, None]).latent_dist
-        latents = posterior.mode() if generator is None else posterior.sample(generator)
-        return (latents.float() - mean) / std
+        return (self.posterior(images[:, :, None], generator) - mean) / std
+
+    def posterior(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
+        """The VAE's latents, float32, of images in 0..1: the mode without a generator, a draw with one."""
+        found = self.vae.encode((images * 2 - 1).to(self.vae.dtype)).latent_dist
+        latents = found.mode() if generator is None else found.sample(generator)
+        return latents.float()
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Latents [N, ...] float32 of images [N, 3, H, W] in 0..1: the inverse of `decode`."""
-        raise AssertionError
+        c = self.vae.config
+        return (self.posterior(images, generator) - c.shift_factor) * c.scaling_factor
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
-        """Embeddings as `encode` makes them of a prompt, of `length` tokens and without values: to count with."""
-        raise AssertionError
+        """Embeddings as `encode` makes them of a prompt, of `length` tokens and without values: to count with.
+
+        These are a T5's beside what CLIP pools.
+        """
+        c = self.transformer.config
+        shapes = {"prompt_embeds": (length, c.joint_attention_dim), "pooled": (c.pooled_projection_dim,)}
+        return {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}
 
     def flops(self, height: int, width: int, text_length: int, frames: int = 1) -> int:
         """Floating-point operations of one forward pass of one sample."""
@@ -226,17 +248,13 @@ class FlowModel:
     @classmethod
     def load_base(cls, config: FlowModelConfig, dtype: torch.dtype | None) -> nn.Module:
         """The base folder's transformer, on the CPU; `dtype` None: in the dtype of its files."""
-        from diffusers import AutoModel
-
         base = base_folder(config)
         dtype = dtype or dtype_on_disk(base / "transformer")
-        return AutoModel.from_pretrained(str(base), subfolder="transformer", torch_dtype=dtype)
+        return diffusers.AutoModel.from_pretrained(str(base), subfolder="transformer", torch_dtype=dtype)
 
     @classmethod
     def export_lora(cls, folder: Path, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
         """Write the stock pipeline's file of a LoRA; `layers` have peft's names without an adapter."""
-        import diffusers
-
         metadata: dict[str, Any] = {
             "r": rank,
             "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
@@ -272,9 +290,6 @@ class _ForwardPass(nn.Module):
 class PackedModel(FlowModel):
     """A model of packed latents [N, (H/u)(W/u), C]: a token is 2 x 2 of the VAE's, u pixels wide."""
 
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        return self.linear_schedule(num_inference_steps, self.tokens(height, width))
-
     def tokens(self, height: int, width: int) -> int:
         rows, columns = self.grid(height, width)
         return rows * columns
@@ -289,21 +304,32 @@ class PackedModel(FlowModel):
         check_size(height, width, unit)
         return height // unit, width // unit
 
+    def pack(self, latents: Tensor) -> Tensor:
+        """The VAE's latents [N, C, h, w] or [N, C, 1, h, w], packed."""
+        n, channels, *_, h, w = latents.shape
+        return self.pipeline._pack_latents(latents, n, channels, h, w)
 
-def decode_kl(vae: Any, latents: Tensor) -> Tensor:
-    """Images [N, 3, H, W] in 0..1, float32, of an AutoencoderKL's normalised latents [N, C, h, w]."""
-    c = vae.config
-    unscaled = (latents / c.scaling_factor + c.shift_factor).to(vae.dtype)
-    images = vae.decode(unscaled, return_dict=False)[0]
-    return (images.float() / 2 + 0.5).clamp(0, 1)
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """The inverse of `pack`."""
+        return self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
 
 
-def encode_kl(vae: Any, images: Tensor, generator: torch.Generator | None) -> Tensor:
-    """The inverse of `decode_kl`; the posterior's mode without a generator, a draw with one."""
-    c = vae.config
-    posterior = vae.encode((images * 2 - 1).to(vae.dtype)).latent_dist
-    latents = posterior.mode() if generator is None else posterior.sample(generator)
-    return (latents.float() - c.shift_factor) * c.scaling_factor
+def to_pixels(decoded: Tensor) -> Tensor:
+    """What a VAE decodes, -1..1, in 0..1 and float32."""
+    return (decoded.float() / 2 + 0.5).clamp(0, 1)
+
+
+def pooled_embeds(embeds: Tensor, pooled: Tensor) -> list[Embeds]:
+    """A pipeline's embeddings [N, L, D] of texts, and those that CLIP pools [N, P], text by text."""
+    # cloned: a part would keep the whole batch in memory
+    pairs = zip(embeds.cpu(), pooled.cpu(), strict=True)
+    return [{"prompt_embeds": e.clone(), "pooled": p.clone()} for e, p in pairs]
+
+
+def padded_texts(embeds: list[Embeds], length: int) -> Tensor:
+    """`prompt_embeds` of all, [N, length, D], padded with zeros."""
+    texts = [e["prompt_embeds"] for e in embeds]
+    return torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts])
 
 
 def check_size(height: int, width: int, unit: int, limit: int | None = None) -> None:

@@ -35,29 +35,24 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def component_names(index: dict[str, Any]) -> list[str]:
     """Folders that a model_index.json names."""
-    parts = {name: value for name, value in index.items() if isinstance(value, list)}
-    return [name for name, value in parts.items() if value[0] is not None]
+    return [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
 
 
 def absent_components(index: dict[str, Any]) -> dict[str, None]:
     """Components that the folder leaves out, as the keyword arguments that tell diffusers so."""
-    parts = {name: value for name, value in index.items() if isinstance(value, list)}
-    return {name: None for name, value in parts.items() if value[0] is None}
+    return {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
 
 
 def check_components(folder: Path, index: dict[str, Any]) -> None:
     """Raise ValueError for the first component of a model_index.json that the folder lacks."""
-    for name, value in index.items():
-        if not isinstance(value, list) or value[0] is None:
-            continue
-        part, kind = folder / name, str(value[1])
+    for name in component_names(index):
+        part, kind = folder / name, str(index[name][1])
         if not part.is_dir():
             raise ValueError(f"model.path: '{folder}' lacks the folder {name!r} that its model_index.json names")
         for file in sorted(part.glob("*.json")):
             read_json(file)
         if name == "scheduler":
-            other = OTHER_SCHEDULERS.items()
-            if kind != SCHEDULER and (index["_class_name"], kind) not in other:
+            if kind not in (SCHEDULER, OTHER_SCHEDULERS.get(index["_class_name"])):
                 raise ValueError(f"model.path: '{folder}' has the scheduler {kind}; expected {SCHEDULER}")
             _require(part, "scheduler_config.json")
         elif "Tokenizer" in kind:

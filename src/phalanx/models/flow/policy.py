@@ -1,11 +1,13 @@
 """The policy: a flow-matching model over the mesh, and the replay of what it sampled."""
 
 import copy
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import diffusers
 import torch
+import transformers
 from torch import Tensor
 
 from phalanx.config.flow import FlowDataConfig, FlowModelConfig
@@ -31,9 +33,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def family_of(config: FlowModelConfig) -> type[FlowModel]:
     """The class `Model` of the model's family; raises ValueError for a pipeline that none knows."""
-    name = config.family
-    if name is None:
-        name = known_family(config.path, model_index(config.path))
+    name = config.family if config.family is not None else known_family(config.path, model_index(config.path))
     found = resolve_registry(FAMILIES, name, "model.family")
     if "Model" not in vars(found):
         raise ValueError(f"model.family: {name!r} has no class Model")
@@ -79,7 +79,12 @@ class FlowPolicy:
         self.model, self.world, self.config = model, world, config
         self.detach_uncond = detach_uncond
         model.check_length(data.max_prompt_length)
-        _freeze_and_prepare(model, config, world.device)
+        for module in (model.vae, *model.text_encoders):
+            module.requires_grad_(False).eval()
+        if config.gradient_checkpointing:
+            model.transformer.enable_gradient_checkpointing()
+        if config.attn_backend is not None:
+            set_backend(model, config.attn_backend, world.device)
         self.trained = TrainedModel(
             model.transformer,
             model.blocks(),
@@ -125,7 +130,7 @@ class FlowPolicy:
         return self._embeds.room()
 
     @torch.no_grad()
-    def _encode(self, wanted: Sequence[Hashable]) -> list[Embeds]:
+    def _encode(self, wanted: list[str | Instruction]) -> list[Embeds]:
         """Embeddings of what the cache lacks; the text encoders are on the device meanwhile."""
         # They are often larger than the transformer's share of a GPU, and are needed only now: so
         # they travel, and EncodeAhead makes it rare.
@@ -135,16 +140,16 @@ class FlowPolicy:
         try:
             # One prompt at a time: kernels round differently at another batch size, and what else
             # happens to be encoded with a prompt depends on the cache and on the number of ranks.
-            return [self._encode_one(one, device) for one in wanted]
+            found = []
+            for one in wanted:
+                if isinstance(one, Instruction):
+                    found.append(self.model.encode_instruction(one, device, self._max_length))
+                else:
+                    found += self.model.encode([one], device, self._max_length)
+            return found
         finally:
             for encoder in self.model.text_encoders:
                 encoder.to("cpu")
-
-    def _encode_one(self, wanted: Hashable, device: torch.device) -> Embeds:
-        if isinstance(wanted, Instruction):
-            return self.model.encode_instruction(wanted, device, self._max_length)
-        assert isinstance(wanted, str)
-        return self.model.encode([wanted], device, self._max_length)[0]
 
     def share(self, other: "FlowPolicy", *, text: bool) -> None:
         """Use the VAE of another policy of this family and, with `text`, its text encoders and the
@@ -170,24 +175,23 @@ class FlowPolicy:
         Both branches of guidance go through one forward pass, unless the unconditional one is to be
         detached.
         """
-        height, width = sampler.height, sampler.width
-        if not sampler.guided:
+
+        def unguided(latents: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
             taken = _take(embeds, rows, sampler)
-            return self.model.velocity(latents, timesteps, taken, height, width).float()
+            return self.model.velocity(latents, timesteps, taken, sampler.height, sampler.width).float()
+
+        if not sampler.guided:
+            return unguided(latents, timesteps, rows)
         negative_rows = rows + next(iter(embeds.values())).shape[0] // 2
         if self.detach_uncond:
             # in a pass of its own: within one, autograd would keep the activations of both
-            taken = _take(embeds, negative_rows, sampler)
             with torch.no_grad():
-                negative = self.model.velocity(latents, timesteps, taken, height, width)
-            taken = _take(embeds, rows, sampler)
-            positive = self.model.velocity(latents, timesteps, taken, height, width)
-            return self.model.guide(negative.float(), positive.float(), sampler.guidance)
-        # one pass of twice the rows: better use of a GPU, and each sharded block is gathered once
-        both = _take(embeds, torch.cat([negative_rows, rows]), sampler)
-        twice = torch.cat([latents, latents])
-        out = self.model.velocity(twice, timesteps.repeat(2), both, height, width)
-        negative, positive = out.float().chunk(2)
+                negative = unguided(latents, timesteps, negative_rows)
+            positive = unguided(latents, timesteps, rows)
+        else:
+            # one pass of twice the rows: better use of a GPU, and each sharded block is gathered once
+            both = unguided(torch.cat([latents, latents]), timesteps.repeat(2), torch.cat([negative_rows, rows]))
+            negative, positive = both.chunk(2)
         return self.model.guide(negative, positive, sampler.guidance)
 
     def replay(self, trace: FlowTrace) -> FlowReplay:
@@ -319,7 +323,9 @@ def build_policy(
 
     Raises ValueError, with one line that begins with `model.path`, for a folder that cannot be used.
     """
-    _hide_progress_bars()
+    # every rank would draw its own
+    diffusers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.disable_progress_bar()
     dtype = DTYPES[config.dtype]
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     weights_dtype = dtype if config.lora_rank > 0 or frozen else torch.float32
@@ -332,25 +338,6 @@ def build_policy(
         raise ValueError(f"model.path: {reason}") from error
     model.vae.to(world.device)  # small, and needed after each micro-batch: it does not travel
     return make(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen)
-
-
-def _hide_progress_bars() -> None:
-    """Silence the libraries' bars: every rank would draw its own while it loads."""
-    import diffusers
-    import transformers
-
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
-
-
-def _freeze_and_prepare(model: FlowModel, config: FlowModelConfig, device: torch.device) -> None:
-    """Freeze all but the transformer, and switch on in that what diffusers itself offers."""
-    for module in (model.vae, *model.text_encoders):
-        module.requires_grad_(False).eval()
-    if config.gradient_checkpointing:
-        model.transformer.enable_gradient_checkpointing()
-    if config.attn_backend is not None:
-        set_backend(model, config.attn_backend, device)
 
 
 def _take(embeds: Embeds, rows: Tensor, sampler: Sampler) -> Embeds:

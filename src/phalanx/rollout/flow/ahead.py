@@ -1,7 +1,6 @@
 """Encoding the prompts of several training steps at once: text encoders are slow to move."""
 
 from collections.abc import Callable
-from typing import Protocol
 
 from phalanx.types import Prompt
 
@@ -15,23 +14,14 @@ from phalanx.types import Prompt
 ENCODE_AHEAD = 32
 
 
-class Encoder(Protocol):
-    """A rollout whose prompts are encoded."""
-
-    def encode(self, batches: list[list[Prompt]]) -> int:
-        """Encode this rank's share of the prompts of several steps.
-
-        Returns the number of steps like these that there is room for, on the rank where they are
-        fewest.
-        """
-        ...
-
-
 class EncodeAhead:
-    """Prompts, encoded up to step `until` by the rollout and by teachers with their own encoders."""
+    """Prompts, encoded up to step `until` by the rollout and by teachers with their own encoders.
 
-    def __init__(self, *encoders: Encoder) -> None:
-        self.encoders = list(encoders)
+    `encoders` are PolicyRollout.encode of each.
+    """
+
+    def __init__(self, encode: Callable[[list[list[Prompt]]], int]) -> None:
+        self.encoders = [encode]
         self.until: int | None = None
         self._room: int | None = None  # steps whose embeddings the cache holds
 
@@ -50,5 +40,5 @@ class EncodeAhead:
 
     def _encode(self, prompts: list[list[Prompt]]) -> int:
         """Encode, and return the number of steps, at most ENCODE_AHEAD, that the caches can hold."""
-        room = [encoder.encode(prompts) for encoder in self.encoders]
+        room = [encode(prompts) for encode in self.encoders]
         return max(1, min(ENCODE_AHEAD, *room))

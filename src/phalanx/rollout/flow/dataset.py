@@ -7,11 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from phalanx.distributed.collectives import agree
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.flow import FlowTrace
-from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.types import Each, JobError, Prompt, Samples
+from phalanx.rollout.flow.in_policy import PolicyRollout, on_all_ranks
+from phalanx.types import Each, Prompt, Samples
 
 PAIR = ("chosen", "rejected")  # columns of the data
 
@@ -73,16 +72,9 @@ class DatasetRollout(PolicyRollout):
 
     def _read(self, shown: list[tuple[Prompt, str]]) -> Tensor:
         """The images [B, 3, H, W] in 0..1 of prompts and columns."""
-        s, problem, images = self.sampler, None, []
-        # only the rank that has a bad image sees the error, and the others would wait for it
-        try:
-            images = [prompt.meta[column].pixels(s.height, s.width) for prompt, column in shown]
-        except ValueError as error:
-            problem = str(error)
-        message, _ = agree(problem, 0)
-        if message is not None:
-            raise JobError(message)
-        return torch.stack(images)
+        s = self.sampler
+        pictures = [prompt.meta[column] for prompt, column in shown]
+        return torch.stack(on_all_ranks(lambda: [picture.pixels(s.height, s.width) for picture in pictures]))
 
 
 def _marked(prompt: Prompt, preferred: bool | None) -> Prompt:

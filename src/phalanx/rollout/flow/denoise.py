@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,8 +65,7 @@ class Job:
         return torch.stack([normal(shape, seed, device) for seed in seeds])
 
 
-@dataclass(frozen=True)
-class Generated:
+class Generated(NamedTuple):
     """A micro-batch of samples, float32.
 
     images [R, 3, H, W], or videos [R, F, 3, H, W], in 0..1 on the CPU; latents [R, S + 1, ...],
@@ -78,17 +78,6 @@ class Generated:
     means: Tensor
     log_prob: Tensor
     clean: Tensor
-
-    @classmethod
-    def cat(cls, parts: "list[Generated]") -> "Generated":
-        """Micro-batches as one."""
-        return cls(
-            images=torch.cat([part.images for part in parts]),
-            latents=torch.cat([part.latents for part in parts]),
-            means=torch.cat([part.means for part in parts]),
-            log_prob=torch.cat([part.log_prob for part in parts]),
-            clean=torch.cat([part.clean for part in parts]),
-        )
 
 
 def generate(policy: FlowPolicy, job: Job) -> Generated:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,22 @@ from phalanx.rollout.flow.ahead import EncodeAhead
 from phalanx.rollout.flow.denoise import Generated, Job, Schedule, generate
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.types import Each, JobError, Prompt, Samples
+
+T = TypeVar("T")
+
+
+def on_all_ranks(read: Callable[[], T]) -> T:
+    """What `read` returns; JobError, on all ranks, where it raises ValueError on one."""
+    problem = None
+    try:
+        found = read()
+    except ValueError as error:
+        problem = str(error)
+    # only the rank that has a bad image sees the error, and the others would wait for it
+    message, _ = agree(problem, 0)
+    if message is not None:
+        raise JobError(message)
+    return found
 
 
 class PolicyRollout:
@@ -35,7 +52,7 @@ class PolicyRollout:
         self.sampler = train_sampler(config, policy.model)
         self.val_sampler = val_sampler(config, policy.model)
         self.fps = policy.model.fps
-        self.ahead = EncodeAhead(self)
+        self.ahead = EncodeAhead(self.encode)
         # refuses sizes that the model cannot make now, and not hours later in the first validation
         for sampler in (self.sampler, self.val_sampler):
             policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
@@ -61,12 +78,10 @@ class PolicyRollout:
         window = self.stochastic_steps(seed, step)
         trained = trained_steps(window, step, fraction=c.timestep_fraction, seed=seed)
         index, rows, embeds = self.share(prompts)
-        groups = (index // c.n).tolist()
         schedule = self.schedule(sampler)
         # Names, not the state of a generator, seed the noise: which rank draws an image, and what
         # it has drawn before, has no part in it.
-        images = (index % c.n).tolist()
-        names = [(seed, step, group, i) for group, i in zip(groups, images, strict=True)]
+        names = [(seed, step, *divmod(i, c.n)) for i in index.tolist()]
         job = Job(
             sampler=sampler,
             schedule=schedule,
@@ -78,7 +93,7 @@ class PolicyRollout:
             trained=trained,
             same_init=c.init_same_noise,
         )
-        mine = [prompts[g] for g in groups]
+        mine = [prompts[i // c.n] for i in index.tolist()]
         drawn = self.draw(job, mine, each)
         # a replay needs the latents of the window alone; those of all steps would fill the memory
         first = window.start
@@ -145,7 +160,7 @@ class PolicyRollout:
             parts.append(self.generate(micro))
             # at once: rewards on other threads score it while the next one is sampled
             each(parts[-1].images, [prompts[j] for j in part.tolist()])
-        return Generated.cat(parts)
+        return Generated(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     def share(self, prompts: list[Prompt]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """This rank's samples: their numbers [B] among all ranks', their rows [B] in the embeddings
@@ -239,16 +254,7 @@ class PolicyRollout:
         size = (sampler.height, sampler.width)
         if self.policy.model.image_column is None:
             return self.policy.embed(prompts, negatives, size)
-        # only the rank that has the image sees the error, and the others would wait for it
-        problem, embeds = None, []
-        try:
-            embeds = self.policy.embed(prompts, negatives, size)
-        except ValueError as error:
-            problem = str(error)
-        message, _ = agree(problem, 0)
-        if message is not None:
-            raise JobError(message)
-        return embeds
+        return on_all_ranks(lambda: self.policy.embed(prompts, negatives, size))
 
     def collate(
         self, prompts: list[Prompt], negatives: bool = True, sampler: Sampler | None = None

@@ -1,5 +1,6 @@
 """The samplers of training and validation, as the configuration says and the model allows."""
 
+from dataclasses import replace
 from typing import Any
 
 from phalanx.config.flow import FlowRolloutConfig
@@ -10,9 +11,7 @@ from phalanx.models.flow.family import FlowModel
 
 def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
     """The sampler of training. Raises ValueError for what the model does not obey."""
-    check_guidance(c, model, "rollout.")
-    check_frames(c, model, "rollout.")
-    guidance, embedded = _guidance(c, model)
+    guidance, embedded = _obeyed(c, model, "rollout.")
     assert guidance is not None
     return Sampler(
         num_inference_steps=c.num_inference_steps,
@@ -31,24 +30,23 @@ def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> S
 def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
     """The sampler of validation: training's with what rollout.val changes, and all steps taken."""
     v, train = c.val, train_sampler(c, model)
-    check_guidance(v, model, "rollout.val.")
-    check_frames(v, model, "rollout.val.")
-    guidance, embedded = _guidance(v, model)
+    guidance, embedded = _obeyed(v, model, "rollout.val.")
     solver = c.solver if v.solver is None else v.solver
     if solver != "euler" and v.noise_level > 0:
         raise ValueError(
             f"rollout.val.solver: {solver} takes steps without noise; set rollout.val.noise_level=0, or "
             "rollout.val.solver=euler"
         )
-    return Sampler(
+    return replace(
+        train,
         num_inference_steps=v.num_inference_steps or train.num_inference_steps,
         height=v.height or train.height,
         width=v.width or train.width,
         guidance=train.guidance if guidance is None else guidance,
         noise_level=v.noise_level,
-        sde_type=c.sde_type,
         embedded_guidance=train.embedded_guidance if embedded is None else embedded,
         solver=solver,
+        compression=1.0,
         num_frames=v.num_frames or train.num_frames,
     )
 
@@ -67,22 +65,22 @@ def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str =
 def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
     """Raise ValueError where `section` asks for a guidance that the model does not obey."""
     own = (model.guidance_key, model.embedded_guidance_key)
-    for key, value in _scales(section).items():
+    for key in ("guidance_scale", "true_cfg_scale"):
+        value = getattr(section, key)
         if key not in own and value is not None and value > 1:
             raise ValueError(
                 f"{prefix}{key}: {value:g} has no effect on this model; its guidance is {prefix}{model.guidance_key}"
             )
 
 
-def _scales(section: Any) -> dict[str, float | None]:
-    """The guidance of a section, by its keys."""
-    return {"guidance_scale": section.guidance_scale, "true_cfg_scale": section.true_cfg_scale}
+def _obeyed(section: Any, model: FlowModel | type[FlowModel], prefix: str) -> tuple[float | None, float | None]:
+    """Scales of classifier-free guidance, and of the one that the model takes as an input.
 
-
-def _guidance(section: Any, model: FlowModel | type[FlowModel]) -> tuple[float | None, float | None]:
-    """Scales of classifier-free guidance, and of the one that the model takes as an input."""
+    Raises ValueError for what the model does not obey.
+    """
+    check_guidance(section, model, prefix)
+    check_frames(section, model, prefix)
     # which key means which depends on the model: guidance_scale is the one for SD3, the other for
     # FLUX.1-dev
-    scales = _scales(section)
     key = model.embedded_guidance_key
-    return scales[model.guidance_key], None if key is None else scales[key]
+    return getattr(section, model.guidance_key), None if key is None else getattr(section, key)

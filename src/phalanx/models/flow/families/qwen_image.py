@@ -1,32 +1,23 @@
 """Qwen-Image (arXiv 2508.02324): packed latents, dynamic shift, true classifier-free guidance."""
 
 import torch
-from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
-from torch.nn.functional import pad
 
-from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.family import Embeds, PackedModel
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, PackedModel, padded_texts, to_pixels
 
 
 class Model(PackedModel):
     """Qwen-Image: latents [N, (H/16)(W/16), 64], a token per 2 x 2 patch."""
 
     pipeline_class = "QwenImagePipeline"
+    transformer_class = QwenImageTransformer2DModel
     omni_pipeline: str | None = "phalanx.engines.omni.qwen_image:QwenImagePipeline"
     guidance_key = "true_cfg_scale"
     default_negative = " "
     masks_text = True
     # the layers of VeRL-Omni's recipes: all but the modulation
-    lora_targets = (
-        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
-        "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
-        "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2",
-    )  # fmt: skip
-
-    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        self.load(config, dtype, weights_dtype, QwenImagePipeline, QwenImageTransformer2DModel)
-        self.text_encoders = [self.pipeline.text_encoder]
+    lora_targets = (*JOINT_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         # the pipeline puts the prompt into its template and drops the template's first 34 tokens
@@ -40,21 +31,19 @@ class Model(PackedModel):
         """`prompt_embeds` [N, length, D], padded with zeros, and, where `padded`,
         `prompt_embeds_mask` [N, length].
         """
-        texts = [e["prompt_embeds"] for e in embeds]
-        lengths = torch.tensor([len(t) for t in texts])
-        batch = {"prompt_embeds": torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts])}
+        batch = {"prompt_embeds": padded_texts(embeds, length)}
         if padded:
+            lengths = torch.tensor([len(e["prompt_embeds"]) for e in embeds])
             batch["prompt_embeds_mask"] = torch.arange(length) < lengths[:, None]
         return batch
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
-        # none where all prompts are equally long: attention is faster without
-        mask = embeds["prompt_embeds_mask"] if "prompt_embeds_mask" in embeds else None
         return self.transformer(
             hidden_states=latents.to(self.dtype),
             timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
             encoder_hidden_states=embeds["prompt_embeds"],
-            encoder_hidden_states_mask=mask,
+            # none where all prompts are equally long: attention is faster without
+            encoder_hidden_states_mask=embeds.get("prompt_embeds_mask"),
             img_shapes=[self.image_shapes(height, width)] * len(latents),
             return_dict=False,
         )[0]
@@ -71,16 +60,12 @@ class Model(PackedModel):
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         mean, std = self.latent_statistics(latents.device)
-        unpacked = self.pipeline._unpack_latents(latents, height, width, self.pipeline.vae_scale_factor)
-        unscaled = (unpacked * std + mean).to(self.vae.dtype)
+        unscaled = (self.unpack(latents, height, width) * std + mean).to(self.vae.dtype)
         # a VAE for videos: the image is the only frame
-        images = self.vae.decode(unscaled, return_dict=False)[0][:, :, 0]
-        return (images.float() / 2 + 0.5).clamp(0, 1)
+        return to_pixels(self.vae.decode(unscaled, return_dict=False)[0][:, :, 0])
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        latents = self.frame_latents(images, generator)
-        n, channels, _, h, w = latents.shape
-        return self.pipeline._pack_latents(latents, n, channels, h, w)
+        return self.pack(self.frame_latents(images, generator))
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
         return {"prompt_embeds": torch.empty(length, self.transformer.config.joint_attention_dim, dtype=self.dtype)}

@@ -4,11 +4,10 @@ The text encoder sees the image beside the instruction, and the transformer sees
 stand behind those of the image that is made, in every forward pass, without noise.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from diffusers import QwenImageEditPlusPipeline, QwenImageTransformer2DModel
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as stock
 from PIL import Image
 from torch import Tensor
@@ -38,13 +37,11 @@ class Model(qwen_image.Model):
     """
 
     pipeline_class = "QwenImageEditPlusPipeline"
-    stock_pipeline: ClassVar[Any] = QwenImageEditPlusPipeline
     omni_pipeline = None
     image_column = "image"
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        self.load(config, dtype, weights_dtype, self.stock_pipeline, QwenImageTransformer2DModel)
-        self.text_encoders = [self.pipeline.text_encoder]
+        super().__init__(config, dtype, weights_dtype)
         self.area = config.reference_size**2
         # by the image's digest and size, for as long as some embeddings have them
         self._references = WeakValueDictionary[tuple[str, tuple[int, int]], Tensor]()
@@ -87,9 +84,7 @@ class Model(qwen_image.Model):
         """[R, 64] on the CPU: the packed latents of an image, by the size of the images to be made."""
         pixels = self.pipeline.image_processor.preprocess(image, *self.reference_size(*size))
         frame = pixels[:, :, None].to(device, self.dtype)
-        latents = self.pipeline._encode_vae_image(frame, None)
-        n, channels, _, h, w = latents.shape
-        return self.pipeline._pack_latents(latents, n, channels, h, w)[0].cpu()
+        return self.pack(self.pipeline._encode_vae_image(frame, None))[0].cpu()
 
     def condition(self, image: Image.Image) -> Any:
         """The image as the pipeline hands it to the text encoder."""

@@ -1,8 +1,7 @@
 """The first Qwen-Image-Edit, of August 2025: as its successors, but for what the text encoder sees."""
 
-from typing import Any, ClassVar
+from typing import Any
 
-from diffusers import QwenImageEditPipeline
 from PIL import Image
 
 from phalanx.models.flow.families import qwen_image_edit
@@ -12,7 +11,6 @@ class Model(qwen_image_edit.Model):
     """As qwen_image_edit; the text encoder sees the image as large as the VAE does."""
 
     pipeline_class = "QwenImageEditPipeline"
-    stock_pipeline: ClassVar[Any] = QwenImageEditPipeline
 
     def seen_size(self, height: int, width: int) -> tuple[int, int]:
         return self.reference_size(height, width)

@@ -1,12 +1,12 @@
 """Stable Diffusion 3 and 3.5, with or without the T5 text encoder (arXiv 2403.03206)."""
 
 import torch
-from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.attention import DispatchedJointAttention
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, decode_kl, encode_kl
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, pooled_embeds
 
 CLIP_TOKENS = 77
 
@@ -15,19 +15,14 @@ class Model(FlowModel):
     """SD3 family: latents [N, C, H/8, W/8]; guidance `rollout.guidance_scale`."""
 
     pipeline_class = "StableDiffusion3Pipeline"
+    transformer_class = SD3Transformer2DModel
     omni_pipeline = "phalanx.engines.omni.sd3:SD3Pipeline"
     guidance_key = "guidance_scale"
     default_negative = ""
-    lora_targets = (
-        "attn.add_k_proj", "attn.add_q_proj", "attn.add_v_proj", "attn.to_add_out",
-        "attn.to_k", "attn.to_out.0", "attn.to_q", "attn.to_v",
-    )  # fmt: skip
+    lora_targets = JOINT_ATTENTION
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        self.load(config, dtype, weights_dtype, StableDiffusion3Pipeline, SD3Transformer2DModel)
-        p = self.pipeline
-        encoders = (p.text_encoder, p.text_encoder_2, p.text_encoder_3)  # T5 comes last, or not
-        self.text_encoders = [e for e in encoders if e is not None]
+        super().__init__(config, dtype, weights_dtype)
         if config.attn_backend is not None:
             self.transformer.set_attn_processor(DispatchedJointAttention())
 
@@ -35,12 +30,7 @@ class Model(FlowModel):
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             texts, texts, texts, device=device, do_classifier_free_guidance=False, max_sequence_length=max_length
         )
-        pairs = zip(embeds.cpu(), pooled.cpu(), strict=True)
-        return [{"prompt_embeds": e.clone(), "pooled": p.clone()} for e, p in pairs]
-
-    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
-        names = ("prompt_embeds", "pooled")
-        return {name: torch.stack([e[name] for e in embeds]) for name in names}
+        return pooled_embeds(embeds, pooled)
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
         scheduler = self.pipeline.scheduler
@@ -69,17 +59,6 @@ class Model(FlowModel):
             return_dict=False,
         )[0]
 
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        return decode_kl(self.vae, latents)
-
-    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return encode_kl(self.vae, images, generator)
-
     def most_tokens(self, max_length: int, height: int, width: int) -> int:
         """CLIP's tokens come before those of T5."""
         return CLIP_TOKENS + max_length
-
-    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
-        c = self.transformer.config
-        shapes = {"prompt_embeds": (length, c.joint_attention_dim), "pooled": (c.pooled_projection_dim,)}
-        return {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}

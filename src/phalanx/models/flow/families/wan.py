@@ -4,14 +4,13 @@ import logging
 from typing import Any
 
 import torch
-from diffusers import WanPipeline, WanTransformer3DModel
+from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.family import Embeds, FlowModel, check_size
-from phalanx.models.flow.folder import model_index
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, padded_texts, to_pixels
+from phalanx.models.flow.folder import component_names, model_index
 
 MULTISTEP = "UniPCMultistepScheduler"  # the folders' own; its noise levels are taken, its solver is not
 TRAINED_LENGTH = 512  # tokens of a text, padding included
@@ -27,6 +26,7 @@ class Model(FlowModel):
     """
 
     pipeline_class = "WanPipeline"
+    transformer_class = WanTransformer3DModel
     guidance_key = "guidance_scale"
     default_negative = ""
     makes_videos = True
@@ -38,7 +38,7 @@ class Model(FlowModel):
     )  # fmt: skip
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        self.load(config, dtype, weights_dtype, WanPipeline, WanTransformer3DModel)
+        super().__init__(config, dtype, weights_dtype)
         if self.pipeline.transformer_2 is not None:
             raise _two(config.path)
         if self.transformer.config.image_dim is not None:
@@ -54,15 +54,12 @@ class Model(FlowModel):
         # its angles were rounded to weights_dtype, and are in no file
         rope = self.transformer.rope
         self.transformer.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
-        self.text_encoders = [self.pipeline.text_encoder]
 
-    def load(
-        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
-    ) -> None:
-        index = model_index(config.path)
-        if "transformer_2" in index and index["transformer_2"][0] is not None:  # told before anything is loaded
-            raise _two(config.path)
-        super().load(config, dtype, weights_dtype, pipeline, transformer)
+    def components(self, path: str) -> dict[str, Any]:
+        """None; a second transformer is told before anything is loaded."""
+        if "transformer_2" in component_names(model_index(path)):
+            raise _two(path)
+        return {}
 
     def blocks(self) -> list[nn.Module]:
         return list(self.transformer.blocks)
@@ -95,8 +92,7 @@ class Model(FlowModel):
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
         """`prompt_embeds` [N, max_length, D], whatever the longest of the step is."""
-        texts, whole = [e["prompt_embeds"] for e in embeds], int(embeds[0]["padded_length"])
-        return {"prompt_embeds": torch.stack([pad(t, (0, 0, 0, whole - len(t))) for t in texts])}
+        return {"prompt_embeds": padded_texts(embeds, int(embeds[0]["padded_length"]))}
 
     def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
         scheduler = self.pipeline.scheduler
@@ -145,8 +141,7 @@ class Model(FlowModel):
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         mean, std = self.latent_statistics(latents.device)
-        frames = self.vae.decode(latents * std + mean, return_dict=False)[0].transpose(1, 2)
-        pixels = (frames.float() / 2 + 0.5).clamp(0, 1)
+        pixels = to_pixels(self.vae.decode(latents * std + mean, return_dict=False)[0].transpose(1, 2))
         return pixels if latents.shape[2] > 1 else pixels[:, 0]
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:

@@ -1,12 +1,11 @@
 """Z-Image and Z-Image-Turbo (arXiv 2511.22699): texts and image in one stream of tokens."""
 
 import torch
-from diffusers import ZImagePipeline, ZImageTransformer2DModel
+from diffusers import ZImageTransformer2DModel
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, decode_kl, encode_kl
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, padded_texts
 
 PATCH = 2  # latents a side of an image token, of a single frame
 # texts and images are filled up to a multiple of this many tokens, with learned ones that are
@@ -39,19 +38,23 @@ class Transformer(ZImageTransformer2DModel):
         assert not return_dict
         n, _, height, width = hidden_states.shape
         condition = self.t_embedder(timestep * self.t_scale).type_as(hidden_states)
-        lengths = text_mask.shape[1] if attention_mask is None else attention_mask.sum(1)
+        lengths = text_mask.shape[1] if attention_mask is None else attention_mask.sum(1, keepdim=True)
 
         image = self.all_x_embedder[f"{PATCH}-1"](_patches(hidden_states))
         tokens = image.shape[1]
         filler = self.x_pad_token.to(image.dtype).expand(n, -tokens % UNIT, -1)
         image = torch.cat([image, filler], 1)
-        image_rope = self._rope(self._image_positions(n, height // PATCH, width // PATCH, lengths, image))
+        # (1 + the text's length, row, column) of image tokens, 0 of those that fill up
+        grid = self._grid((1, height // PATCH, width // PATCH), image).repeat(n, 1, 1)
+        grid[..., 0] += lengths
+        image_rope = self._rope(pad(grid, (0, 0, 0, image.shape[1] - tokens)))
         for block in self.noise_refiner:
             image = self._run(block, image, None, image_rope, condition)
 
         text = self.cap_embedder(encoder_hidden_states)
         text = torch.where(text_mask[..., None], text, self.cap_pad_token.to(text.dtype))
-        text_rope = self._rope(self._text_positions(n, text))
+        # (1 + j, 0, 0) of token j
+        text_rope = self._rope(self._grid((text.shape[1], 1, 1), text).expand(n, -1, -1))
         for block in self.context_refiner:
             text = self._run(block, text, attention_mask, text_rope)
 
@@ -72,21 +75,9 @@ class Transformer(ZImageTransformer2DModel):
         """Rotations [N, L, head_dim / 2] of positions [N, L, 3]."""
         return self.rope_embedder(positions.flatten(0, 1)).unflatten(0, positions.shape[:2])
 
-    @staticmethod
-    def _text_positions(n: int, text: Tensor) -> Tensor:
-        """(1 + j, 0, 0) of token j."""
-        positions = torch.zeros(n, text.shape[1], 3, dtype=torch.int32, device=text.device)
-        positions[..., 0] = torch.arange(1, text.shape[1] + 1, device=text.device)
-        return positions
-
-    @staticmethod
-    def _image_positions(n: int, rows: int, columns: int, lengths: int | Tensor, image: Tensor) -> Tensor:
-        """(1 + the text's length, row, column) of image tokens, 0 of those that fill up."""
-        grid = torch.zeros(n, rows, columns, 3, dtype=torch.int32, device=image.device)
-        grid[..., 0] = lengths + 1 if isinstance(lengths, int) else (lengths + 1)[:, None, None]
-        grid[..., 1] = torch.arange(rows, device=image.device)[:, None]
-        grid[..., 2] = torch.arange(columns, device=image.device)
-        return pad(grid.flatten(1, 2), (0, 0, 0, image.shape[1] - rows * columns))
+    def _grid(self, size: tuple[int, int, int], like: Tensor) -> Tensor:
+        """Positions [L, 3] of a grid that begins at (1, 0, 0)."""
+        return self.create_coordinate_grid(size, (1, 0, 0), like.device).flatten(0, 2)
 
 
 def _patches(latents: Tensor) -> Tensor:
@@ -107,6 +98,7 @@ class Model(FlowModel):
     """Z-Image: latents [N, 16, H/8, W/8]; Turbo does without `rollout.guidance_scale`."""
 
     pipeline_class = "ZImagePipeline"
+    transformer_class = Transformer
     guidance_key = "guidance_scale"
     default_negative = ""
     masks_text = True
@@ -115,10 +107,6 @@ class Model(FlowModel):
         "attention.to_k", "attention.to_out.0", "attention.to_q", "attention.to_v",
         "feed_forward.w1", "feed_forward.w2", "feed_forward.w3",
     )  # fmt: skip
-
-    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        self.load(config, dtype, weights_dtype, ZImagePipeline, Transformer)
-        self.text_encoders = [self.pipeline.text_encoder]
 
     def blocks(self) -> list[nn.Module]:
         """Blocks of the image, of the text, and of both."""
@@ -156,17 +144,13 @@ class Model(FlowModel):
         """`prompt_embeds` [N, length, D], `text_mask` [N, length] and, where `padded`,
         `attention_mask` [N, length].
         """
-        texts = [e["prompt_embeds"] for e in embeds]
         batch = {
-            "prompt_embeds": torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts]),
+            "prompt_embeds": padded_texts(embeds, length),
             "text_mask": torch.stack([pad(e["text_mask"], (0, length - len(e["text_mask"]))) for e in embeds]),
         }
         if padded:
-            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(t)] for t in texts])
+            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(e["prompt_embeds"])] for e in embeds])
         return batch
-
-    def schedule(self, num_inference_steps: int, height: int, width: int) -> tuple[Tensor, Tensor]:
-        return self.linear_schedule(num_inference_steps, self.tokens(height, width))
 
     def tokens(self, height: int, width: int) -> int:
         _, h, w = self.latent_shape(height, width)
@@ -183,19 +167,13 @@ class Model(FlowModel):
             timestep=(1000 - timesteps) / 1000,
             encoder_hidden_states=embeds["prompt_embeds"],
             text_mask=embeds["text_mask"],
-            attention_mask=embeds["attention_mask"] if "attention_mask" in embeds else None,
+            attention_mask=embeds.get("attention_mask"),
         )[0]
         return -out  # the model's own leads to the image
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """As the pipeline counts: from the positive branch."""
         return positive + scale * (positive - negative)
-
-    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        return decode_kl(self.vae, latents)
-
-    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        return encode_kl(self.vae, images, generator)
 
     def embeds_like(self, length: int, height: int, width: int) -> Embeds:
         filled = _filled(length)
