@@ -10,6 +10,7 @@ import pytest
 from phalanx.algorithms import diffusion_dpo, flow_grpo
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
+from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.training import flow_rl
 from phalanx.training.batches import BatchPlan
@@ -298,27 +299,27 @@ def pairs(**numbers: Any) -> FlowRLConfig:
 
 
 def test_the_units_of_pairs() -> None:
-    """12 prompts x 16 images in 2 updates: a rank trains 3 pairs an update, and views all 6 at once."""
+    """12 prompts x 16 images in 2 updates: a rank trains 3 pairs an update, and its references see all 6."""
     plan = flow_rl.plan(pairs(micro=4, rollout=8), 2)
     assert (plan.per_rank, plan.units, plan.together) == (96, 6, 2)
     assert (plan.micro_units, plan.passes, plan.trained) == (2, 2, 12)
-    assert (plan.view_passes, plan.view_micro, plan.viewed) == (3, 4, 12)
+    assert plan.reference_samples == 12
     assert [plan.first(passes) for passes in (1, 2)] == [4, 6]  # the last micro-batch is a single pair
     for micro, units in ((1, 1), (3, 1), (6, 3), (48, 24)):
         assert flow_rl.plan(pairs(micro=micro, rollout=8), 2).micro_units == units
     plain = flow_rl.plan(config(micro=12), 2)
-    assert (plain.micro_units, plain.passes, plain.trained, plain.view_passes, plain.viewed) == (12, 4, 96, 8, 96)
+    assert (plain.micro_units, plain.passes, plain.trained, plain.reference_samples) == (12, 4, 96, 96)
 
 
-def test_views_of_every_epoch() -> None:
+def test_references_see_every_epoch() -> None:
     """Those of the forward process, whose noise is another."""
     cfg = pairs(micro=4, rollout=8)
     cfg.actor.ppo_epochs = 3
     plan = flow_rl.plan(cfg, 2)
-    assert (plan.trained, plan.view_rounds, plan.view_passes, plan.viewed) == (36, 3, 9, 36)
+    assert (plan.trained, plan.reference_samples) == (36, 36)
     cfg.algorithm = flow_grpo.Config()
     plan = flow_rl.plan(cfg, 2)
-    assert (plan.trained, plan.view_rounds, plan.view_passes, plan.viewed) == (288, 1, 24, 96)
+    assert (plan.trained, plan.reference_samples) == (288, 96)
 
 
 @pytest.mark.parametrize(
@@ -423,10 +424,6 @@ def test_a_smaller_world_that_pairs_do_not_fit_is_warned_of(caplog: pytest.LogCa
         ),
         ({"optim.betas": [0.9]}, "optim.betas: [0.9] should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),
         ({"optim.betas": [0.9, 1.0]}, "optim.betas: [0.9, 1.0] should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),
-        (
-            {"parallel.param_offload": True, "parallel.fsdp_size": 1},
-            "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device",
-        ),
         ({"trainer.test_freq": 5}, "trainer.test_freq: 5 needs data.val_files; give some, or -1"),
         ({"trainer.save_freq": 0}, "trainer.save_freq: 0 should be -1 (never) or a number of steps"),
         ({"trainer.test_freq": -2}, "trainer.test_freq: -2 should be -1 (never) or a number of steps"),
@@ -455,6 +452,13 @@ def test_impossible_combinations(changes: dict[str, Any], message: str) -> None:
         setattr(vars(cfg)[section], name, value)
     with pytest.raises(ConfigError) as error:
         flow_rl.check_config(cfg)
+    assert str(error.value) == message
+
+
+def test_offload_needs_shards() -> None:
+    with pytest.raises(ConfigError) as error:
+        mesh.check_sharding("adamw", ParallelConfig(fsdp_size=1, param_offload=True), mesh.Launch(0, 2, 0, 2))
+    message = "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
     assert str(error.value) == message
 
 

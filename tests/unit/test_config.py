@@ -586,6 +586,14 @@ def test_help_of_a_task_without_a_plan(capsys: pytest.CaptureFixture[str]) -> No
     assert "[config.yaml] [key=value ...]\n  --help: this text\n\n" in shown and "--plan" not in shown
 
 
+def test_help_leaves_out_what_a_task_does_not_use() -> None:
+    """Such keys are still read: they stand in the config.yaml of earlier runs."""
+    shown = help_text(FlowMatchingTaskConfig, "", None, [])
+    assert "\n  rollout.height: int = 512\n" in shown and "\n  rollout.val.n: int = 1\n" in shown
+    assert "rollout.n:" not in shown and "window_" not in shown
+    assert load(FlowMatchingTaskConfig, None, ["model.path=x", "rollout.n=4"]).rollout.n == 4
+
+
 @pytest.mark.parametrize("schema", [FlowRLConfig, FlowMatchingTaskConfig])
 def test_every_key_is_explained(schema: type) -> None:
     table = {row.key: row for row in rows(schema)}

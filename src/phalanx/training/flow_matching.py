@@ -20,14 +20,12 @@ from phalanx.data.prompts import DataError
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.seed import fold_in
-from phalanx.functional.flow import Sampler
 from phalanx.models.flow.policy import FlowPolicy, image_columns
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
-from phalanx.training.flow_rl import build_parts
-from phalanx.training.parts import Parts
+from phalanx.training.flow_parts import FlowParts, build_parts
 from phalanx.training.run import Run, peak_memory_gb
 from phalanx.types import JobError, Prompt
 
@@ -68,25 +66,19 @@ def build(cfg: FlowMatchingTaskConfig) -> "FlowMatching":
     check(cfg)
     r = cfg.rollout
     images = ImageTextData(cfg.data.train_files, r.height, r.width)
-    return FlowMatching(cfg, images, *build_parts(cfg, r.micro_batch_size_per_gpu or 16))
+    return FlowMatching(cfg, images, build_parts(cfg, r.micro_batch_size_per_gpu or 16))
 
 
 class FlowMatching(Run):
     """Supervised training: `fit()` runs it. `build` makes it."""
 
-    def __init__(
-        self,
-        cfg: FlowMatchingTaskConfig,
-        images: ImageTextData,
-        parts: Parts,
-        policy: FlowPolicy,
-        rollout: PolicyRollout,
-    ) -> None:
-        """`policy` and `rollout` are those of `parts`, by their own types."""
-        self.cfg, self.images = cfg, images
-        self.flow, self.sampling = policy, rollout
-        self.per_rank = images_of_rank(cfg, parts.world.size)
+    cfg: FlowMatchingTaskConfig
+    policy: FlowPolicy
+    rollout: PolicyRollout
+
+    def __init__(self, cfg: FlowMatchingTaskConfig, images: ImageTextData, parts: FlowParts) -> None:
         super().__init__(cfg, parts)
+        self.images, self.per_rank = images, images_of_rank(cfg, parts.world.size)
         self.stream = IndexStream(len(self.images), cfg.data.train_batch_size, cfg.data.seed)
         steps = cfg.trainer.total_training_steps
         if steps is None:
@@ -94,7 +86,8 @@ class FlowMatching(Run):
             seen = int(cfg.trainer.total_epochs * len(self.images))
             steps = -(-seen // cfg.data.train_batch_size)
         self.prepare(steps, steps, cfg.flow_matching.ema)
-        self.sampler = train_sampler(cfg.rollout, self.flow.model)
+        # without guidance: each branch is trained for itself
+        self.sampler = replace(train_sampler(cfg.rollout, self.policy.model), guidance=1.0)
         self._latents: dict[int, Tensor] = {}
 
     def fit(self) -> None:
@@ -142,8 +135,7 @@ class FlowMatching(Run):
         """The loss [b] of some images, the first of which is number `first` of all ranks' batch."""
         c, device = self.cfg.flow_matching, self.world.device
         x0 = torch.stack([self._latent(i) for i in images]).to(device)
-        # all randomness of a sample is named by (seed, step, its number), so that it does not depend
-        # on the number of ranks
+        # all randomness of a sample is named by (seed, step, its number): no matter how many ranks there are
         seeds = [fold_in(self.cfg.trainer.seed, step, first + j) for j in range(len(images))]
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in streams]).to(device)
@@ -156,16 +148,12 @@ class FlowMatching(Run):
         embeds, rows = self._embed(texts)
         level = sigma.view(-1, *[1] * (x0.dim() - 1))
         x = (1 - level) * x0 + level * noise
-        velocity = self.flow.velocity(x, sigma * 1000, embeds, rows, self._plain())
+        velocity = self.policy.velocity(x, sigma * 1000, embeds, rows, self.sampler)
         return ((velocity - (noise - x0)) ** 2).flatten(1).mean(1)
-
-    def _plain(self) -> Sampler:
-        """The sampler without guidance: each branch is trained for itself."""
-        return replace(self.sampler, guidance=1.0)
 
     def _shift(self, t: Tensor) -> Tensor:
         """Levels, moved as the model's own noise schedule is at the size of the images."""
-        shift = self.flow.model.shift(self.sampler.height, self.sampler.width)
+        shift = self.policy.model.shift(self.sampler.height, self.sampler.width)
         return shift * t / (1 + (shift - 1) * t)
 
     def _latent(self, i: int) -> Tensor:
@@ -182,7 +170,7 @@ class FlowMatching(Run):
             pixels = torch.stack([self.images.image(i) for i in images]).to(self.world.device)
         except DataError as error:
             raise JobError(str(error)) from error
-        return self.flow.model.encode_images(pixels)
+        return self.policy.model.encode_images(pixels)
 
     def _encode_all(self) -> None:
         """Encode this rank's share of the run's images, once."""
@@ -200,4 +188,4 @@ class FlowMatching(Run):
         distinct = list(dict.fromkeys(texts))
         prompts = [Prompt(text=text, group_id=i, meta={}) for i, text in enumerate(distinct)]
         rows = torch.tensor([distinct.index(text) for text in texts], device=self.world.device)
-        return self.sampling.collate(prompts, negatives=False), rows
+        return self.rollout.collate(prompts, negatives=False), rows

@@ -32,6 +32,8 @@ from phalanx.types import Algorithm, Policy, Samples
 class Trainer(Run):
     """Reinforcement learning: `fit()` runs it. See phalanx.training.flow_rl.build for what it is handed."""
 
+    cfg: RLConfig
+
     def __init__(
         self,
         cfg: RLConfig,
@@ -42,9 +44,9 @@ class Trainer(Run):
         teachers: Mapping[str, LoadedTeacher] | None = None,
     ) -> None:
         """`teachers` are the algorithm's, loaded. Raises ConfigError for a reference that cannot follow."""
-        self.cfg, self.plan, self.algorithm, self.prompts = cfg, plan, algorithm, prompts
-        self.teachers = dict(teachers or {})
         super().__init__(cfg, parts)
+        self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
+        self.teachers = dict(teachers or {})
         averages = list(algorithm.averages)
         sync = cfg.actor.ref_model_sync_steps
         if "reference" in algorithm.references:
@@ -255,7 +257,7 @@ class Trainer(Run):
             own = [1.0 for name in self.algorithm.references if name not in self.teachers]
             costs = [*own, *(teacher.relative_cost(samples) for teacher in self.teachers.values())]
             self._reference_cost = sum(costs)
-        references = self._reference_cost * plan.viewed / plan.per_rank if self._trained > 0 else 0.0
+        references = self._reference_cost * plan.reference_samples / plan.per_rank if self._trained > 0 else 0.0
         return self.policy.step_flops(
             samples,
             actions=self.algorithm.levels or samples.mask.shape[1],
