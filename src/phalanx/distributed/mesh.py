@@ -22,6 +22,7 @@ from phalanx.config import ConfigError
 from phalanx.config.run import ParallelConfig, RunConfig
 from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object
+from phalanx.distributed.placement import near_divisors
 
 log = logging.getLogger(__name__)
 
@@ -86,13 +87,9 @@ def shard_size(config: ParallelConfig, launch: Launch) -> int:
     # while gradients cross nodes once per optimizer step.
     width = config.fsdp_size or launch.local_world_size
     if launch.world_size % width:
-        divisors = [n for n in range(1, launch.world_size + 1) if launch.world_size % n == 0]
-        below = max(n for n in divisors if n <= width)
-        above = min((n for n in divisors if n >= width), default=launch.world_size)
-        near = " or ".join(str(n) for n in sorted({below, above}))
         raise ConfigError(
             f"parallel.fsdp_size: {width} does not divide the world's {launch.world_size} ranks; "
-            f"nearest that does: {near}"
+            f"nearest that does: {near_divisors(launch.world_size, width)}"
         )
     return width
 
@@ -122,9 +119,8 @@ def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[int], object]
     resume = cfg.trainer.resume
     if resume != "auto" and (launch.max_restarts > 0 or launch.nodes):
         raise ConfigError(
-            f"trainer.resume: {resume!r} would begin from there again whenever the ranks are "
-            "restarted (MAX_RESTARTS, or a range of NNODES); "
-            "expected auto, with a trainer.output_dir of its own"
+            f"trainer.resume: {resume!r} would begin from there again whenever the ranks are restarted (MAX_RESTARTS, "
+            "or a range of NNODES); expected auto, with a trainer.output_dir of its own"
         )
     for size in launch.worlds():
         if size == launch.world_size:
@@ -156,13 +152,12 @@ def start(config: ParallelConfig) -> World:
         torch.cuda.set_device(device)
     # gloo serves tensors on the CPU (rewards, prompts, counts), so they need no copy to a GPU
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            # `python tasks/...` without a launcher: a world of one, without a port to listen on
-            store = dist.HashStore()
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
+    if not dist.is_initialized() and "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    elif (
+        not dist.is_initialized()
+    ):  # `python tasks/...` without a launcher: a world of one, without a port to listen on
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     # Ranks are numbered node by node and the last axis counts fastest, so that a shard axis of one
     # node's ranks lies within a node. FSDP2 takes both axes for HSDP: it gathers weights along
     # `shard`, and reduces gradients along both.

@@ -13,7 +13,7 @@ from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.types import Prompt, Samples, Teacher
+from phalanx.types import Samples, Teacher
 
 
 def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
@@ -38,9 +38,7 @@ def teacher_model(config: FlowModelConfig, path: str) -> FlowModelConfig:
 
 def teacher_rollout(config: FlowRolloutConfig, teacher: Teacher, model: FlowModel) -> FlowRolloutConfig:
     """The rollout that the teacher would have sampled with: the policy's, with its own guidance."""
-    guidance: dict[str, Any] = {}
-    if teacher.guidance is not None:
-        guidance[model.guidance_key] = teacher.guidance
+    guidance: dict[str, Any] = {} if teacher.guidance is None else {model.guidance_key: teacher.guidance}
     return replace(config, **guidance)
 
 
@@ -64,11 +62,9 @@ class LoadedFlowTeacher:
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples with the teacher's embeddings and guidance."""
         trace: FlowTrace = samples.trace
-        # `prompt_index` points into this rank's prompts, in their order; with the same order of the
-        # teacher's embeddings it holds for those too
-        prompts: dict[int, Prompt] = {}
-        for place, prompt in zip(trace.prompt_index.tolist(), samples.prompts, strict=True):
-            prompts[place] = prompt
+        # `prompt_index` points into this rank's prompts, in their order: with that order of the teacher's embeddings it
+        # holds for those too
+        prompts = dict(zip(trace.prompt_index.tolist(), samples.prompts, strict=True))
         ordered = [prompts[place] for place in sorted(prompts)]
         sampler = self.rollout.sampler
         embeds = self.rollout.collate(ordered, negatives=sampler.guided)
@@ -105,14 +101,10 @@ def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, at
         return False
     for one, other in zip(some, others, strict=True):
         a, b = one.state_dict(), other.state_dict()
-        if a.keys() != b.keys():
+        if {name: t.shape for name, t in a.items()} != {name: t.shape for name, t in b.items()}:
             return False
-        for name, tensor in a.items():
-            theirs = b[name]
-            if tensor.shape != theirs.shape:
-                return False
-            if not torch.allclose(tensor.float(), theirs.float(), rtol, atol):
-                return False
+        if not all(torch.allclose(a[name].float(), b[name].float(), rtol, atol) for name in a):
+            return False
     return True
 
 
