@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from phalanx.distributed.collectives import all_gather_object, broadcast_object
 from phalanx.distributed.placement import near_divisors
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,15 @@ def check_sharding(optimizer: str, config: ParallelConfig, launch: Launch) -> No
             f"optim.name: 'muon' orthogonalizes whole matrices, which {width} ranks share here; "
             "set parallel.fsdp_size=1 or optim.name=adamw"
         )
+
+
+def check(cfg: RunConfig, plan: Callable[[int], T]) -> T:
+    """What `plan(world_size)` makes of this world; refuses what it cannot run (ConfigError)."""
+    launch = Launch.from_env()
+    check_sharding(cfg.optim.name, cfg.parallel, launch)
+    found = plan(launch.world_size)
+    check_elastic(cfg, launch, plan)
+    return found
 
 
 def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[int], object]) -> None:

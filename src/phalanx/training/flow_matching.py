@@ -42,10 +42,7 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
     if cfg.rollout.num_frames > 1:
         raise ConfigError(f"rollout.num_frames: {cfg.rollout.num_frames}: flow matching trains on images; set it to 1")
     check_loggers(cfg.trainer.logger)
-    launch = mesh.Launch.from_env()
-    mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
-    mesh.check_elastic(cfg, launch, lambda size: images_of_rank(cfg, size))
-    return images_of_rank(cfg, launch.world_size)
+    return mesh.check(cfg, lambda size: images_of_rank(cfg, size))
 
 
 def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
@@ -112,8 +109,7 @@ class FlowMatching(Run):
 
     def update(self, step: int) -> dict[str, float]:
         """One optimizer step on this rank's share of the step's images."""
-        first = self.world.rank * self.per_rank
-        share = self.stream.batch(step)[first : first + self.per_rank]
+        first, share = self.world.rank * self.per_rank, self._share(step)
         micro = self.cfg.flow_matching.micro_batch_size_per_gpu
         losses = []
         for start in range(0, self.per_rank, micro):
@@ -131,6 +127,11 @@ class FlowMatching(Run):
             "actor/updates_non_finite": float(stats["skipped"]),
         }
 
+    def _share(self, step: int) -> list[int]:
+        """This rank's images of a step."""
+        first = self.world.rank * self.per_rank
+        return self.stream.batch(step)[first : first + self.per_rank]
+
     def loss(self, images: list[int], step: int, first: int) -> Tensor:
         """The loss [b] of some images, the first of which is number `first` of all ranks' batch."""
         c, device = self.cfg.flow_matching, self.world.device
@@ -143,8 +144,7 @@ class FlowMatching(Run):
         keep = torch.stack([torch.rand((), generator=g) for g in streams]) >= c.prompt_dropout
         sigma = self._shift(torch.sigmoid(c.logit_mean + c.logit_std * normal)).to(device)
         # some images without their prompt, so that guidance has an unconditional branch
-        kept = zip(images, keep.tolist(), strict=True)
-        texts = [self.images.prompt(i) if k else "" for i, k in kept]
+        texts = [self.images.prompt(i) if kept else "" for i, kept in zip(images, keep.tolist(), strict=True)]
         embeds, rows = self._embed(texts)
         level = sigma.view(-1, *[1] * (x0.dim() - 1))
         x = (1 - level) * x0 + level * noise
@@ -157,12 +157,7 @@ class FlowMatching(Run):
         return shift * t / (1 + (shift - 1) * t)
 
     def _latent(self, i: int) -> Tensor:
-        if i not in self._latents:
-            latent = self._encode([i])[0]
-            if not self.cfg.flow_matching.cache_latents:
-                return latent
-            self._latents[i] = latent
-        return self._latents[i]
+        return self._latents[i] if i in self._latents else self._encode([i])[0]
 
     @torch.no_grad()
     def _encode(self, images: list[int]) -> Tensor:
@@ -174,11 +169,8 @@ class FlowMatching(Run):
 
     def _encode_all(self) -> None:
         """Encode this rank's share of the run's images, once."""
-        first = self.world.rank * self.per_rank
-        asked: set[int] = set()
-        for step in range(self.progress.step, self.total_steps):
-            asked.update(self.stream.batch(step)[first : first + self.per_rank])
-        wanted = sorted(asked)
+        steps = range(self.progress.step, self.total_steps)
+        wanted = sorted({i for step in steps for i in self._share(step)})
         for start in range(0, len(wanted), ENCODED_TOGETHER):
             part = wanted[start : start + ENCODED_TOGETHER]
             self._latents.update(zip(part, self._encode(part).cpu(), strict=True))

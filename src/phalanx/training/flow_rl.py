@@ -79,12 +79,10 @@ def check(cfg: FlowRLConfig) -> BatchPlan:
     """
     check_config(cfg)
     check_loggers(cfg.trainer.logger)
-    launch = mesh.Launch.from_env()
-    mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
+    found = mesh.check(cfg, lambda size: plan(cfg, size))
     if cfg.reward.model.path is not None:
+        launch = mesh.Launch.from_env()
         place(cfg.reward.model, launch.world_size, launch.local_world_size)
-    found = plan(cfg, launch.world_size)
-    mesh.check_elastic(cfg, launch, lambda size: plan(cfg, size))
     check_engine(cfg.rollout)
     family = family_of(cfg.model)
     train_sampler(cfg.rollout, family)
