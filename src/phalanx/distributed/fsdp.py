@@ -162,8 +162,7 @@ def as_part_of(part: Tensor, whole: Tensor) -> Tensor:
     """A local `part` as the DTensor that `whole` is, to save or load; unchanged if it is none."""
     if not isinstance(whole, DTensor):
         return part
-    # DTensor.from_local would copy a part that is kept on the CPU to the mesh's device, and a load
-    # would fill the copy
+    # DTensor.from_local would copy a part that is kept on the CPU to the mesh's device, and a load would fill the copy
     meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
     spec = DTensorSpec(whole.device_mesh, whole.placements, meta)
     return DTensor(part, spec, requires_grad=False)

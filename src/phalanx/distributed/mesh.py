@@ -169,9 +169,8 @@ def start(config: ParallelConfig) -> World:
         not dist.is_initialized()
     ):  # `python tasks/...` without a launcher: a world of one, without a port to listen on
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
-    # Ranks are numbered node by node and the last axis counts fastest, so that a shard axis of one
-    # node's ranks lies within a node. FSDP2 takes both axes for HSDP: it gathers weights along
-    # `shard`, and reduces gradients along both.
+    # Ranks are numbered node by node and the last axis counts fastest, so that a shard axis of one node's ranks lies
+    # within a node. FSDP2 takes both axes for HSDP: it gathers weights along `shard`, and reduces gradients along both.
     shape = (launch.world_size // width, width)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():  # subgroups do not inherit the default group's limit
@@ -195,9 +194,8 @@ def _watch(launch: Launch, timeout_s: float) -> watchdog.Watch:
     if launch.world_size > 1 and "MASTER_ADDR" in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         patience = timedelta(seconds=10)
-        # A TCPStore client serves one call at a time. Torch's own is busy while a group connects;
-        # and of these two, one carries the signs of life, which a dead host may block for ever,
-        # and the other what must still be said then.
+        # A TCPStore client serves one call at a time. Torch's own is busy while a group connects; and of these two, one
+        # carries the signs of life, which a dead host may block for ever, and the other what must still be said then.
         for _ in range(2):
             client = dist.TCPStore(address, port, wait_for_workers=False, timeout=patience)
             stores.append(dist.PrefixStore(f"watch/{name}", client))

@@ -156,17 +156,13 @@ def _teacher(
     teacher: Teacher, cfg: FlowRunConfig, student: PlannedPolicy, micro: int, cluster: Cluster
 ) -> PlannedTeacher:
     """As phalanx.training.teacher.load_teacher, but that text encoders of equal shapes are taken for equal."""
-    try:
+    with about(teacher):
         folder = fetch(teacher.path)
         kind = read_index(Path(folder))["_class_name"]
-    except ValueError as error:
-        raise about(teacher, error) from error
     check_kind(teacher, kind, read_index(Path(cfg.model.path))["_class_name"])
     own = replace(cfg, model=teacher_model(cfg.model, folder))
-    try:
+    with about(teacher):
         policy = planned_policy(own, student.world, student.ledger, detach_uncond=False, frozen=True)
-    except ValueError as error:
-        raise about(teacher, error) from error
     ours, theirs = ([t.shape for t in tensors(p.model.text_encoders)] for p in (student, policy))
     policy.share(student, text=ours == theirs)
     rollout = PolicyRollout(policy, teacher_rollout(cfg.rollout, teacher, policy.model), student.world, micro)

@@ -63,8 +63,7 @@ class BatchPlan:
 def plan(cfg: RLConfig, algorithm: Algorithm, world_size: int, *, actions: int = 1) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven.
 
-    `actions`: rows of a forward pass for each sample in training, where rollout and replay are to
-    have equal shapes.
+    `actions`: rows of a forward pass for each sample in training, where rollout and replay are to have equal shapes.
     """
     numbers = _Numbers(
         world=world_size,

@@ -1,9 +1,8 @@
 """Checkpoints: sharded (torch.distributed.checkpoint), written beside the training, and atomic.
 
-A checkpoint is the folder `checkpoints/step_000010`. It is written as `step_000010.tmp` and renamed
-once every rank is done; its `meta.json`, written last, lists all files with sizes and checksums.
-Only what is trained is saved: weights, the optimizer's state, the moving average, and the run's
-counters. Nothing in it depends on the number of ranks.
+A checkpoint is the folder `checkpoints/step_000010`. It is written as `step_000010.tmp` and renamed once every rank is
+done; its `meta.json`, written last, lists all files with sizes and checksums. Only what is trained is saved: weights,
+the optimizer's state, the moving average, and the run's counters. Nothing in it depends on the number of ranks.
 """
 
 import json

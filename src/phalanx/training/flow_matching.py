@@ -2,9 +2,8 @@
 
     L = mean of (v(x_t, t, prompt) - (noise - x_0))^2,   x_t = (1 - t) x_0 + t noise
 
-t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), moved by the model
-folder's own shift. The mesh, the model, checkpoints, validation and logs are those of reinforcement
-learning.
+t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), moved by the model folder's own shift. The
+mesh, the model, checkpoints, validation and logs are those of reinforcement learning.
 """
 
 import time

@@ -27,9 +27,8 @@ def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float
 class Optimizer:
     """One optimizer step: reduce, clip, update, copy. `updates` counts the steps since the start.
 
-    AdamW is elementwise, so it works on this rank's part of each tensor. Muon (Jordan et al., 2024)
-    orthogonalises the momentum of whole matrices, convolution kernels as (out, in x k x k), and so
-    needs them unsharded.
+    AdamW is elementwise, so it works on this rank's part of each tensor. Muon (Jordan et al., 2024) orthogonalises the
+    momentum of whole matrices, convolution kernels as (out, in x k x k), and so needs them unsharded.
     """
 
     def __init__(self, config: OptimConfig, sharded: Sharded, total_updates: int, *, offload: bool = False) -> None:

@@ -1,5 +1,7 @@
 """Frozen models beside the policy, whose outputs for its samples an algorithm wants: teachers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +20,8 @@ from phalanx.types import Samples, Teacher
 
 def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
     """Raise ValueError for a folder that is not a model of the policy's family, before loading it."""
-    try:
+    with about(teacher):
         kind = model_index(teacher.path)["_class_name"]
-    except ValueError as error:
-        raise about(teacher, error) from error
     check_kind(teacher, kind, model_index(config.path)["_class_name"])
 
 
@@ -75,18 +75,9 @@ def load_teacher(
     teacher: Teacher, cfg: FlowRLConfig, student: FlowPolicy, world: World, micro: int
 ) -> LoadedFlowTeacher:
     """Load a teacher on all ranks, in step. Raises ValueError for a model that cannot judge the policy's latents."""
-    try:
-        policy = build_policy(
-            teacher_model(cfg.model, teacher.path),
-            cfg.parallel,
-            cfg.data,
-            world,
-            seed=cfg.trainer.seed,
-            detach_uncond=False,
-            frozen=True,
-        )
-    except ValueError as error:
-        raise about(teacher, error) from error
+    model, seed = teacher_model(cfg.model, teacher.path), cfg.trainer.seed
+    with about(teacher):
+        policy = build_policy(model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=False, frozen=True)
     own, theirs = student.model, policy.model
     if not _alike([own.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
         raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so other latents")
@@ -108,6 +99,10 @@ def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, at
     return True
 
 
-def about(teacher: Teacher, error: ValueError) -> ValueError:
-    """A message on model.path, about the teacher."""
-    return ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}")
+@contextmanager
+def about(teacher: Teacher) -> Iterator[None]:
+    """What is said of model.path within the block is said of the teacher (ValueError)."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error
