@@ -307,17 +307,6 @@ def test_every_suggestion_for_pairs_works() -> None:
     assert refused > 200
 
 
-def test_a_smaller_world_that_pairs_do_not_fit_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    """Where nodes may come and go, a world in which the job would end is no reason not to start."""
-    cfg = pairs(prompts=4, n=2, mini=4, micro=1, rollout=1)
-    launch = mesh.Launch(0, 4, 0, 1, nodes="3:4")
-    mesh.check_elastic(cfg, launch, lambda size: flow_rl.plan(cfg, size))
-    assert (
-        "with 3 ranks the job would end: actor.ppo_mini_batch_size: 4 prompts x rollout.n 2 = 8 samples" in caplog.text
-    )
-    assert "actor.ppo_mini_batch_size=3 with data.train_batch_size=3 or 6" in caplog.text
-
-
 # --- combinations that work in no world
 
 

@@ -220,13 +220,6 @@ def test_the_configuration_of_a_run_is_read_as_that_of_its_kind(tmp_path: Path) 
         assert str(error.value) == f"{file}{message}"
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/flowgrpo/*.yaml")), ids=lambda p: p.stem)
-def test_shipped_configurations_load(path: Path, tmp_path: Path) -> None:
-    cfg = load(FlowRLConfig, str(path), [])
-    save(cfg, tmp_path / "saved.yaml")
-    assert load(FlowRLConfig, str(tmp_path / "saved.yaml"), []) == cfg
-
-
 def test_another_algorithm_begins_with_its_own_defaults(tmp_path: Path) -> None:
     """algorithm.name=... alone is enough, whatever the file says of its own algorithm."""
     file = tmp_path / "run.yaml"

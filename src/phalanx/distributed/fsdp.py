@@ -46,7 +46,7 @@ class Sharded:
             # gradients. A fully trained model is never small, so it is always sharded.
             has_frozen = len(trained) < len(list(module.parameters()))
             replicated = list(trained) if config.lora_sharding == "replicate" and has_frozen else []
-            _fully_shard(module, blocks, world, config, dtype, {trained[name] for name in replicated})
+            self._fully_shard(blocks, dtype, {trained[name] for name in replicated})
             self._fsdp = [m for m in module.modules() if isinstance(m, FSDPModule)]
             trained = _trained(module)  # fully_shard has put DTensors in the parameters' place
         else:
@@ -59,6 +59,46 @@ class Sharded:
         inner = {id(p) for block in blocks for p in block.parameters()}
         self.hidden_matrices = {name for name, p in trained.items() if p.dim() >= 2 and id(p) in inner}
         self.copy_to_module()
+
+    def _fully_shard(self, blocks: list[nn.Module], dtype: torch.dtype, ignored: set[nn.Parameter]) -> None:
+        """Shard the blocks, then the root; LoRA matrices belong to the block that they are in."""
+        precision = MixedPrecisionPolicy(
+            param_dtype=dtype,
+            # in bfloat16, a sum over many ranks would lose the small ones
+            reduce_dtype=torch.float32,
+            # A timestep in bfloat16 has three digits left. The models cast what they want cast, as they
+            # do where the weights are replicated and FSDP is not there to cast for them.
+            cast_forward_inputs=False,
+        )
+        offload = OffloadPolicy()
+        if self.config.param_offload:
+            # pinned memory is what lets copies to a GPU run beside its computing
+            offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+        # Inner modules first: fully_shard takes the parameters that no unit below has taken, so the
+        # root gets what is outside the blocks. A unit is gathered as a whole; with one per block, about
+        # two blocks' weights are whole at a time, one that computes and the next one on its way.
+        for i, unit in enumerate([*blocks, self.module]):
+            # One by one, so that a model larger than the device is never whole on it. Not with offload:
+            # the root's turn would bring the blocks' shards along, which are to stay on the CPU.
+            if not self.config.param_offload:
+                unit.to(self.world.device)
+            fully_shard(
+                unit,
+                mesh=self.world.mesh,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=self.config.reshard_after_forward and i < len(blocks),
+                ignored_params=ignored,
+            )
+        for m in self.module.modules():
+            for name, buffer in m.named_buffers(recurse=False):
+                # only parameters are offloaded; a buffer is used where it is
+                setattr(m, name, buffer.to(self.world.device))
+            if isinstance(m, FSDPModule):
+                # FSDP2 averages by default; here the loss's weights hold the denominator. Without the
+                # second call it would sum by PREMUL_SUM(1.0), which gloo does not have.
+                m.set_gradient_divide_factor(1.0)
+                m.set_force_sum_reduction_for_comms(True)
 
     def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The optimizer's tensor of a replicated parameter: a copy where that is not in `dtype`."""
@@ -181,51 +221,3 @@ def _accumulate(param: Tensor, copy: Tensor) -> None:
     else:
         copy.grad += param.grad
     param.grad = None
-
-
-def _fully_shard(
-    module: nn.Module,
-    blocks: list[nn.Module],
-    world: World,
-    config: ParallelConfig,
-    dtype: torch.dtype,
-    ignored: set[nn.Parameter],
-) -> None:
-    """Shard the blocks, then the root; LoRA matrices belong to the block that they are in."""
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtype,
-        # in bfloat16, a sum over many ranks would lose the small ones
-        reduce_dtype=torch.float32,
-        # A timestep in bfloat16 has three digits left. The models cast what they want cast, as they
-        # do where the weights are replicated and FSDP is not there to cast for them.
-        cast_forward_inputs=False,
-    )
-    offload = OffloadPolicy()
-    if config.param_offload:
-        # pinned memory is what lets copies to a GPU run beside its computing
-        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    # Inner modules first: fully_shard takes the parameters that no unit below has taken, so the
-    # root gets what is outside the blocks. A unit is gathered as a whole; with one per block, about
-    # two blocks' weights are whole at a time, one that computes and the next one on its way.
-    for i, unit in enumerate([*blocks, module]):
-        # One by one, so that a model larger than the device is never whole on it. Not with offload:
-        # the root's turn would bring the blocks' shards along, which are to stay on the CPU.
-        if not config.param_offload:
-            unit.to(world.device)
-        fully_shard(
-            unit,
-            mesh=world.mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=config.reshard_after_forward and i < len(blocks),
-            ignored_params=ignored,
-        )
-    for m in module.modules():
-        for name, buffer in m.named_buffers(recurse=False):
-            # only parameters are offloaded; a buffer is used where it is
-            setattr(m, name, buffer.to(world.device))
-        if isinstance(m, FSDPModule):
-            # FSDP2 averages by default; here the loss's weights hold the denominator. Without the
-            # second call it would sum by PREMUL_SUM(1.0), which gloo does not have.
-            m.set_gradient_divide_factor(1.0)
-            m.set_force_sum_reduction_for_comms(True)
