@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
+from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 
 PROMPTS = [
     'a sign that says "alpha"',
@@ -80,6 +81,14 @@ def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
         "row": row,
         "weights": full_weights(t.policy.trained.parameters),
     }
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run's folder, without what time and memory say."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith(("perf/", "time/"))}
+        for row in read_metrics(folder / METRICS_FILE)
+    ]
 
 
 def full_weights(parameters: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -47,9 +47,8 @@ def parse(
 ) -> T:
     """The configuration from `[config.yaml] [key=value ...]`.
 
-    With --help it prints the help and exits; with --plan, what `plan` makes of the configuration
-    and of the PLAN_WORDS that are given. A mistake ends the process with status 2 and one line,
-    printed by rank 0 alone.
+    With --help it prints the help and exits; with --plan, what `plan` makes of the configuration and of the PLAN_WORDS
+    that are given. A mistake ends the process with status 2 and one line, printed by rank 0 alone.
     """
     # rank 0 speaks for all; what only another rank sees is an error, and errors are told by `fail`
     level = logging.WARNING if rank() == 0 else logging.ERROR
@@ -69,8 +68,7 @@ def parse(
         if wants_help:
             if rank() == 0:
                 known = (HELP, PLAN) if plan is not None else (HELP,)
-                # with the file and the words, since a named algorithm or reward brings keys of its
-                # own
+                # with the file and the words, since a named algorithm or reward brings keys of its own
                 print(help_text(schema, description, path, words, known))
             sys.exit(0)
         config = load(schema, path, words)
@@ -110,10 +108,9 @@ def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
 def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     """Build a job, run it and exit; a mistake of the user ends it with one line.
 
-    A ValueError of `build` (data, model folder, rewards, batch arithmetic) is such a mistake,
-    status 2, and so is a JobError of the job itself, status 1. Anything else keeps its traceback;
-    PHALANX_TRACEBACK=1 shows it for all. A job that was told to stop ends with 128 + the signal's
-    number.
+    A ValueError of `build` (data, model folder, rewards, batch arithmetic) is such a mistake, status 2, and so is a
+    JobError of the job itself, status 1. Anything else keeps its traceback; PHALANX_TRACEBACK=1 shows it for all. A job
+    that was told to stop ends with 128 + the signal's number.
     """
     faulthandler.enable()  # a stack for a crash in C++, which would else end without a word
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # until the watch listens to it
@@ -132,9 +129,8 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
         _tell(error, status=1)
     except Stopped as stop:
         end(128 + stop.number, str(stop), str(stop) if rank() == 0 else None)
-    # All is written and closed. Worker threads and those of process groups would outlive the
-    # interpreter's teardown; a rank was seen to abort ("terminate called without an active
-    # exception"), which this most likely prevents.
+    # All is written and closed. Worker threads and those of process groups would outlive the interpreter's teardown; a
+    # rank was seen to abort ("terminate called without an active exception"), which this most likely prevents.
     end(0)
 
 

@@ -41,11 +41,9 @@ class Trace(Protocol):
 
     def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
-        ...
 
     def rescored(self, replays: Sequence[Any]) -> Self:
         """The trace after the policy itself has replayed all samples, in order: see phalanx.rollout.correction."""
-        ...
 
 
 class Corrupted(Protocol):
@@ -59,7 +57,6 @@ class Corrupted(Protocol):
 
     def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -126,23 +123,18 @@ class Policy(Protocol):
 
     def replay(self, trace: Any) -> Any:
         """The Replay of a Trace."""
-        ...
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
         """The model's prediction [B, A, ...] float32 for corrupted final samples."""
-        ...
 
     def corrupt(self, samples: Samples, seeds: Sequence[int], *, levels: int, distribution: str) -> Any:
         """Final samples corrupted at `levels` levels each, a function of one seed per sample: a Corrupted."""
-        ...
 
     def unsharded(self) -> AbstractContextManager[None]:
         """A context in which all weights are gathered, for forward passes without gradients."""
-        ...
 
     def using(self, weights: str) -> AbstractContextManager[None]:
         """Other weights for a while: "reference", "ema", or those of the algorithm."""
-        ...
 
 
 Each = Callable[[Outputs, list[Prompt]], None]
@@ -163,28 +155,23 @@ class Rollout(Protocol):
         """Before the samples of training step `step`: work that is cheaper done ahead, up to step `end`. `batches(k)`
         are the prompts of step k.
         """
-        ...
 
     def awake(self) -> AbstractContextManager[None]:
         """For the time of the block the policy's weights, as they are now, are where samples are drawn."""
-        ...
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         """This rank's share of the samples of a training step; `prompts` are those of all ranks.
 
         `each(outputs, prompts)` is called after every micro-batch, equally often on all ranks.
         """
-        ...
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         """The samples with those that `stale` [N] bool names drawn anew, and the numbers [D] of what `each` saw, -1 for
         what is dropped.
         """
-        ...
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """rollout.val.n samples per prompt, one prompt's after the other."""
-        ...
 
 
 class Algorithm(Protocol):
@@ -209,28 +196,21 @@ class Algorithm(Protocol):
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] float32."""
-        ...
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] bool: the samples that are trained on."""
-        ...
 
     def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[U, samples_per_unit] numbers of samples: each row is trained as one, its samples side by side in a Batch."""
-        ...
 
     def decay(self, name: str, step: int) -> float:
         """See `averages`."""
-        ...
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Any:
         """With `levels`: the samples as they are trained on in a pass, a function of one seed per sample."""
-        ...
 
     def reference_output(self, policy: Policy, batch: Batch) -> Tensor:
         """[B, ...] what the loss wants of other weights, computed by a policy that has them for now."""
-        ...
 
     def loss(self, policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [U, A] of each unit and action, before its weight, and detached scalars."""
-        ...

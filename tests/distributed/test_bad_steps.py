@@ -1,6 +1,5 @@
 """NaN and infinity in loss or gradient: the update is skipped on all ranks and counted; too many end the run."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.types import Batch, JobError, Policy
-from tests.jobs import PROMPTS, base_overrides, fit, full_weights, tiny_config
+from tests.jobs import PROMPTS, base_overrides, fit, full_weights, rows, tiny_config
 from tests.ranks import run_ranks
 
 SETTINGS = ("model.lora_rank=4", "actor.ema.decay=0.9", "trainer.total_training_steps=6", "trainer.save_freq=1")
@@ -29,10 +28,6 @@ def spoil(trainer: Any, value: float, steps: tuple[int, ...], *, loss_only: bool
         return per_action, stats
 
     trainer.algorithm.loss = loss
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
 def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: bool) -> dict[str, Any]:
@@ -65,7 +60,7 @@ def test_a_bad_update_is_skipped_on_all_ranks(
     cfg = tiny_config(sd3_folder, tmp_path, *SETTINGS, f"parallel.fsdp_size={fsdp}")
     ranks = run_ranks(spoiled, 2, cfg, value, (2, 3), loss_only)
     assert [r["error"] for r in ranks] == [None, None]
-    counts = [row["actor/updates_non_finite"] for row in rows(tmp_path)]
+    counts = [row["actor/updates_non_finite"] for row in rows(tmp_path / "out")]
     assert counts == [0, 0, 2, 2, 0, 0]
     assert [r["updates"] for r in ranks] == [8, 8]
     for r in ranks:
@@ -116,11 +111,11 @@ def test_too_many_in_a_row_end_the_run_with_a_checkpoint_from_before(sd3_folder:
         "those of step 3; lower optim.lr, or look at the rewards"
     )
     assert [r["error"] for r in ranks] == [message, message]
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [row["step"] for row in rows(tmp_path / "out")] == [1, 2, 3, 4, 5]
     assert [f.name for f in (tmp_path / "out" / "checkpoints").iterdir()] == ["step_000003"]
     # it is the state of step 3, and a run that goes on from it is like one that never had a bad step 4
     mended = run_ranks(fit, 2, cfg)[0]
-    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows(tmp_path / "out")] == [1, 2, 3, 4, 5, 6]
     whole = tiny_config(sd3_folder, tmp_path / "whole", *SETTINGS, *settings)
     wanted = run_ranks(spoiled, 2, whole, float("nan"), (1,), False)[0]["weights"]
     assert all(torch.equal(mended[name], value) for name, value in wanted.items())

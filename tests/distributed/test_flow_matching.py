@@ -14,7 +14,8 @@ from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError, IndexStream
 from phalanx.tools import digits
-from tests.jobs import full_weights
+from phalanx.training import flow_matching
+from tests.jobs import full_weights, rows
 from tests.ranks import run_ranks
 from tests.tasks import run_task
 
@@ -53,12 +54,10 @@ def configure(model: Path, pictures: Path, folder: Path, *overrides: str) -> Flo
 
 
 def train(cfg: FlowMatchingTaskConfig) -> dict[str, Any]:
-    from phalanx.training import flow_matching
-
     job = flow_matching.build(cfg)
     job.fit()
-    lines = (Path(cfg.trainer.output_dir) / "metrics.jsonl").read_text().splitlines() if job.world.rank == 0 else []
-    return {"rows": [json.loads(line) for line in lines], "weights": full_weights(job.policy.trained.parameters)}
+    found = rows(Path(cfg.trainer.output_dir)) if job.world.rank == 0 else []
+    return {"rows": found, "weights": full_weights(job.policy.trained.parameters)}
 
 
 @pytest.mark.quick("adamw")
@@ -82,28 +81,32 @@ def test_it_learns(sd3_folder: Path, pictures: Path, tmp_path: Path) -> None:
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
-def test_muon_refuses_shards(sd3_folder: Path, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from phalanx.training.flow_matching import check
-
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+@pytest.mark.parametrize(
+    ("ranks", "override", "message"),
+    [
+        (
+            "4",
+            "optim.name=muon",
+            "optim.name: 'muon' orthogonalizes whole matrices, which 4 ranks share here; set parallel.fsdp_size=1 or "
+            "optim.name=adamw",
+        ),
+        (
+            "1",
+            "flow_matching.micro_batch_size_per_gpu=3",
+            "data.train_batch_size: 8 images do not divide over 1 ranks x flow_matching.micro_batch_size_per_gpu 3; "
+            "nearest that do: 6 or 9",
+        ),
+    ],
+    ids=["muon", "batch"],
+)
+def test_what_is_refused(
+    ranks: str, override: str, message: str, sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     with pytest.raises(ConfigError) as error:
-        check(configure(sd3_folder, pictures, tmp_path, "optim.name=muon"))
-    assert str(error.value) == (
-        "optim.name: 'muon' orthogonalizes whole matrices, which 4 ranks share here; set parallel.fsdp_size=1 or "
-        "optim.name=adamw"
-    )
-
-
-def test_batch_that_does_not_divide(sd3_folder: Path, pictures: Path, tmp_path: Path) -> None:
-    from phalanx.training.flow_matching import check
-
-    with pytest.raises(ConfigError) as error:
-        check(configure(sd3_folder, pictures, tmp_path, "flow_matching.micro_batch_size_per_gpu=3"))
-    assert str(error.value) == (
-        "data.train_batch_size: 8 images do not divide over 1 ranks x flow_matching.micro_batch_size_per_gpu 3; "
-        "nearest that do: 6 or 9"
-    )
+        flow_matching.check(configure(sd3_folder, tmp_path / "pictures.jsonl", tmp_path, override))
+    assert str(error.value) == message
 
 
 def test_images_are_covered_and_cut(pictures: Path) -> None:
@@ -168,20 +171,10 @@ def test_make_base(tmp_path: Path) -> None:
 
     drawn = set(load_from_disk(tmp_path / "images")["prompt"])
     assert not drawn & set((tmp_path / "held_out.txt").read_text().splitlines())
-    done = run_task(
-        [
-            "tasks/train_flow_matching.py",
-            "configs/flow_matching/digits.yaml",
-            f"model.path={tmp_path / 'model'}",
-            f"data.train_files=[{tmp_path / 'images'}]",
-            "data.val_files=[]",
-            "trainer.total_training_steps=5",
-            "trainer.test_freq=-1",
-            "trainer.save_freq=5",
-            f"trainer.output_dir={tmp_path / 'out'}",
-        ],
-        nproc=2,
-        timeout=120,
-    )
+    keys = [f"model.path={tmp_path / 'model'}", f"data.train_files=[{tmp_path / 'images'}]", "data.val_files=[]"]
+    keys += ["trainer.total_training_steps=5", "trainer.test_freq=-1", "trainer.save_freq=5"]
+    keys += [f"trainer.output_dir={tmp_path / 'out'}"]
+    task = ["tasks/train_flow_matching.py", "configs/flow_matching/digits.yaml"]
+    done = run_task([*task, *keys], nproc=2, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out" / "checkpoints" / "step_000005" / "meta.json").exists()

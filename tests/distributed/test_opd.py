@@ -1,6 +1,5 @@
 """On-policy distillation: a frozen teacher beside the policy, on every layout, with its own guidance and texts."""
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from phalanx.models.flow.policy import build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training.flow_rl import build, check
 from phalanx.training.minibatches import MicroBatches, Units
-from tests.jobs import PROMPTS, base_overrides, fit, full_weights
+from tests.jobs import PROMPTS, base_overrides, fit, full_weights, rows
 from tests.ranks import run_ranks
 from tests.tiny import jitter, load_pipeline, tiny_sd3
 
@@ -99,24 +98,13 @@ def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
     assert_same_step(qwen_folder, teacher, tmp_path / "job", "model.lora_rank=4")
 
 
-def metrics(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.quick("kl")
 @pytest.mark.parametrize("loss_type", ["kl", "velocity"])
 def test_the_student_comes_nearer(loss_type: str, student_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
-    cfg = configure(
-        student_folder,
-        tmp_path,
-        f"algorithm.loss_type={loss_type}",
-        "trainer.total_training_steps=16",
-        "rollout.sde_window_range=[1,3]",
-        "optim.lr=1e-3",
-        teacher=sd3_folder,
-    )
+    keys = ("trainer.total_training_steps=16", "rollout.sde_window_range=[1,3]", "optim.lr=1e-3")
+    cfg = configure(student_folder, tmp_path, f"algorithm.loss_type={loss_type}", *keys, teacher=sd3_folder)
     run_ranks(fit, 1, cfg)
-    found = [row[f"actor/teacher_{loss_type}"] for row in metrics(tmp_path)]
+    found = [row[f"actor/teacher_{loss_type}"] for row in rows(tmp_path / "out")]
     quarters = [sum(found[i : i + 4]) for i in range(0, 16, 4)]
     assert quarters == sorted(quarters, reverse=True), found
     assert quarters[-1] < 0.3 * quarters[0]
@@ -145,14 +133,8 @@ def views(cfg: FlowRLConfig) -> dict[str, Any]:
     units = Units.of(numbers, torch.ones(t.plan.samples, dtype=torch.bool), t.plan, t.world)
     batches = MicroBatches(samples, torch.zeros(t.plan.per_rank), t.world.device)
     seen = t.reference_outputs(batches, units)["teacher"]
-    alone = build_policy(
-        replace(cfg.model, path=cfg.algorithm.teacher_path),
-        cfg.parallel,
-        cfg.data,
-        t.world,
-        seed=0,
-        detach_uncond=False,
-    )
+    model = replace(cfg.model, path=cfg.algorithm.teacher_path)
+    alone = build_policy(model, cfg.parallel, cfg.data, t.world, seed=0, detach_uncond=False)
     guidance = cfg.algorithm.teacher_guidance
     rollout = PolicyRollout(alone, replace(cfg.rollout, guidance_scale=guidance), t.world, 4)
     first = samples.index[0] // cfg.rollout.n
@@ -178,9 +160,8 @@ def test_guidance_of_the_teacher(student: int, teacher: int, sd3_folder: Path, t
 
 def test_a_teacher_with_other_text_encoders(sd3_folder: Path, sd3_t5_folder: Path, tmp_path: Path) -> None:
     """It reads the prompts with its own."""
-    seen = run_ranks(views, 1, configure(sd3_folder, tmp_path, "algorithm.teacher_guidance=3", teacher=sd3_t5_folder))[
-        0
-    ]
+    cfg = configure(sd3_folder, tmp_path, "algorithm.teacher_guidance=3", teacher=sd3_t5_folder)
+    (seen,) = run_ranks(views, 1, cfg)
     assert seen["encoders"] and seen["apart"] < 1e-4 and seen["student"] > 1e-4
 
 

@@ -1,10 +1,8 @@
 """A run that was stopped and resumed is the run that was not, and a damaged checkpoint is never picked."""
 
-import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,17 +10,11 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.training.checkpoint import find
-from tests.jobs import fit, tiny_config
+from tests.jobs import fit, rows, tiny_config
 from tests.ranks import RankError, run_ranks
 
 LORA = ("model.lora_rank=4", "actor.ema.decay=0.9")
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "optim.lr_scheduler=cosine")
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what time and memory say."""
-    lines = (folder / "out" / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time/"))} for line in lines]
 
 
 def stop_after(folder: Path, step: int) -> None:
@@ -40,11 +32,11 @@ def test_resume_repeats_bit_for_bit(
 ) -> None:
     cfg = tiny_config(sd3_folder, tmp_path, *kind, *STEPS, f"parallel.fsdp_size={fsdp}")
     unkilled = run_ranks(fit, world, cfg)[0]
-    wanted = rows(tmp_path)
+    wanted = rows(tmp_path / "out")
     assert [row["step"] for row in wanted] == [1, 2, 3, 4]
     stop_after(tmp_path, 2)
     resumed = run_ranks(fit, world, cfg)[0]
-    assert rows(tmp_path) == wanted
+    assert rows(tmp_path / "out") == wanted
     assert unkilled.keys() == resumed.keys()
     for name, value in unkilled.items():
         assert torch.equal(value, resumed[name]), name
@@ -56,11 +48,11 @@ def test_resume_on_other_ranks(before: int, after: int, fsdp: int, sd3_folder: P
     fixed = ("rollout.micro_batch_size_per_gpu=4", "actor.ppo_micro_batch_size_per_gpu=2")
     cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, *fixed, f"parallel.fsdp_size={min(before, 2)}")
     run_ranks(fit, before, cfg)
-    wanted = rows(tmp_path)
+    wanted = rows(tmp_path / "out")
     stop_after(tmp_path, 2)
     cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, *fixed, f"parallel.fsdp_size={fsdp}")
     run_ranks(fit, after, cfg)
-    for row, expected in zip(rows(tmp_path), wanted, strict=True):
+    for row, expected in zip(rows(tmp_path / "out"), wanted, strict=True):
         assert row.keys() == expected.keys()
         for key in ("reward/mean", "actor/grad_norm", "actor/lr"):
             assert row[key] == pytest.approx(expected[key], rel=1e-5), key
@@ -96,9 +88,9 @@ def test_damaged_checkpoints_are_passed_over(
     assert f"step_000004 is passed over: {data.name} has {size} bytes of {size + 100}" in caplog.text
     assert "step_000003 is passed over: meta.json is damaged, or of another program" in caplog.text
     assert "step_000002.tmp is passed over: it was never finished" in caplog.text
-    wanted = rows(tmp_path)
+    wanted = rows(tmp_path / "out")
     run_ranks(fit, 1, cfg)  # goes on from step 1
-    assert rows(tmp_path) == wanted
+    assert rows(tmp_path / "out") == wanted
 
 
 def flip_a_byte(file: Path) -> None:
@@ -118,7 +110,7 @@ def test_a_flipped_bit_is_noticed(sd3_folder: Path, tmp_path: Path, capfd: pytes
     """In a file of rank 1: sizes agree, and the load itself would not complain."""
     cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, "trainer.save_freq=1", "trainer.max_checkpoints=4")
     run_ranks(fit, 2, cfg)
-    wanted = rows(tmp_path)
+    wanted = rows(tmp_path / "out")
     root = tmp_path / "out" / "checkpoints"
     flip_a_byte(root / "step_000004" / "__1_0.distcp")
     assert find(root) == root / "step_000004"
@@ -132,7 +124,7 @@ def test_a_flipped_bit_is_noticed(sd3_folder: Path, tmp_path: Path, capfd: pytes
     said = capfd.readouterr().err
     assert f"checkpoint {root}/step_000004 is passed over: {problem}" in said
     assert f"resuming from {root}/step_000003: step 3 of 4" in said
-    assert rows(tmp_path) == wanted
+    assert rows(tmp_path / "out") == wanted
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from PIL import Image
 from torch import Tensor
 
 from phalanx.config.flow import FlowRLConfig
+from phalanx.config.run import RunConfig
 from phalanx.training import validation
 from phalanx.types import Prompt
 from tests.jobs import PROMPTS, tiny_config
@@ -141,17 +142,9 @@ def test_other_weights_leave_nothing_behind(
     kind: str, gathered: str, reshard: str, sd3_folder: Path, tmp_path: Path
 ) -> None:
     """Gathered weights must not outlive the shards that they were gathered from."""
-    cfg = configure(
-        sd3_folder,
-        tmp_path,
-        kind,
-        "actor.ema.decay=0.9",
-        "algorithm.kl_loss_coef=0.1",
-        "parallel.fsdp_size=2",
-        f"parallel.rollout_unsharded={gathered}",
-        f"parallel.reshard_after_forward={reshard}",
-    )
-    run_ranks(around_other_weights, 2, cfg)
+    keys = [kind, "actor.ema.decay=0.9", "algorithm.kl_loss_coef=0.1", "parallel.fsdp_size=2"]
+    keys += [f"parallel.rollout_unsharded={gathered}", f"parallel.reshard_after_forward={reshard}"]
+    run_ranks(around_other_weights, 2, configure(sd3_folder, tmp_path, *keys))
 
 
 def overlap(cfg: FlowRLConfig) -> tuple[float, float, list[tuple[float, float]]]:
@@ -188,7 +181,9 @@ VIDEO = (8, 3, 512, 512)  # frames and channels first: 6.3 MB as bytes, 25 MB as
 
 
 class Shades:
-    """A rollout of two videos a prompt, each of one shade, and the policy it samples."""
+    """A rollout of two videos a prompt, each of one shade."""
+
+    fps = 8
 
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -203,29 +198,31 @@ def shade(prompt: int, j: int) -> int:
     return 20 * prompt + 100 * j
 
 
-def kept_videos(keep: int) -> tuple[list[tuple[str, int, float, list[int]]], int]:
-    """What a validation of five prompts keeps, with the shades of each, and by how many bytes the rank grew."""
-    world, rollout = dist.get_world_size(), Shades()
+def kept(rollout: Any, reward: Callable[[Any], list[float]], keep: int) -> tuple[dict[str, float], list[Any]]:
+    """The row of a validation of five prompts, two samples each, and what it keeps."""
+    cfg = RunConfig()
+    cfg.trainer.log_val_generations, cfg.rollout.val.n = keep, 2
     rewards: list[float] = []
-    prompts = [Prompt(f"prompt {i}", i, {}) for i in range(5)]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    result = validation.validate(
-        cast(Any, rollout),
-        cast(Any, rollout),
-        lambda images, sampled: rewards.extend(images.mean(dim=(1, 2, 3, 4)).tolist()),
+    return validation.validate(
+        cfg,
+        rollout,
+        nullcontext(),
+        lambda outputs, sampled: rewards.extend(reward(outputs)),
         lambda: (torch.tensor(rewards), {}),
         "set",
-        prompts,
-        cast(Any, SimpleNamespace(rank=dist.get_rank(), size=world)),
-        samples_per_prompt=2,
-        keep=keep,
-        fps=8,
-        ema=False,
+        [Prompt(f"prompt {i}", i, {}) for i in range(5)],
+        cast(Any, SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size())),
     )
+
+
+def kept_videos(keep: int) -> tuple[list[tuple[str, int, float, list[int]]], int]:
+    """What is kept, with the shades of each, and by how many bytes the rank grew."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    _, records = kept(Shades(), lambda videos: videos.mean(dim=(1, 2, 3, 4)).tolist(), keep)
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
-    for record in result.records:
+    for record in records:
         assert record.frames.shape == (8, 512, 512, 3) and record.fps == 8
-    return [(r.prompt, r.index, r.reward, np.unique(r.frames).tolist()) for r in result.records], grown
+    return [(r.prompt, r.index, r.reward, np.unique(r.frames).tolist()) for r in records], grown
 
 
 @pytest.mark.quick("4")
@@ -233,8 +230,8 @@ def kept_videos(keep: int) -> tuple[list[tuple[str, int, float, list[int]]], int
 def test_the_first_video_of_a_prompt_is_kept_on_rank_0(keep: int) -> None:
     expected = [(f"prompt {i}", i, pytest.approx(20 * i / 255), [20 * i]) for i in range(min(keep, 5))]
     for world in (1, 2, 4, 8):
-        kept, *others = run_ranks(kept_videos, world, keep)
-        assert kept[0] == expected
+        first, *others = run_ranks(kept_videos, world, keep)
+        assert first[0] == expected
         assert all(rest == [] for rest, _ in others)
 
 
@@ -246,6 +243,8 @@ def test_rank_0_holds_no_more_than_it_keeps() -> None:
 
 class Letters:
     """A rollout of two completions per prompt, in micro-batches of three, of unequal lengths."""
+
+    fps = 1
 
     def awake(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -262,28 +261,15 @@ def completion(prompt: int, j: int) -> str:
 
 
 def kept_texts(keep: int) -> list[tuple[str, int, float, Any]]:
-    rollout, lengths = Letters(), list[float]()
-    result = validation.validate(
-        cast(Any, rollout),
-        cast(Any, rollout),
-        lambda texts, sampled: lengths.extend(map(float, map(len, texts))),
-        lambda: (torch.tensor(lengths), {}),
-        "set",
-        [Prompt(f"prompt {i}", i, {}) for i in range(5)],
-        cast(Any, SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size())),
-        samples_per_prompt=2,
-        keep=keep,
-        fps=1,
-        ema=False,
-    )
-    assert result.row["val/set/reward/mean"] == (0 + 1 + 2 + 3 + 4 + 5 * len("the second")) / 10
-    return [(r.prompt, r.index, r.reward, r.text) for r in result.records]
+    row, records = kept(Letters(), lambda texts: [float(len(text)) for text in texts], keep)
+    assert row["val/set/reward/mean"] == (0 + 1 + 2 + 3 + 4 + 5 * len("the second")) / 10
+    return [(r.prompt, r.index, r.reward, r.text) for r in records]
 
 
 @pytest.mark.parametrize("keep", [0, 4, 9])
 def test_the_first_completion_of_a_prompt_is_kept_on_rank_0(keep: int) -> None:
     expected = [(f"prompt {i}", i, float(i), "語" * i) for i in range(min(keep, 5))]
     for world in (1, 2, 4, 8):
-        kept, *others = run_ranks(kept_texts, world, keep)
-        assert kept == expected
+        first, *others = run_ranks(kept_texts, world, keep)
+        assert first == expected
         assert others == [[]] * (world - 1)

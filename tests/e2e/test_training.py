@@ -1,26 +1,18 @@
 """The real command, `sh train.sh tasks/train_flowgrpo.py ...`, on real torchruns."""
 
-import json
 import os
 import signal
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.jobs import base_overrides, tiny_config
+from tests.jobs import base_overrides, rows, tiny_config
 from tests.ranks import ROOT, end_with_parent, launch_environment, torchrun, two_nodes
 from tests.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    """metrics.jsonl without what time and memory say."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not k.startswith(("perf/", "time/"))} for line in lines]
 
 
 def overrides(model: Path, folder: Path) -> list[str]:

@@ -152,7 +152,7 @@ def test_the_factors_of_an_update_are_those_of_a_real_backward_pass(lora: bool, 
         cfg=False,
         lora=lora,
         checkpointing=recompute,
-        views=0,
+        references=0,
         detach_uncond=False,
     )
     assert counter.get_total_flops() == expected
@@ -165,20 +165,20 @@ def test_the_factors_of_an_update_are_those_of_a_real_backward_pass(lora: bool, 
         ({}, 10 + 2 * (1 + 2)),
         ({"lora": True}, 10 + 2 * (1 + 1)),
         ({"checkpointing": True}, 10 + 2 * (1 + 2 + 1)),
-        ({"views": 1}, 10 + 2 + 2 * (1 + 2)),
-        ({"views": 0.5, "updates_per_sample": 0.5}, 10 + 1 + 2 * (1 + 2) // 2),  # of every second sample
+        ({"references": 1}, 10 + 2 + 2 * (1 + 2)),
+        ({"references": 0.5, "updates_per_sample": 0.5}, 10 + 1 + 2 * (1 + 2) // 2),  # of every second sample
         ({"updates_per_sample": 3}, 10 + 3 * 2 * (1 + 2)),
-        ({"updates_per_sample": 3, "views": 1}, 10 + 2 + 3 * 2 * (1 + 2)),
+        ({"updates_per_sample": 3, "references": 1}, 10 + 2 + 3 * 2 * (1 + 2)),
         ({"cfg": True}, 20 + 2 * (2 + 2 * 2)),
         ({"cfg": True, "detach_uncond": True}, 20 + 2 * (2 + 2)),
         ({"cfg": True, "detach_uncond": True, "checkpointing": True}, 20 + 2 * (2 + 2 + 1)),
         ({"detach_uncond": True}, 10 + 2 * (1 + 2)),
         ({"cfg": True, "lora": True, "checkpointing": True}, 32),
-        ({"cfg": True, "views": 1}, 20 + 4 + 2 * (2 + 2 * 2)),
+        ({"cfg": True, "references": 1}, 20 + 4 + 2 * (2 + 2 * 2)),
     ],
 )
 def test_step_in_forward_passes(changes: dict[str, bool | float], forwards: int) -> None:
-    settings = {"cfg": False, "lora": False, "checkpointing": False, "views": 0, "detach_uncond": False}
+    settings = {"cfg": False, "lora": False, "checkpointing": False, "references": 0, "detach_uncond": False}
     assert step_flops(7, samples=5, steps=10, window=2, **{**settings, **changes}) == 7 * 5 * forwards
 
 

@@ -17,41 +17,31 @@ from tests.ranks import run_ranks
 STEPS = 5
 
 
-def rates(total: int, **settings: Any) -> list[float]:
-    config = OptimConfig(lr=8.0, **settings)
-    return [learning_rate(config, update, total) for update in range(total + 2)]
-
-
 # --- learning rates
 
-
-def test_constant() -> None:
-    assert rates(4) == [8.0] * 6
-
-
-def test_warm_up_is_linear_and_its_last_step_is_the_peak() -> None:
-    assert rates(6, lr_warmup_steps=4) == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0, 8.0, 8.0]
-    assert rates(2, lr_warmup_steps=4) == [2.0, 4.0, 6.0, 8.0]  # a run that ends within it
-
-
-def test_linear_decay_starts_after_the_warm_up_and_would_reach_zero_one_step_after_the_last() -> None:
-    assert rates(4, lr_scheduler="linear") == [8.0, 6.0, 4.0, 2.0, 0.0, 0.0]
-    assert rates(6, lr_scheduler="linear", lr_warmup_steps=2) == [4.0, 8.0, 8.0, 6.0, 4.0, 2.0, 0.0, 0.0]
-
-
-def test_cosine_decay() -> None:
+PEAK = 8.0
+HALF = math.sqrt(2) / 2
+RATES: list[tuple[int, dict[str, Any], list[float]]] = [
+    (4, {}, [PEAK] * 6),
+    # warm-up is linear, and its last step is the peak; also of a run that ends within it
+    (6, {"lr_warmup_steps": 4}, [2, 4, 6, 8, 8, 8, 8, 8]),
+    (2, {"lr_warmup_steps": 4}, [2, 4, 6, 8]),
+    # the decay starts after the warm-up, and would reach zero one step after the last
+    (4, {"lr_scheduler": "linear"}, [8, 6, 4, 2, 0, 0]),
+    (6, {"lr_scheduler": "linear", "lr_warmup_steps": 2}, [4, 8, 8, 6, 4, 2, 0, 0]),
     # 4 (1 + cos(pi u / 4)) of u = 0 .. 4
-    half = math.sqrt(2) / 2
-    assert rates(4, lr_scheduler="cosine") == pytest.approx([8.0, 4 * (1 + half), 4.0, 4 * (1 - half), 0.0, 0.0])
+    (4, {"lr_scheduler": "cosine"}, [8, 4 * (1 + HALF), 4, 4 * (1 - HALF), 0, 0]),
+    # decay over a quarter of 8 steps, the last two; a constant rate has none
+    (8, {"lr_scheduler": "linear", "lr_decay_fraction": 0.25}, [PEAK] * 7 + [4, 0, 0]),
+    (8, {"lr_decay_fraction": 0.25}, [PEAK] * 10),
+    (8, {"lr_scheduler": "linear", "lr_warmup_steps": 6}, [PEAK * (u + 1) / 6 for u in range(6)] + [8, 4, 0, 0]),
+]
 
 
-def test_decay_over_the_last_part_of_the_run() -> None:
-    # a quarter of 8 steps: the last two
-    ending = rates(8, lr_scheduler="linear", lr_decay_fraction=0.25)
-    assert ending == [8.0] * 7 + [4.0, 0.0, 0.0]
-    assert rates(8, lr_decay_fraction=0.25) == [8.0] * 10  # a constant rate has no decay
-    late = rates(8, lr_scheduler="linear", lr_decay_fraction=1.0, lr_warmup_steps=6)
-    assert late[5:] == [8.0, 8.0, 4.0, 0.0, 0.0]
+@pytest.mark.parametrize(("total", "settings", "expected"), RATES)
+def test_learning_rates(total: int, settings: dict[str, Any], expected: list[float]) -> None:
+    config = OptimConfig(lr=PEAK, **settings)
+    assert [learning_rate(config, update, total) for update in range(total + 2)] == pytest.approx(expected, rel=1e-12)
 
 
 # --- the optimizer

@@ -54,13 +54,6 @@ def leaves(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def leaf(config: dict[str, Any], key: str) -> Any:
-    value: Any = config
-    for name in key.split("."):
-        value = value[name]
-    return value
-
-
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home folder with the data files that the recipes name, in the schema of VeRL-Omni's scripts."""
@@ -105,10 +98,10 @@ def test_batches_divide(path: Path) -> None:
 @gpu_recipes
 def test_holds_differences_only(path: Path) -> None:
     """The quickstart also spells out defaults, for a newcomer to read."""
-    plain = asdict(load(FlowRLConfig, None, ["model.path=x"]))
-    cfg = asdict(load(FlowRLConfig, str(path), []))
+    plain = dict(leaves(asdict(load(FlowRLConfig, None, ["model.path=x"]))))
+    cfg = dict(leaves(asdict(load(FlowRLConfig, str(path), []))))
     for key, _ in leaves(yaml.safe_load(path.read_text())):
-        assert key == "model.path" or leaf(cfg, key) != leaf(plain, key), f"{path.name}: {key} is the default"
+        assert key == "model.path" or cfg[key] != plain[key], f"{path.name}: {key} is the default"
 
 
 @recipes
@@ -119,27 +112,12 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
     tiny = []
     if path in FOR_GPUS:
         folder = request.getfixturevalue(next(TINY[name] for name in TINY if path.stem.startswith(name)))
-        tiny = [
-            f"model.path={folder}",
-            "model.reference_size=32",
-            "data.max_prompt_length=16",
-            "rollout.height=32",
-            "rollout.width=32",
-        ]
-    cfg = load(
-        FlowRLConfig,
-        str(path),
-        [
-            *tiny,
-            "data.train_batch_size=2",
-            "actor.ppo_mini_batch_size=1",
-            "actor.ppo_micro_batch_size_per_gpu=1",
-            f"rollout.n={max(window, 2)}",
-            "reward.functions=[{name: jpeg_incompressibility}]",  # no two random images have one size
-            "trainer.logger=[]",
-            f"trainer.output_dir={home / 'out'}",
-        ],
-    )
+        tiny = [f"model.path={folder}", "model.reference_size=32", "data.max_prompt_length=16"]
+        tiny += ["rollout.height=32", "rollout.width=32"]
+    tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
+    tiny += [f"rollout.n={max(window, 2)}", "trainer.logger=[]", f"trainer.output_dir={home / 'out'}"]
+    tiny += ["reward.functions=[{name: jpeg_incompressibility}]"]  # no two random images have one size
+    cfg = load(FlowRLConfig, str(path), tiny)
     (result,) = run_ranks(one_step, 1, cfg, timeout=240)
     row, weights = result["row"], result["weights"]
     assert row["actor/first_ratio_error"] == 0

@@ -117,6 +117,14 @@ class FlowRolloutConfig(RolloutConfig):
     val: FlowValRolloutConfig = field(default_factory=FlowValRolloutConfig)
 
 
+# Keys of `rollout` that say nothing about a validation: files may hold them, and --help leaves them out.
+OF_TRAINING_SAMPLES = (
+    *("n", "correction", "correction_limit", "max_num_gen_batches", "init_same_noise", "noise_level"),
+    *("sde_window_size", "sde_window_range", "timestep_fraction", "window_schedule", "window_iters", "window_stride"),
+    "ode_compression",
+)
+
+
 @dataclass
 class FlowActorConfig(ActorConfig):
     """Updates of the policy."""
@@ -177,4 +185,5 @@ class FlowMatchingTaskConfig(FlowRunConfig):
     images; `rollout` and `reward` serve validation, at rollout.height x width.
     """
 
+    rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig, metadata={"unused": OF_TRAINING_SAMPLES})
     flow_matching: FlowMatchingConfig = field(default_factory=FlowMatchingConfig)

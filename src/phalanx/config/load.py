@@ -9,9 +9,10 @@ import difflib
 import importlib
 import importlib.util
 import math
+import operator
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
@@ -30,42 +31,23 @@ class ConfigError(ValueError):
     """A configuration that cannot be used; the message is one line for the user."""
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """Conditions on a value beyond its type."""
-
-    choices: tuple[str, ...] | None = None
-    ge: float | None = None
-    gt: float | None = None
-    lt: float | None = None
-    le: float | None = None
-
-    def complaint(self, value: Any) -> str | None:
-        """What was expected instead of `value`, or None where it is right."""
-        if isinstance(value, float) and math.isnan(value):
-            return "a number"
-        if self.choices is not None and value not in self.choices:
-            return f"one of {', '.join(self.choices)}"
-        if self.ge is not None and not value >= self.ge:
-            return f"at least {self.ge:g}"
-        if self.gt is not None and not value > self.gt:
-            return f"more than {self.gt:g}"
-        if self.lt is not None and not value < self.lt:
-            return f"less than {self.lt:g}"
-        if self.le is not None and not value <= self.le:
-            return f"at most {self.le:g}"
-        return None
+LIMITS = {
+    "ge": (operator.ge, "at least"),
+    "gt": (operator.gt, "more than"),
+    "lt": (operator.lt, "less than"),
+    "le": (operator.le, "at most"),
+}
 
 
-PLAIN: dict[str, Any] = {"help": "", "path": False, "bounds": Bounds()}  # of a field that `arg` did not make
-
-
-def arg(default: Any, help: str, *, path: bool = False, **bounds: Any) -> Any:
-    """A dataclass field with its meaning and, optionally, choices, ge, gt, lt and le; in a `path`, ~ is the home."""
-    metadata = {"help": help, "path": path, "bounds": Bounds(**bounds)}
+def arg(default: Any, help: str, *, path: bool = False, choices: Sequence[str] = (), **limits: float) -> Any:
+    """A dataclass field with its meaning and, optionally, choices and the LIMITS; in a `path`, ~ is the home."""
+    metadata = {"help": help, "path": path, "choices": choices, "limits": limits}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+PLAIN = dict(arg(None, "").metadata)  # of a field that `arg` did not make
 
 
 # --- names that stand for modules
@@ -296,7 +278,7 @@ def rows(schema: Any, prefix: str = "", defaults: Any = None) -> Iterator[Row]:
             yield from rows(hint, f"{key}.", default)
             continue
         meta = PLAIN | f.metadata
-        choices = meta["bounds"].choices
+        choices = meta["choices"]
         text = default if isinstance(default, str) else shown(default)
         yield Row(
             key,
@@ -313,8 +295,11 @@ def help_text(
 ) -> str:
     """The text of --help: the lines of its `options`, and every key with its type, default and meaning."""
     lines = [description.strip(), "", USAGE, *(f"  {line}" for line in options), ""]
+    unused = {f"{f.name}.{key}" for f in fields(schema) if "unused" in f.metadata for key in f.metadata["unused"]}
     section = ""
     for row in rows(_with_named_sections(schema, _user(schema, path, overrides))):
+        if row.key in unused:
+            continue
         head = row.key.split(".")[0]
         if head != section:
             lines += ["", head]
@@ -379,12 +364,25 @@ def _finish(section: Any, prefix: str) -> None:
             for i, element in enumerate(value):
                 _finish(element, f"{key}[{i}].")
         elif value is not None:
-            complaint = meta["bounds"].complaint(value)
+            complaint = _complaint(value, meta)
             if complaint:
-                near = nearest(str(value), meta["bounds"].choices or ())
+                near = nearest(str(value), meta["choices"])
                 raise ConfigError(f"{key}: expected {complaint}, got {value!r}{near}")
             if meta["path"] and value.startswith("~"):
                 setattr(section, f.name, str(Path(value).expanduser()))
+
+
+def _complaint(value: Any, meta: dict[str, Any]) -> str | None:
+    """What was expected instead of `value`, or None where it is right."""
+    if isinstance(value, float) and math.isnan(value):
+        return "a number"
+    if meta["choices"] and value not in meta["choices"]:
+        return f"one of {', '.join(meta['choices'])}"
+    for name, limit in meta["limits"].items():
+        holds, words = LIMITS[name]
+        if not holds(value, limit):
+            return f"{words} {limit:g}"
+    return None
 
 
 def _one_line(error: OmegaConfBaseException) -> str:

@@ -68,8 +68,7 @@ def agree(error: str | None, stop: int) -> tuple[str | None, int]:
 
 
 def to_first(value: Tensor, source: int) -> None:
-    """Fill rank 0's `value` with that of `source`, a contiguous CPU tensor of the same shape and
-    dtype.
+    """Fill rank 0's `value` with that of `source`, a contiguous CPU tensor of the same shape and dtype.
 
     A gather would need memory for every rank's on rank 0. The other ranks may skip this call.
     """

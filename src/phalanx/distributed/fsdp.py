@@ -42,13 +42,11 @@ class Sharded:
         self._copies: dict[str, tuple[nn.Parameter, Tensor]] = {}
         trained = _trained(module)
         if world.shard_size > 1:
-            # LoRA matrices are small: replicated, they need no gathering, and one message per step
-            # sums their gradients. A fully trained model is never small, so it is always sharded.
-            has_frozen = len(trained) < sum(1 for _ in module.parameters())
-            replicate = config.lora_sharding == "replicate" and has_frozen
-            replicated = list(trained) if replicate else []
-            ignored = {trained[name] for name in replicated}
-            _fully_shard(module, blocks, world, config, dtype, ignored)
+            # LoRA matrices are small: replicated, they need no gathering, and one message per step sums their
+            # gradients. A fully trained model is never small, so it is always sharded.
+            has_frozen = len(trained) < len(list(module.parameters()))
+            replicated = list(trained) if config.lora_sharding == "replicate" and has_frozen else []
+            self._fully_shard(blocks, dtype, {trained[name] for name in replicated})
             self._fsdp = [m for m in module.modules() if isinstance(m, FSDPModule)]
             trained = _trained(module)  # fully_shard has put DTensors in the parameters' place
         else:
@@ -59,9 +57,48 @@ class Sharded:
             self.parameters[name] = self._own(name, trained[name], dtype)
         self._replicated = [self.parameters[name] for name in replicated]
         inner = {id(p) for block in blocks for p in block.parameters()}
-        matrices = {name: p for name, p in trained.items() if p.dim() >= 2}
-        self.hidden_matrices = {name for name, p in matrices.items() if id(p) in inner}
+        self.hidden_matrices = {name for name, p in trained.items() if p.dim() >= 2 and id(p) in inner}
         self.copy_to_module()
+
+    def _fully_shard(self, blocks: list[nn.Module], dtype: torch.dtype, ignored: set[nn.Parameter]) -> None:
+        """Shard the blocks, then the root; LoRA matrices belong to the block that they are in."""
+        precision = MixedPrecisionPolicy(
+            param_dtype=dtype,
+            # in bfloat16, a sum over many ranks would lose the small ones
+            reduce_dtype=torch.float32,
+            # A timestep in bfloat16 has three digits left. The models cast what they want cast, as they
+            # do where the weights are replicated and FSDP is not there to cast for them.
+            cast_forward_inputs=False,
+        )
+        offload = OffloadPolicy()
+        if self.config.param_offload:
+            # pinned memory is what lets copies to a GPU run beside its computing
+            offload = CPUOffloadPolicy(pin_memory=self.world.device.type == "cuda")
+        # Inner modules first: fully_shard takes the parameters that no unit below has taken, so the
+        # root gets what is outside the blocks. A unit is gathered as a whole; with one per block, about
+        # two blocks' weights are whole at a time, one that computes and the next one on its way.
+        for i, unit in enumerate([*blocks, self.module]):
+            # One by one, so that a model larger than the device is never whole on it. Not with offload:
+            # the root's turn would bring the blocks' shards along, which are to stay on the CPU.
+            if not self.config.param_offload:
+                unit.to(self.world.device)
+            fully_shard(
+                unit,
+                mesh=self.world.mesh,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=self.config.reshard_after_forward and i < len(blocks),
+                ignored_params=ignored,
+            )
+        for m in self.module.modules():
+            for name, buffer in m.named_buffers(recurse=False):
+                # only parameters are offloaded; a buffer is used where it is
+                setattr(m, name, buffer.to(self.world.device))
+            if isinstance(m, FSDPModule):
+                # FSDP2 averages by default; here the loss's weights hold the denominator. Without the
+                # second call it would sum by PREMUL_SUM(1.0), which gloo does not have.
+                m.set_gradient_divide_factor(1.0)
+                m.set_force_sum_reduction_for_comms(True)
 
     def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The optimizer's tensor of a replicated parameter: a copy where that is not in `dtype`."""
@@ -81,37 +118,27 @@ class Sharded:
     @contextmanager
     def unsharded(self) -> Iterator[None]:
         """Gather all weights once and keep them, for many forward passes without a gradient."""
-        if not self._fsdp:
-            yield
-            return
-        if not self.config.rollout_unsharded:
-            try:
-                yield
-            finally:
-                self.reshard()
-            return
-        # A rollout calls the module dozens of times between two updates, and each call would gather
-        # every block anew. FSDP frees a block after its forward pass, so it has to be told not to;
-        # setting the root is enough, as the call recurses, while unshard() does not.
-        self._fsdp[0].set_reshard_after_forward(False)
-        for m in self._fsdp:
+        # A rollout calls the module dozens of times between two updates, and each call would gather every block anew.
+        # FSDP frees a block after its forward pass, so it has to be told not to; setting the root is enough, as the
+        # call recurses, while unshard() does not.
+        gathered = self._fsdp if self.config.rollout_unsharded else []
+        if gathered:
+            gathered[0].set_reshard_after_forward(False)
+        for m in gathered:
             m.unshard()
         try:
             yield
         finally:
-            self._restore_resharding()
+            for i, m in enumerate(gathered):
+                # The root's own weights (embeddings, the last layer) are used at both ends of a forward pass, and its
+                # backward follows at once: freeing them would only gather them again.
+                m.set_reshard_after_forward(self.config.reshard_after_forward and i > 0, recurse=False)
             self.reshard()
 
     def reshard(self) -> None:
         """Free gathered weights: they would not follow a change of their shards."""
         for m in self._fsdp:
             m.reshard()
-
-    def _restore_resharding(self) -> None:
-        for i, m in enumerate(self._fsdp):
-            # The root's own weights (embeddings, the last layer) are used at both ends of a forward
-            # pass, and its backward follows at once: freeing them would only gather them again.
-            m.set_reshard_after_forward(self.config.reshard_after_forward and i > 0, recurse=False)
 
     def set_last_micro_batch(self, last: bool) -> None:
         """Before a backward pass: reduce gradients only if it is the last of the optimizer step."""
@@ -128,19 +155,16 @@ class Sharded:
         """
         if not self._replicated:
             return
-        gradients: list[Tensor] = []
+        # all ranks must send equally much, also for what a rank's samples did not use
         for t in self._replicated:
-            # all ranks must send equally much, also for what a rank's samples did not use
-            if t.grad is None:
-                t.grad = torch.zeros_like(t)
-            gradients.append(t.grad)
+            t.grad = torch.zeros_like(t) if t.grad is None else t.grad
         if self.world.size == 1:
             return
         # one message for all: hundreds of LoRA matrices would each pay the network's latency
+        gradients = [t.grad for t in self._replicated if t.grad is not None]
         flat = torch.cat([grad.float().flatten() for grad in gradients])
         dist.all_reduce(flat)
-        parts = flat.split([grad.numel() for grad in gradients])
-        for grad, part in zip(gradients, parts, strict=True):
+        for grad, part in zip(gradients, flat.split([grad.numel() for grad in gradients]), strict=True):
             grad.copy_(part.view_as(grad))
 
     @torch.no_grad()
@@ -178,8 +202,7 @@ def as_part_of(part: Tensor, whole: Tensor) -> Tensor:
     """A local `part` as the DTensor that `whole` is, to save or load; unchanged if it is none."""
     if not isinstance(whole, DTensor):
         return part
-    # DTensor.from_local would copy a part that is kept on the CPU to the mesh's device, and a load
-    # would fill the copy
+    # DTensor.from_local would copy a part that is kept on the CPU to the mesh's device, and a load would fill the copy
     meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
     spec = DTensorSpec(whole.device_mesh, whole.placements, meta)
     return DTensor(part, spec, requires_grad=False)
@@ -198,51 +221,3 @@ def _accumulate(param: Tensor, copy: Tensor) -> None:
     else:
         copy.grad += param.grad
     param.grad = None
-
-
-def _fully_shard(
-    module: nn.Module,
-    blocks: list[nn.Module],
-    world: World,
-    config: ParallelConfig,
-    dtype: torch.dtype,
-    ignored: set[nn.Parameter],
-) -> None:
-    """Shard the blocks, then the root; LoRA matrices belong to the block that they are in."""
-    precision = MixedPrecisionPolicy(
-        param_dtype=dtype,
-        # in bfloat16, a sum over many ranks would lose the small ones
-        reduce_dtype=torch.float32,
-        # A timestep in bfloat16 has three digits left. The models cast what they want cast, as they
-        # do where the weights are replicated and FSDP is not there to cast for them.
-        cast_forward_inputs=False,
-    )
-    offload = OffloadPolicy()
-    if config.param_offload:
-        # pinned memory is what lets copies to a GPU run beside its computing
-        offload = CPUOffloadPolicy(pin_memory=world.device.type == "cuda")
-    # Inner modules first: fully_shard takes the parameters that no unit below has taken, so the
-    # root gets what is outside the blocks. A unit is gathered as a whole; with one per block, about
-    # two blocks' weights are whole at a time, one that computes and the next one on its way.
-    for i, unit in enumerate([*blocks, module]):
-        # One by one, so that a model larger than the device is never whole on it. Not with offload:
-        # the root's turn would bring the blocks' shards along, which are to stay on the CPU.
-        if not config.param_offload:
-            unit.to(world.device)
-        fully_shard(
-            unit,
-            mesh=world.mesh,
-            mp_policy=precision,
-            offload_policy=offload,
-            reshard_after_forward=config.reshard_after_forward and i < len(blocks),
-            ignored_params=ignored,
-        )
-    for m in module.modules():
-        for name, buffer in m.named_buffers(recurse=False):
-            # only parameters are offloaded; a buffer is used where it is
-            setattr(m, name, buffer.to(world.device))
-        if isinstance(m, FSDPModule):
-            # FSDP2 averages by default; here the loss's weights hold the denominator. Without the
-            # second call it would sum by PREMUL_SUM(1.0), which gloo does not have.
-            m.set_gradient_divide_factor(1.0)
-            m.set_force_sum_reduction_for_comms(True)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,10 @@ from phalanx.config import ConfigError
 from phalanx.config.run import ParallelConfig, RunConfig
 from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object
+from phalanx.distributed.placement import near_divisors
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -86,13 +89,9 @@ def shard_size(config: ParallelConfig, launch: Launch) -> int:
     # while gradients cross nodes once per optimizer step.
     width = config.fsdp_size or launch.local_world_size
     if launch.world_size % width:
-        divisors = [n for n in range(1, launch.world_size + 1) if launch.world_size % n == 0]
-        below = max(n for n in divisors if n <= width)
-        above = min((n for n in divisors if n >= width), default=launch.world_size)
-        near = " or ".join(str(n) for n in sorted({below, above}))
         raise ConfigError(
             f"parallel.fsdp_size: {width} does not divide the world's {launch.world_size} ranks; "
-            f"nearest that does: {near}"
+            f"nearest that does: {near_divisors(launch.world_size, width)}"
         )
     return width
 
@@ -113,6 +112,15 @@ def check_sharding(optimizer: str, config: ParallelConfig, launch: Launch) -> No
         )
 
 
+def check(cfg: RunConfig, plan: Callable[[int], T]) -> T:
+    """What `plan(world_size)` makes of this world; refuses what it cannot run (ConfigError)."""
+    launch = Launch.from_env()
+    check_sharding(cfg.optim.name, cfg.parallel, launch)
+    found = plan(launch.world_size)
+    check_elastic(cfg, launch, plan)
+    return found
+
+
 def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[int], object]) -> None:
     """Refuse what a job with restarts cannot do, and warn of world sizes that it cannot run with.
 
@@ -122,9 +130,8 @@ def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[int], object]
     resume = cfg.trainer.resume
     if resume != "auto" and (launch.max_restarts > 0 or launch.nodes):
         raise ConfigError(
-            f"trainer.resume: {resume!r} would begin from there again whenever the ranks are "
-            "restarted (MAX_RESTARTS, or a range of NNODES); "
-            "expected auto, with a trainer.output_dir of its own"
+            f"trainer.resume: {resume!r} would begin from there again whenever the ranks are restarted (MAX_RESTARTS, "
+            "or a range of NNODES); expected auto, with a trainer.output_dir of its own"
         )
     for size in launch.worlds():
         if size == launch.world_size:
@@ -156,16 +163,14 @@ def start(config: ParallelConfig) -> World:
         torch.cuda.set_device(device)
     # gloo serves tensors on the CPU (rewards, prompts, counts), so they need no copy to a GPU
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if not dist.is_initialized():
-        if "RANK" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            # `python tasks/...` without a launcher: a world of one, without a port to listen on
-            store = dist.HashStore()
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
-    # Ranks are numbered node by node and the last axis counts fastest, so that a shard axis of one
-    # node's ranks lies within a node. FSDP2 takes both axes for HSDP: it gathers weights along
-    # `shard`, and reduces gradients along both.
+    if not dist.is_initialized() and "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    elif (
+        not dist.is_initialized()
+    ):  # `python tasks/...` without a launcher: a world of one, without a port to listen on
+        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    # Ranks are numbered node by node and the last axis counts fastest, so that a shard axis of one node's ranks lies
+    # within a node. FSDP2 takes both axes for HSDP: it gathers weights along `shard`, and reduces gradients along both.
     shape = (launch.world_size // width, width)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
     for group in mesh.get_all_groups():  # subgroups do not inherit the default group's limit
@@ -189,9 +194,8 @@ def _watch(launch: Launch, timeout_s: float) -> watchdog.Watch:
     if launch.world_size > 1 and "MASTER_ADDR" in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         patience = timedelta(seconds=10)
-        # A TCPStore client serves one call at a time. Torch's own is busy while a group connects;
-        # and of these two, one carries the signs of life, which a dead host may block for ever,
-        # and the other what must still be said then.
+        # A TCPStore client serves one call at a time. Torch's own is busy while a group connects; and of these two, one
+        # carries the signs of life, which a dead host may block for ever, and the other what must still be said then.
         for _ in range(2):
             client = dist.TCPStore(address, port, wait_for_workers=False, timeout=patience)
             stores.append(dist.PrefixStore(f"watch/{name}", client))

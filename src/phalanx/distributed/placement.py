@@ -65,8 +65,12 @@ def _blocks(ranks: range, size: int) -> list[tuple[int, ...]]:
 
 def _check_divides(tp: int, ranks: int, whose: str) -> None:
     if ranks % tp:
-        fitting = [n for n in range(1, ranks + 1) if ranks % n == 0]
-        below = max(n for n in fitting if n <= tp)
-        above = min((n for n in fitting if n >= tp), default=below)
-        near = " or ".join(str(n) for n in sorted({below, above}))
+        near = near_divisors(ranks, tp)
         raise ConfigError(f"reward.model.tensor_parallel_size: {tp} does not divide {whose}; nearest that does: {near}")
+
+
+def near_divisors(count: int, number: int) -> str:
+    """The divisors of `count` just below and above a number that is none: "2 or 4", or one where there is no other."""
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    near = [*[n for n in divisors if n < number][-1:], *[n for n in divisors if n > number][:1]]
+    return " or ".join(map(str, near))

@@ -22,8 +22,7 @@ def fold_in(*names: int | str) -> int:
 def normal(shape: tuple[int, ...], seed: int, device: torch.device) -> Tensor:
     """Standard normal float32 values of `shape` from the stream `seed`.
 
-    A CPU's generator takes the lower 32 bits of the seed, so two streams are equal once in 4e9
-    pairs.
+    A CPU's generator takes the lower 32 bits of the seed, so two streams are equal once in 4e9 pairs.
     """
     if device.type == "meta":  # shapes alone, for a plan
         return torch.empty(shape, device=device)

@@ -1,10 +1,8 @@
-"""vLLM beside training in one process: its groups are cut from our world, and what it changes is
-undone.
+"""vLLM beside training in one process: its groups are cut from our world, and what it changes is undone.
 
-vLLM keeps its groups in globals of `parallel_state`, one set per process, and would cut the whole
-world by one tensor parallel size. Here each engine has a set of its own, which stands in those
-globals only while the engine is built or called. It knows no more of the world than the ranks of
-its replica, so a model may be on some of the ranks only.
+vLLM keeps its groups in globals of `parallel_state`, one set per process, and would cut the whole world by one tensor
+parallel size. Here each engine has a set of its own, which stands in those globals only while the engine is built or
+called. It knows no more of the world than the ranks of its replica, so a model may be on some of the ranks only.
 """
 
 import os
@@ -36,8 +34,7 @@ GLOBALS = ("_WORLD", "_NODE_COUNT", *SHARED, *ALONE)
 class VllmGroups:
     """The groups of one engine, on the tensor parallel `ranks`, this rank among them.
 
-    All ranks of the world make one at the same point; a rank without a part of the model gives
-    itself alone.
+    All ranks of the world make one at the same point; a rank without a part of the model gives itself alone.
     """
 
     def __init__(self, ranks: Sequence[int], local_rank: int, timeout_s: float) -> None:
@@ -98,11 +95,9 @@ def _new_group(function: Callable[..., Any]) -> Iterator[None]:
 
 @contextmanager
 def as_before() -> Iterator[None]:
-    """Undo what vLLM changes for the whole process, so that training is the same with it and
-    without.
+    """Undo what vLLM changes for the whole process, so that training is the same with it and without.
 
-    That is random states, threads, matmul precision, environment, and the stream that this thread's
-    kernels go to.
+    That is random states, threads, matmul precision, environment, and the stream that this thread's kernels go to.
     """
     environment = dict(os.environ)
     numbers, arrays = random.getstate(), np.random.get_state()

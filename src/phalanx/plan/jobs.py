@@ -25,7 +25,7 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training import flow_rl
 from phalanx.training.batches import BatchPlan
 from phalanx.training.flow_matching import ENCODED_TOGETHER
-from phalanx.training.parts import Parts
+from phalanx.training.flow_parts import FlowParts
 from phalanx.training.teacher import LoadedFlowTeacher, about, check_kind, teacher_model, teacher_rollout
 from phalanx.types import Prompt, Teacher
 
@@ -82,7 +82,7 @@ def planned(cfg: FlowRunConfig, cluster: Cluster) -> Planned:
     policy = planned_policy(cfg, world, ledger, detach_uncond=rl is not None and rl.actor.detach_uncond)
     layout = Layout.of(policy, cfg.parallel, cluster.ranks, width_of(cfg, cluster))
     rollout = _rollout(cfg, policy, plan)
-    parts, rows = Parts(world, None, policy, rollout, {}), _rows(policy, cfg.data.train_batch_size)
+    parts, rows = FlowParts(world, None, policy, rollout, {}), _rows(policy, cfg.data.train_batch_size)
     algorithm = algorithms.build(rl.algorithm) if rl is not None else None
     teachers = (
         [_teacher(t, cfg, policy, rollout.micro_batch_size, cluster) for t in algorithm.teachers] if algorithm else []
@@ -95,7 +95,7 @@ def planned(cfg: FlowRunConfig, cluster: Cluster) -> Planned:
                 loaded = {teacher.name: teacher.loaded for teacher in teachers}
                 job = RLRehearsal(ledger, layout, cfg, plan, algorithm, parts, stream, loaded)
             else:
-                job = FlowMatchingRehearsal(ledger, layout, cfg, _Images(cfg), parts, policy, rollout)
+                job = FlowMatchingRehearsal(ledger, layout, cfg, _Images(cfg), parts)
         if validates(cfg):
             few = _rows(policy, -(-rollout.micro_batch_size // cfg.rollout.val.n))
             job.run_validation([Prompt(row.text, i, row.meta) for i, row in enumerate(few)])
@@ -156,17 +156,13 @@ def _teacher(
     teacher: Teacher, cfg: FlowRunConfig, student: PlannedPolicy, micro: int, cluster: Cluster
 ) -> PlannedTeacher:
     """As phalanx.training.teacher.load_teacher, but that text encoders of equal shapes are taken for equal."""
-    try:
+    with about(teacher):
         folder = fetch(teacher.path)
         kind = read_index(Path(folder))["_class_name"]
-    except ValueError as error:
-        raise about(teacher, error) from error
     check_kind(teacher, kind, read_index(Path(cfg.model.path))["_class_name"])
     own = replace(cfg, model=teacher_model(cfg.model, folder))
-    try:
+    with about(teacher):
         policy = planned_policy(own, student.world, student.ledger, detach_uncond=False, frozen=True)
-    except ValueError as error:
-        raise about(teacher, error) from error
     ours, theirs = ([t.shape for t in tensors(p.model.text_encoders)] for p in (student, policy))
     policy.share(student, text=ours == theirs)
     rollout = PolicyRollout(policy, teacher_rollout(cfg.rollout, teacher, policy.model), student.world, micro)

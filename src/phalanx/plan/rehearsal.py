@@ -46,7 +46,7 @@ class Rehearsal(Run):
         self.learner = self.make_learner(total_updates, ema, averages)
         self.updates = self.micro_batches = 0
         self._summed = False
-        away = self.base_cfg.parallel.param_offload  # FSDP takes them to the host with their weights
+        away = self.cfg.parallel.param_offload  # FSDP takes them to the host with their weights
         self._gradients = {w.name: 0 if w.sharded and away else self.layout.gradient(w) for w in self.layout.trained}
         for name, p in self.policy.trained.module.named_parameters():
             if p.requires_grad:
@@ -126,7 +126,7 @@ class FlowMatchingRehearsal(Rehearsal, FlowMatching):
 
     def flops(self) -> int:
         """Floating-point operations of a step on all ranks."""
-        model, r, length = self.flow.model, self.cfg.rollout, self.cfg.data.max_prompt_length
+        model, r, length = self.policy.model, self.cfg.rollout, self.cfg.data.max_prompt_length
         return step_flops(
             model.flops(r.height, r.width, model.most_tokens(length, r.height, r.width)),
             samples=self.cfg.data.train_batch_size,
@@ -135,6 +135,6 @@ class FlowMatchingRehearsal(Rehearsal, FlowMatching):
             cfg=False,
             lora=self.policy.trained.lora,
             checkpointing=self.cfg.model.gradient_checkpointing,
-            views=0,
+            references=0,
             detach_uncond=False,
         )

@@ -82,7 +82,7 @@ def step_flops(
     updates_per_sample: float = 1,
     lora: bool,
     checkpointing: bool,
-    views: float,
+    references: float,
     detach_uncond: bool,
 ) -> int:
     """FLOPs of a training step on all ranks, from those of a sample's pass of one guidance branch.
@@ -91,8 +91,7 @@ def step_flops(
     passes:
 
     - rollout: `steps * branches`;
-    - each of `views`, the passes of a sample with other weights (such as the reference's): `window
-      * branches`;
+    - each of `references`, the passes of a sample with other weights: `window * branches`;
     - each of `updates_per_sample` updates (`ppo_epochs`), for each of the `window` trained steps:
       `branches` for the replay, and for every branch that has a gradient (one of two if
       `detach_uncond`) 2 for the backward pass of a full fine-tune or 1 for a LoRA, and 1 more for
@@ -107,9 +106,9 @@ def step_flops(
     grad_branches = 1 if detach_uncond else branches
     backward = (1 if lora else 2) + (1 if checkpointing else 0)
     rollout = steps * branches
-    anchors = views * window * branches
+    others = references * window * branches
     update = window * (branches + grad_branches * backward)
-    return round(forward * samples * (rollout + anchors + updates_per_sample * update))
+    return round(forward * samples * (rollout + others + updates_per_sample * update))
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:

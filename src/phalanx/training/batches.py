@@ -14,11 +14,10 @@ from phalanx.types import Algorithm
 class BatchPlan:
     """Numbers of one training step.
 
-    samples of all ranks; per_rank; updates: optimizer steps per pass over them; micro: samples of a
-    forward and backward pass; actions: rows of each sample in it; rollout_micro: samples of a
-    rollout micro-batch; exact: rollout and replay run at equal shapes, so that their log-probs
-    agree to the last bit. epochs: passes over the samples; forward: each of them trains on samples
-    that are corrupted anew.
+    samples of all ranks; per_rank; updates: optimizer steps per pass over them; micro: samples of a forward and
+    backward pass; actions: rows of each sample in it; rollout_micro: samples of a rollout micro-batch; exact: rollout
+    and replay run at equal shapes, so that their log-probs agree to the last bit. epochs: passes over the samples;
+    forward: each of them trains on samples that are corrupted anew.
 
     A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one.
     """
@@ -46,25 +45,10 @@ class BatchPlan:
         return math.ceil(self.units // self.updates / self.micro_units)
 
     @property
-    def view_rounds(self) -> int:
-        """Times per step that other weights see the samples that are trained."""
+    def reference_samples(self) -> int:
+        """Samples of a rank that each of the references sees per step, counted each time."""
         # once, as for them nothing changes between two passes; but noise is fresh in each pass
-        return self.epochs if self.forward else 1
-
-    @property
-    def view_passes(self) -> int:
-        """Micro-batches of a rank that each of the other weights sees per step."""
-        return self.view_rounds * math.ceil(self.units / self.micro_units)
-
-    @property
-    def view_micro(self) -> int:
-        """Samples of the first of them, which is the largest."""
-        return min(self.micro_units, self.units) * self.together
-
-    @property
-    def viewed(self) -> int:
-        """Samples of a rank that each of the other weights sees per step, counted each time."""
-        return self.view_rounds * self.units * self.together
+        return (self.epochs if self.forward else 1) * self.units * self.together
 
     @property
     def trained(self) -> int:
@@ -79,8 +63,7 @@ class BatchPlan:
 def plan(cfg: RLConfig, algorithm: Algorithm, world_size: int, *, actions: int = 1) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven.
 
-    `actions`: rows of a forward pass for each sample in training, where rollout and replay are to
-    have equal shapes.
+    `actions`: rows of a forward pass for each sample in training, where rollout and replay are to have equal shapes.
     """
     numbers = _Numbers(
         world=world_size,
@@ -138,10 +121,6 @@ def check_run(cfg: RunConfig) -> None:
         raise ConfigError("trainer.total_training_steps: null needs trainer.total_epochs; set one of them")
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
         raise ConfigError(f"optim.betas: {cfg.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]")
-    if cfg.parallel.param_offload and cfg.parallel.fsdp_size == 1:
-        raise ConfigError(
-            "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
-        )
     if cfg.trainer.test_freq > 0 and not cfg.data.val_files:
         raise ConfigError(f"trainer.test_freq: {cfg.trainer.test_freq} needs data.val_files; give some, or -1")
     for key, value in (("save_freq", cfg.trainer.save_freq), ("test_freq", cfg.trainer.test_freq)):
@@ -225,23 +204,15 @@ class _Numbers:
             if near:
                 return f"{_KEYS[key]}={near}"
         # No number helps on its own, so two are changed, the first of them as little as possible.
-        if self.together > 1:
-            return self._whole_prompts()
-        for mini in sorted(_divisors(self.prompts), key=lambda d: abs(d - self.mini)):
-            near = replace(self, mini=mini)._near("n")
-            if near:
-                return f"{_KEYS['mini']}={mini} with {_KEYS['n']}={near}"
-        raise AssertionError(f"some number of samples always fits: {self}")
-
-    def _whole_prompts(self) -> str:
-        """The nearest prompts of an optimizer step, and of a training step, that fit the ranks."""
-        # world x micro always works, so the search ends
-        minis = range(self.world, self.mini + self.world * (self.micro + 1), self.world)
+        if self.together > 1:  # world x micro whole prompts always fit the ranks
+            minis, other = list(range(self.world, self.mini + self.world * (self.micro + 1), self.world)), "prompts"
+        else:
+            minis, other = [d for d in range(1, self.prompts + 1) if self.prompts % d == 0], "n"
         for mini in sorted(minis, key=lambda m: abs(m - self.mini)):
-            near = replace(self, mini=mini)._near("prompts")
+            near = replace(self, mini=mini)._near(other)
             if near:
-                return f"{_KEYS['mini']}={mini} with {_KEYS['prompts']}={near}"
-        raise AssertionError(f"some number of prompts always fits: {self}")
+                return f"{_KEYS['mini']}={mini} with {_KEYS[other]}={near}"
+        raise AssertionError(f"some numbers always fit: {self}")
 
     def _near(self, key: str) -> str:
         """The nearest values of a number that work, below and above: "4 or 6"; empty for none."""
@@ -256,13 +227,10 @@ class _Numbers:
         }
         own, last = bounds[key]
         first = _SMALLEST_GROUP if key == "n" else 1
-        below = next((v for v in range(own - 1, first - 1, -1) if self._works(key, v)), None)
-        above = next((v for v in range(own + 1, last + 1) if self._works(key, v)), None)
+
+        def works(value: int) -> bool:
+            return replace(self, **{key: value}).problem() is None
+
+        below = next((v for v in range(own - 1, first - 1, -1) if works(v)), None)
+        above = next((v for v in range(own + 1, last + 1) if works(v)), None)
         return " or ".join(str(v) for v in (below, above) if v is not None)
-
-    def _works(self, key: str, value: int) -> bool:
-        return replace(self, **{key: value}).problem() is None
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]

@@ -1,9 +1,8 @@
 """Checkpoints: sharded (torch.distributed.checkpoint), written beside the training, and atomic.
 
-A checkpoint is the folder `checkpoints/step_000010`. It is written as `step_000010.tmp` and renamed
-once every rank is done; its `meta.json`, written last, lists all files with sizes and checksums.
-Only what is trained is saved: weights, the optimizer's state, the moving average, and the run's
-counters. Nothing in it depends on the number of ranks.
+A checkpoint is the folder `checkpoints/step_000010`. It is written as `step_000010.tmp` and renamed once every rank is
+done; its `meta.json`, written last, lists all files with sizes and checksums. Only what is trained is saved: weights,
+the optimizer's state, the moving average, and the run's counters. Nothing in it depends on the number of ranks.
 """
 
 import json
@@ -52,20 +51,15 @@ def trained_state(
 
     `averages`: other weights by name.
     """
-    # Moments and averages are local tensors. As parts of DTensors they are saved once each, and can
-    # be loaded into any other layout.
-    state: dict[str, Any] = {"model": {name: p.detach() for name, p in parameters.items()}, "optim": {}}
+    # Moments and averages are local tensors. As parts of DTensors they are saved once each, and can be loaded into any
+    # other layout. AdamW's count of steps is one number, the same for all parts.
+    moments: dict[str, dict[str, Tensor]] = {}
     for name, p in parameters.items():
-        own = optimizer[name]
-        state["optim"][name] = {}
-        for key, value in own.items():
-            # AdamW's count of steps is one number, the same for all parts
-            whole = value.dim() == 0
-            state["optim"][name][key] = value if whole else as_part_of(value, p)
+        own = optimizer[name].items()
+        moments[name] = {key: value if value.dim() == 0 else as_part_of(value, p) for key, value in own}
+    state: dict[str, Any] = {"model": {name: p.detach() for name, p in parameters.items()}, "optim": moments}
     for average, values in averages.items():
-        state[average] = {}
-        for name, value in values.items():
-            state[average][name] = as_part_of(value, parameters[name])
+        state[average] = {name: as_part_of(value, parameters[name]) for name, value in values.items()}
     return state
 
 
@@ -158,15 +152,17 @@ class Checkpointer:
         passed: list[Path] = []
         while True:
             # Rank 0 looks and tells the others: a network's disk may show them another state.
-            answer: tuple[str | None, str | None] = (None, None)
+            answer: Path | ValueError | None = None
             if self.world.rank == 0:
-                answer = self._locate(resume, passed)
-            found, error = broadcast_object(answer)
-            if error is not None:
-                raise ValueError(error)
-            if found is None:
+                try:
+                    answer = self._locate(resume, passed)
+                except ValueError as error:
+                    answer = error
+            folder = broadcast_object(answer)
+            if isinstance(folder, ValueError):
+                raise folder
+            if folder is None:
                 return None
-            folder = Path(found)
             # checksums want every byte read, which the ranks share
             said = all_gather_object(damaged(folder, self.world.rank, self.world.size))
             problem = next((problem for problem in said if problem is not None), None)
@@ -177,26 +173,27 @@ class Checkpointer:
             log.warning("checkpoint %s is passed over: %s", folder, problem)
             passed.append(folder)
 
-    def _locate(self, resume: str, passed: Collection[Path]) -> tuple[str | None, str | None]:
+    def _locate(self, resume: str, passed: Collection[Path]) -> Path | None:
+        """On rank 0: as `locate`, by sizes and signatures alone, and but for those of `passed`."""
         if resume == "never":
-            return None, None
+            return None
         if resume == "auto":
             folder = find(self.root, passed)
             if folder is None:
-                return None, None
+                return None
         else:
             folder = Path(resume).expanduser()
             problem = complete(folder) if folder.is_dir() else "no such folder"
             if problem is not None:
-                return None, f"trainer.resume: {resume!r} cannot be used: {problem}"
+                raise ValueError(f"trainer.resume: {resume!r} cannot be used: {problem}")
         saved = read_meta(folder)["signature"]
         for key, value in self.signature.items():
             if saved.get(key) != value:
-                return None, (
+                raise ValueError(
                     f"trainer.resume: {folder} holds {key} {saved.get(key)}, this run has {value}; "
                     "give another trainer.output_dir, or trainer.resume=never"
                 )
-        return str(folder), None
+        return folder
 
     def load(self, folder: Path, state: dict[str, Any]) -> Progress:
         """Fill `state` in place, whatever the number of ranks that saved it.
@@ -228,14 +225,9 @@ class Checkpointer:
             return
         # copies: training goes on and changes them before they are written
         meta = {"progress": asdict(progress), "signature": self.signature}
-        # Its collectives run in a thread beside those of training. On one group the two could meet
-        # in another order on another rank, so the checkpoint has a group of its own.
-        group = self.world.checkpoint_group
-        response: Any = dcp.async_save(state, checkpoint_id=str(part), process_group=group)
-        arguments = (response, part, final, meta)
-        # a daemon, since a rank that fails must not wait for a disk: what is half-written is passed
-        # over
-        self._pending = threading.Thread(target=self._finish, args=arguments, daemon=True)
+        response: Any = dcp.async_save(state, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
+        # a daemon, since a rank that fails must not wait for a disk: what is half-written is passed over
+        self._pending = threading.Thread(target=self._finish, args=(response, part, final, meta), daemon=True)
         self._pending.start()
 
     def _finish(self, response: Any, part: Path, final: Path, meta: dict[str, Any]) -> None:
@@ -264,10 +256,9 @@ class Checkpointer:
         self, said: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
     ) -> bool:
         """On rank 0: publish a checkpoint that all ranks have written; True where it is there."""
-        problem = None
+        problem = next((theirs for theirs, _ in said if theirs is not None), None)
         checksums: dict[str, int] = {}
-        for theirs, found in said:
-            problem = problem or theirs
+        for _, found in said:
             checksums |= found
         try:
             problem = problem or _unseen(part)
@@ -282,22 +273,18 @@ class Checkpointer:
 
     def _publish(self, part: Path, final: Path, meta: dict[str, Any], checksums: dict[str, int]) -> None:
         """Make a written checkpoint visible, and remove the oldest complete ones."""
-        files: dict[str, tuple[int, int]] = {}
+        meta["files"] = {}
         for file in part.iterdir():
             # the ranks have summed up their own files; what is left is the small .metadata
-            known = file.name in checksums
-            checksum = checksums[file.name] if known else _checksum(file)
-            files[file.name] = (file.stat().st_size, checksum)
-        meta["files"] = files
+            checksum = checksums[file.name] if file.name in checksums else _checksum(file)
+            meta["files"][file.name] = (file.stat().st_size, checksum)
         (part / "meta.json").write_text(json.dumps(meta, indent=1))
         # the rename makes it complete, all at once; older ones go only after it
         if final.exists():
             shutil.rmtree(final)
         part.rename(final)
-        finished = []
-        for folder in sorted(self.root.glob("step_*")):
-            if folder.suffix != ".tmp" and complete(folder) is None:
-                finished.append(folder)
+        folders = [folder for folder in sorted(self.root.glob("step_*")) if folder.suffix != ".tmp"]
+        finished = [folder for folder in folders if complete(folder) is None]
         for old in finished[: -self.max_checkpoints]:
             if old != final:
                 shutil.rmtree(old)

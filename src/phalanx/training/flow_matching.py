@@ -2,9 +2,8 @@
 
     L = mean of (v(x_t, t, prompt) - (noise - x_0))^2,   x_t = (1 - t) x_0 + t noise
 
-t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), moved by the model
-folder's own shift. The mesh, the model, checkpoints, validation and logs are those of reinforcement
-learning.
+t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), moved by the model folder's own shift. The
+mesh, the model, checkpoints, validation and logs are those of reinforcement learning.
 """
 
 import time
@@ -20,14 +19,12 @@ from phalanx.data.prompts import DataError, IndexStream
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.seed import fold_in
-from phalanx.functional.flow import Sampler
 from phalanx.models.flow.policy import FlowPolicy, image_columns
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
-from phalanx.training.flow_rl import build_parts
-from phalanx.training.parts import Parts
+from phalanx.training.flow_parts import FlowParts, build_parts
 from phalanx.training.run import Run, peak_memory_gb
 from phalanx.types import JobError, Prompt
 
@@ -44,10 +41,7 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
     if cfg.rollout.num_frames > 1:
         raise ConfigError(f"rollout.num_frames: {cfg.rollout.num_frames}: flow matching trains on images; set it to 1")
     check_loggers(cfg.trainer.logger)
-    launch = mesh.Launch.from_env()
-    mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
-    mesh.check_elastic(cfg, launch, lambda size: images_of_rank(cfg, size))
-    return images_of_rank(cfg, launch.world_size)
+    return mesh.check(cfg, lambda size: images_of_rank(cfg, size))
 
 
 def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
@@ -68,25 +62,19 @@ def build(cfg: FlowMatchingTaskConfig) -> "FlowMatching":
     check(cfg)
     r = cfg.rollout
     images = ImageTextData(cfg.data.train_files, r.height, r.width)
-    return FlowMatching(cfg, images, *build_parts(cfg, r.micro_batch_size_per_gpu or 16))
+    return FlowMatching(cfg, images, build_parts(cfg, r.micro_batch_size_per_gpu or 16))
 
 
 class FlowMatching(Run):
     """Supervised training: `fit()` runs it. `build` makes it."""
 
-    def __init__(
-        self,
-        cfg: FlowMatchingTaskConfig,
-        images: ImageTextData,
-        parts: Parts,
-        policy: FlowPolicy,
-        rollout: PolicyRollout,
-    ) -> None:
-        """`policy` and `rollout` are those of `parts`, by their own types."""
-        self.cfg, self.images = cfg, images
-        self.flow, self.sampling = policy, rollout
-        self.per_rank = images_of_rank(cfg, parts.world.size)
+    cfg: FlowMatchingTaskConfig
+    policy: FlowPolicy
+    rollout: PolicyRollout
+
+    def __init__(self, cfg: FlowMatchingTaskConfig, images: ImageTextData, parts: FlowParts) -> None:
         super().__init__(cfg, parts)
+        self.images, self.per_rank = images, images_of_rank(cfg, parts.world.size)
         self.stream = IndexStream(len(self.images), cfg.data.train_batch_size, cfg.data.seed)
         steps = cfg.trainer.total_training_steps
         if steps is None:
@@ -94,7 +82,8 @@ class FlowMatching(Run):
             seen = int(cfg.trainer.total_epochs * len(self.images))
             steps = -(-seen // cfg.data.train_batch_size)
         self.prepare(steps, steps, cfg.flow_matching.ema)
-        self.sampler = train_sampler(cfg.rollout, self.flow.model)
+        # without guidance: each branch is trained for itself
+        self.sampler = replace(train_sampler(cfg.rollout, self.policy.model), guidance=1.0)
         self._latents: dict[int, Tensor] = {}
 
     def fit(self) -> None:
@@ -119,8 +108,7 @@ class FlowMatching(Run):
 
     def update(self, step: int) -> dict[str, float]:
         """One optimizer step on this rank's share of the step's images."""
-        first = self.world.rank * self.per_rank
-        share = self.stream.batch(step)[first : first + self.per_rank]
+        first, share = self.world.rank * self.per_rank, self._share(step)
         micro = self.cfg.flow_matching.micro_batch_size_per_gpu
         losses = []
         for start in range(0, self.per_rank, micro):
@@ -138,12 +126,16 @@ class FlowMatching(Run):
             "actor/updates_non_finite": float(stats["skipped"]),
         }
 
+    def _share(self, step: int) -> list[int]:
+        """This rank's images of a step."""
+        first = self.world.rank * self.per_rank
+        return self.stream.batch(step)[first : first + self.per_rank]
+
     def loss(self, images: list[int], step: int, first: int) -> Tensor:
         """The loss [b] of some images, the first of which is number `first` of all ranks' batch."""
         c, device = self.cfg.flow_matching, self.world.device
         x0 = torch.stack([self._latent(i) for i in images]).to(device)
-        # all randomness of a sample is named by (seed, step, its number), so that it does not depend
-        # on the number of ranks
+        # all randomness of a sample is named by (seed, step, its number): no matter how many ranks there are
         seeds = [fold_in(self.cfg.trainer.seed, step, first + j) for j in range(len(images))]
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         noise = torch.stack([torch.randn(x0.shape[1:], generator=g) for g in streams]).to(device)
@@ -151,30 +143,20 @@ class FlowMatching(Run):
         keep = torch.stack([torch.rand((), generator=g) for g in streams]) >= c.prompt_dropout
         sigma = self._shift(torch.sigmoid(c.logit_mean + c.logit_std * normal)).to(device)
         # some images without their prompt, so that guidance has an unconditional branch
-        kept = zip(images, keep.tolist(), strict=True)
-        texts = [self.images.prompt(i) if k else "" for i, k in kept]
+        texts = [self.images.prompt(i) if kept else "" for i, kept in zip(images, keep.tolist(), strict=True)]
         embeds, rows = self._embed(texts)
         level = sigma.view(-1, *[1] * (x0.dim() - 1))
         x = (1 - level) * x0 + level * noise
-        velocity = self.flow.velocity(x, sigma * 1000, embeds, rows, self._plain())
+        velocity = self.policy.velocity(x, sigma * 1000, embeds, rows, self.sampler)
         return ((velocity - (noise - x0)) ** 2).flatten(1).mean(1)
-
-    def _plain(self) -> Sampler:
-        """The sampler without guidance: each branch is trained for itself."""
-        return replace(self.sampler, guidance=1.0)
 
     def _shift(self, t: Tensor) -> Tensor:
         """Levels, moved as the model's own noise schedule is at the size of the images."""
-        shift = self.flow.model.shift(self.sampler.height, self.sampler.width)
+        shift = self.policy.model.shift(self.sampler.height, self.sampler.width)
         return shift * t / (1 + (shift - 1) * t)
 
     def _latent(self, i: int) -> Tensor:
-        if i not in self._latents:
-            latent = self._encode([i])[0]
-            if not self.cfg.flow_matching.cache_latents:
-                return latent
-            self._latents[i] = latent
-        return self._latents[i]
+        return self._latents[i] if i in self._latents else self._encode([i])[0]
 
     @torch.no_grad()
     def _encode(self, images: list[int]) -> Tensor:
@@ -182,15 +164,12 @@ class FlowMatching(Run):
             pixels = torch.stack([self.images.image(i) for i in images]).to(self.world.device)
         except DataError as error:
             raise JobError(str(error)) from error
-        return self.flow.model.encode_images(pixels)
+        return self.policy.model.encode_images(pixels)
 
     def _encode_all(self) -> None:
         """Encode this rank's share of the run's images, once."""
-        first = self.world.rank * self.per_rank
-        asked: set[int] = set()
-        for step in range(self.progress.step, self.total_steps):
-            asked.update(self.stream.batch(step)[first : first + self.per_rank])
-        wanted = sorted(asked)
+        steps = range(self.progress.step, self.total_steps)
+        wanted = sorted({i for step in steps for i in self._share(step)})
         for start in range(0, len(wanted), ENCODED_TOGETHER):
             part = wanted[start : start + ENCODED_TOGETHER]
             self._latents.update(zip(part, self._encode(part).cpu(), strict=True))
@@ -200,4 +179,4 @@ class FlowMatching(Run):
         distinct = list(dict.fromkeys(texts))
         prompts = [Prompt(text=text, group_id=i, meta={}) for i, text in enumerate(distinct)]
         rows = torch.tensor([distinct.index(text) for text in texts], device=self.world.device)
-        return self.sampling.collate(prompts, negatives=False), rows
+        return self.rollout.collate(prompts, negatives=False), rows

@@ -5,21 +5,20 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from phalanx import algorithms
-from phalanx.config.flow import FlowRLConfig, FlowRunConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.config.load import ConfigError
-from phalanx.data.prompts import PromptStream, held_out_overlap, load_prompts, validation_sets
+from phalanx.data.prompts import PromptStream, held_out_overlap, load_prompts
 from phalanx.distributed import mesh
 from phalanx.distributed.placement import place
 from phalanx.functional.window import sde_window, trained_count
-from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, image_columns
-from phalanx.rollout.flow import build_rollout, check_engine
+from phalanx.models.flow.policy import family_of, image_columns
+from phalanx.rollout.flow import check_engine
 from phalanx.rollout.flow.dataset import PAIR
-from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
 from phalanx.training.batches import BatchPlan
-from phalanx.training.parts import Parts, build_rewards, start
+from phalanx.training.flow_parts import build_parts
 from phalanx.training.rl import Trainer
 from phalanx.training.teacher import check_teacher, load_teacher
 from phalanx.types import Algorithm
@@ -41,54 +40,35 @@ def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ig
     prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)
     for teacher in algorithm.teachers:
         check_teacher(teacher, cfg.model)
-    parts, policy, rollout = build_parts(
-        cfg, plan.rollout_micro, detach_uncond=cfg.actor.detach_uncond, window=algorithm.levels is None
-    )
+    detach, window = cfg.actor.detach_uncond, algorithm.levels is None
+    parts = build_parts(cfg, plan.rollout_micro, detach_uncond=detach, window=window)
     teachers = {}
     for teacher in algorithm.teachers:
-        loaded = load_teacher(teacher, cfg, policy, parts.world, plan.rollout_micro)
+        loaded = load_teacher(teacher, cfg, parts.policy, parts.world, plan.rollout_micro)
         teachers[teacher.name] = loaded
-        # its prompts are encoded at the same steps as the policy's: the text encoders of both then
-        # visit the device before a rollout, and never within a step
-        rollout.ahead.encoders.append(loaded.rollout.encode)
+        # its prompts are encoded at the same steps as the policy's: the text encoders of both then visit the device
+        # before a rollout, and never within a step
+        parts.rollout.ahead.encoders.append(loaded.rollout.encode)
     trainer = make(cfg, plan, algorithm, parts, prompts, teachers)
     if parts.world.rank == 0:
         held_out = [p for some in parts.val_sets.values() for p in some]
-        held_out_overlap(rows, held_out, policy.model.image_column)
-        _warn_of_inexact_log_probs(cfg, plan, algorithm, rollout)
+        held_out_overlap(rows, held_out, parts.policy.model.image_column)
+        _warn_of_inexact_log_probs(cfg, plan, algorithm, exact=parts.rollout.exact)
     return trainer
 
 
-def build_parts(
-    cfg: FlowRunConfig, micro: int, *, detach_uncond: bool = False, window: bool = True
-) -> tuple[Parts, FlowPolicy, PolicyRollout]:
-    """The parts of every job that trains a flow-matching model, with its policy and rollout.
-
-    Those two are in `Parts` as well, but as the loop sees them. `micro` and `window` are the
-    rollout's. Raises ValueError, with one line, for what the user can fix.
-    """
-    world = start(cfg)
-    val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model))
-    rewards = build_rewards(cfg, world)
-    policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
-    rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
-    return Parts(world, rewards, policy, rollout, val_sets), policy, rollout
-
-
-def _warn_of_inexact_log_probs(
-    cfg: FlowRLConfig, plan: BatchPlan, algorithm: Algorithm, rollout: PolicyRollout
-) -> None:
+def _warn_of_inexact_log_probs(cfg: FlowRLConfig, plan: BatchPlan, algorithm: Algorithm, *, exact: bool) -> None:
     if cfg.model.compile:
         log.warning(
             "model.compile: sampling and training are compiled apart, so their log-probs may differ in the last "
             "bits (see actor/first_ratio_error)"
         )
-    if rollout.exact and not plan.exact and algorithm.levels is None:
+    if exact and not plan.exact and algorithm.levels is None:
         log.warning(
             "rollout.micro_batch_size_per_gpu %d is not ppo_micro_batch_size_per_gpu x window = %d: log-probs of "
             "rollout and replay may differ in the last bits (see actor/first_ratio_error)",
             plan.rollout_micro,
-            plan.micro * trained_actions(cfg, algorithm),
+            plan.micro * plan.actions,
         )
 
 
@@ -99,12 +79,10 @@ def check(cfg: FlowRLConfig) -> BatchPlan:
     """
     check_config(cfg)
     check_loggers(cfg.trainer.logger)
-    launch = mesh.Launch.from_env()
-    mesh.check_sharding(cfg.optim.name, cfg.parallel, launch)
+    found = mesh.check(cfg, lambda size: plan(cfg, size))
     if cfg.reward.model.path is not None:
+        launch = mesh.Launch.from_env()
         place(cfg.reward.model, launch.world_size, launch.local_world_size)
-    found = plan(cfg, launch.world_size)
-    mesh.check_elastic(cfg, launch, lambda size: plan(cfg, size))
     check_engine(cfg.rollout)
     family = family_of(cfg.model)
     train_sampler(cfg.rollout, family)

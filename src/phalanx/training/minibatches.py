@@ -31,8 +31,7 @@ class MicroBatches:
     @property
     def mask(self) -> Tensor:
         """[B, A] bool: the actions that are trained."""
-        mask: Tensor = self.samples.mask if self.corrupted is None else self.corrupted.mask
-        return mask
+        return self.samples.mask if self.corrupted is None else self.corrupted.mask
 
     def select(self, rows: Tensor, weight: Tensor) -> Batch:
         """The batch of the samples in `rows` [b]; weight [u, A] is that of each action of its units."""
@@ -55,11 +54,10 @@ class MicroBatches:
 class Units:
     """What a step trains on: units of samples, in the order of their numbers, and which of them count.
 
-    `numbers` [U, s] of all ranks' units; `counted` [U] bool. `mine` [u, s] are this rank's units, by the places of
-    their samples on this rank, and `kept` [u] bool those of them that count.
+    `counted` [U] bool, of all ranks' units. `mine` [u, s] are this rank's units, by the places of their samples on this
+    rank, and `kept` [u] bool those of them that count.
     """
 
-    numbers: Tensor
     counted: Tensor
     mine: Tensor
     kept: Tensor
@@ -70,7 +68,7 @@ class Units:
         counted = sample_mask[numbers].all(1)
         share = len(numbers) // world.size
         own = slice(world.rank * share, (world.rank + 1) * share)
-        return cls(numbers, counted, numbers[own] - world.rank * plan.per_rank, counted[own])
+        return cls(counted, numbers[own] - world.rank * plan.per_rank, counted[own])
 
 
 def optimizer_steps(

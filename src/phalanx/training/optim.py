@@ -27,9 +27,8 @@ def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float
 class Optimizer:
     """One optimizer step: reduce, clip, update, copy. `updates` counts the steps since the start.
 
-    AdamW is elementwise, so it works on this rank's part of each tensor. Muon (Jordan et al., 2024)
-    orthogonalises the momentum of whole matrices, convolution kernels as (out, in x k x k), and so
-    needs them unsharded.
+    AdamW is elementwise, so it works on this rank's part of each tensor. Muon (Jordan et al., 2024) orthogonalises the
+    momentum of whole matrices, convolution kernels as (out, in x k x k), and so needs them unsharded.
     """
 
     def __init__(self, config: OptimConfig, sharded: Sharded, total_updates: int, *, offload: bool = False) -> None:
@@ -43,22 +42,19 @@ class Optimizer:
         for name, p in sharded.parameters.items():
             part = local(p).detach()
             self._parts[name] = part.view(len(part), -1) if name in muon else part
-        beta1, beta2 = config.betas
-        self._optimizers: list[torch.optim.Optimizer] = []
-        # The state is made before the first step: a checkpoint is loaded into the tensors that are
-        # there, and a resumed run has not made a step yet.
+        matrices = [part for name, part in self._parts.items() if name in muon]
         rest = [part for name, part in self._parts.items() if name not in muon]
+        self._optimizers: list[torch.optim.Optimizer] = []
+        # The state is made before the first step: a checkpoint is loaded into the tensors that are there, and a resumed
+        # run has not made a step yet.
         if rest:
+            beta1, beta2 = config.betas
             adamw = torch.optim.AdamW(rest, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay)
             for part in rest:
-                adamw.state[part] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(part),
-                    "exp_avg_sq": torch.zeros_like(part),
-                }
+                moments = {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
+                adamw.state[part] = {"step": torch.tensor(0.0)} | moments
             self._optimizers.append(adamw)
-        if muon:
-            matrices = [self._parts[name] for name in sharded.parameters if name in muon]
+        if matrices:
             # its update scaled to the size of AdamW's, so that one learning rate serves both
             optimizer = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
             for part in matrices:
@@ -120,23 +116,18 @@ class Average:
 
     def __init__(self, parameters: dict[str, Tensor], *, offload: bool = False) -> None:
         self.parameters = parameters
-        parts = {name: local(p).detach() for name, p in parameters.items()}
         # float32 whatever the weights are: a small step of the average would be lost in bfloat16
         self.values: dict[str, Tensor] = {}
-        for name, part in parts.items():
-            device = torch.device("cpu") if offload else part.device
-            self.values[name] = part.to(device, torch.float32, copy=True)
+        for name, p in parameters.items():
+            part = local(p).detach()
+            self.values[name] = part.to("cpu" if offload else part.device, torch.float32, copy=True)
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """Become decay * itself + (1 - decay) * the parameters."""
-        averages: list[Tensor] = []
-        current: list[Tensor] = []
-        for name, average in self.values.items():
-            averages.append(average)
-            current.append(local(self.parameters[name]).to(average.device, average.dtype))
+        current = [local(self.parameters[name]).to(own.device, own.dtype) for name, own in self.values.items()]
         # all at once: a kernel for each of hundreds of LoRA matrices is slow to launch
-        torch._foreach_lerp_(averages, current, 1 - decay)
+        torch._foreach_lerp_(list(self.values.values()), current, 1 - decay)
 
 
 class Ema(Average):

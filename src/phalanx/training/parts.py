@@ -25,7 +25,6 @@ class TrainedPolicy(Policy, Protocol):
         """Floating-point operations of a training step of `count` samples like these, in which
         `actions` of each are trained `updates` times and seen `references` times by other weights.
         """
-        ...
 
 
 class LoadedTeacher(Protocol):
@@ -36,11 +35,9 @@ class LoadedTeacher(Protocol):
 
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples as the teacher would have sampled them."""
-        ...
 
     def relative_cost(self, samples: Samples) -> float:
         """Operations of its view of a sample over those of the policy's own."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,8 @@ from phalanx.types import Algorithm, Policy, Samples
 class Trainer(Run):
     """Reinforcement learning: `fit()` runs it. See phalanx.training.flow_rl.build for what it is handed."""
 
+    cfg: RLConfig
+
     def __init__(
         self,
         cfg: RLConfig,
@@ -42,9 +44,9 @@ class Trainer(Run):
         teachers: Mapping[str, LoadedTeacher] | None = None,
     ) -> None:
         """`teachers` are the algorithm's, loaded. Raises ConfigError for a reference that cannot follow."""
-        self.cfg, self.plan, self.algorithm, self.prompts = cfg, plan, algorithm, prompts
-        self.teachers = dict(teachers or {})
         super().__init__(cfg, parts)
+        self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
+        self.teachers = dict(teachers or {})
         averages = list(algorithm.averages)
         sync = cfg.actor.ref_model_sync_steps
         if "reference" in algorithm.references:
@@ -64,7 +66,6 @@ class Trainer(Run):
         self.prepare(steps, steps * plan.updates * cfg.actor.ppo_epochs, cfg.actor.ema, averages)
         self.group_id = torch.arange(plan.samples) // cfg.rollout.n
         self._trained = 0  # samples of this rank that the last step trained, once for each time
-        self._reference_cost: float | None = None
 
     def fit(self) -> None:
         """Train to the last step."""
@@ -191,8 +192,7 @@ class Trainer(Run):
 
     def corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
         """A seed for each sample of this rank, a function of (trainer.seed, step, sample, epoch)."""
-        seed = self.cfg.trainer.seed
-        return [fold_in(seed, step, int(i), "forward", epoch) for i in samples.index]
+        return [fold_in(self.cfg.trainer.seed, step, int(i), "forward", epoch) for i in samples.index]
 
     @torch.no_grad()
     def reference_outputs(self, batches: MicroBatches, units: Units) -> dict[str, Tensor]:
@@ -243,19 +243,16 @@ class Trainer(Run):
             if self.rewards.judge_s is not None:
                 row["perf/judge_busy_s"] = self.rewards.judge_s
         peak = peak_flops(self.world.device, self.policy.trained.dtype)
-        if peak is None:
-            return row
-        row["perf/mfu"] = self.step_flops(samples) / (seconds * self.world.size * peak)
+        if peak is not None:
+            row["perf/mfu"] = self.step_flops(samples) / (seconds * self.world.size * peak)
         return row
 
     def step_flops(self, samples: Samples) -> int:
         """Floating-point operations of the last step on all ranks."""
         plan = self.plan
-        if self._reference_cost is None:
-            own = [1.0 for name in self.algorithm.references if name not in self.teachers]
-            costs = [*own, *(teacher.relative_cost(samples) for teacher in self.teachers.values())]
-            self._reference_cost = sum(costs)
-        references = self._reference_cost * plan.viewed / plan.per_rank if self._trained > 0 else 0.0
+        costs = [1.0 for name in self.algorithm.references if name not in self.teachers]
+        costs += [teacher.relative_cost(samples) for teacher in self.teachers.values()]
+        references = sum(costs) * plan.reference_samples / plan.per_rank if self._trained > 0 else 0.0
         return self.policy.step_flops(
             samples,
             actions=self.algorithm.levels or samples.mask.shape[1],

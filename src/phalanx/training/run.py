@@ -2,8 +2,8 @@
 
 import logging
 import resource
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,11 @@ log = logging.getLogger(__name__)
 class Run:
     """One run of a training job. Subclasses bring the loop, `fit`."""
 
+    cfg: RunConfig
+
     def __init__(self, cfg: RunConfig, parts: Parts) -> None:
         """Take the parts, which are made already on all ranks."""
-        self.base_cfg, self.world = cfg, parts.world
+        self.cfg, self.world = cfg, parts.world
         self.policy, self.rollout = parts.policy, parts.rollout
         self.rewards, self.val_sets = parts.rewards, parts.val_sets
         self.output_dir = Path(cfg.trainer.output_dir)
@@ -51,7 +53,7 @@ class Run:
         """Make the optimizer and the averages (`ema`, and those that the job asks for by name), resume where a
         checkpoint is, and open the logs. `beside`: what is trained beside the policy, by name, such as a critic.
         """
-        cfg = self.base_cfg
+        cfg = self.cfg
         self.total_steps = total_steps
         self.learner = self.make_learner(total_updates, ema, averages)
         self.beside = dict(beside or {})
@@ -73,8 +75,8 @@ class Run:
 
     def make_learner(self, total_updates: int, ema: EmaConfig, averages: Sequence[str]) -> Learner:
         """The policy with its optimizer and averages."""
-        cfg, offload = self.base_cfg, self.base_cfg.parallel.optimizer_offload
-        return Learner(self.policy.trained, cfg.optim, total_updates, ema=ema, averages=averages, offload=offload)
+        offload = self.cfg.parallel.optimizer_offload
+        return Learner(self.policy.trained, self.cfg.optim, total_updates, ema=ema, averages=averages, offload=offload)
 
     def describe(self) -> str:
         """The world and what is trained, in one line."""
@@ -103,7 +105,7 @@ class Run:
         except Stopped as stop:
             raise self._keep(stop) from None
         self.world.watch.close()
-        if self.base_cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
+        if self.cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
             raise JobError("the last checkpoint was not written; make space, and the same command goes on")
         if self.world.rank == 0:
             try:
@@ -120,13 +122,9 @@ class Run:
         """Hand a micro-batch to the rewards. All ranks call it equally often: a failure that shows on one ends all,
         and so does a signal to stop, since nothing is trained while samples are drawn.
         """
-        failure: RewardError | None = None
-        try:
+        with self.together():
             if self.rewards is not None:
                 self.rewards.submit(outputs, prompts)
-        except RewardError as error:
-            failure = error
-        self.go_on(failure)
 
     def ask(self) -> None:
         """Wait for the reward model's answers to the judges' questions about what was submitted, as a phase of its own.
@@ -134,31 +132,28 @@ class Run:
         A question that it cannot be asked ends the job on all ranks.
         """
         if self.rewards is not None and self.rewards.must_ask:
-            with self.timers("judge"):
-                self._ask()
-
-    def _ask(self) -> None:
-        assert self.rewards is not None
-        failure: RewardError | None = None
-        try:
-            self.rewards.ask()
-        except RewardError as error:
-            failure = error
-        self.go_on(failure)
+            with self.timers("judge"), self.together():
+                self.rewards.ask()
 
     def score(self) -> tuple[Tensor, dict[str, Tensor]]:
         """This rank's rewards [B] and their terms; a reward that fails on any rank ends the job on all."""
         assert self.rewards is not None
         if self.rewards.must_ask:  # in validation, where nobody has asked yet
-            self._ask()
-        terms: dict[str, Tensor] = {}
+            with self.together():
+                self.rewards.ask()
+        with self.together():
+            terms = self.rewards.collect()
+        return self.rewards.weighted(terms), terms
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """For the rewards' part of all ranks: what fails on one ends all, as in `go_on`."""
         failure: RewardError | None = None
         try:
-            terms = self.rewards.collect()
+            yield
         except RewardError as error:
             failure = error
         self.go_on(failure)
-        return self.rewards.weighted(terms), terms
 
     def go_on(self, failure: RewardError | None = None) -> None:
         """On all ranks at once: raise the RewardError of the lowest rank that has one, or Stopped where a rank was
@@ -177,21 +172,12 @@ class Run:
             return row
         with self.timers("validation"):
             for name, prompts in self.val_sets.items():
-                result = validate(
-                    self.policy,
-                    self.rollout,
-                    self.submit,
-                    self.score,
-                    name,
-                    prompts,
-                    self.world,
-                    samples_per_prompt=self.base_cfg.rollout.val.n,
-                    keep=self.base_cfg.trainer.log_val_generations,
-                    fps=self.rollout.fps,
-                    ema=self.learner.ema is not None,
+                weights = nullcontext() if self.learner.ema is None else self.policy.using("ema")
+                found, records = validate(
+                    self.cfg, self.rollout, weights, self.submit, self.score, name, prompts, self.world
                 )
-                row |= result.row
-                self.logger.records(step, name, result.records)
+                row |= found
+                self.logger.records(step, name, records)
         return row
 
     def begin(self) -> None:
@@ -200,12 +186,12 @@ class Run:
         """
         if self.progress.unfinished is not None:
             self.end_step(self.progress.step, self.progress.unfinished)
-        elif self.progress.step == 0 and self.base_cfg.trainer.val_before_train and self.val_sets:
+        elif self.progress.step == 0 and self.cfg.trainer.val_before_train and self.val_sets:
             self.logger.log(0, self.validate(0) | self.timers.pop())
 
     def end_step(self, step: int, row: dict[str, float]) -> None:
         """After training step number `step` (from 1): validate, log and save, each where it is due."""
-        t, last = self.base_cfg.trainer, step == self.total_steps
+        t, last = self.cfg.trainer, step == self.total_steps
         self.progress.step, self.progress.unfinished = step, row
         self.progress.updates_beside = {name: learner.updates for name, learner in self.beside.items()}
         if t.test_freq > 0 and (last or step % t.test_freq == 0):
@@ -249,10 +235,10 @@ class Run:
         self._applied = self._non_finite = 0
         if self.bad_steps == 0:
             self._good = replace(self.progress)
-        if self.bad_steps < self.base_cfg.trainer.max_bad_steps:
+        if self.bad_steps < self.cfg.trainer.max_bad_steps:
             return
         self.checkpointer.wait()
-        if self.base_cfg.trainer.save_freq > 0 and self._good.step > self.checkpointer.saved_step:
+        if self.cfg.trainer.save_freq > 0 and self._good.step > self.checkpointer.saved_step:
             self._save(self._good)
         raise JobError(
             f"no update of the last {self.bad_steps} training steps was finite (NaN or infinity in loss or gradient): "
@@ -269,7 +255,7 @@ class Run:
         """Save the state as it was after the last whole step; returns what to raise."""
         step = self.progress.step
         self.checkpointer.wait()
-        if self.base_cfg.trainer.save_freq > 0 and step > self.checkpointer.saved_step:
+        if self.cfg.trainer.save_freq > 0 and step > self.checkpointer.saved_step:
             self._save(self.progress)
             self.checkpointer.wait()
         self.logger.close()
@@ -289,7 +275,7 @@ class Run:
         return signature
 
     def _resume(self) -> Progress:
-        folder = self.checkpointer.locate(self.base_cfg.trainer.resume)
+        folder = self.checkpointer.locate(self.cfg.trainer.resume)
         if folder is None:
             return Progress()
         progress = self.checkpointer.load(folder, self.state())

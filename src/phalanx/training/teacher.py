@@ -1,5 +1,7 @@
 """Frozen models beside the policy, whose outputs for its samples an algorithm wants: teachers."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,15 +15,13 @@ from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.types import Prompt, Samples, Teacher
+from phalanx.types import Samples, Teacher
 
 
 def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
     """Raise ValueError for a folder that is not a model of the policy's family, before loading it."""
-    try:
+    with about(teacher):
         kind = model_index(teacher.path)["_class_name"]
-    except ValueError as error:
-        raise about(teacher, error) from error
     check_kind(teacher, kind, model_index(config.path)["_class_name"])
 
 
@@ -38,9 +38,7 @@ def teacher_model(config: FlowModelConfig, path: str) -> FlowModelConfig:
 
 def teacher_rollout(config: FlowRolloutConfig, teacher: Teacher, model: FlowModel) -> FlowRolloutConfig:
     """The rollout that the teacher would have sampled with: the policy's, with its own guidance."""
-    guidance: dict[str, Any] = {}
-    if teacher.guidance is not None:
-        guidance[model.guidance_key] = teacher.guidance
+    guidance: dict[str, Any] = {} if teacher.guidance is None else {model.guidance_key: teacher.guidance}
     return replace(config, **guidance)
 
 
@@ -64,11 +62,9 @@ class LoadedFlowTeacher:
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples with the teacher's embeddings and guidance."""
         trace: FlowTrace = samples.trace
-        # `prompt_index` points into this rank's prompts, in their order; with the same order of the
-        # teacher's embeddings it holds for those too
-        prompts: dict[int, Prompt] = {}
-        for place, prompt in zip(trace.prompt_index.tolist(), samples.prompts, strict=True):
-            prompts[place] = prompt
+        # `prompt_index` points into this rank's prompts, in their order: with that order of the teacher's embeddings it
+        # holds for those too
+        prompts = dict(zip(trace.prompt_index.tolist(), samples.prompts, strict=True))
         ordered = [prompts[place] for place in sorted(prompts)]
         sampler = self.rollout.sampler
         embeds = self.rollout.collate(ordered, negatives=sampler.guided)
@@ -79,18 +75,9 @@ def load_teacher(
     teacher: Teacher, cfg: FlowRLConfig, student: FlowPolicy, world: World, micro: int
 ) -> LoadedFlowTeacher:
     """Load a teacher on all ranks, in step. Raises ValueError for a model that cannot judge the policy's latents."""
-    try:
-        policy = build_policy(
-            teacher_model(cfg.model, teacher.path),
-            cfg.parallel,
-            cfg.data,
-            world,
-            seed=cfg.trainer.seed,
-            detach_uncond=False,
-            frozen=True,
-        )
-    except ValueError as error:
-        raise about(teacher, error) from error
+    model, seed = teacher_model(cfg.model, teacher.path), cfg.trainer.seed
+    with about(teacher):
+        policy = build_policy(model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=False, frozen=True)
     own, theirs = student.model, policy.model
     if not _alike([own.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
         raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so other latents")
@@ -105,17 +92,17 @@ def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, at
         return False
     for one, other in zip(some, others, strict=True):
         a, b = one.state_dict(), other.state_dict()
-        if a.keys() != b.keys():
+        if {name: t.shape for name, t in a.items()} != {name: t.shape for name, t in b.items()}:
             return False
-        for name, tensor in a.items():
-            theirs = b[name]
-            if tensor.shape != theirs.shape:
-                return False
-            if not torch.allclose(tensor.float(), theirs.float(), rtol, atol):
-                return False
+        if not all(torch.allclose(a[name].float(), b[name].float(), rtol, atol) for name in a):
+            return False
     return True
 
 
-def about(teacher: Teacher, error: ValueError) -> ValueError:
-    """A message on model.path, about the teacher."""
-    return ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}")
+@contextmanager
+def about(teacher: Teacher) -> Iterator[None]:
+    """What is said of model.path within the block is said of the teacher (ValueError)."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error

@@ -1,47 +1,37 @@
 """Validation: every held-out prompt once across the ranks, with the same noise each time."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from phalanx.config.run import RunConfig
 from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
 from phalanx.telemetry.records import Output, Record
-from phalanx.types import Each, Outputs, Policy, Prompt, Rollout
+from phalanx.types import Each, Outputs, Prompt, Rollout
 
 Score = Callable[[], tuple[Tensor, dict[str, Tensor]]]
 
 
-@dataclass(frozen=True)
-class Validation:
-    """The result for one set: `row` of metrics, and on rank 0 the samples that are kept."""
-
-    row: dict[str, float]
-    records: list[Record]
-
-
 def validate(
-    policy: Policy,
+    cfg: RunConfig,
     rollout: Rollout,
+    weights: AbstractContextManager[None],
     submit: Each,
     score: Score,
     name: str,
     prompts: list[Prompt],
     world: World,
-    *,
-    samples_per_prompt: int,
-    keep: int,
-    fps: int,
-    ema: bool,
-) -> Validation:
-    """Sample and score one set, and keep the first sample of each of the first `keep` prompts.
+) -> tuple[dict[str, float], list[Record]]:
+    """Sample and score the set `name`: the row of its metrics, and on rank 0 the samples to keep, the first of each of
+    the first trainer.log_val_generations prompts.
 
-    `score()` returns this rank's rewards and terms for what `submit` was given. `fps` is that of
-    videos.
+    Within `weights` those are in place that sample. `score()` returns this rank's rewards and terms for what
+    `submit` was given.
     """
+    keep, n = cfg.trainer.log_val_generations, cfg.rollout.val.n
     share = -(-len(prompts) // world.size)
     # ranks must do equal work, so the end is filled up with the last prompt and cut off again below
     mine = [prompts[min(world.rank * share + j, len(prompts) - 1)] for j in range(share)]
@@ -61,20 +51,20 @@ def validate(
                 pictures[number] = (output * 255).round_().byte().movedim(-3, -1).contiguous()
         submit(outputs, sampled)
 
-    with policy.using("ema") if ema else nullcontext(), rollout.awake():
+    with weights, rollout.awake():
         rollout.sample_validation(mine, each=each)
     local_reward, local_terms = score()
-    real = len(prompts) * samples_per_prompt
+    real = len(prompts) * n
     reward = all_gather(local_reward)[:real]
     row = {f"val/{name}/reward/mean": reward.mean().item(), f"val/{name}/reward/std": reward.std(correction=0).item()}
     for term, values in local_terms.items():
         row[f"val/{name}/reward/{term}"] = all_gather(values)[:real].mean().item()
     kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
     records = [
-        Record(prompts[number].text, float(reward[number * samples_per_prompt]), output, number, fps)
+        Record(prompts[number].text, float(reward[number * n]), output, number, rollout.fps)
         for number, output in enumerate(kept)
     ]
-    return Validation(row, records)
+    return row, records
 
 
 def _on_first(pictures: dict[int, Tensor], texts: dict[int, str], count: int, share: int, world: World) -> list[Output]:

@@ -290,7 +290,7 @@ class FlowPolicy:
             updates_per_sample=updates,
             lora=self.trained.lora,
             checkpointing=self.config.gradient_checkpointing,
-            views=references,
+            references=references,
             detach_uncond=self.detach_uncond,
         )
 
