@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.config.run import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
-from phalanx.engines.loading import Loading, check_weights
+from phalanx.engines.loading import check_weights, loading
 from phalanx.engines.sleeping import Sleeping
 from phalanx.media.pictures import pil_image
 
@@ -146,7 +146,7 @@ def load_processor(path: str) -> Any:
     from transformers import AutoConfig, AutoProcessor, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    with Loading(f"reward.model.path: {path!r} does not load"):
+    with loading(f"reward.model.path: {path!r} does not load"):
         try:
             processor = AutoProcessor.from_pretrained(path)
         except ImportError:
@@ -168,7 +168,7 @@ def _load_model(path: str, dtype: str) -> Any:
     from transformers import AutoModelForImageTextToText
 
     told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with Loading(f"reward.model.path: {path!r} does not load"):
+    with loading(f"reward.model.path: {path!r} does not load"):
         model, info = AutoModelForImageTextToText.from_pretrained(
             path, dtype=getattr(torch, dtype), use_safetensors=True, **told
         )

@@ -4,11 +4,10 @@ All tensors are on torch's meta device, where they have shapes and dtypes and ta
 """
 
 import importlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -19,6 +18,7 @@ from phalanx.distributed.mesh import World
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index, read_json
 from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, known_family
+from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
 
 _LIBRARIES = ("diffusers", "transformers")
@@ -86,49 +86,54 @@ class _Blueprint(FlowModel):
 class PlannedPolicy(FlowPolicy):
     """A policy whose ledger hears what FSDP would do, and a copy of the weights make."""
 
-    def __init__(self, ledger: Ledger, *args: Any, **kwargs: Any) -> None:
-        self.ledger = ledger
-        super().__init__(*args, **kwargs)
+    ledger: Ledger
+    layout: Layout
 
     def unsharded(self) -> AbstractContextManager[None]:
         self.ledger.phase.rounds += 1
         return super().unsharded()
 
-    @contextmanager
-    def using(self, weights: str) -> Iterator[None]:
+    def using(self, weights: str) -> AbstractContextManager[None]:
         """Without the copies, which are of a rank's part."""
         if self.trained.is_base(weights):
-            with super().using(weights):
-                yield
-        else:
-            self.ledger.phase.aside = True
-            yield
+            return super().using(weights)
+        self.ledger.phase.aside = True
+        return nullcontext()
 
 
 def planned_policy(
-    cfg: FlowRunConfig, world: World, ledger: Ledger, *, detach_uncond: bool, frozen: bool = False
+    cfg: FlowRunConfig,
+    cluster: Cluster,
+    ledger: Ledger,
+    *,
+    rank: int = 0,
+    detach_uncond: bool = False,
+    frozen: bool = False,
 ) -> PlannedPolicy:
-    """The policy as training builds it, of one rank that holds all weights, on the meta device.
+    """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
 
-    `cfg.model.path` is a local folder (`fetch`) and `cfg.model.family` is set (`family_name`). Raises as build_policy.
+    `layout` says what would be on a rank of the cluster.
     """
     kind = type("Blueprint", (_Blueprint, family_of(cfg.model)), {"ledger": ledger})
     # neither of these changes what is kept in memory, and none can be done without numbers
     config = replace(cfg.model, attn_backend=None, compile=False, lora_init="gaussian")
+    data = replace(cfg.data, embeds_cache_dir=None)
+    world = cast(World, SimpleNamespace(rank=rank, size=cluster.ranks, shard_size=1, device=META, watch=None))
     with META:
         policy = build_policy(
             config,
             cfg.parallel,
-            replace(cfg.data, embeds_cache_dir=None),
+            data,
             world,
             seed=cfg.trainer.seed,
             detach_uncond=detach_uncond,
             frozen=frozen,
             family=kind,
-            make=partial(PlannedPolicy, ledger),
+            make=PlannedPolicy,
         )
     assert isinstance(policy, PlannedPolicy)
     policy.trained.config = cfg.model  # PiSSA's reference is a copy
+    policy.ledger, policy.layout = ledger, Layout.of(policy, cfg.parallel, cluster)
     return policy
 
 
