@@ -205,7 +205,7 @@ def judge_phase(memory: Memory) -> int:
 
 
 def test_a_sleeping_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
-    """It is on the device while it scores, and on the host throughout."""
+    """It is on the device while it scores, and on the host throughout; one that does not sleep is held instead."""
     cfg = judged(sd3_folder, tmp_path, reward_folder, "reward.model.gpu_memory_utilization=0.25")
     alone = memory_of(tiny_config(sd3_folder, tmp_path / "job"))
     unknown, known = memory_of(cfg), memory_of(cfg, GPU)
@@ -219,6 +219,11 @@ def test_a_sleeping_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder
     assert (judge_phase(other), other.host, other.largest.name) == (PART, known.host, alone.largest.name)
     cfg.reward.model.dtype = "float32"
     assert judge_phase(memory_of(cfg, GPU)) == (3000 * 4 + 100) // 2
+    cfg.reward.model = replace(cfg.reward.model, sleep=False, engine="vllm", dtype="bfloat16")
+    for gpu, size in ((None, PART), (GPU, GPU // 4)):
+        awake = memory_of(cfg, gpu)
+        assert (awake.held, awake.host) == (alone.held | {"reward model": size}, alone.host)
+        assert (judge_phase(awake), awake.peak) == (0, alone.peak + size)
 
 
 def test_a_reward_model_that_answers_while_images_are_sampled(
@@ -243,17 +248,6 @@ def test_a_reward_model_that_answers_while_images_are_sampled(
     assert all(beside[name] == after[name] + share for name in woken)
     cfg.reward.overlap, cfg.reward.model.sleep = True, False  # then it is there throughout
     assert sizes() == {name: size - share * (name == "judge") for name, size in after.items()}
-
-
-def test_a_reward_model_that_does_not_sleep(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
-    cfg = judged(sd3_folder, tmp_path, reward_folder, "reward.model.sleep=false")
-    alone = memory_of(tiny_config(sd3_folder, tmp_path / "job"))
-    for gpu, size in ((None, PART), (GPU, 300_000_000)):
-        memory = memory_of(cfg, gpu)
-        assert memory.held == alone.held | {"reward model": size}
-        assert memory.host == alone.host
-        assert judge_phase(memory) == 0
-        assert memory.peak == alone.peak + size
 
 
 def test_a_job_without_rewards_has_no_reward_model(sd3_folder: Path, reward_folder: Path) -> None:

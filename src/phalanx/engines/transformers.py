@@ -1,7 +1,7 @@
 """The reward model in plain transformers, on torch alone: for models that vLLM lacks, and where there is no vLLM."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -203,9 +203,6 @@ def tensor_parallel_plan(model: Any, tp: int) -> Mapping[str, str]:
     return plan
 
 
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
+def _randomness_kept() -> AbstractContextManager[None]:
     """The block leaves torch's random states as they are."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        yield
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])

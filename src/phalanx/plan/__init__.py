@@ -49,7 +49,7 @@ def plan_job(cfg: FlowRunConfig, words: Mapping[str, str]) -> str:
 def clusters(words: Mapping[str, str], env: Mapping[str, str]) -> list[Cluster]:
     """The sizes to plan: one, or each of a range of nodes such as 2:4. Raises ConfigError for what is no number."""
     given = {"NNODES": env.get("NNODES", "1"), "NPROC_PER_NODE": env.get("NPROC_PER_NODE", "1"), **words}
-    name = next(key for key in ("nnodes", "NNODES") if key in given)
+    name = "nnodes" if "nnodes" in words else "NNODES"
     first, _, last = given[name].partition(":")
     last = last or first
     if not (_positive(first) and _positive(last) and int(first) <= int(last)):

@@ -4,8 +4,10 @@ All tensors are on torch's meta device, where they have shapes and dtypes and ta
 """
 
 import importlib
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -23,7 +25,7 @@ from phalanx.plan.ledger import META, Ledger
 
 _LIBRARIES = ("diffusers", "transformers")
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
-_CONFIGURATIONS = ["model_index.json", "*/config.json", "scheduler/scheduler_config.json"]
+_CONFIGURATIONS = ("model_index.json", "*/config.json", "scheduler/scheduler_config.json")
 
 
 class _Blueprint(FlowModel):
@@ -39,11 +41,10 @@ class _Blueprint(FlowModel):
     ) -> None:
         """As FlowModel.load, with tensors that are but shapes; there are no tokenizers."""
         folder, self.dtype = Path(config.path), dtype
-        parts: dict[str, Any] = {
-            name: _component(folder, name, *entry)
-            for name, entry in read_index(folder).items()
-            if isinstance(entry, list) and len(entry) == 2
-        }
+        parts: dict[str, Any] = {}
+        for name, entry in read_index(folder).items():
+            if isinstance(entry, list) and len(entry) == 2:
+                parts[name] = _component(folder, name, *entry)
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
             parts["transformer"] = transformer.from_config(parts["transformer"].config)
         try:
@@ -66,21 +67,16 @@ class _Blueprint(FlowModel):
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         self.ledger.phase.passes += 1
-        shapes = tuple(tuple(value.shape) for value in (latents, *embeds.values()))
-        own = cast(FlowModel, super())
-        return self.ledger.once(
-            (id(self), torch.is_grad_enabled(), shapes), lambda: own.velocity(latents, timesteps, embeds, height, width)
-        )
+        key = id(self), torch.is_grad_enabled(), *(tuple(value.shape) for value in (latents, *embeds.values()))
+        return self.ledger.once(key, partial(super().velocity, latents, timesteps, embeds, height, width))
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        own = cast(FlowModel, super())
-        with self.ledger.during(self.ledger.name.replace("sample", "decode")):
-            return self.ledger.once(tuple(latents.shape), lambda: own.decode(latents, height, width))
+        with self.ledger.during(self.ledger.phase.name.replace("sample", "decode")):
+            return self.ledger.once(tuple(latents.shape), partial(super().decode, latents, height, width))
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        own = cast(FlowModel, super())
         with self.ledger.during("encode images"):
-            return self.ledger.once(tuple(images.shape), lambda: own.encode_images(images, generator))
+            return self.ledger.once(tuple(images.shape), partial(super().encode_images, images, generator))
 
 
 class PlannedPolicy(FlowPolicy):
@@ -137,8 +133,8 @@ def planned_policy(
     return policy
 
 
-def fetch(path: str) -> str:
-    """The local folder of `model.path`. A hub id's configurations, some kilobytes, come from the hub or its cache."""
+def fetch(path: str, patterns: Sequence[str] = _CONFIGURATIONS) -> str:
+    """The local folder of `model.path`. Of a hub id these files, some kilobytes, come from the hub or its cache."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return str(folder)
@@ -148,7 +144,7 @@ def fetch(path: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return snapshot_download(path, allow_patterns=_CONFIGURATIONS)
+        return snapshot_download(path, allow_patterns=list(patterns))
     except (HfHubHTTPError, OSError):
         raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
 
@@ -169,11 +165,9 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None) -
         return None
     if library not in _LIBRARIES:
         raise ValueError(f"model.path: '{folder}' has its {name} from {library}; known: {', '.join(_LIBRARIES)}")
-    found = importlib.import_module(library)
-    try:
-        module = getattr(found, kind)
-    except AttributeError:
-        raise ValueError(f"model.path: '{folder}' has a {kind}, which the installed {library} lacks") from None
+    module: Any = getattr(importlib.import_module(library), kind, None)
+    if module is None:
+        raise ValueError(f"model.path: '{folder}' has a {kind}, which the installed {library} lacks")
     part = folder / name
     file = part / ("scheduler_config.json" if name == "scheduler" else "config.json")
     if not file.is_file():

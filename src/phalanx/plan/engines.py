@@ -16,6 +16,7 @@ from phalanx.config.run import RewardModelConfig
 from phalanx.distributed.placement import judged_beside
 from phalanx.models.flow.folder import read_json
 from phalanx.models.flow.policy import DTYPES
+from phalanx.plan.blueprint import fetch
 from phalanx.plan.layout import Layout
 
 _COMPUTED_IN = ("F64", "F32", "F16", "BF16")  # as safetensors calls what is loaded in the dtype that is asked for
@@ -78,8 +79,9 @@ def _size(model: RewardModelConfig) -> int | None:
     are stored in. None where that is not either.
     """
     assert model.path is not None
-    folder = _folder(model.path)
-    if folder is None:
+    try:
+        folder = Path(fetch(model.path, [_INDEX]))  # of a hub id: what is in the cache, and the index
+    except ValueError:
         return None
     index: dict[str, Any] = {}
     if (folder / _INDEX).is_file():
@@ -90,20 +92,6 @@ def _size(model: RewardModelConfig) -> int | None:
         return sum(_bits(file, wide) for file in files) // 8
     stored = index["metadata"] if "metadata" in index else {}
     return int(stored["total_size"]) if "total_size" in stored else None
-
-
-def _folder(path: str) -> Path | None:
-    """The model's folder. Of a hub id it holds what is in the cache, and the index."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return Path(snapshot_download(path, allow_patterns=[_INDEX]))
-    except (HFValidationError, OSError):
-        return None
 
 
 def _files(folder: Path, index: dict[str, Any]) -> list[Path]:

@@ -1,6 +1,4 @@
-"""Which part of weights and gradients a rank holds, and what it sends: arithmetic over what phalanx.distributed.fsdp
-makes.
-"""
+"""Which part of weights and gradients a rank holds and sends: arithmetic over what phalanx.distributed.fsdp makes."""
 
 import math
 from collections.abc import Iterable, Mapping

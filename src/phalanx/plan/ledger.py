@@ -2,9 +2,10 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ class Phase:
     weights took the place of the policy's, which were copied.
     """
 
+    name: str
     before: int = 0
     peak: int = 0
     gradients: int = 0
@@ -46,7 +48,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.gradients = 0
-        self.phase, self.name = Phase(), ""  # the one that runs
+        self.phase = Phase("")  # the one that runs
         self.phases: dict[str, Phase] = {}
         self._counting = True
         self._sizes: dict[int, int] = {}  # of storages, as far as they count
@@ -75,13 +77,12 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """The block as a phase, or again as one: then what was largest is kept."""
-        outer, self.name = (self.phase, self.name), name
-        self.phase = Phase(self.live, self.live, self.gradients, aside=self.phase.aside)
+        outer, inner = self.phase, Phase(name, self.live, self.live, self.gradients, aside=self.phase.aside)
+        self.phase = inner
         try:
             yield
         finally:
-            inner = self.phase
-            self.phase, self.name = outer
+            self.phase = outer
             known = self.phases.setdefault(name, inner)
             if known is not inner:
                 if inner.peak > known.peak:
@@ -93,11 +94,11 @@ class Ledger(TorchDispatchMode):
         """`run()` the first time that a phase has this key. Later it takes as much, and an empty tensor is returned:
         what a micro-batch takes does not change from one to the next.
         """
-        key = (self.name, key)
+        key, outer = (self.phase.name, key), self.phase
         if key not in self._known:
-            outer, self.phase = self.phase, Phase(self.live, self.live)
+            inner = self.phase = Phase(outer.name, self.live, self.live)
             out = run()
-            inner, self.phase = self.phase, outer
+            self.phase = outer
             outer.reach(inner.peak, self.gradients)
             self._known[key] = inner.peak - inner.before, out.shape, out.dtype, out.requires_grad
             return out
@@ -158,8 +159,7 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_meta]
 
 
-@contextmanager
-def fused_attention() -> Iterator[None]:
+def fused_attention() -> AbstractContextManager[Any]:
     """Attention keeps what a fused kernel keeps: inputs, output and a number a row.
 
     On meta tensors torch would take its plain form, with all weights [N, heads, L, L] in memory, which neither GPUs nor
@@ -167,14 +167,9 @@ def fused_attention() -> Iterator[None]:
     """
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
 
-    plain = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = fused
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = plain
+    return patch.object(F, "scaled_dot_product_attention", fused)
 
 
 def tensors(*modules: nn.Module) -> list[Tensor]:

@@ -85,7 +85,8 @@ def step_flops(
     views: float = 0,
     detach_uncond: bool = False,
 ) -> int:
-    """FLOPs of a training step on all ranks, from those of a sample's pass of one guidance branch.
+    """FLOPs of a training step on all ranks, from those of a sample's pass of one guidance branch. The defaults are
+    those of supervised training.
 
     With `branches` = 2 under classifier-free guidance (else 1), each sample costs, in forward
     passes:
