@@ -165,9 +165,10 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None) -
         return None
     if library not in _LIBRARIES:
         raise ValueError(f"model.path: '{folder}' has its {name} from {library}; known: {', '.join(_LIBRARIES)}")
-    module: Any = getattr(importlib.import_module(library), kind, None)
-    if module is None:
+    classes = importlib.import_module(library)
+    if not hasattr(classes, kind):
         raise ValueError(f"model.path: '{folder}' has a {kind}, which the installed {library} lacks")
+    module = getattr(classes, kind)
     part = folder / name
     file = part / ("scheduler_config.json" if name == "scheduler" else "config.json")
     if not file.is_file():
