@@ -165,10 +165,11 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None) -
         return None
     if library not in _LIBRARIES:
         raise ValueError(f"model.path: '{folder}' has its {name} from {library}; known: {', '.join(_LIBRARIES)}")
-    classes = importlib.import_module(library)
-    if not hasattr(classes, kind):
-        raise ValueError(f"model.path: '{folder}' has a {kind}, which the installed {library} lacks")
-    module = getattr(classes, kind)
+    found = importlib.import_module(library)
+    try:
+        module = getattr(found, kind)
+    except AttributeError:
+        raise ValueError(f"model.path: '{folder}' has a {kind}, which the installed {library} lacks") from None
     part = folder / name
     file = part / ("scheduler_config.json" if name == "scheduler" else "config.json")
     if not file.is_file():
