@@ -25,9 +25,10 @@ from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunCon
 from phalanx.distributed.collectives import all_gather
 from phalanx.distributed.fsdp import local
 from phalanx.plan.blueprint import family_name
-from phalanx.plan.jobs import Planned, planned
+from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, count
+from phalanx.plan.rehearsal import Planned
 from phalanx.plan.text import messages as planned_messages
 from phalanx.training import flow_matching
 from phalanx.training.flow_rl import build
@@ -87,8 +88,12 @@ def estimate(cfg: FlowRunConfig, cluster: Cluster) -> tuple[Planned, Memory]:
     return plan, count(plan)
 
 
-def train(t: Trainer) -> None:
+def train(t: Run) -> None:
     """A training step."""
+    if isinstance(t, flow_matching.FlowMatching):
+        t.update(0)
+        return
+    assert isinstance(t, Trainer)
     with t.rollout.awake():
         samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
     reward = all_gather(t.score()[0])
@@ -101,21 +106,8 @@ def train(t: Trainer) -> None:
 class Mallinfo(ctypes.Structure):
     """struct mallinfo2 of glibc."""
 
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in [
-            "arena",
-            "ordblks",
-            "smblks",
-            "hblks",
-            "hblkhd",
-            "usmblks",
-            "fsmblks",
-            "uordblks",
-            "fordblks",
-            "keepcost",
-        ]
-    )
+    NAMES = ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+    _fields_ = tuple((name, ctypes.c_size_t) for name in NAMES)
 
 
 class Heap(TorchDispatchMode):
@@ -192,10 +184,10 @@ def as_on_gpus(t: Run) -> None:
             group["foreach"] = True
 
 
-def measure(cfg: FlowRLConfig) -> dict[str, int]:
+def measure(cfg: FlowRunConfig) -> dict[str, int]:
     """Bytes of the parts, and the most that there are in each phase of a step."""
     strangers = alive()
-    t = build(cfg)
+    t: Any = build(cfg) if isinstance(cfg, FlowRLConfig) else flow_matching.build(cfg)
     as_on_gpus(t)
     train(t)  # imports that come late, and kernels' caches
     found = parts(t, strangers)
@@ -206,25 +198,14 @@ def measure(cfg: FlowRLConfig) -> dict[str, int]:
         return apply(loss)
 
     with Heap(found["held"]) as heap:
-        t.learner.optimizer.step = heap.during("optimizer", step)  # type: ignore[method-assign]
-        t.policy.model.decode = heap.during("rollout: decode", t.policy.model.decode)
-        t.rollout.sample = heap.during("rollout: sample", t.rollout.sample)  # type: ignore[method-assign]
-        if t.algorithm.references:
-            t.reference_outputs = heap.during("reference", t.reference_outputs)  # type: ignore[method-assign]
-        t.update = heap.during("update", t.update)  # type: ignore[method-assign]
+        t.learner.optimizer.step = heap.during("optimizer", step)
+        t.update = heap.during("update", t.update)
+        if isinstance(t, Trainer):
+            t.policy.model.decode = heap.during("rollout: decode", t.policy.model.decode)
+            t.rollout.sample = heap.during("rollout: sample", t.rollout.sample)
+            if t.algorithm.references:
+                t.reference_outputs = heap.during("reference", t.reference_outputs)
         train(t)
-    return found | heap.most
-
-
-def measure_flow_matching(cfg: FlowMatchingTaskConfig) -> dict[str, int]:
-    strangers = alive()
-    t = flow_matching.build(cfg)
-    as_on_gpus(t)
-    t.update(0)
-    found = parts(t, strangers)
-    with Heap(found["held"]) as heap:
-        t.learner.optimizer.step = heap.during("optimizer", t.learner.optimizer.step)  # type: ignore[method-assign]
-        heap.during("update", t.update)(0)
     return found | heap.most
 
 
@@ -236,7 +217,7 @@ def compare(plan: Planned, memory: Memory, took: dict[str, int]) -> None:
         "weights": held.get("frozen weights", 0) + held["trained weights"],
         "optimizer's state": held["optimizer's state"],
         "moving average": held.get("moving average", 0),
-        "gradients": sum(plan.layout.gradient(w) for w in plan.layout.trained),
+        "gradients": sum(plan.policy.layout.gradient(w) for w in plan.policy.layout.trained),
         **{phase.name: before + phase.total for phase in memory.phases},
         "peak": memory.peak,
     }
@@ -283,7 +264,7 @@ def test_memory_of_flow_matching(medium_folder: Path, tmp_path: Path) -> None:
     sizes = ["data.train_batch_size=8", "rollout.height=64", "rollout.width=64"]
     job = [f"data.train_files=[{pictures}]", "flow_matching.micro_batch_size_per_gpu=4", CHECKPOINTING]
     cfg = load(FlowMatchingTaskConfig, None, [*base, *sizes, *job])
-    took = run_ranks(measure_flow_matching, 1, cfg, timeout=240)[0]
+    took = run_ranks(measure, 1, cfg, timeout=240)[0]
     plan, memory = estimate(cfg, Cluster(1, 1))
     compare(plan, memory, took)
 
@@ -343,7 +324,7 @@ def test_messages(overrides: list[str], sd3_folder: Path, tmp_path: Path) -> Non
     cfg = configure(sd3_folder, tmp_path, 4, *overrides)
     sent = run_ranks(messages, 4, cfg, timeout=240)[0]
     plan, _ = estimate(cfg, Cluster(2, 2))
-    width = plan.layout.width
+    width = plan.policy.layout.width
     kinds = {
         "weights, gathered to sample": ("gather", width),
         "weights, gathered for the reference": ("gather", width),

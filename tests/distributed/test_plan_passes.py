@@ -22,7 +22,8 @@ from tests.jobs import PROMPTS, base_overrides
 from tests.ranks import run_ranks
 from tests.tiny import jitter, load_pipeline
 
-TWO_EPOCHS = "actor.ppo_epochs=2"
+TWO_EPOCHS, KL, SHARDED = "actor.ppo_epochs=2", "algorithm.kl_loss_coef=0.1", "parallel.fsdp_size=2"
+MICRO = "actor.ppo_micro_batch_size_per_gpu"
 
 
 def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLConfig:
@@ -73,8 +74,8 @@ def compare(cfg: FlowRLConfig, ranks: int) -> dict[str, list[int]]:
     took = run_ranks(step, ranks, cfg)[0]
     cfg.model.family = family_name(cfg.model)
     said = planned(cfg, Cluster(1, ranks))
-    passes = {name: phase.passes for name, phase in said.phases.items()}
-    assert len(took["trained"]) == said.job.micro_batches == passes["update"]
+    passes = {name: phase.passes for name, phase in said.ledger.phases.items()}
+    assert len(took["trained"]) == said.micro_batches == passes["update"]
     assert len(took["viewed"]) == (passes["reference"] if "reference" in passes else 0)
     assert len(took["teacher"]) == (passes["teacher"] if "teacher" in passes else 0)
     plan = said.plan
@@ -82,40 +83,39 @@ def compare(cfg: FlowRLConfig, ranks: int) -> dict[str, list[int]]:
     assert took.pop("flops") == pytest.approx(said.flops)
     gathered = sum(t.size for t in messages(said) if "gathered" in t.what)
     assert took.pop("gathered") == pytest.approx(gathered, rel=1e-3)
-    assert took.pop("held") == sum(count(said).held[e.name] for e in said.teachers)
+    assert took.pop("held") == sum(count(said).held[name] for name in said.frozen)
     return took
 
 
-def test_transitions(sd3_folder: Path, tmp_path: Path) -> None:
-    """The transitions are the same in both epochs, and viewed once."""
-    cfg = configure(sd3_folder, tmp_path, "flow_grpo", "algorithm.kl_loss_coef=0.1", TWO_EPOCHS)
-    assert compare(cfg, 1) == {"trained": [2] * 16, "viewed": [2] * 8, "teacher": []}
-
-
-@pytest.mark.full
-def test_views_of_every_epoch(sd3_folder: Path, tmp_path: Path) -> None:
-    """awm looks at the policy's weights before each pass, and at the reference's."""
-    cfg = configure(sd3_folder, tmp_path, "awm", "algorithm.kl_loss_coef=0.1", TWO_EPOCHS, "parallel.fsdp_size=2")
-    assert compare(cfg, 2) == {"trained": [2] * 8, "viewed": [2] * 16, "teacher": []}
-
-
-@pytest.mark.quick("1-4-trained0-viewed0")
+@pytest.mark.quick("transitions", "pairs", "pairs that fill no micro-batch")
 @pytest.mark.parametrize(
-    ("ranks", "micro", "trained", "viewed"),
-    [(1, 4, [4] * 4, [4] * 4), (1, 1, [2] * 8, [2] * 8), (1, 8, [4] * 4, [8] * 2), (2, 2, [2] * 4, [2] * 4)],
+    ("name", "keys", "ranks", "trained", "viewed"),
+    [
+        # the transitions are the same in both epochs, and viewed once
+        pytest.param("flow_grpo", [KL, TWO_EPOCHS], 1, [2] * 16, [2] * 8, id="transitions"),
+        # awm looks at the policy's weights before each pass, and at the reference's
+        pytest.param("awm", [KL, TWO_EPOCHS, SHARDED], 2, [2] * 8, [2] * 16, id="views of every epoch"),
+        # the best and the worst of each prompt's 4 images; an update of 2 pairs has no more than 4 images a pass
+        pytest.param("diffusion_dpo", [TWO_EPOCHS, f"{MICRO}=4"], 1, [4] * 4, [4] * 4, id="pairs"),
+        pytest.param("diffusion_dpo", [TWO_EPOCHS, f"{MICRO}=1"], 1, [2] * 8, [2] * 8, id="less than a pair"),
+        pytest.param("diffusion_dpo", [TWO_EPOCHS, f"{MICRO}=8"], 1, [4] * 4, [8] * 2, id="more than an update"),
+        pytest.param("diffusion_dpo", [TWO_EPOCHS, f"{MICRO}=2"], 2, [2] * 4, [2] * 4, id="pairs of two ranks"),
+        # 3 pairs an update are a pass of 2 and one of 1; all 6 of a step are viewed in 3
+        pytest.param(
+            "diffusion_dpo",
+            ["data.train_batch_size=6", "actor.ppo_mini_batch_size=3", f"{MICRO}=4"],
+            1,
+            [4, 2] * 2,
+            [4] * 3,
+            id="pairs that fill no micro-batch",
+        ),
+    ],
 )
-def test_pairs(ranks: int, micro: int, trained: list[int], viewed: list[int], sd3_folder: Path, tmp_path: Path) -> None:
-    """The best and the worst of each prompt's 4 images; an update of 2 pairs has no more than 4 images a pass."""
-    keys = [f"actor.ppo_micro_batch_size_per_gpu={micro}", TWO_EPOCHS]
-    cfg = configure(sd3_folder, tmp_path, "diffusion_dpo", *keys)
+def test_passes(
+    name: str, keys: list[str], ranks: int, trained: list[int], viewed: list[int], sd3_folder: Path, tmp_path: Path
+) -> None:
+    cfg = configure(sd3_folder, tmp_path, name, *keys)
     assert compare(cfg, ranks) == {"trained": trained, "viewed": viewed, "teacher": []}
-
-
-def test_pairs_that_fill_no_micro_batch(sd3_folder: Path, tmp_path: Path) -> None:
-    """3 pairs an update are a pass of 2 and one of 1; all 6 of a step are viewed in 3."""
-    batch = ["data.train_batch_size=6", "actor.ppo_mini_batch_size=3", "actor.ppo_micro_batch_size_per_gpu=4"]
-    cfg = configure(sd3_folder, tmp_path, "diffusion_dpo", *batch)
-    assert compare(cfg, 1) == {"trained": [4, 2] * 2, "viewed": [4] * 3, "teacher": []}
 
 
 @pytest.mark.full

@@ -1,7 +1,7 @@
 """Loading what was downloaded: files that are cut short, broken or of another model are told in one line."""
 
-from contextlib import AbstractContextManager
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from safetensors import SafetensorError
@@ -9,20 +9,20 @@ from safetensors import SafetensorError
 _MISFITS = (ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
 
 
-class Loading(AbstractContextManager[None]):
+@contextmanager
+def loading(what: str) -> Iterator[None]:
     """Turns what the block cannot load into a ValueError of one line: `what`, a colon and the reason.
 
     `what` names the setting that gave the file: transformers says of a broken file what it stumbles over, not where.
     """
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    try:
+        yield
+    except Exception as error:
         # tokenizers has no error of its own: it raises Exception itself
-        if isinstance(error, _MISFITS) or (error is not None and kind is Exception):
-            named = [] if kind in (Exception, OSError, ValueError) else [type(error).__name__]
-            raise ValueError(": ".join([self._what, *named, *str(error).strip().splitlines()[:1]])) from error
+        if not isinstance(error, _MISFITS) and type(error) is not Exception:
+            raise
+        named = [] if type(error) in (Exception, OSError, ValueError) else [type(error).__name__]
+        raise ValueError(": ".join([what, *named, *str(error).strip().splitlines()[:1]])) from error
 
 
 def check_weights(info: dict[str, Any], what: str) -> None:

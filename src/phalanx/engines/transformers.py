@@ -1,7 +1,7 @@
 """The reward model in plain transformers, on torch alone: for models that vLLM lacks, and where there is no vLLM."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.config.run import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
-from phalanx.engines.loading import Loading, check_weights
+from phalanx.engines.loading import check_weights, loading
 from phalanx.engines.sleeping import Sleeping
 from phalanx.media.pictures import pil_image
 
@@ -146,7 +146,7 @@ def load_processor(path: str) -> Any:
     from transformers import AutoConfig, AutoProcessor, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    with Loading(f"reward.model.path: {path!r} does not load"):
+    with loading(f"reward.model.path: {path!r} does not load"):
         try:
             processor = AutoProcessor.from_pretrained(path)
         except ImportError:
@@ -168,7 +168,7 @@ def _load_model(path: str, dtype: str) -> Any:
     from transformers import AutoModelForImageTextToText
 
     told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-    with Loading(f"reward.model.path: {path!r} does not load"):
+    with loading(f"reward.model.path: {path!r} does not load"):
         model, info = AutoModelForImageTextToText.from_pretrained(
             path, dtype=getattr(torch, dtype), use_safetensors=True, **told
         )
@@ -203,9 +203,6 @@ def tensor_parallel_plan(model: Any, tp: int) -> Mapping[str, str]:
     return plan
 
 
-@contextmanager
-def _randomness_kept() -> Iterator[None]:
+def _randomness_kept() -> AbstractContextManager[None]:
     """The block leaves torch's random states as they are."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    with torch.random.fork_rng(devices):
-        yield
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])

@@ -5,9 +5,9 @@ that are but shapes (torch's meta device).
 """
 
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
+from unittest.mock import patch
 
 import torch
 
@@ -37,26 +37,31 @@ def plan_job(cfg: FlowRunConfig, words: Mapping[str, str]) -> str:
         try:
             check(cfg, cluster)
         except ConfigError as error:
-            if len(asked) == 1:
-                raise
             refused[cluster] = str(error)
-    works = [cluster for cluster in asked if cluster not in refused]
-    if not works:
-        raise ConfigError(f"no number of nodes from {asked[0].nodes} to {asked[-1].nodes} works: {refused[asked[0]]}")
-    largest = describe(planned(cfg, works[-1]), gpu)
-    return largest if len(asked) == 1 else f"{sizes(cfg, asked, refused)}\n\n{largest}"
+    if len(refused) == len(asked):
+        none = f"no number of nodes from {asked[0].nodes} to {asked[-1].nodes} works: " if len(asked) > 1 else ""
+        raise ConfigError(none + refused[asked[0]])
+    largest = [cluster for cluster in asked if cluster not in refused][-1]
+    text = describe(planned(cfg, largest), gpu)
+    return text if len(asked) == 1 else f"{sizes(cfg, asked, refused)}\n\n{text}"
 
 
 def clusters(words: Mapping[str, str], env: Mapping[str, str]) -> list[Cluster]:
     """The sizes to plan: one, or each of a range of nodes such as 2:4. Raises ConfigError for what is no number."""
-    name, nodes = _given(words, env, ("nnodes",), "NNODES")
-    first, _, last = nodes.partition(":")
-    if not all(n.isdecimal() and int(n) > 0 for n in (first, last or first)) or int(first) > int(last or first):
-        raise ConfigError(f"{name}={nodes}: expected a whole number such as 4, or a range such as 2:4")
-    name, ranks = _given(words, env, ("nproc_per_node", "nproc"), "NPROC_PER_NODE")
-    if not ranks.isdecimal() or int(ranks) == 0:
-        raise ConfigError(f"{name}={ranks}: expected a whole number, such as 8")
-    return [Cluster(n, int(ranks)) for n in range(int(first), int(last or first) + 1)]
+    given = {"NNODES": env.get("NNODES", "1"), "NPROC_PER_NODE": env.get("NPROC_PER_NODE", "1"), **words}
+    name = "nnodes" if "nnodes" in words else "NNODES"
+    first, _, last = given[name].partition(":")
+    last = last or first
+    if not (_positive(first) and _positive(last) and int(first) <= int(last)):
+        raise ConfigError(f"{name}={given[name]}: expected a whole number such as 4, or a range such as 2:4")
+    name = next(key for key in ("nproc_per_node", "nproc", "NPROC_PER_NODE") if key in given)
+    if not _positive(given[name]):
+        raise ConfigError(f"{name}={given[name]}: expected a whole number, such as 8")
+    return [Cluster(nodes, int(given[name])) for nodes in range(int(first), int(last) + 1)]
+
+
+def _positive(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
 
 
 def gpu_of(words: Mapping[str, str]) -> Gpu | None:
@@ -74,29 +79,9 @@ def gpu_of(words: Mapping[str, str]) -> Gpu | None:
 
 def check(cfg: FlowRunConfig, cluster: Cluster) -> None:
     """What the job itself checks before it starts, on this cluster; raises its ConfigError."""
-    with _launched(cluster):
+    with patch.dict(os.environ, WORLD_SIZE=str(cluster.ranks), LOCAL_WORLD_SIZE=str(cluster.per_node)):
         if isinstance(cfg, FlowRLConfig):
             flow_rl.check(cfg)
         else:
             assert isinstance(cfg, FlowMatchingTaskConfig)
             flow_matching.check(cfg)
-
-
-@contextmanager
-def _launched(cluster: Cluster) -> Iterator[None]:
-    """The variables that torchrun would set."""
-    before = dict(os.environ)
-    os.environ |= {"WORLD_SIZE": str(cluster.ranks), "LOCAL_WORLD_SIZE": str(cluster.per_node)}
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ |= before
-
-
-def _given(words: Mapping[str, str], env: Mapping[str, str], keys: tuple[str, ...], variable: str) -> tuple[str, str]:
-    """The name and the text of a number of the launch: 1 where nobody gives it."""
-    for key in keys:
-        if key in words:
-            return key, words[key]
-    return variable, env.get(variable, "1")

@@ -4,11 +4,12 @@ All tensors are on torch's meta device, where they have shapes and dtypes and ta
 """
 
 import importlib
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -19,11 +20,12 @@ from phalanx.distributed.mesh import World
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index, read_json
 from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, known_family
+from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
 
 _LIBRARIES = ("diffusers", "transformers")
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
-_CONFIGURATIONS = ["model_index.json", "*/config.json", "scheduler/scheduler_config.json"]
+_CONFIGURATIONS = ("model_index.json", "*/config.json", "scheduler/scheduler_config.json")
 
 
 class _Blueprint(FlowModel):
@@ -39,11 +41,10 @@ class _Blueprint(FlowModel):
     ) -> None:
         """As FlowModel.load, with tensors that are but shapes; there are no tokenizers."""
         folder, self.dtype = Path(config.path), dtype
-        parts: dict[str, Any] = {
-            name: _component(folder, name, *entry)
-            for name, entry in read_index(folder).items()
-            if isinstance(entry, list) and len(entry) == 2
-        }
+        parts: dict[str, Any] = {}
+        for name, entry in read_index(folder).items():
+            if isinstance(entry, list) and len(entry) == 2:
+                parts[name] = _component(folder, name, *entry)
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
             parts["transformer"] = transformer.from_config(parts["transformer"].config)
         try:
@@ -66,74 +67,74 @@ class _Blueprint(FlowModel):
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         self.ledger.phase.passes += 1
-        shapes = tuple(tuple(value.shape) for value in (latents, *embeds.values()))
-        own = cast(FlowModel, super())
-        return self.ledger.once(
-            (id(self), torch.is_grad_enabled(), shapes), lambda: own.velocity(latents, timesteps, embeds, height, width)
-        )
+        key = id(self), torch.is_grad_enabled(), *(tuple(value.shape) for value in (latents, *embeds.values()))
+        return self.ledger.once(key, partial(super().velocity, latents, timesteps, embeds, height, width))
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
-        own = cast(FlowModel, super())
-        with self.ledger.during(self.ledger.name.replace("sample", "decode")):
-            return self.ledger.once(tuple(latents.shape), lambda: own.decode(latents, height, width))
+        with self.ledger.during(self.ledger.phase.name.replace("sample", "decode")):
+            return self.ledger.once(tuple(latents.shape), partial(super().decode, latents, height, width))
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        own = cast(FlowModel, super())
         with self.ledger.during("encode images"):
-            return self.ledger.once(tuple(images.shape), lambda: own.encode_images(images, generator))
+            return self.ledger.once(tuple(images.shape), partial(super().encode_images, images, generator))
 
 
 class PlannedPolicy(FlowPolicy):
     """A policy whose ledger hears what FSDP would do, and a copy of the weights make."""
 
-    def __init__(self, ledger: Ledger, *args: Any, **kwargs: Any) -> None:
-        self.ledger = ledger
-        super().__init__(*args, **kwargs)
+    ledger: Ledger
+    layout: Layout
 
     def unsharded(self) -> AbstractContextManager[None]:
         self.ledger.phase.rounds += 1
         return super().unsharded()
 
-    @contextmanager
-    def using(self, weights: str) -> Iterator[None]:
+    def using(self, weights: str) -> AbstractContextManager[None]:
         """Without the copies, which are of a rank's part."""
         if self.trained.is_base(weights):
-            with super().using(weights):
-                yield
-        else:
-            self.ledger.phase.aside = True
-            yield
+            return super().using(weights)
+        self.ledger.phase.aside = True
+        return nullcontext()
 
 
 def planned_policy(
-    cfg: FlowRunConfig, world: World, ledger: Ledger, *, detach_uncond: bool, frozen: bool = False
+    cfg: FlowRunConfig,
+    cluster: Cluster,
+    ledger: Ledger,
+    *,
+    rank: int = 0,
+    detach_uncond: bool = False,
+    frozen: bool = False,
 ) -> PlannedPolicy:
-    """The policy as training builds it, of one rank that holds all weights, on the meta device.
+    """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
 
-    `cfg.model.path` is a local folder (`fetch`) and `cfg.model.family` is set (`family_name`). Raises as build_policy.
+    `layout` says what would be on a rank of the cluster.
     """
     kind = type("Blueprint", (_Blueprint, family_of(cfg.model)), {"ledger": ledger})
     # neither of these changes what is kept in memory, and none can be done without numbers
     config = replace(cfg.model, attn_backend=None, compile=False, lora_init="gaussian")
+    data = replace(cfg.data, embeds_cache_dir=None)
+    world = cast(World, SimpleNamespace(rank=rank, size=cluster.ranks, shard_size=1, device=META, watch=None))
     with META:
         policy = build_policy(
             config,
             cfg.parallel,
-            replace(cfg.data, embeds_cache_dir=None),
+            data,
             world,
             seed=cfg.trainer.seed,
             detach_uncond=detach_uncond,
             frozen=frozen,
             family=kind,
-            make=partial(PlannedPolicy, ledger),
+            make=PlannedPolicy,
         )
     assert isinstance(policy, PlannedPolicy)
     policy.trained.config = cfg.model  # PiSSA's reference is a copy
+    policy.ledger, policy.layout = ledger, Layout.of(policy, cfg.parallel, cluster)
     return policy
 
 
-def fetch(path: str) -> str:
-    """The local folder of `model.path`. A hub id's configurations, some kilobytes, come from the hub or its cache."""
+def fetch(path: str, patterns: Sequence[str] = _CONFIGURATIONS) -> str:
+    """The local folder of `model.path`. Of a hub id these files, some kilobytes, come from the hub or its cache."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return str(folder)
@@ -143,7 +144,7 @@ def fetch(path: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return snapshot_download(path, allow_patterns=_CONFIGURATIONS)
+        return snapshot_download(path, allow_patterns=list(patterns))
     except (HfHubHTTPError, OSError):
         raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
 

@@ -1,25 +1,22 @@
 """A job on a cluster as --plan sees it: its parts on the meta device, and what they took in a training step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from phalanx import algorithms
-from phalanx.config.flow import FlowRLConfig, FlowRunConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.data.prompts import PromptRow, PromptStream
 from phalanx.distributed import mesh
-from phalanx.distributed.mesh import World
 from phalanx.models.flow.folder import read_index
 from phalanx.plan.blueprint import PlannedPolicy, fetch, planned_policy
-from phalanx.plan.layout import Cluster, Layout
-from phalanx.plan.ledger import META, Ledger, Phase, fused_attention, nbytes
-from phalanx.plan.rehearsal import FlowMatchingRehearsal, Rehearsal, RLRehearsal
+from phalanx.plan.layout import Cluster
+from phalanx.plan.ledger import META, Ledger, fused_attention, tensors
+from phalanx.plan.rehearsal import FlowMatchingRehearsal, Planned, RLRehearsal
 from phalanx.rollout.flow.dataset import PAIR, DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training import flow_rl
@@ -27,114 +24,55 @@ from phalanx.training.batches import BatchPlan
 from phalanx.training.flow_matching import ENCODED_TOGETHER
 from phalanx.training.flow_parts import FlowParts
 from phalanx.training.teacher import LoadedFlowTeacher, about, check_kind, teacher_model, teacher_rollout
-from phalanx.types import Prompt, Teacher
-
-
-@dataclass(frozen=True)
-class PlannedTeacher:
-    """A frozen model beside the policy, whose VAE is the policy's."""
-
-    name: str
-    loaded: LoadedFlowTeacher
-    layout: Layout
-
-    @property
-    def encoders(self) -> int:
-        """Bytes of its text encoders."""
-        return nbytes(tensors(self.loaded.policy.model.text_encoders))
-
-    @property
-    def own_encoders(self) -> int:
-        """Bytes of them that the policy does not have too."""
-        shared = self.loaded.policy.model.text_encoders is self.loaded.student.model.text_encoders
-        return 0 if shared else self.encoders
-
-
-@dataclass(frozen=True)
-class Planned:
-    """A job on a cluster: what a rank of it holds, and what the phases of a training step took.
-
-    `plan` is None where the job is not one of reinforcement learning. `flops` are those of a step on all ranks.
-    """
-
-    cfg: FlowRunConfig
-    cluster: Cluster
-    plan: BatchPlan | None
-    policy: PlannedPolicy
-    layout: Layout
-    teachers: list[PlannedTeacher]
-    job: Rehearsal
-    phases: dict[str, Phase]
-    flops: int
-
-    @property
-    def length(self) -> int:
-        """The most tokens of a text."""
-        c = self.cfg
-        return self.policy.model.most_tokens(c.data.max_prompt_length, c.rollout.height, c.rollout.width)
+from phalanx.types import Teacher
 
 
 def planned(cfg: FlowRunConfig, cluster: Cluster) -> Planned:
-    """The job on a cluster that it can run on; seconds. Raises ValueError for a model folder that cannot be read."""
-    rl = cfg if isinstance(cfg, FlowRLConfig) else None
-    plan = flow_rl.plan(rl, cluster.ranks) if rl is not None else None
-    ledger, world = Ledger(), _world(cfg, cluster, plan)
-    policy = planned_policy(cfg, world, ledger, detach_uncond=rl is not None and rl.actor.detach_uncond)
-    layout = Layout.of(policy, cfg.parallel, cluster.ranks, width_of(cfg, cluster))
-    rollout = _rollout(cfg, policy, plan)
-    parts, rows = FlowParts(world, None, policy, rollout, {}), _rows(policy, cfg.data.train_batch_size)
-    algorithm = algorithms.build(rl.algorithm) if rl is not None else None
-    teachers = (
-        [_teacher(t, cfg, policy, rollout.micro_batch_size, cluster) for t in algorithm.teachers] if algorithm else []
-    )
-    job: RLRehearsal | FlowMatchingRehearsal
-    with mesh.alone(), fused_attention(), ledger:
-        with ledger.uncounted():
-            if algorithm is not None:
-                stream = PromptStream(rows, len(rows), cfg.data.seed)
-                loaded = {teacher.name: teacher.loaded for teacher in teachers}
-                job = RLRehearsal(ledger, layout, cfg, plan, algorithm, parts, stream, loaded)
-            else:
-                job = FlowMatchingRehearsal(ledger, layout, cfg, _Images(cfg), parts)
-        if validates(cfg):
-            few = _rows(policy, -(-rollout.micro_batch_size // cfg.rollout.val.n))
-            job.run_validation([Prompt(row.text, i, row.meta) for i, row in enumerate(few)])
-        job.run_step()
-    return Planned(cfg, cluster, plan, policy, layout, teachers, job, ledger.phases, job.flops())
+    """The job on a cluster that it can run on, after a step; seconds.
 
-
-def width_of(cfg: FlowRunConfig, cluster: Cluster) -> int:
-    """Ranks that share a copy of the weights."""
-    return mesh.shard_size(cfg.parallel, mesh.Launch(0, cluster.ranks, 0, cluster.per_node))
-
-
-def validates(cfg: FlowRunConfig) -> bool:
-    """Whether there is a validation at all."""
+    `cfg.model.path` is a local folder (`fetch`) and `cfg.model.family` is set (`family_name`). Raises ValueError for a
+    model folder that cannot be read.
+    """
     due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
-    return due and bool(cfg.data.val_files and cfg.reward.functions)
+    with mesh.alone(), fused_attention():
+        job = _rl(cfg, cluster) if isinstance(cfg, FlowRLConfig) else _flow_matching(cfg, cluster)
+        with job.ledger:
+            if due and cfg.data.val_files and cfg.reward.functions:
+                few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
+                job.run_validation(_prompts(job.policy, few).batch(0))
+            job.run_step()
+    return job
 
 
-def tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Parameters and buffers."""
-    return [t for module in modules for t in (*module.parameters(), *module.buffers())]
+def _rl(cfg: FlowRLConfig, cluster: Cluster) -> RLRehearsal:
+    plan, algorithm, n = flow_rl.plan(cfg, cluster.ranks), algorithms.build(cfg.algorithm), cfg.rollout.n
+
+    def more_prompts(rank: int) -> int:
+        """Prompts of a rank after its first one."""
+        return ((rank + 1) * plan.per_rank - 1) // n - rank * plan.per_rank // n
+
+    rank = max(range(cluster.ranks), key=more_prompts)
+    policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=cfg.actor.detach_uncond)
+    rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, cfg.data.train_batch_size)
+    teachers = {teacher.name: _teacher(teacher, cfg, policy, rollout) for teacher in algorithm.teachers}
+    with policy.ledger, policy.ledger.uncounted():
+        parts = FlowParts(policy.world, None, policy, rollout, {})
+        return RLRehearsal(cfg, plan, algorithm, parts, prompts, teachers)
 
 
-def _world(cfg: FlowRunConfig, cluster: Cluster, plan: BatchPlan | None) -> World:
-    """That of a rank that holds all weights and has as many prompts as any."""
-    rank = 0
-    if plan is not None:
-        share, n = plan.per_rank, cfg.rollout.n
-        rank = max(range(cluster.ranks), key=lambda r: ((r + 1) * share - 1) // n - r * share // n)
-    return cast(World, SimpleNamespace(rank=rank, size=cluster.ranks, shard_size=1, device=META, watch=None))
+def _flow_matching(cfg: FlowRunConfig, cluster: Cluster) -> FlowMatchingRehearsal:
+    assert isinstance(cfg, FlowMatchingTaskConfig)
+    policy = planned_policy(cfg, cluster, Ledger())
+    rollout = PolicyRollout(policy, cfg.rollout, policy.world, cfg.rollout.micro_batch_size_per_gpu or 16)
+    parts = FlowParts(policy.world, None, policy, rollout, {})
+    with policy.ledger, policy.ledger.uncounted():
+        return FlowMatchingRehearsal(cfg, _Images(cfg), parts)  # type: ignore[arg-type]
 
 
-def _rollout(cfg: FlowRunConfig, policy: PlannedPolicy, plan: BatchPlan | None) -> PolicyRollout:
+def _rollout(cfg: FlowRLConfig, policy: PlannedPolicy, plan: BatchPlan) -> PolicyRollout:
     """The rollout, with the window where it ends last."""
     c = cfg.rollout
-    if plan is None:
-        return PolicyRollout(policy, c, policy.world, c.micro_batch_size_per_gpu or 16)
     if not plan.forward:
-        assert isinstance(cfg, FlowRLConfig)
         end = c.num_inference_steps - 1 if c.sde_window_range is None else c.sde_window_range[1]
         c = replace(c, sde_window_range=[end - flow_rl.stochastic_steps(cfg), end])
     kind = {"policy": PolicyRollout, "dataset": DatasetRollout, "vllm_omni": _Engine}[c.engine]
@@ -152,29 +90,27 @@ class _Engine(PolicyRollout):
             yield
 
 
-def _teacher(
-    teacher: Teacher, cfg: FlowRunConfig, student: PlannedPolicy, micro: int, cluster: Cluster
-) -> PlannedTeacher:
+def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedPolicy, rollout: PolicyRollout) -> LoadedFlowTeacher:
     """As phalanx.training.teacher.load_teacher, but that text encoders of equal shapes are taken for equal."""
     with about(teacher):
         folder = fetch(teacher.path)
         kind = read_index(Path(folder))["_class_name"]
     check_kind(teacher, kind, read_index(Path(cfg.model.path))["_class_name"])
-    own = replace(cfg, model=teacher_model(cfg.model, folder))
+    taught = replace(cfg, model=teacher_model(cfg.model, folder))
     with about(teacher):
-        policy = planned_policy(own, student.world, student.ledger, detach_uncond=False, frozen=True)
-    ours, theirs = ([t.shape for t in tensors(p.model.text_encoders)] for p in (student, policy))
+        policy = planned_policy(taught, student.layout.cluster, student.ledger, rank=student.world.rank, frozen=True)
+    ours, theirs = ([t.shape for t in tensors(*p.model.text_encoders)] for p in (student, policy))
     policy.share(student, text=ours == theirs)
-    rollout = PolicyRollout(policy, teacher_rollout(cfg.rollout, teacher, policy.model), student.world, micro)
-    layout = Layout.of(policy, cfg.parallel, cluster.ranks, width_of(cfg, cluster))
-    return PlannedTeacher(teacher.name, LoadedFlowTeacher(student, policy, rollout), layout)
+    settings = teacher_rollout(cfg.rollout, teacher, policy.model)
+    return LoadedFlowTeacher(student, policy, PolicyRollout(policy, settings, policy.world, rollout.micro_batch_size))
 
 
-def _rows(policy: PlannedPolicy, count: int) -> list[PromptRow]:
+def _prompts(policy: PlannedPolicy, count: int) -> PromptStream:
     """Prompts, with all images that a job could look for beside them."""
     column = policy.model.image_column
     columns = [*PAIR, *([] if column is None else [column])]
-    return [PromptRow(f"prompt {i}", None, dict.fromkeys(columns, _Picture())) for i in range(count)]
+    rows = [PromptRow(f"prompt {i}", None, dict.fromkeys(columns, _Picture())) for i in range(count)]
+    return PromptStream(rows, count, seed=0)
 
 
 class _Picture:

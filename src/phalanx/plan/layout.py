@@ -1,4 +1,4 @@
-"""Which part of weights and gradients a rank holds: arithmetic over what phalanx.distributed.fsdp makes."""
+"""Which part of weights and gradients a rank holds and sends: arithmetic over what phalanx.distributed.fsdp makes."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -7,129 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.config.run import ParallelConfig
+from phalanx.distributed import mesh
 from phalanx.models.flow.policy import FlowPolicy
 
-REDUCED = torch.float32  # the dtype in which gradients are summed over ranks
-
-
-@dataclass(frozen=True)
-class Weight:
-    """A parameter. `kept` is the dtype that a rank keeps it in; `unit` numbers the block that FSDP gathers it with, and
-    is -1 for what is in no block.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kept: torch.dtype
-    trained: bool
-    sharded: bool
-    unit: int
-
-    @property
-    def numel(self) -> int:
-        """Elements of all of it."""
-        return math.prod(self.shape)
-
-    def part(self, width: int) -> int:
-        """Elements on a rank where `width` ranks share it: FSDP cuts the first dim and fills up the last part."""
-        return -(-self.shape[0] // width) * math.prod(self.shape[1:]) if self.sharded else self.numel
-
-
-@dataclass(frozen=True)
-class Layout:
-    """All parameters over `ranks` ranks, `width` of which share one copy of what is sharded. `dtype` is what the model
-    computes in. Sizes are bytes on a rank.
-    """
-
-    weights: list[Weight]
-    width: int
-    ranks: int
-    dtype: torch.dtype
-
-    @classmethod
-    def of(cls, policy: FlowPolicy, parallel: ParallelConfig, ranks: int, width: int) -> "Layout":
-        """The layout of a policy that one rank holds as a whole, were it on `ranks` ranks."""
-        named = dict(policy.model.transformer.named_parameters())
-        unit = {id(p): i for i, block in enumerate(policy.model.blocks()) for p in block.parameters()}
-        own = policy.trained.parameters
-        replicate = parallel.lora_sharding == "replicate" and len(own) < len(named)
-        weights = [
-            Weight(
-                name=name,
-                shape=tuple(p.shape),
-                kept=own[name].dtype if name in own else p.dtype,
-                trained=name in own,
-                sharded=width > 1 and not (replicate and name in own),
-                unit=unit[id(p)] if id(p) in unit else -1,
-            )
-            for name, p in named.items()
-        ]
-        return cls(weights, width, ranks, policy.model.dtype)
-
-    @property
-    def trained(self) -> list[Weight]:
-        """The weights that the optimizer changes."""
-        return [w for w in self.weights if w.trained]
-
-    def kept(self, weights: Iterable[Weight]) -> int:
-        """What a rank keeps of these between steps."""
-        return sum(w.part(self.width) * w.kept.itemsize for w in weights)
-
-    def copies(self) -> int:
-        """Replicated weights in the dtype that the module computes in, beside those that the optimizer changes."""
-        return sum(w.numel * self.dtype.itemsize for w in self.trained if not w.sharded and w.kept != self.dtype)
-
-    def units(self) -> list[int]:
-        """Each unit of FSDP while it is gathered: the blocks, and last what is in none."""
-        found = [w for w in self.weights if w.sharded]
-        return self._by_unit((w, self.width * w.part(self.width) * self.dtype.itemsize) for w in found)
-
-    def stored(self) -> int:
-        """The sharded weights, whole, in the dtype that they are kept in."""
-        return sum(self.width * w.part(self.width) * w.kept.itemsize for w in self.weights if w.sharded)
-
-    def gradient(self, w: Weight, *, summed: bool = False) -> int:
-        """What stays of a gradient: this rank's reduced part, or while passes are `summed`, the whole in float32."""
-        if not w.sharded:
-            return w.numel * w.kept.itemsize
-        return w.numel * REDUCED.itemsize if summed else w.part(self.width) * w.kept.itemsize
-
-    def reducing(self) -> int:
-        """A unit's gradients on the way to their parts: as they were computed, and as the message."""
-        found = [w for w in self.trained if w.sharded]
-        each = self.dtype.itemsize + REDUCED.itemsize
-        return max(self._by_unit((w, self.width * w.part(self.width) * each) for w in found))
-
-    def message(self) -> int:
-        """The gradients of replicated weights as one message."""
-        return sum(w.numel for w in self.trained if not w.sharded) * REDUCED.itemsize if self.ranks > 1 else 0
-
-    def reduced(self) -> int:
-        """The gradients of sharded weights as messages of float32, whole."""
-        return sum(self.width * w.part(self.width) for w in self.trained if w.sharded) * REDUCED.itemsize
-
-    def gathered(self, passes: int, rounds: int, parallel: ParallelConfig) -> int:
-        """Bytes of the weights that are gathered for forward passes without gradients: all weights once in each of the
-        `rounds`, or the blocks in each pass and the root in each round.
-        """
-        units = self.units()
-        if parallel.rollout_unsharded or not parallel.reshard_after_forward:
-            return sum(units) * rounds
-        return sum(units[:-1]) * passes + units[-1] * rounds
-
-    def gathered_to_train(self, micro_batches: int, passes: int, parallel: ParallelConfig) -> int:
-        """The same of micro-batches with so many forward passes in all: backward passes gather the blocks again, and so
-        does the second of two forward passes.
-        """
-        units = self.units()
-        again = sum(units[:-1]) * passes if parallel.reshard_after_forward else 0
-        return sum(units) * micro_batches + again
-
-    def _by_unit(self, sizes: Iterable[tuple[Weight, int]]) -> list[int]:
-        totals = dict.fromkeys([*sorted({w.unit for w in self.weights} - {-1}), -1], 0)
-        for w, size in sizes:
-            totals[w.unit] += size
-        return list(totals.values())
+REDUCED = torch.float32.itemsize  # of the dtype in which gradients are summed over ranks
 
 
 @dataclass(frozen=True)
@@ -143,6 +24,10 @@ class Cluster:
     def ranks(self) -> int:
         """Ranks of all nodes."""
         return self.nodes * self.per_node
+
+    def width(self, parallel: ParallelConfig) -> int:
+        """Ranks that share a copy of the weights; ConfigError where it does not divide the world."""
+        return mesh.shard_size(parallel, mesh.Launch(0, self.ranks, 0, self.per_node))
 
     def shard_groups(self, width: int) -> list[range]:
         """Ranks that share one copy of the weights, copy by copy."""
@@ -158,6 +43,151 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Weight:
+    """A parameter that `width` ranks share; 1: each rank has all of it.
+
+    `kept` is the dtype that a rank keeps it in. `unit` numbers the block that FSDP gathers it with, and is -1 for what
+    is in no block. `away`: FSDP's offload keeps it on the host, with its gradient, moments and average.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kept: torch.dtype
+    trained: bool
+    width: int
+    unit: int
+    away: bool = False
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a rank has but a part of it."""
+        return self.width > 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of it."""
+        return math.prod(self.shape)
+
+    @property
+    def part(self) -> int:
+        """Elements on a rank: FSDP cuts the first dim and fills up the last part."""
+        return -(-self.shape[0] // self.width) * math.prod(self.shape[1:]) if self.sharded else self.numel
+
+    @property
+    def gathered(self) -> int:
+        """Elements of all parts."""
+        return self.width * self.part
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All parameters of a model that computes in `dtype`; `width` ranks share one copy of what is sharded. Sizes are
+    bytes on a rank.
+    """
+
+    weights: list[Weight]
+    cluster: Cluster
+    width: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, policy: FlowPolicy, parallel: ParallelConfig, cluster: Cluster) -> "Layout":
+        """The layout of a policy that one rank holds as a whole, were it on a cluster."""
+        width = cluster.width(parallel)
+        named = dict(policy.model.transformer.named_parameters())
+        unit = {id(p): i for i, block in enumerate(policy.model.blocks()) for p in block.parameters()}
+        own = policy.trained.parameters
+        replicate = parallel.lora_sharding == "replicate" and len(own) < len(named)
+        weights = []
+        for name, p in named.items():
+            trained = name in own
+            kept = own[name].dtype if trained else p.dtype
+            shared_by = 1 if replicate and trained else width
+            number = unit[id(p)] if id(p) in unit else -1
+            away = shared_by > 1 and parallel.param_offload
+            weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, number, away))
+        return cls(weights, cluster, width, policy.model.dtype)
+
+    @property
+    def trained(self) -> list[Weight]:
+        """The weights that the optimizer changes."""
+        return [w for w in self.weights if w.trained]
+
+    def whole(self) -> int:
+        """All weights as they are kept, of all ranks."""
+        return sum(w.numel * w.kept.itemsize for w in self.weights)
+
+    def kept(self, weights: Iterable[Weight]) -> int:
+        """What a rank keeps of these between steps."""
+        return sum(w.part * w.kept.itemsize for w in weights)
+
+    def here(self) -> int:
+        """What a rank keeps of all weights on its device."""
+        return self.kept(w for w in self.weights if not w.away)
+
+    def away(self) -> int:
+        """What it keeps of them on the host."""
+        return self.kept(w for w in self.weights if w.away)
+
+    def copies(self) -> int:
+        """Replicated weights in the dtype that the module computes in, beside those that the optimizer changes."""
+        return sum(w.numel * self.dtype.itemsize for w in self.trained if not w.sharded and w.kept != self.dtype)
+
+    def units(self) -> list[int]:
+        """Each unit of FSDP while it is gathered: the blocks, and last what is in none."""
+        return [elements * self.dtype.itemsize for elements in self._by_unit(self.weights)]
+
+    def unsharded(self, *, throughout: bool) -> int:
+        """Gathered weights: all of them `throughout`, or the root's, a block's and the message of the next block."""
+        units = self.units()
+        return sum(units) if throughout else units[-1] + 2 * max(units)
+
+    def stored(self) -> int:
+        """The sharded weights, whole, in the dtype that they are kept in."""
+        return sum(w.gathered * w.kept.itemsize for w in self.weights if w.sharded)
+
+    def gradient(self, w: Weight, *, summed: bool = False) -> int:
+        """What stays of a gradient: this rank's reduced part, or while passes are `summed`, the whole in float32."""
+        return w.numel * REDUCED if w.sharded and summed else w.part * w.kept.itemsize
+
+    def reducing(self) -> int:
+        """A unit's gradients on the way to their parts: as they were computed, and as the message."""
+        return max(self._by_unit(self.trained)) * (self.dtype.itemsize + REDUCED)
+
+    def message(self) -> int:
+        """The gradients of replicated weights as one message."""
+        return sum(w.numel for w in self.trained if not w.sharded) * REDUCED if self.cluster.ranks > 1 else 0
+
+    def reduced(self) -> int:
+        """The gradients of sharded weights as messages, whole."""
+        return sum(self._by_unit(self.trained)) * REDUCED
+
+    def gathered(self, passes: int, rounds: int, parallel: ParallelConfig) -> int:
+        """Bytes of the weights that are gathered for forward passes without gradients: all weights once in each of the
+        `rounds`, or the blocks in each pass and the root in each round.
+        """
+        *blocks, root = self.units()
+        keep = parallel.rollout_unsharded or not parallel.reshard_after_forward
+        return sum(blocks) * (rounds if keep else passes) + root * rounds
+
+    def gathered_to_train(self, micro_batches: int, passes: int, parallel: ParallelConfig) -> int:
+        """The same of micro-batches with so many forward passes in all: backward passes gather the blocks again, and so
+        does the second of two forward passes.
+        """
+        *blocks, root = self.units()
+        again = passes if parallel.reshard_after_forward else 0
+        return sum(blocks) * (micro_batches + again) + root * micro_batches
+
+    def _by_unit(self, weights: Iterable[Weight]) -> list[int]:
+        """Elements of the sharded ones among these, by unit."""
+        totals = [0] * (max(w.unit for w in self.weights) + 2)
+        for w in weights:
+            if w.sharded:
+                totals[w.unit] += w.gathered  # -1 is the last
+        return totals
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Bytes that a rank receives in a training step, and sends as many; `nodes`: through a group of several nodes."""
 
@@ -166,14 +196,14 @@ class Traffic:
     nodes: bool
 
 
-def traffic(layout: Layout, cluster: Cluster, gathered: Mapping[str, int], updates: int) -> list[Traffic]:
+def traffic(layout: Layout, gathered: Mapping[str, int], updates: int) -> list[Traffic]:
     """The messages of a training step of so many `updates` that are not negligible, each as a ring sends them.
 
     `gathered` are bytes of whole weights, by what they are for. Rings over n ranks: a gather of b bytes brings
     (n - 1) / n b to each rank, a reduce-scatter of b takes as much, an all-reduce both. What stays out are numbers:
     rewards, norms, and what is agreed on.
     """
-    width = layout.width
+    cluster, width = layout.cluster, layout.width
     copies = cluster.ranks // width
     apart = any(map(cluster.crosses, cluster.shard_groups(width)))
     spread = any(map(cluster.crosses, cluster.replicate_groups(width)))
@@ -182,6 +212,8 @@ def traffic(layout: Layout, cluster: Cluster, gathered: Mapping[str, int], updat
         *(Traffic(what, size * (width - 1) // width, apart) for what, size in gathered.items()),
         Traffic("gradients, reduced to their parts", reduced * (width - 1) // width, apart),
         Traffic("gradients, summed over copies", 2 * reduced // width * (copies - 1) // copies, spread),
-        Traffic("gradients of replicated weights", 2 * message * (layout.ranks - 1) // layout.ranks, cluster.nodes > 1),
+        Traffic(
+            "gradients of replicated weights", 2 * message * (cluster.ranks - 1) // cluster.ranks, cluster.nodes > 1
+        ),
     ]
     return [item for item in found if item.size]

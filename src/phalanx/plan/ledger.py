@@ -2,14 +2,14 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -24,6 +24,7 @@ class Phase:
     weights took the place of the policy's, which were copied.
     """
 
+    name: str
     before: int = 0
     peak: int = 0
     gradients: int = 0
@@ -47,14 +48,13 @@ class Ledger(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = self.gradients = 0
-        self.phase, self.name = Phase(), ""  # the one that runs
+        self.phase = Phase("")  # the one that runs
         self.phases: dict[str, Phase] = {}
-        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._counting = True
         self._sizes: dict[int, int] = {}  # of storages, as far as they count
         self._on_host: set[int] = set()
-        self._counting = True
         self._numbers: dict[int, Tensor] = {}  # by the storage of their copy on the device
-        self._known: dict[Hashable, tuple[int, Tensor]] = {}
+        self._known: dict[Hashable, tuple[int, torch.Size, torch.dtype, bool]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,11 +64,12 @@ class Ledger(TorchDispatchMode):
         if moves and args[0].is_meta and kwargs["device"].type == "cpu":
             return self._to_host(args[0], kwargs)
         out = func(*args, **kwargs)
-        if _makes_tensors(func):
-            made = [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, Tensor) and t.is_meta]
-            away = bool(self._on_host) and self._of_host_alone(args)
+        # results that are views of an argument, or the argument itself, are nothing new
+        if any(returned.alias_info is None for returned in func._schema.returns):
+            inputs, made = _storages(args), _storages(out)
+            on_host = bool(inputs) and all(storage._cdata in self._on_host for storage in inputs)
             for storage in made:
-                self._enter(storage, on_host=away)
+                self._enter(storage, on_host=on_host)
             if moves and made and not args[0].is_meta and not args[0].is_floating_point():
                 self._numbers[made[0]._cdata] = args[0]
         return out
@@ -76,13 +77,12 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """The block as a phase, or again as one: then what was largest is kept."""
-        outer, self.name = (self.phase, self.name), name
-        self.phase = Phase(self.live, self.live, self.gradients, aside=self.phase.aside)
+        outer, inner = self.phase, Phase(name, self.live, self.live, self.gradients, aside=self.phase.aside)
+        self.phase = inner
         try:
             yield
         finally:
-            inner = self.phase
-            self.phase, self.name = outer
+            self.phase = outer
             known = self.phases.setdefault(name, inner)
             if known is not inner:
                 if inner.peak > known.peak:
@@ -94,18 +94,17 @@ class Ledger(TorchDispatchMode):
         """`run()` the first time that a phase has this key. Later it takes as much, and an empty tensor is returned:
         what a micro-batch takes does not change from one to the next.
         """
-        key = (self.name, key)
-        if key in self._known:
-            taken, like = self._known[key]
-            self.phase.reach(self.live + taken, self.gradients)
-            return torch.empty_like(like).requires_grad_(like.requires_grad)
-        outer, self.phase = self.phase, Phase(self.live, self.live)
-        out = run()
-        inner, self.phase = self.phase, outer
-        outer.reach(inner.peak, self.gradients)
-        with self.uncounted():
-            self._known[key] = inner.peak - inner.before, torch.empty_like(out).requires_grad_(out.requires_grad)
-        return out
+        key, outer = (self.phase.name, key), self.phase
+        if key not in self._known:
+            inner = self.phase = Phase(outer.name, self.live, self.live)
+            out = run()
+            self.phase = outer
+            outer.reach(inner.peak, self.gradients)
+            self._known[key] = inner.peak - inner.before, out.shape, out.dtype, out.requires_grad
+            return out
+        taken, shape, dtype, requires_grad = self._known[key]
+        self.phase.reach(self.live + taken, self.gradients)
+        return torch.empty(shape, dtype=dtype, device=META, requires_grad=requires_grad)
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -135,40 +134,32 @@ class Ledger(TorchDispatchMode):
         self._enter(out.untyped_storage(), on_host=True)
         return out
 
-    def _of_host_alone(self, args: Any) -> bool:
-        inputs = [t for t in tree_leaves(args) if isinstance(t, Tensor) and t.is_meta]
-        return bool(inputs) and all(t.untyped_storage()._cdata in self._on_host for t in inputs)
-
     def _enter(self, storage: torch.UntypedStorage, *, on_host: bool) -> None:
         key = storage._cdata
-        if key in self._storages:
+        if key in self._sizes:
             return
-
-        def leave(_: Any) -> None:
-            del self._storages[key]
-            self.live -= self._sizes.pop(key)
-            self._on_host.discard(key)
-            self._numbers.pop(key, None)
-
-        self._storages[key] = weakref.ref(storage, leave)
         self._sizes[key] = storage.nbytes() if self._counting and not on_host else 0
         if on_host:
             self._on_host.add(key)
+        weakref.finalize(storage, self._leave, key).atexit = False
         self._add(self._sizes[key])
+
+    def _leave(self, key: int) -> None:
+        self.live -= self._sizes.pop(key)
+        self._on_host.discard(key)
+        self._numbers.pop(key, None)
 
     def _add(self, size: int) -> None:
         self.live += size
         self.phase.reach(self.live, self.gradients)
 
 
-@cache
-def _makes_tensors(func: Any) -> bool:
-    """Whether an operator's result is new, rather than a view of an argument or the argument itself."""
-    return any(returned.alias_info is None for returned in func._schema.returns)
+def _storages(tree: Any) -> list[torch.UntypedStorage]:
+    """Of the meta tensors among arguments or results."""
+    return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_meta]
 
 
-@contextmanager
-def fused_attention() -> Iterator[None]:
+def fused_attention() -> AbstractContextManager[Any]:
     """Attention keeps what a fused kernel keeps: inputs, output and a number a row.
 
     On meta tensors torch would take its plain form, with all weights [N, heads, L, L] in memory, which neither GPUs nor
@@ -176,16 +167,16 @@ def fused_attention() -> Iterator[None]:
     """
 
     def fused(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
 
-    plain = F.scaled_dot_product_attention
-    F.scaled_dot_product_attention = fused
-    try:
-        yield
-    finally:
-        F.scaled_dot_product_attention = plain
+    return patch.object(F, "scaled_dot_product_attention", fused)
 
 
-def nbytes(tensors: Any) -> int:
-    """Bytes of tensors."""
-    return sum(t.numel() * t.element_size() for t in tensors)
+def tensors(*modules: nn.Module) -> list[Tensor]:
+    """Parameters and buffers."""
+    return [t for module in modules for t in (*module.parameters(), *module.buffers())]
+
+
+def nbytes(*modules: nn.Module) -> int:
+    """Bytes of them."""
+    return sum(t.nbytes for t in tensors(*modules))

@@ -8,11 +8,11 @@ phalanx.plan.engines. Not counted: the allocator's gaps, CUDA's context, NCCL's 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from phalanx.config.run import ParallelConfig
+from phalanx.plan.blueprint import PlannedPolicy
 from phalanx.plan.engines import RewardModel, engine_copy, reward_model
-from phalanx.plan.jobs import Planned, PlannedTeacher, tensors
-from phalanx.plan.layout import Layout, Weight
+from phalanx.plan.layout import Weight
 from phalanx.plan.ledger import nbytes
+from phalanx.plan.rehearsal import Planned
 
 
 @dataclass(frozen=True)
@@ -59,133 +59,112 @@ class Memory:
         return sum(self.held.values()) + self.largest.total
 
 
-def count(plan: Planned, gpu_memory: int | None = None) -> Memory:
+def count(p: Planned, gpu_memory: int | None = None) -> Memory:
     """The memory of a job on GPUs of `gpu_memory` bytes (None: not known). Of the ranks, it is one that holds a part of
     the reward model, where there is one.
     """
-    layout, model, learner, parallel = plan.layout, plan.policy.model, plan.job.learner, plan.cfg.parallel
-    here, away = _places(parallel, layout)
-    reward = reward_model(plan.cfg, gpu_memory, layout.width)
-    states = {
-        name: nbytes(v for v in state.values() if v.dim() > 0) for name, state in learner.optimizer.state().items()
-    }
-
-    def state(weights: list[Weight]) -> int:
-        return sum(states[w.name] * w.part(layout.width) // w.numel for w in weights if w.trained)
-
-    def average(weights: list[Weight]) -> int:
-        return sum(w.part(layout.width) * 4 for w in weights if w.trained)
-
-    rests = [] if parallel.optimizer_offload else here
-    trained = [w for w in here if w.trained]
-    encoders, averages = nbytes(tensors(model.text_encoders)), len(learner.averages)
-    own = [e.own_encoders for e in plan.teachers]
+    layout, model, teachers = p.policy.layout, p.policy.model, p.frozen
+    reward = reward_model(p.cfg, gpu_memory, layout.width)
+    judge = reward or RewardModel()
+    trained = [w for w in layout.trained if not w.away]
+    beside, stay = _beside(p, layout.trained), _beside(p, [] if p.cfg.parallel.optimizer_offload else trained)
+    vae, encoders = nbytes(model.vae), nbytes(*model.text_encoders)
+    theirs = {name: nbytes(*teacher.model.text_encoders) for name, teacher in teachers.items()}
+    own = {name: theirs[name] * (e.model.text_encoders is not model.text_encoders) for name, e in teachers.items()}
     held = {
-        "frozen weights": layout.kept(w for w in here if not w.trained),
+        "frozen weights": layout.kept(w for w in layout.weights if not w.trained and not w.away),
         "trained weights": layout.kept(trained) + layout.copies(),
-        "model's buffers": nbytes(model.transformer.buffers()),
-        "optimizer's state": state(rests),
-        "moving average": average(rests) * (learner.ema is not None),
-        "algorithm's weights": average(rests) * averages,
-        "VAE": nbytes(tensors([model.vae])),
-        **{e.name: _beside(parallel, e)[0] for e in plan.teachers},
-        "reward model": reward.held if reward is not None else 0,
+        "model's buffers": _buffers(p.policy),
+        **stay,
+        "VAE": vae,
+        **{name: e.layout.here() + _buffers(e) for name, e in teachers.items()},
+        "reward model": judge.held,
     }
     host = {
-        "text encoders": encoders + sum(own),
-        "weights": layout.kept(away),
-        **{e.name: _beside(parallel, e)[1] for e in plan.teachers},
-        "optimizer's state": state(layout.trained) - state(rests),
-        "moving average": (average(layout.trained) - average(rests)) * (learner.ema is not None),
-        "algorithm's weights": (average(layout.trained) - average(rests)) * averages,
-        "reference": layout.kept(layout.trained) if plan.job.copies_reference else 0,
-        "images": nbytes([plan.job.samples.outputs]) if plan.job.samples is not None else 0,
-        "sleeping reward model": reward.asleep if reward is not None else 0,
+        "text encoders": encoders + sum(own.values()),
+        "weights": layout.away(),
+        **{name: e.layout.away() for name, e in teachers.items()},
+        **{name: size - stay[name] for name, size in beside.items()},
+        "reference": layout.kept(layout.trained) if p.copies_reference else 0,
+        "images": p.outputs_size,
+        "sleeping reward model": judge.asleep,
     }
     # the copy of an engine is made on the CPU, when the model has gone to the device
-    loading = max(_whole(layout) + held["VAE"], engine_copy(plan.cfg, layout)) + encoders
-    for i, e in enumerate(plan.teachers):  # one after the other, each with encoders and VAE, equal ones too
-        there = encoders + sum(own[:i]) + host["weights"] + sum(host[f.name] for f in plan.teachers[:i])
-        loading = max(loading, there + _whole(e.layout) + held["VAE"] + e.encoders)
+    loading = max(layout.whole() + vae, engine_copy(p.cfg, layout)) + encoders
+    there = encoders + host["weights"]
+    for name, e in teachers.items():  # one after the other, each with encoders and VAE, equal ones too
+        loading = max(loading, there + e.layout.whole() + vae + theirs[name])
+        there += own[name] + host[name]
+    # on GPUs, AdamW takes the roots of all second moments at once; the message to other copies was sent by then
+    moved = _beside(p, trained)["optimizer's state"] - stay["optimizer's state"]
+    stepping = max(layout.message(), moved + layout.kept(trained))
+    gradients = sum(layout.gradient(w) for w in trained)
     return Memory(
         held={name: size for name, size in held.items() if size},
         phases=[
-            Phase("encode prompts", other=max([encoders, *own])),
-            *_phases(plan, layout.kept(trained), reward),
-            _optimizer(plan, trained, state(trained) - state(rests)),
+            Phase("encode prompts", other=max([encoders, *own.values()])),
+            *_phases(p, layout.kept(trained), reward),
+            Phase("optimizer", gradients=gradients, other=p.samples_size + stepping),
         ],
         host={name: size for name, size in host.items() if size},
-        loading=loading if reward is None else max(reward.loading, reward.asleep + loading),
+        loading=max(judge.loading, judge.asleep + loading),
         loading_without=loading,
         reward=reward,
     )
 
 
-def _phases(plan: Planned, trained: int, reward: RewardModel | None) -> Iterator[Phase]:
-    """What ran, in the order of a step. Of the `trained` bytes a copy is made where other weights take their place; an
-    engine has a copy of all weights while it samples, and a reward model may be there beside.
+def _beside(p: Planned, weights: list[Weight]) -> dict[str, int]:
+    """What the optimizer and the averages have beside these weights on a rank."""
+    state = p.learner.optimizer.state()
+    moments = 0
+    for w in weights:
+        whole = sum(tensor.nbytes for tensor in state[w.name].values() if tensor.dim() > 0)
+        moments += whole * w.part // w.numel
+    average = sum(w.part for w in weights) * 4
+    return {
+        "optimizer's state": moments,
+        "moving average": average * (p.learner.ema is not None),
+        "algorithm's weights": average * len(p.learner.averages),
+    }
+
+
+def _buffers(policy: PlannedPolicy) -> int:
+    return sum(buffer.nbytes for buffer in policy.model.transformer.buffers())
+
+
+def _phases(p: Planned, trained: int, reward: RewardModel | None) -> Iterator[Phase]:
+    """What ran, in the order of a step. Of the `trained` bytes a copy is made where other weights take their place; a
+    reward model may be there beside.
     """
-    cfg, layout = plan.cfg, plan.layout
-    engine, throughout = cfg.rollout.engine, cfg.parallel.rollout_unsharded
-    beside = reward.while_sampling if reward is not None else 0
     order = ["rollout: sample", "rollout: decode", "validation: sample", "validation: decode", "judge", "rescore"]
-    order += ["reference", *(e.name for e in plan.teachers), "encode images", "update"]
-    of = {e.name: e.layout for e in plan.teachers}
-    for name in order:
+    for name in [*order, "reference", *p.frozen, "encode images", "update"]:
         if name == "judge" and reward is not None:
-            yield Phase(name, other=plan.job.samples_size + reward.woken)
-        if name not in plan.phases:
+            yield Phase(name, other=p.samples_size + reward.woken)
+        if name not in p.ledger.phases:
             continue
-        took = plan.phases[name]
+        took = p.ledger.phases[name]
         if not took.passes and name.endswith(("sample", "rescore")):  # there was nothing to do
             continue
-        gathered, gradients, other = _gathered(of.get(name, layout), throughout=throughout), 0, took.before
-        if took.aside:
-            other += trained
-        if name.endswith(("sample", "decode")):
-            other += beside
-            if engine == "vllm_omni":
-                gathered = engine_copy(cfg, layout)
-            elif name.endswith("decode"):
-                gathered = sum(layout.units()) if throughout else layout.units()[-1]
-        elif name == "encode images":
-            gathered = 0
-            other += beside if engine == "dataset" else 0  # they are scored as sampled ones are
-        elif name == "update":
-            gathered = _gathered(layout, throughout=not cfg.parallel.reshard_after_forward)
-            gradients = took.gradients + layout.reducing()
-        yield Phase(name, gathered, took.peak - took.before - took.gradients, gradients, other)
+        other = took.before + trained * took.aside
+        # the data's images are scored as sampled ones are
+        scored = name == "encode images" and p.cfg.rollout.engine == "dataset"
+        if reward is not None and (scored or name.endswith(("sample", "decode"))):
+            other += reward.while_sampling
+        gradients = took.gradients + p.policy.layout.reducing() if name == "update" else 0
+        yield Phase(name, _gathered(p, name), took.peak - took.before - took.gradients, gradients, other)
 
 
-def _optimizer(plan: Planned, trained: list[Weight], moved: int) -> Phase:
-    """The step of those `trained` weights that are on the device; `moved` bytes of their state come there for it."""
-    gradients = sum(plan.layout.gradient(w) for w in trained)
-    # on GPUs, AdamW takes the roots of all second moments at once; the message to other copies was sent by then
-    stepping = max(plan.layout.message(), moved + plan.layout.kept(trained))
-    return Phase("optimizer", gradients=gradients, other=plan.job.samples_size + stepping)
-
-
-def _gathered(layout: Layout, *, throughout: bool) -> int:
-    """Gathered weights: all of them `throughout`, or the root's, a block's and the message of the next block."""
-    units = layout.units()
-    return sum(units) if throughout else units[-1] + 2 * max(units)
-
-
-def _beside(parallel: ParallelConfig, teacher: PlannedTeacher) -> tuple[int, int]:
-    """Bytes of a teacher on the device throughout, and in the host's memory."""
-    layout, transformer = teacher.layout, teacher.loaded.policy.model.transformer
-    here, away = _places(parallel, layout)
-    return layout.kept(here) + nbytes(transformer.buffers()), layout.kept(away)
-
-
-def _whole(layout: Layout) -> int:
-    return sum(w.numel * w.kept.itemsize for w in layout.weights)
-
-
-def _places(parallel: ParallelConfig, layout: Layout) -> tuple[list[Weight], list[Weight]]:
-    """The weights that stay on the device, and those that FSDP's offload keeps on the host.
-
-    It takes along what belongs to a weight: gradient, moments, average.
-    """
-    here = [w for w in layout.weights if not (w.sharded and parallel.param_offload)]
-    return here, [w for w in layout.weights if w.sharded and parallel.param_offload]
+def _gathered(p: Planned, name: str) -> int:
+    """Whole weights in a phase; an engine has a copy of all while it samples."""
+    layout, parallel = p.policy.layout, p.cfg.parallel
+    if name == "encode images":
+        return 0
+    if name == "update":
+        return layout.unsharded(throughout=not parallel.reshard_after_forward)
+    if name.endswith(("sample", "decode")) and p.cfg.rollout.engine == "vllm_omni":
+        return engine_copy(p.cfg, layout)
+    if name.endswith("decode") and not parallel.rollout_unsharded:
+        return layout.units()[-1]
+    if name in p.frozen:
+        layout = p.frozen[name].layout
+    return layout.unsharded(throughout=parallel.rollout_unsharded)

@@ -8,15 +8,16 @@ what ranks say to one another, is arithmetic (phalanx.plan.layout).
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from phalanx.config.flow import FlowRLConfig
 from phalanx.config.run import EmaConfig
-from phalanx.plan.layout import Layout
-from phalanx.plan.ledger import Ledger
+from phalanx.plan.blueprint import PlannedPolicy
 from phalanx.rewards import RewardError
+from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.telemetry.flops import step_flops
 from phalanx.training.checkpoint import Progress
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
@@ -29,28 +30,30 @@ from phalanx.types import Policy, Prompt, Samples
 class Rehearsal(Run):
     """A job whose gradients are counted and dropped, and whose ranks have nothing to say to one another."""
 
-    samples: Samples | None = None  # those of the step
-    samples_size = 0  # bytes of them on the device
+    policy: PlannedPolicy
+    rollout: PolicyRollout
+    samples_size = 0  # bytes of the step's samples on the device
+    outputs_size = 0  # bytes of their images on the host
     copies_reference = False  # whether the reference is a copy of the weights as they were at first
 
-    def __init__(self, ledger: Ledger, layout: Layout, *args: Any) -> None:
-        """`args` are those of the job itself."""
-        self.ledger, self.layout = ledger, layout
-        super().__init__(*args)
+    @property
+    def frozen(self) -> dict[str, PlannedPolicy]:
+        """The policies of teachers by name."""
+        return {}
 
     def prepare(
         self, total_steps: int, total_updates: int, ema: EmaConfig, averages: Sequence[str] = (), beside: Any = None
     ) -> None:
         """The optimizer and the averages, without checkpoints and logs."""
+        self.ledger, layout = self.policy.ledger, self.policy.layout
         self.total_steps, self.progress = 1, Progress()
         self.learner = self.make_learner(total_updates, ema, averages)
         self.updates = self.micro_batches = 0
         self._summed = False
-        away = self.cfg.parallel.param_offload  # FSDP takes them to the host with their weights
-        self._gradients = {w.name: 0 if w.sharded and away else self.layout.gradient(w) for w in self.layout.trained}
-        for name, p in self.policy.trained.module.named_parameters():
-            if p.requires_grad:
-                p.register_post_accumulate_grad_hook(partial(self._keep_gradient, name))
+        named = dict(self.policy.trained.module.named_parameters())
+        for w in layout.trained:
+            size = 0 if w.away else layout.gradient(w)
+            named[w.name].register_post_accumulate_grad_hook(partial(self._keep_gradient, w.name, size))
         self.policy.trained.sharded.set_last_micro_batch = self._begin_micro_batch  # type: ignore[method-assign]
 
     def _begin_micro_batch(self, last: bool) -> None:
@@ -58,13 +61,14 @@ class Rehearsal(Run):
         self.micro_batches += 1
         if not last and not self._summed:
             self._summed = True
-            self.ledger.keep_gradient(sum(self.layout.gradient(w, summed=True) for w in self.layout.trained))
+            layout = self.policy.layout
+            self.ledger.keep_gradient(sum(layout.gradient(w, summed=True) for w in layout.trained))
 
-    def _keep_gradient(self, name: str, parameter: Tensor) -> None:
+    def _keep_gradient(self, name: str, size: int, parameter: Tensor) -> None:
         """What FSDP makes of a gradient takes its place."""
         parameter.grad = self.policy.trained.parameters[name].grad = None
         if not self._summed:
-            self.ledger.keep_gradient(self._gradients[name])
+            self.ledger.keep_gradient(size)
 
     def step_optimizer(self, loss: Tensor) -> dict[str, float | Tensor]:
         """No step at all."""
@@ -77,13 +81,21 @@ class Rehearsal(Run):
 
     def run_validation(self, prompts: list[Prompt]) -> None:
         """The sampling of a validation on these prompts."""
-        weights = self.policy.using("ema") if self.learner.ema is not None else nullcontext()
-        with self.ledger.during("validation: sample"), weights, self.rollout.awake():
-            self.rollout.sample_validation(prompts, each=self.submit)
+        with self.ledger.during("validation: sample"):
+            weights = self.policy.using("ema") if self.learner.ema is not None else nullcontext()
+            with weights, self.rollout.awake():
+                self.rollout.sample_validation(prompts, each=self.submit)
 
 
 class RLRehearsal(Rehearsal, Trainer):
-    """Reinforcement learning."""
+    """Reinforcement learning. `samples` are those of the step."""
+
+    cfg: FlowRLConfig
+    samples: Samples
+
+    @property
+    def frozen(self) -> dict[str, PlannedPolicy]:
+        return {name: cast(PlannedPolicy, teacher.policy) for name, teacher in self.teachers.items()}
 
     def run_step(self) -> None:
         """Sample, and train on rewards of which each prompt's best is another sample."""
@@ -96,12 +108,13 @@ class RLRehearsal(Rehearsal, Trainer):
             self.samples, _ = self.rescore(drawn)
         del drawn
         self.samples_size = self.ledger.live
+        self.outputs_size = cast(Tensor, self.samples.outputs).nbytes
         with self.ledger.during("update"):
             self.update(self.samples, reward.float(), 0)
 
+    @property
     def flops(self) -> int:
         """Floating-point operations of the step on all ranks."""
-        assert self.samples is not None
         return self.step_flops(self.samples)
 
     def _reference(self, name: str, batches: MicroBatches) -> tuple[Policy, MicroBatches, AbstractContextManager[Any]]:
@@ -113,8 +126,10 @@ class RLRehearsal(Rehearsal, Trainer):
         return policy, theirs, phase
 
 
-class FlowMatchingRehearsal(Rehearsal, FlowMatching):
-    """Supervised flow matching."""
+class FlowMatchingRehearsal(Rehearsal, FlowMatching):  # type: ignore[misc]
+    """Supervised flow matching, which has neither samples nor teachers."""
+
+    plan = samples = None
 
     def run_step(self) -> None:
         """Encode images, where latents are cached, and train."""
@@ -124,17 +139,16 @@ class FlowMatchingRehearsal(Rehearsal, FlowMatching):
         with self.ledger.during("update"):
             self.update(0)
 
+    @property
     def flops(self) -> int:
         """Floating-point operations of a step on all ranks."""
         model, r, length = self.policy.model, self.cfg.rollout, self.cfg.data.max_prompt_length
         return step_flops(
             model.flops(r.height, r.width, model.most_tokens(length, r.height, r.width)),
             samples=self.cfg.data.train_batch_size,
-            steps=0,
-            window=1,
-            cfg=False,
             lora=self.policy.trained.lora,
             checkpointing=self.cfg.model.gradient_checkpointing,
-            references=0,
-            detach_uncond=False,
         )
+
+
+Planned = RLRehearsal | FlowMatchingRehearsal

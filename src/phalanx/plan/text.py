@@ -1,13 +1,13 @@
 """The plan in words and tables."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.config.flow import FlowRLConfig, FlowRunConfig
-from phalanx.distributed.placement import place
-from phalanx.plan.jobs import Planned, width_of
+from phalanx.distributed.placement import judged_beside, place
 from phalanx.plan.layout import Cluster, Traffic, traffic
 from phalanx.plan.memory import Memory, count
+from phalanx.plan.rehearsal import Planned
 from phalanx.telemetry.flops import named_peak_flops
 
 Rows = list[tuple[str, str]]
@@ -25,11 +25,10 @@ class Gpu:
 
 def describe(p: Planned, gpu: Gpu | None) -> str:
     """The plan of one size."""
-    memory = count(p, None if gpu is None else gpu.memory)
-    warnings = [*_crossings(p), *_inexact(p), *_fit(p, memory, gpu), *_unknown(p, memory)]
-    trained, total = sum(w.numel for w in p.layout.trained), sum(w.numel for w in p.layout.weights)
+    memory, layout = count(p, None if gpu is None else gpu.memory), p.policy.layout
+    trained, total = (sum(w.numel for w in weights) for weights in (layout.trained, layout.weights))
     sections = [
-        [f"Plan of {words(p.cluster)}; no GPU, process group or weights were used"],
+        [f"Plan of {words(layout.cluster)}; no GPU, process group or weights were used"],
         ["Topology", *_rows(_topology(p))],
         ["Batch", *_rows(_batch(p))],
         [f"Memory of a rank ({total / 1e9:.3g} B weights, {trained / 1e9:.3g} B of them trained)", *_held(memory)],
@@ -37,7 +36,7 @@ def describe(p: Planned, gpu: Gpu | None) -> str:
         ["In the host's memory", *_rows(_host(p, memory))],
         ["Messages of a step: what a rank receives, and sends as much of", *_messages(p)],
         ["Arithmetic", *_rows(_arithmetic(p, gpu))],
-        [f"warning: {w}" for w in warnings],
+        [f"warning: {warning}" for warning in _warnings(p, memory, gpu)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
@@ -50,28 +49,27 @@ def sizes(cfg: FlowRunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster
         if c in refused:
             rows.append((words(c), f"refused: {refused[c]}"))
         else:
-            rows.append((words(c), f"{images // c.ranks} images a rank, {_copies(c, width_of(cfg, c))}"))
+            rows.append((words(c), f"{images // c.ranks} images a rank, {_copies(c, c.width(cfg.parallel))}"))
     return "\n".join(["Sizes", *_rows(rows)])
 
 
 def words(c: Cluster) -> str:
     """A cluster in words."""
-    return f"{c.nodes} node{'s' * (c.nodes > 1)} x {c.per_node} = {c.ranks} rank{'s' * (c.ranks > 1)}"
+    return f"{_n(c.nodes, 'node')} x {c.per_node} = {_n(c.ranks, 'rank')}"
 
 
 # -- topology and batches -----------------------------------------------------------------------------------------
 
 
 def _topology(p: Planned) -> Rows:
-    cluster, width = p.cluster, p.layout.width
-    names = [f.name or f.path or "" for f in p.cfg.reward.functions]
+    cluster, width, model = p.policy.layout.cluster, p.policy.layout.width, p.cfg.reward.model
+    names = ", ".join(f.name or f.path or "" for f in p.cfg.reward.functions)
     rows = [("nodes", _groups(cluster.shard_groups(cluster.per_node))), ("weights", _copies(cluster, width))]
     if width > 1:
         rows.append(("shard groups", _groups(cluster.shard_groups(width))))
-        if width < cluster.ranks:
-            rows.append(("replicate groups", _groups(cluster.replicate_groups(width))))
-    rows.append(("rewards", f"{', '.join(names)}: on every rank, for its own images" if names else "none"))
-    model = p.cfg.reward.model
+    if 1 < width < cluster.ranks:
+        rows.append(("replicate groups", _groups(cluster.replicate_groups(width))))
+    rows.append(("rewards", f"{names}: on every rank, for its own images" if names else "none"))
     if model.path is not None:  # a replica never crosses a node: `place` refuses it
         domains = place(model, cluster.ranks, cluster.per_node)
         replicas = [range(r[0], r[-1] + 1) for domain in domains for r in domain.replicas]
@@ -81,39 +79,42 @@ def _topology(p: Planned) -> Rows:
 
 def _batch(p: Planned) -> Rows:
     """The arithmetic of a step."""
-    plan, samples, size, total = p.plan, p.job.samples, p.cfg.data.train_batch_size, p.cfg.trainer.total_training_steps
-    passes = {name: phase.passes for name, phase in p.phases.items() if phase.passes}
+    cfg, model, ranks = p.cfg, p.policy.model, p.policy.layout.cluster.ranks
+    size, total = cfg.data.train_batch_size, cfg.trainer.total_training_steps
     said = {"rollout: sample": "to sample", "rescore": "to score samples again", "reference": "of the reference"}
-    said |= {e.name: f"of the {e.name}" for e in p.teachers} | {"update": "to train"}
-    forward = ", ".join(f"{passes[name]} {what}" for name, what in said.items() if name in passes)
-    rows = [
-        ("texts", f"{_n(p.length, 'token')}, the most that there can be"),
+    said |= {name: f"of the {name}" for name in p.frozen} | {"update": "to train"}
+    passes = {name: p.ledger.phases[name].passes for name in said if name in p.ledger.phases}
+    forward = ", ".join(f"{number} {said[name]}" for name, number in passes.items() if number)
+    length = model.most_tokens(cfg.data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)
+    texts = [
+        ("texts", f"{_n(length, 'token')}, the most that there can be"),
         ("forward passes", f"{forward}, a rank and step"),
     ]
-    if plan is None or samples is None:
-        share, micro = size // p.cluster.ranks, p.job.micro_batches
-        run = "as many steps as trainer.total_epochs and the images make" if total is None else _n(total, "step")
+    run, what = "" if total is None else _n(total, "step"), "images" if p.plan is None else "prompts"
+    endless = f"as many steps as trainer.total_epochs and the {what} make"
+    if p.plan is None:
+        share, micro = size // ranks, p.micro_batches
         return [
             ("a step", f"{size} images, {share} a rank, one optimizer step"),
             ("update", f"{_n(micro, 'micro-batch')} of {_n(share // micro, 'image')}"),
-            *rows,
-            ("run", run),
+            *texts,
+            ("run", run or endless),
         ]
-    together = 2 if samples.trace.sampler.guided and not p.policy.detach_uncond else 1
-    both = f" x {together} branches of guidance" if together > 1 else ""  # that share a forward pass
-    images, updates, prompts = plan.first(1), plan.updates * plan.epochs, {q.group_id for q in samples.prompts}
-    run = "as many steps as trainer.total_epochs and the prompts make"
-    if total is not None:
-        run = f"{_n(total, 'step')}, {_n(total * updates, 'optimizer step')}"
+    plan, sampler = p.plan, p.samples.trace.sampler
+    together = 2 if sampler.guided and not p.policy.detach_uncond else 1  # branches that share a forward pass
+    both = f" x {together} branches of guidance" if together > 1 else ""
+    images, prompts = plan.first(1), len({prompt.group_id for prompt in p.samples.prompts})
     inner = f"{_n(images, 'image')} x {_n(plan.actions, 'trained step')}{both}"
+    if total is not None:
+        run += f", {_n(total * plan.updates * plan.epochs, 'optimizer step')}"
     return [
-        ("a step", f"{size} prompts x {p.cfg.rollout.n} images = {plan.samples} images"),
-        ("a rank", f"{_n(plan.per_rank, 'image')} of {_n(len(prompts), 'prompt')}"),
+        ("a step", f"{size} prompts x {cfg.rollout.n} images = {plan.samples} images"),
+        ("a rank", f"{_n(plan.per_rank, 'image')} of {_n(prompts, 'prompt')}"),
         ("rollout", f"{_n(plan.per_rank // plan.rollout_micro, 'micro-batch')} of {plan.rollout_micro} images{both}"),
-        ("updates", f"{updates} a step, each of {_n(plan.passes, 'micro-batch')}"),
+        ("updates", f"{plan.updates * plan.epochs} a step, each of {_n(plan.passes, 'micro-batch')}"),
         ("micro-batch", f"{inner} = {_n(images * plan.actions * together, 'row')}"),
-        *rows,
-        ("run", run),
+        *texts,
+        ("run", run or endless),
     ]
 
 
@@ -132,9 +133,10 @@ def _copies(cluster: Cluster, width: int) -> str:
 
 def _groups(groups: Sequence[range]) -> str:
     """Groups of ranks, the middle ones left out where there are many."""
-    if len(groups) <= SHOWN:
-        return " | ".join(map(_span, groups))
-    return " | ".join([*map(_span, groups[: SHOWN - 1]), "..", _span(groups[-1])])
+    shown = [_span(group) for group in groups]
+    if len(shown) > SHOWN:
+        shown[SHOWN - 1 : -1] = [".."]
+    return " | ".join(shown)
 
 
 def _span(ranks: range) -> str:
@@ -147,28 +149,6 @@ def _span(ranks: range) -> str:
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
 
 
-def _crossings(p: Planned) -> Iterator[str]:
-    """A shard group on several nodes sends all weights over the network, many times a step."""
-    for group in p.cluster.shard_groups(p.layout.width):
-        if p.cluster.crosses(group):
-            first, last = group[0] // p.cluster.per_node, group[-1] // p.cluster.per_node
-            inside = [w for w in range(1, p.layout.width) if p.cluster.per_node % w == 0]
-            yield (
-                f"ranks {_span(group)} share one copy of the weights and are on nodes {first} to {last}: every gather "
-                f"of weights goes through the network; parallel.fsdp_size={inside[-1]} keeps it within a node"
-            )
-            return
-
-
-def _inexact(p: Planned) -> Iterator[str]:
-    plan = p.plan
-    if plan is not None and not plan.exact:
-        yield (
-            f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
-            f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
-        )
-
-
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
@@ -179,7 +159,7 @@ def _held(memory: Memory) -> Iterator[str]:
 
 def _phases(memory: Memory, gpu: Gpu | None) -> Iterator[str]:
     scale, held = _Scale(memory.peak), sum(memory.held.values())
-    rows: list[tuple[str, ...]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
+    rows: list[Sequence[str]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
     for q in memory.phases:
         name = f"{q.name} (peak)" if q is memory.largest else q.name
         parts = (held, q.gathered, q.activations, q.gradients, q.other, held + q.total)
@@ -195,23 +175,105 @@ def _judging(p: Planned, memory: Memory) -> Iterator[str]:
     reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
         return
+    what = "the weights of reward.model alone; what it computes comes on top"
+    share = f"{model.gpu_memory_utilization:g}"
     if reward.share is not None:
-        what = f"what reward.model.gpu_memory_utilization={model.gpu_memory_utilization:g} gives to vLLM"
+        what = f"what reward.model.gpu_memory_utilization={share} gives to vLLM"
     elif model.engine == "vllm":
-        share = f"vLLM takes {model.gpu_memory_utilization:g} of a GPU in all, which gpu_memory_gb=80 would count"
-        what = f"the weights of reward.model alone; {share}"
-    else:
-        what = "the weights of reward.model alone; what it computes comes on top"
+        what = "the weights of reward.model alone; "
+        what += f"vLLM takes {share} of a GPU in all, which gpu_memory_gb=80 would count"
     where = "" if model.placement == "colocate" else f" (on {model.placement} of each node)"
-    name, between = "reward model", "it stays on the GPU between scorings"
-    if reward.sleeps:
-        name, between = "judge", "between scorings it sleeps in the host's memory"
-        if reward.beside:
-            between = "awake while images are sampled and scored; else it sleeps in the host's memory"
+    name, between = "judge", "between scorings it sleeps in the host's memory"
+    if not model.sleep:
+        name, between = "reward model", "it stays on the GPU between scorings"
+    elif judged_beside(p.cfg, p.policy.layout.width):
+        between = "awake while images are sampled and scored; else it sleeps in the host's memory"
     yield f"  {name}{where}: {what}; {between}"
 
 
-def _unknown(p: Planned, memory: Memory) -> Iterator[str]:
+def _host(p: Planned, memory: Memory) -> Rows:
+    ranks, kept, asleep = p.policy.layout.cluster.per_node, sum(memory.host.values()), 0
+    others = 0  # ranks of a node without a part of the reward model
+    if memory.reward is not None:
+        domains, asleep = place(p.cfg.reward.model, ranks, ranks), memory.reward.asleep
+        others = ranks - sum(len(replica) for domain in domains for replica in domain.replicas)
+    node = kept * ranks - asleep * others
+    loading = memory.loading * (ranks - others) + memory.loading_without * others
+    scale = _Scale(max(node, loading))
+    parts = ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
+    return [
+        ("a rank", f"{scale(kept)} {scale.unit}: {parts}"),
+        ("a node", f"{scale(node)} {scale.unit}, and up to {scale(loading)} while all ranks load"),
+    ]
+
+
+# -- messages and arithmetic --------------------------------------------------------------------------------------
+
+
+def messages(p: Planned) -> list[Traffic]:
+    """The messages of a training step."""
+    layout, parallel, phases = p.policy.layout, p.cfg.parallel, p.ledger.phases
+    gathered = {"weights, gathered for the engine": layout.stored() * (p.cfg.rollout.engine == "vllm_omni")}
+    for name, what, of in (
+        ("rollout: sample", "weights, gathered to sample", layout),
+        ("rescore", "weights, gathered to score samples", layout),
+        ("reference", "weights, gathered for the reference", layout),
+        *((name, f"weights of the {name}, gathered", teacher.layout) for name, teacher in p.frozen.items()),
+    ):
+        if name in phases:
+            gathered[what] = of.gathered(phases[name].passes, phases[name].rounds, parallel)
+    to_train = layout.gathered_to_train(p.micro_batches, phases["update"].passes, parallel)
+    return traffic(layout, gathered | {"weights, gathered to train": to_train}, p.updates)
+
+
+def _messages(p: Planned) -> Iterable[str]:
+    found = messages(p)
+    if not found:
+        return ["  none"]
+    scale = _Scale(max(t.size for t in found))
+    rows = [(scale.unit, "within a node", "across nodes")]
+    rows += [(t.what, scale(t.size * (not t.nodes)), scale(t.size * t.nodes)) for t in found]
+    within, across = (sum(t.size for t in found if t.nodes is nodes) for nodes in (False, True))
+    return _table([*rows, ("together", scale(within), scale(across))])
+
+
+def _arithmetic(p: Planned, gpu: Gpu | None) -> Rows:
+    layout, flops = p.policy.layout, p.flops
+    unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
+    share = flops / layout.cluster.ranks
+    rows = [("a step", f"{flops / size:.4g} {unit}, {share / size:.4g} a rank")]
+    peak = named_peak_flops(gpu.name, layout.dtype) if gpu is not None and gpu.name is not None else None
+    if peak is not None:
+        rows.append(("at the GPU's peak", f"{share / peak:.3g} s a step, which no step reaches"))
+    return rows
+
+
+# -- warnings -----------------------------------------------------------------------------------------------------
+
+
+def _warnings(p: Planned, memory: Memory, gpu: Gpu | None) -> Iterator[str]:
+    cluster, width, plan = p.policy.layout.cluster, p.policy.layout.width, p.plan
+    crossing = [group for group in cluster.shard_groups(width) if cluster.crosses(group)]
+    if crossing:  # it sends all weights over the network, many times a step
+        group = crossing[0]
+        first, last = group[0] // cluster.per_node, group[-1] // cluster.per_node
+        inside = max(w for w in range(1, width) if cluster.per_node % w == 0)
+        yield (
+            f"ranks {_span(group)} share one copy of the weights and are on nodes {first} to {last}: every gather "
+            f"of weights goes through the network; parallel.fsdp_size={inside} keeps it within a node"
+        )
+    if plan is not None and not plan.exact:
+        yield (
+            f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
+            f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
+        )
+    if gpu is not None and memory.peak > gpu.memory * (1 - SPARE):
+        scale = _Scale(gpu.memory)
+        much = "does not fit" if memory.peak > gpu.memory else "leaves little for the allocator, CUDA and NCCL"
+        yield (
+            f"{memory.largest.name} takes {scale(memory.peak)} of {scale(gpu.memory)} {scale.unit} and {much}; "
+            f"what helps: {', '.join(_mends(p, memory))}"
+        )
     reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
         return
@@ -225,121 +287,40 @@ def _unknown(p: Planned, memory: Memory) -> Iterator[str]:
         yield (
             f"reward.model.gpu_memory_utilization: {model.gpu_memory_utilization:g} of the GPU is "
             f"{scale.plain(reward.share)} {scale.unit}, and a rank's part of the weights "
-            f"{scale.plain(reward.weights)}: vLLM would "
-            "not start; raise it, or reward.model.tensor_parallel_size"
+            f"{scale.plain(reward.weights)}: vLLM would not start; raise it, or reward.model.tensor_parallel_size"
         )
 
 
-def _host(p: Planned, memory: Memory) -> Rows:
-    ranks, kept = p.cluster.per_node, sum(memory.host.values())
-    others = ranks - _judges(p) if memory.reward is not None else 0  # ranks without a part of the reward model
-    node = kept * ranks - (memory.reward.asleep if memory.reward is not None else 0) * others
-    loading = memory.loading * (ranks - others) + memory.loading_without * others
-    scale = _Scale(max(node, loading))
-    parts = ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
-    return [
-        ("a rank", f"{scale(kept)} {scale.unit}: {parts}"),
-        ("a node", f"{scale(node)} {scale.unit}, and up to {scale(loading)} while all ranks load"),
-    ]
-
-
-def _judges(p: Planned) -> int:
-    """Ranks of a node that hold a part of the reward model."""
-    domains = place(p.cfg.reward.model, p.cluster.per_node, p.cluster.per_node)
-    return sum(len(replica) for domain in domains for replica in domain.replicas)
-
-
-def _fit(p: Planned, memory: Memory, gpu: Gpu | None) -> Iterator[str]:
-    if gpu is None or memory.peak <= gpu.memory * (1 - SPARE):
-        return
-    scale = _Scale(gpu.memory)
-    need = f"{memory.largest.name} takes {scale(memory.peak)} of {scale(gpu.memory)} {scale.unit}"
-    much = "does not fit" if memory.peak > gpu.memory else "leaves little for the allocator, CUDA and NCCL"
-    yield f"{need} and {much}; what helps: {', '.join(_mends(p, memory))}"
-
-
-def _mends(p: Planned, memory: Memory) -> Iterator[str]:
+def _mends(p: Planned, memory: Memory) -> list[str]:
     """Keys that lower the peak, the cheapest first."""
-    cfg, largest, sharded = p.cfg, memory.largest, p.layout.width > 1
+    cfg, parallel, largest, layout = p.cfg, p.cfg.parallel, memory.largest, p.policy.layout
+    sharded, reward = layout.width > 1, memory.reward
+    update, judge = largest.name == "update", largest.name == "judge"
+    sample, decode = "sample" in largest.name, "decode" in largest.name
     micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else "flow_matching.micro_batch_size_per_gpu"
-    if largest.name == "update":
-        if not cfg.model.gradient_checkpointing:
-            yield "model.gradient_checkpointing=true"
-        if largest.gradients > largest.activations and p.job.micro_batches > p.job.updates and sharded:
-            yield f"a larger {micro} (gradients are whole between the passes of an update)"
-        else:
-            yield f"a smaller {micro}"
-        if not cfg.parallel.reshard_after_forward and sharded:
-            yield "parallel.reshard_after_forward=true"
-    elif largest.gathered and cfg.parallel.rollout_unsharded:
-        yield "parallel.rollout_unsharded=false"
-    if "sample" in largest.name:
-        yield "a smaller rollout.micro_batch_size_per_gpu"
-    if "decode" in largest.name:
-        yield "a smaller rollout.vae_batch_size"
-    if memory.reward is not None and memory.reward.while_sampling and largest.name.endswith(("sample", "decode")):
-        yield "reward.overlap=false"
-    if largest.name == "judge":
-        share = memory.reward is not None and memory.reward.share is not None
-        yield (
-            "a smaller reward.model.gpu_memory_utilization" if share else "a larger reward.model.tensor_parallel_size"
-        )
-    held = {name: size for name, size in memory.held.items() if size > memory.peak / 20}
-    if "reward model" in held:
-        yield "reward.model.sleep=true"
-    if cfg.rollout.engine == "vllm_omni" and "sample" in largest.name:
-        yield "rollout.engine=policy"
-    if "optimizer's state" in held and largest.name != "optimizer":
-        yield "parallel.optimizer_offload=true"
-    if {"frozen weights", "trained weights", "optimizer's state", *(e.name for e in p.teachers)} & held.keys():
-        if p.layout.width < p.cluster.per_node:
-            yield "a larger parallel.fsdp_size"
-        if sharded and not cfg.parallel.param_offload:
-            yield "parallel.param_offload=true"
-    if cfg.model.lora_rank == 0:
-        yield "a LoRA (model.lora_rank)"
-
-
-# -- messages and arithmetic --------------------------------------------------------------------------------------
-
-
-def messages(p: Planned) -> list[Traffic]:
-    """The messages of a training step."""
-    layout, parallel, copied = p.layout, p.cfg.parallel, p.cfg.rollout.engine == "vllm_omni"
-    gathered = {"weights, gathered for the engine": layout.stored() * copied}
-    for name, what, of in (
-        ("rollout: sample", "weights, gathered to sample", layout),
-        ("rescore", "weights, gathered to score samples", layout),
-        ("reference", "weights, gathered for the reference", layout),
-        *((e.name, f"weights of the {e.name}, gathered", e.layout) for e in p.teachers),
-    ):
-        if name in p.phases:
-            gathered[what] = of.gathered(p.phases[name].passes, p.phases[name].rounds, parallel)
-    passes = p.phases["update"].passes
-    gathered["weights, gathered to train"] = layout.gathered_to_train(p.job.micro_batches, passes, parallel)
-    return traffic(layout, p.cluster, gathered, p.job.updates)
-
-
-def _messages(p: Planned) -> Iterator[str]:
-    found = messages(p)
-    if not found:
-        yield "  none"
-        return
-    scale = _Scale(max(t.size for t in found))
-    rows = [(scale.unit, "within a node", "across nodes")]
-    rows += [(t.what, scale(t.size * (not t.nodes)), scale(t.size * t.nodes)) for t in found]
-    within, across = (sum(t.size for t in found if t.nodes is nodes) for nodes in (False, True))
-    yield from _table([*rows, ("together", scale(within), scale(across))])
-
-
-def _arithmetic(p: Planned, gpu: Gpu | None) -> Rows:
-    unit, size = ("PFLOP", 1e15) if p.flops >= 1e15 else ("TFLOP", 1e12)
-    rows = [("a step", f"{p.flops / size:.4g} {unit}, {p.flops / p.cluster.ranks / size:.4g} a rank")]
-    peak = named_peak_flops(gpu.name, p.layout.dtype) if gpu is not None and gpu.name is not None else None
-    if peak is not None:
-        seconds = p.flops / p.cluster.ranks / peak
-        rows.append(("at the GPU's peak", f"{seconds:.3g} s a step, which no step reaches"))
-    return rows
+    whole = largest.gradients > largest.activations and p.micro_batches > p.updates and sharded
+    held = {name for name, size in memory.held.items() if size > memory.peak / 20}
+    divided = bool(held & {"frozen weights", "trained weights", "optimizer's state", *p.frozen})
+    share = reward is not None and reward.share is not None
+    mends = {
+        "model.gradient_checkpointing=true": update and not cfg.model.gradient_checkpointing,
+        f"a larger {micro} (gradients are whole between the passes of an update)": update and whole,
+        f"a smaller {micro}": update and not whole,
+        "parallel.reshard_after_forward=true": update and not parallel.reshard_after_forward and sharded,
+        "parallel.rollout_unsharded=false": not update and largest.gathered and parallel.rollout_unsharded,
+        "a smaller rollout.micro_batch_size_per_gpu": sample,
+        "a smaller rollout.vae_batch_size": decode,
+        "reward.overlap=false": (sample or decode) and reward is not None and reward.while_sampling,
+        "a smaller reward.model.gpu_memory_utilization": judge and share,
+        "a larger reward.model.tensor_parallel_size": judge and not share,
+        "reward.model.sleep=true": "reward model" in held,
+        "rollout.engine=policy": sample and cfg.rollout.engine == "vllm_omni",
+        "parallel.optimizer_offload=true": "optimizer's state" in held and largest.name != "optimizer",
+        "a larger parallel.fsdp_size": divided and layout.width < layout.cluster.per_node,
+        "parallel.param_offload=true": divided and sharded and not parallel.param_offload,
+        "a LoRA (model.lora_rank)": cfg.model.lora_rank == 0,
+    }
+    return [mend for mend, helps in mends.items() if helps]
 
 
 # -- layout of the text -------------------------------------------------------------------------------------------

@@ -76,16 +76,17 @@ def step_flops(
     forward: int,
     *,
     samples: int,
-    steps: int,
-    window: int,
-    cfg: bool,
-    updates_per_sample: float = 1,
     lora: bool,
     checkpointing: bool,
-    references: float,
-    detach_uncond: bool,
+    steps: int = 0,
+    window: int = 1,
+    cfg: bool = False,
+    updates_per_sample: float = 1,
+    references: float = 0,
+    detach_uncond: bool = False,
 ) -> int:
-    """FLOPs of a training step on all ranks, from those of a sample's pass of one guidance branch.
+    """FLOPs of a training step on all ranks, from those of a sample's pass of one guidance branch. The defaults are
+    those of supervised training.
 
     With `branches` = 2 under classifier-free guidance (else 1), each sample costs, in forward
     passes:

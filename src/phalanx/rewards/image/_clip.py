@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from phalanx.engines.loading import Loading, check_weights
+from phalanx.engines.loading import check_weights, loading
 from phalanx.media.pictures import to_uint8
 
 _BICUBIC = 3  # PIL's number, as preprocessor_config.json gives it
@@ -143,5 +143,5 @@ def folder_or_hub(source: str, name: str, holds: str = "a CLIP model") -> str:
 
 def load_part(cls: Any, source: str, name: str, **options: Any) -> Any:
     """`cls.from_pretrained`, whose errors become one ValueError that names the kwarg `name`."""
-    with Loading(f"{name}={source!r} does not load as {cls.__name__}"):
+    with loading(f"{name}={source!r} does not load as {cls.__name__}"):
         return cls.from_pretrained(source, **options)
