@@ -75,6 +75,8 @@ if [ -n "$direct" ]; then
   export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}" MASTER_PORT
   exec python3 "$@"
 fi
+# A mistake in the command line is told here, once, before any rank starts.
+if grep -q 'phalanx\.cli' "$1"; then PHALANX_CHECK=1 python3 "$@" || exit; fi
 command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 
 # shellcheck disable=SC2086 # TORCHRUN_ARGS is several words
@@ -91,7 +93,7 @@ else # node 0 keeps the store, and a node says by which address the others reach
   if [ "$NODE_RANK" -eq 0 ]; then first=true address=$MASTER_ADDR; else first=false address=$(own_address); fi
   conf=is_host=$first,keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=15${RDZV_CONF:+,$RDZV_CONF}
   set -- --nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-conf "$conf" \
-    --rdzv-id "${SLURM_JOB_ID:-phalanx}" ${address:+--local-addr "$address"} "$@"
+    --rdzv-id "${RDZV_ID:-${SLURM_JOB_ID:-phalanx}}" ${address:+--local-addr "$address"} "$@"
 fi
 
 # torchrun hears one SIGTERM, from here: at a third signal it would leave its ranks alone with their checkpoint. So the
@@ -108,7 +110,7 @@ trap 'stop 130' INT
 trap 'stop 131' QUIT
 trap 'stop 143' TERM
 exec 3<&0 # a command in the background would read /dev/null; a breakpoint reads the terminal
-(trap '' HUP INT QUIT && exec torchrun "$@" <&3 3<&-) &
+(trap '' HUP INT QUIT && exec python3 -m phalanx.launch "$@" <&3 3<&-) &
 child=$!
 [ -z "$stopped" ] || kill -TERM "$child"
 status=0

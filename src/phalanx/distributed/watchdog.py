@@ -210,7 +210,7 @@ class Watch:
                 self._hear(number)
             lost = self._lost(self.timeout_s)
             if lost is not None and not self._closed.is_set():
-                self._end(lost)
+                self.fail(lost)
 
     def _beats(self, store: dist.Store) -> None:
         while not self._closed.is_set():
@@ -274,7 +274,7 @@ class Watch:
         if missing:
             names = self._names(missing)
             error = f"{names} ended without a word: killed, out of memory, or crashed"
-            self._end(error, gone=len(missing))
+            self.fail(error, gone=len(missing))
 
     def _lost(self, silence: float) -> str | None:
         """The ranks without a sign of life for `silence` seconds, in words; None where all live."""
@@ -295,8 +295,8 @@ class Watch:
         gone = [rank for rank, seconds in silent.items() if seconds > limit]
         return f"lost {self._names(gone)}: no sign of life for {longest:.0f} s"
 
-    def _end(self, error: str, gone: int = 0) -> NoReturn:
-        """Report an error that the watch has found, and end this process."""
+    def fail(self, error: str, gone: int = 0) -> NoReturn:
+        """Report an error that a thread beside the main one has found, and end this process."""
         error, first = self.tell(error)
         if first:
             say(error)
