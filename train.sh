@@ -10,6 +10,7 @@
 #   MAX_RESTARTS    how often failed ranks are started again (0; 3 with a range)
 #   GRACE_S         seconds for a checkpoint when the job is told to stop (30)
 #   LOG_DIR         a folder for each rank's output; the terminal then shows each node's first rank alone
+#   RDZV_ID         the job's name at the rendezvous, for a range or restarts (the scheduler's job id, or phalanx)
 #   RDZV_CONF       further --rdzv-conf of torchrun, for a range or restarts
 #   TORCHRUN_ARGS   further options of torchrun
 # The exit status is torchrun's; 143 or 130 where the job was told to stop (SIGTERM, Ctrl-C); 2 for a mistake in these.
@@ -24,7 +25,7 @@ case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 . "$here/launch/cluster.sh"
 
 [ $# -ge 1 ] || die "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"
-case $1 in -h | --help) sed -n '2,15s/^# //p' "$0" && exit 0 ;; esac
+case $1 in -h | --help) sed -n '2,16s/^# //p' "$0" && exit 0 ;; esac
 [ -f "$1" ] || die "task file $1 does not exist; expected a file such as tasks/train_flowgrpo.py"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 plan=''

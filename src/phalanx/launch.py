@@ -14,13 +14,13 @@ import os
 import socket
 import sys
 import time
-from argparse import Namespace
+from argparse import ArgumentParser
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.exit import end_with_parent, place_of, say
 
 if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 PATIENCE_S = 5.0  # of silence, while node 0 is not there: nodes need not start together
 JOIN_S = 600.0  # torch's own limit
@@ -29,6 +29,7 @@ JOIN_S = 600.0  # torch's own limit
 def main(argv: list[str]) -> NoReturn:
     """Run torchrun with these arguments, and exit with what came of it."""
     end_with_parent()
+    find_node_0(argv)
     verbose = os.environ.get("PHALANX_TRACEBACK") == "1"
     if not verbose:
         # torch's Python and C++ sides would repeat in warnings and frames what is told here in a line
@@ -43,10 +44,8 @@ def main(argv: list[str]) -> NoReturn:
         run.main(argv)
         sys.exit(0)
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' own is another matter
-    args = run.parse_args(argv)
     try:
-        find_node_0(args)
-        run.run(args)
+        run.run(run.parse_args(argv))
     except ChildFailedError as error:
         sys.exit(_tell(error))
     except SignalException as error:
@@ -57,20 +56,21 @@ def main(argv: list[str]) -> NoReturn:
     sys.exit(0)
 
 
-def find_node_0(args: Namespace) -> None:
+def find_node_0(argv: list[str]) -> None:
     """Wait until node 0's port answers; on node 0 itself, until its address is known. Say so where that takes long.
 
-    Raises TimeoutError after JOIN_S seconds.
+    Ends the process after JOIN_S seconds.
     """
-    address, port, first = _node_0(args)
-    if address is None:
+    address, port, first = _node_0(argv)
+    if not address:
         return
     where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
     begin, told = time.monotonic(), False
     while (problem := _problem(address, port, first)) is not None:
         waited = time.monotonic() - begin
         if waited > JOIN_S:
-            raise TimeoutError(f"node 0 ({where}) was not reached within {JOIN_S:.0f} s: {problem}")
+            say(f"error: node 0 ({where}) was not reached within {JOIN_S:.0f} s: {problem}")
+            sys.exit(1)
         if waited > PATIENCE_S and not told:
             say(f"waiting for node 0 ({where}), at most {JOIN_S:.0f} s: {problem}")
             told = True
@@ -79,14 +79,18 @@ def find_node_0(args: Namespace) -> None:
         say(f"WARNING: this is node 0, but {where} is no address of its own; the job hangs unless it is led here")
 
 
-def _node_0(args: Namespace) -> tuple[str | None, int, bool]:
-    """Node 0's address and port, None for a job of one node; and whether this is node 0."""
-    if args.standalone or args.nnodes == "1":
-        return None, 0, True
-    if args.rdzv_backend == "static":
-        return args.master_addr, int(args.master_port or 29500), args.node_rank == 0
-    address, _, port = args.rdzv_endpoint.rpartition(":")
-    return address, int(port), "is_host=true" in args.rdzv_conf
+def _node_0(argv: list[str]) -> tuple[str, int, bool]:
+    """Node 0's address and port, and whether this is node 0; no address for a job of one node."""
+    # torch's own parser would load torch first, for seconds in which the user hears nothing
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--node-rank", type=int, default=0)
+    for name in ("--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-conf"):
+        parser.add_argument(name, default="")
+    args, _ = parser.parse_known_args(argv)
+    if args.rdzv_endpoint:
+        address, _, port = args.rdzv_endpoint.rpartition(":")
+        return address, int(port), "is_host=true" in args.rdzv_conf
+    return args.master_addr, int(args.master_port or 0), args.node_rank == 0
 
 
 def _problem(address: str, port: int, first: bool) -> str | None:
@@ -114,22 +118,31 @@ def _is_own(address: str) -> bool:
 
 def _tell(error: "ChildFailedError") -> int:
     """The exit status of failed ranks; what was the matter is printed, unless one of them has done so."""
-    failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-    told = [failure for _, failure in failures if _extra(failure.message).get("told")]
-    rank, first = failures[0]
-    if told:
-        first = told[0]
-    elif isinstance(first.message, dict):
-        say(first.message["message"])
-    elif first.exitcode < 0:
-        say(f"error: {place_of(rank)} was killed by {first.signal_name()}; out of memory, perhaps")
-    else:
-        say(f"error: {place_of(rank)} ended with status {first.exitcode}, without a word")
+    failures = dict(sorted(error.failures.items(), key=lambda item: item[1].timestamp))
+    told = [failure for failure in failures.values() if _told(failure)]
+    # a rank that died tells nothing; another one tells of it, and ends because the launcher wants it to
+    killed = [rank for rank, failure in failures.items() if failure.exitcode < 0]
+    if told and told[0].exitcode < 128:
+        return told[0].exitcode
+    rank = killed[0] if killed else next(iter(failures))
+    first = failures[rank]
+    if not told:
+        _say_why(rank, first)
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 
 
-def _extra(message: object) -> dict[str, object]:
-    return message.get("extraInfo", {}) if isinstance(message, dict) else {}
+def _told(failure: "ProcessFailure") -> bool:
+    """Whether this rank has printed its error itself (see `exit.end`)."""
+    return isinstance(failure.message, dict) and bool(failure.message["extraInfo"].get("told"))
+
+
+def _say_why(rank: int, failure: "ProcessFailure") -> None:
+    if isinstance(failure.message, dict):
+        say(failure.message["message"])
+    elif failure.exitcode < 0:
+        say(f"error: {place_of(rank)} was killed by {failure.signal_name()}; out of memory, perhaps")
+    else:
+        say(f"error: {place_of(rank)} ended with status {failure.exitcode}, without a word")
 
 
 def _first_line(error: Exception) -> str:

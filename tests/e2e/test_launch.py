@@ -81,7 +81,7 @@ def test_a_master_that_cannot_be_found_is_told_within_seconds() -> None:
         torchrun([TASK, CONFIG], env=env, timeout=15)
     said = str(waited.value.output).splitlines()[1:]  # after the name of the node
     where = "MASTER_ADDR=no.such.host, MASTER_PORT=29500"
-    assert len(said) == 1
+    assert [line.startswith("waiting") for line in said].count(True) == 1
     assert said[0].startswith(f"waiting for node 0 ({where}), at most 600 s: the name cannot be resolved")
 
 

@@ -42,8 +42,8 @@ class Bounds:
 
     def complaint(self, value: Any) -> str | None:
         """What was expected instead of `value`, or None where it is right."""
-        if isinstance(value, float) and math.isnan(value):
-            return "a number"
+        if isinstance(value, float) and not math.isfinite(value):
+            return "a finite number"
         if self.choices is not None and value not in self.choices:
             return f"one of {', '.join(self.choices)}"
         if self.ge is not None and not value >= self.ge:

@@ -47,7 +47,8 @@ current: "Watch | None" = None  # of the world that this process has joined
 class Watch:
     """The watch of one rank. `stop` is the signal that asked it to stop, None before.
 
-    `hosts` names each rank's machine; `local_ranks` are those of the same launcher, which ends all
+    A rank without a sign of life for `silence_s` seconds is lost. `hosts` names each rank's machine;
+    `local_ranks` are those of the same launcher, which ends all
     of them if one dies. `store` is for the signs of life, None where there is nobody to talk to;
     `second`, another connection to it, is for all else, as a call on the first may be blocked by a
     dead host.
@@ -58,14 +59,14 @@ class Watch:
         rank: int,
         hosts: Sequence[str],
         local_ranks: range,
-        timeout_s: float,
+        silence_s: float,
         store: dist.Store | None = None,
         second: dist.Store | None = None,
     ) -> None:
         self.rank, self.hosts = rank, hosts
-        self.local_ranks, self.timeout_s = local_ranks, timeout_s
+        self.local_ranks, self.silence_s = local_ranks, silence_s
         # One store serves all ranks, and each reads the beats of all: 1000 ranks beat every 10 s.
-        self.interval = max(min(2.0, timeout_s / 10), len(hosts) / 100)
+        self.interval = max(min(2.0, silence_s / 10), len(hosts) / 100)
         self.stop: signal.Signals | None = None
         self._store = store
         self._second = second
@@ -208,7 +209,7 @@ class Watch:
             ready, _, _ = select.select([self._wakeup], [], [], self.interval)
             for number in self._wakeup.recv(64) if ready else b"":
                 self._hear(number)
-            lost = self._lost(self.timeout_s)
+            lost = self._lost(self.silence_s)
             if lost is not None and not self._closed.is_set():
                 self.fail(lost)
 
