@@ -10,6 +10,7 @@
 #   MAX_RESTARTS    how often failed ranks are started again (0; 3 with a range)
 #   GRACE_S         seconds for a checkpoint when the job is told to stop (30)
 #   LOG_DIR         a folder for each rank's output; the terminal then shows each node's first rank alone
+#   RDZV_ID         the job's name at the rendezvous, for a range or restarts (the scheduler's job id, or phalanx)
 #   RDZV_CONF       further --rdzv-conf of torchrun, for a range or restarts
 #   TORCHRUN_ARGS   further options of torchrun
 # The exit status is torchrun's; 143 or 130 where the job was told to stop (SIGTERM, Ctrl-C); 2 for a mistake in these.
@@ -24,7 +25,7 @@ case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 . "$here/launch/cluster.sh"
 
 [ $# -ge 1 ] || die "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"
-case $1 in -h | --help) sed -n '2,15s/^# //p' "$0" && exit 0 ;; esac
+case $1 in -h | --help) sed -n '2,16s/^# //p' "$0" && exit 0 ;; esac
 [ -f "$1" ] || die "task file $1 does not exist; expected a file such as tasks/train_flowgrpo.py"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 plan=''
@@ -75,6 +76,8 @@ if [ -n "$direct" ]; then
   export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}" MASTER_PORT
   exec python3 "$@"
 fi
+# A mistake in the command line is told here, once, before any rank starts.
+if grep -q 'phalanx\.cli' "$1"; then PHALANX_CHECK=1 python3 "$@" || exit; fi
 command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 
 # shellcheck disable=SC2086 # TORCHRUN_ARGS is several words
@@ -91,7 +94,7 @@ else # node 0 keeps the store, and a node says by which address the others reach
   if [ "$NODE_RANK" -eq 0 ]; then first=true address=$MASTER_ADDR; else first=false address=$(own_address); fi
   conf=is_host=$first,keep_alive_interval=3,keep_alive_max_attempt=5,last_call_timeout=15${RDZV_CONF:+,$RDZV_CONF}
   set -- --nnodes "$NNODES" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:$MASTER_PORT" --rdzv-conf "$conf" \
-    --rdzv-id "${SLURM_JOB_ID:-phalanx}" ${address:+--local-addr "$address"} "$@"
+    --rdzv-id "${RDZV_ID:-${SLURM_JOB_ID:-phalanx}}" ${address:+--local-addr "$address"} "$@"
 fi
 
 # torchrun hears one SIGTERM, from here: at a third signal it would leave its ranks alone with their checkpoint. So the
@@ -108,7 +111,7 @@ trap 'stop 130' INT
 trap 'stop 131' QUIT
 trap 'stop 143' TERM
 exec 3<&0 # a command in the background would read /dev/null; a breakpoint reads the terminal
-(trap '' HUP INT QUIT && exec torchrun "$@" <&3 3<&-) &
+(trap '' HUP INT QUIT && exec python3 -m phalanx.launch "$@" <&3 3<&-) &
 child=$!
 [ -z "$stopped" ] || kill -TERM "$child"
 status=0

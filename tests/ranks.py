@@ -203,7 +203,7 @@ def launch_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]
     """This process's environment, with its interpreter first on PATH, src importable, and no variables of a launch."""
     launch = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
     launch |= {"NNODES", "NODE_RANK", "NPROC_PER_NODE", "TORCHRUN_ARGS"}
-    launch |= {"MAX_RESTARTS", "GRACE_S", "LOG_DIR", "RDZV_CONF"}
+    launch |= {"MAX_RESTARTS", "GRACE_S", "LOG_DIR", "RDZV_ID", "RDZV_CONF"}
     env = {name: value for name, value in os.environ.items() if name not in launch and not name.startswith("SLURM_")}
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), env.get("PYTHONPATH", "")]))

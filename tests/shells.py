@@ -90,7 +90,12 @@ def stub_folder(folder: Path) -> Path:
     (folder / "bin").mkdir()
     for tool in TOOLS:
         (folder / "bin" / tool).symlink_to(str(shutil.which(tool)))
-    (folder / "bin" / "python3").symlink_to(sys.executable)
+    # `python3 -m phalanx.launch` is torchrun here, the stub
+    write_tool(
+        folder,
+        "python3",
+        f'if [ "$1 $2" = "-m phalanx.launch" ]; then shift 2; exec torchrun "$@"; fi; exec {sys.executable} "$@"',
+    )
     write_tool(folder, "torchrun", TORCHRUN)
     return folder
 

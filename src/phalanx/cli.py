@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
-from phalanx.exit import Stopped, end, place, rank, say
+from phalanx.exit import Stopped, end, end_with_parent, place, rank, say
 
 if TYPE_CHECKING:
     from phalanx.distributed.watchdog import Watch
@@ -48,10 +48,14 @@ def parse(
     """The configuration from `[config.yaml] [key=value ...]`.
 
     With --help it prints the help and exits; with --plan, what `plan` makes of the configuration and of the PLAN_WORDS
-    that are given. A mistake ends the process with status 2 and one line, printed by rank 0 alone.
+    that are given. With PHALANX_CHECK=1, by which train.sh asks before it starts a rank, it goes no further. A mistake
+    ends the process with status 2 and one line, printed by rank 0 alone.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
+    checking = os.environ.get("PHALANX_CHECK") == "1"
     # rank 0 speaks for all; what only another rank sees is an error, and errors are told by `fail`
-    level = logging.WARNING if rank() == 0 else logging.ERROR
+    level = logging.WARNING if rank() == 0 and not checking else logging.ERROR
     logging.basicConfig(level=level, format="%(levelname)s: %(message)s")
     argv = sys.argv[1:] if argv is None else argv
     asked: dict[str, str] | None = None
@@ -74,6 +78,8 @@ def parse(
         config = load(schema, path, words)
     except ConfigError as error:
         _tell(error, status=2)
+    if checking:
+        sys.exit(0)
     if plan is None or asked is None:
         return config
     try:

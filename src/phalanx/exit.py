@@ -1,6 +1,7 @@
 """The end of a process: its last word, on the terminal and in torchrun's report, and its status."""
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -8,6 +9,9 @@ import socket
 import sys
 import time
 from typing import NoReturn
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+_said: set[str] = set()  # by this process, on the terminal
 
 
 class Stopped(RuntimeError):
@@ -25,11 +29,26 @@ def rank() -> int:
 
 def place() -> str:
     """This process, for a message: `rank 3 on node-b`."""
-    return f"rank {rank()} on {socket.gethostname()}"
+    return place_of(rank())
+
+
+def place_of(number: int) -> str:
+    """A rank of this machine, for a message."""
+    return f"rank {number} on {socket.gethostname()}"
+
+
+def end_with_parent() -> None:
+    """Let the kernel kill this process once the thread that started it is gone; on Linux only.
+
+    A launcher that is killed would leave its children behind, which would go on in a folder that the next job uses.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def say(words: str) -> None:
     """Print a line to the terminal."""
+    _said.add(words)
     # Not through sys.stderr: torch.distributed redirects it while its excepthook runs.
     with contextlib.suppress(OSError):  # nobody reads it any more: the terminal is closed
         os.write(2, f"{words}\n".encode())
@@ -46,7 +65,7 @@ def end(status: int, report: str | None = None, words: str | None = None) -> NoR
     # for threads. torchrun shows the `message` of the rank with the earliest stamp.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None and report is not None:
-        stamp = {"py_callstack": report, "timestamp": str(int(time.time()))}
+        stamp = {"py_callstack": report, "timestamp": str(int(time.time())), "told": report in _said}
         message = {"message": report.splitlines()[-1], "extraInfo": stamp}
         try:
             with open(path, "w", encoding="utf-8") as file:

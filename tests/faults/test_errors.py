@@ -14,21 +14,14 @@ pytestmark = pytest.mark.full
 SETTINGS = ("trainer.total_training_steps=500",)
 
 
-def last_report(said: str) -> list[str]:
-    """The lines of torchrun's last failure, which is the first one that it observed."""
-    return said.rstrip().rpartition("Root Cause (first observed failure):")[2].splitlines()
-
-
 def test_a_rank_that_raises(sd3_folder: Path, tmp_path: Path) -> None:
     with Job(sd3_folder, tmp_path, *SETTINGS, env={"FAULT": "raise:1:2"}) as job:
         assert job.wait(60) == 1
         said = job.said
-    report = last_report(said)
-    assert any(line.endswith(f"rank 1 on {HOST}:") for line in report)
-    assert [line.strip() for line in report[-2:]] == ["KeyError: 'no such thing'", "=" * 60]
+    report = said[said.index(f"rank 1 on {HOST}:") :].splitlines()
+    assert report[-1] == "KeyError: 'no such thing'"
     assert any('task.py", line' in line and line.endswith("in update") for line in report)
-    # once by the rank itself, then in torchrun's reports: nobody else's abort
-    assert said.count("Traceback (most recent call last)") <= 4
+    assert said.count("Traceback (most recent call last)") == 1  # nobody else's abort, and none of torchrun's
     assert "Connection closed" not in said
 
 
@@ -40,7 +33,7 @@ def test_a_rank_that_hangs(sd3_folder: Path, tmp_path: Path) -> None:
         assert job.wait(4 * TIMEOUT_S) == 1
         assert time.monotonic() - begin < TIMEOUT_S + 25
         assert f"stacks of rank 1 on {HOST}:" in job.said
-        assert "Timed out waiting" in "".join(last_report(job.said))
+        assert "Timed out waiting" in job.said
         assert steps(tmp_path) == [1, 2]
 
 
@@ -53,7 +46,7 @@ def test_a_rank_that_is_frozen_is_named(sd3_folder: Path, tmp_path: Path) -> Non
         job.until(lambda: f"lost rank 1 on {HOST}: no sign of life for " in job.said, timeout=TIMEOUT_S + 20)
         assert job.wait(45) == 1
         assert time.monotonic() - begin < TIMEOUT_S + 60
-        assert f"lost rank 1 on {HOST}: no sign of life for " in last_report(job.said)[-2]
+        assert f"lost rank 1 on {HOST}: no sign of life for " in job.said.splitlines()[-1]
 
 
 def test_a_rank_that_is_killed_is_named(sd3_folder: Path, tmp_path: Path) -> None:
@@ -61,7 +54,7 @@ def test_a_rank_that_is_killed_is_named(sd3_folder: Path, tmp_path: Path) -> Non
         job.until(lambda: job.phase(1)[1] >= 1)
         kill(job.phase(1)[0], signal.SIGKILL)
         begin = time.monotonic()
-        assert job.wait(2 * TIMEOUT_S) == 1
+        assert job.wait(2 * TIMEOUT_S) == 137
         assert time.monotonic() - begin < 20
-        assert f"rank 1 on {HOST} ended without a word: killed, out of memory, or crashed" in job.said
-        assert "Signal 9 (SIGKILL)" in last_report(job.said)[-2]
+        said = f"rank 1 on {HOST} ended without a word: killed, out of memory, or crashed"
+        assert job.said.splitlines()[-1] == said

@@ -383,7 +383,9 @@ MISTAKES = [
     (["trainer.seed="], "trainer.seed: expected an integer, got null"),
     (["trainer.seed={a: 1}"], "trainer.seed: expected an integer, got {'a': 1}"),
     (["optim.lr=fast"], "optim.lr: expected a number, got 'fast'"),
-    (["optim.lr=nan"], "optim.lr: expected a number, got nan"),
+    (["optim.lr=nan"], "optim.lr: expected a finite number, got nan"),
+    (["optim.lr=.inf"], "optim.lr: expected a finite number, got inf"),
+    (["parallel.timeout_s=.inf"], "parallel.timeout_s: expected a finite number, got inf"),
     (["optim.betas=[a, b]"], "optim.betas: expected a list of numbers, got ['a', 'b']"),
     (["actor.ema.decay=x"], "actor.ema.decay: expected a number or null, got 'x'"),
     (["model.compile=maybe"], "model.compile: expected true or false, got 'maybe'"),
@@ -399,7 +401,7 @@ MISTAKES = [
     (["reward.functions=[ocr]"], "reward.functions[0]: expected a section, got 'ocr'; its keys: name, path, weight, "
      "initial_weight, weight_steps, clip, kwargs, frames"),
     (["reward.functions=[{weight: heavy}]"], "reward.functions[0].weight: expected a number, got 'heavy'"),
-    (["reward.functions=[{weight: nan}]"], "reward.functions[0].weight: expected a number, got nan"),
+    (["reward.functions=[{weight: nan}]"], "reward.functions[0].weight: expected a finite number, got nan"),
     (["reward.functions=[{kwargs: 3}]"], "reward.functions[0].kwargs: expected a section of keys and values, got 3"),
     # choices and bounds
     (["model.dtype=float16"], "model.dtype: expected one of float32, bfloat16, got 'float16'; did you mean bfloat16?"),

@@ -374,8 +374,8 @@ def _finish(section: Any, prefix: str) -> None:
 
 def _complaint(value: Any, meta: dict[str, Any]) -> str | None:
     """What was expected instead of `value`, or None where it is right."""
-    if isinstance(value, float) and math.isnan(value):
-        return "a number"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "a finite number"
     if meta["choices"] and value not in meta["choices"]:
         return f"one of {', '.join(meta['choices'])}"
     for name, limit in meta["limits"].items():

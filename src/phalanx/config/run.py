@@ -45,6 +45,7 @@ class ParallelConfig:
     param_offload: bool = arg(False, "keep sharded weights on the CPU between uses (needs fsdp_size > 1)")
     optimizer_offload: bool = arg(False, "keep the optimizer's state and the EMA on the CPU")
     timeout_s: float = arg(600.0, "seconds after which a collective that some rank does not join ends the job", gt=0)
+    heartbeat_timeout_s: float = arg(45.0, "seconds without a sign of life after which a rank counts as lost", gt=0)
 
 
 @dataclass

@@ -178,11 +178,11 @@ def start(config: ParallelConfig) -> World:
     # Checkpoints are written by a thread while training goes on. Collectives of two threads on one
     # group may meet in another order on another rank, so that thread has a group to itself.
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
-    watch = _watch(launch, config.timeout_s)
+    watch = _watch(launch, min(config.heartbeat_timeout_s, config.timeout_s))
     return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch)
 
 
-def _watch(launch: Launch, timeout_s: float) -> watchdog.Watch:
+def _watch(launch: Launch, silence_s: float) -> watchdog.Watch:
     """This rank's watch, over connections of its own to the store that the world was made with."""
     host = socket.gethostname()
     if launch.world_size != launch.local_world_size:  # clones of one image often share a host name
@@ -201,7 +201,7 @@ def _watch(launch: Launch, timeout_s: float) -> watchdog.Watch:
             stores.append(dist.PrefixStore(f"watch/{name}", client))
     first = launch.rank - launch.local_rank
     local = range(first, first + launch.local_world_size)
-    watch = watchdog.Watch(launch.rank, hosts, local, timeout_s, *stores)
+    watch = watchdog.Watch(launch.rank, hosts, local, silence_s, *stores)
     watchdog.current = watch  # for cli, which has no World at hand when an exception ends it all
     dist.barrier()  # every rank's first sign of life is in the store before anybody reads them all
     if stores:

@@ -47,9 +47,10 @@ current: "Watch | None" = None  # of the world that this process has joined
 class Watch:
     """The watch of one rank. `stop` is the signal that asked it to stop, None before.
 
-    `hosts` names each rank's machine; `local_ranks` are those of the same launcher, which ends all of them if one dies.
-    `store` is for the signs of life, None where there is nobody to talk to; `second`, another connection to it, is for
-    all else, as a call on the first may be blocked by a dead host.
+    A rank without a sign of life for `silence_s` seconds is lost. `hosts` names each rank's machine; `local_ranks` are
+    those of the same launcher, which ends all of them if one dies. `store` is for the signs of life, None where there
+    is nobody to talk to; `second`, another connection to it, is for all else, as a call on the first may be blocked by
+    a dead host.
     """
 
     def __init__(
@@ -57,14 +58,14 @@ class Watch:
         rank: int,
         hosts: Sequence[str],
         local_ranks: range,
-        timeout_s: float,
+        silence_s: float,
         store: dist.Store | None = None,
         second: dist.Store | None = None,
     ) -> None:
         self.rank, self.hosts = rank, hosts
-        self.local_ranks, self.timeout_s = local_ranks, timeout_s
+        self.local_ranks, self.silence_s = local_ranks, silence_s
         # One store serves all ranks, and each reads the beats of all: 1000 ranks beat every 10 s.
-        self.interval = max(min(2.0, timeout_s / 10), len(hosts) / 100)
+        self.interval = max(min(2.0, silence_s / 10), len(hosts) / 100)
         self.stop: signal.Signals | None = None
         self._store = store
         self._second = second
@@ -203,9 +204,9 @@ class Watch:
             ready, _, _ = select.select([self._wakeup], [], [], self.interval)
             for number in self._wakeup.recv(64) if ready else b"":
                 self._hear(number)
-            lost = self._lost(self.timeout_s)
+            lost = self._lost(self.silence_s)
             if lost is not None and not self._closed.is_set():
-                self._end(lost)
+                self.fail(lost)
 
     def _beats(self, store: dist.Store) -> None:
         while not self._closed.is_set():
@@ -262,7 +263,7 @@ class Watch:
             time.sleep(0.05)
         if missing:
             error = f"{self._names(missing)} ended without a word: killed, out of memory, or crashed"
-            self._end(error, gone=len(missing))
+            self.fail(error, gone=len(missing))
 
     def _lost(self, silence: float) -> str | None:
         """The ranks without a sign of life for `silence` seconds, in words; None where all live."""
@@ -282,8 +283,8 @@ class Watch:
         gone = [rank for rank, seconds in silent.items() if seconds > limit]
         return f"lost {self._names(gone)}: no sign of life for {longest:.0f} s"
 
-    def _end(self, error: str, gone: int = 0) -> NoReturn:
-        """Report an error that the watch has found, and end this process."""
+    def fail(self, error: str, gone: int = 0) -> NoReturn:
+        """Report an error that a thread beside the main one has found, and end this process."""
         error, first = self.tell(error)
         if first:
             say(error)

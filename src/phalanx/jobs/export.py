@@ -23,6 +23,7 @@ from phalanx.distributed.mesh import Launch
 from phalanx.models.flow.policy import DTYPES, family_of
 from phalanx.models.lora import add_lora
 from phalanx.training.checkpoint import complete, damaged, find, read_meta
+from phalanx.training.checkpoint_reader import Reader
 from phalanx.types import JobError
 
 # -- opening ----------------------------------------------------------------------------------------------------------
@@ -64,7 +65,7 @@ class Trained:
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(state, checkpoint_id=str(self.folder), process_group=group, no_dist=group is None)
+                dcp.load(state, storage_reader=Reader(self.folder), process_group=group, no_dist=group is None)
         except CheckpointException as error:
             reason = type(next(iter(error.failures.values()))[0]).__name__  # torch's text speaks to programmers
             raise JobError(f"checkpoint: {self.folder} is damaged ({reason}); use another one of the run") from error
@@ -83,7 +84,7 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
             f"checkpoint: {folder} was trained with lora_rank {held_rank}, but the config.yaml of its run says "
             f"{run.model.lora_rank}; put the checkpoint back into its own run"
         )
-    entries = dcp.FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    entries = Reader(folder).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     has_average = any(name.startswith("ema.") for name in tensors)
     if weights == "ema" and not has_average:

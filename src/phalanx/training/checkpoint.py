@@ -18,12 +18,12 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 
 from phalanx.distributed.collectives import all_gather_object, broadcast_object
 from phalanx.distributed.fsdp import as_part_of
 from phalanx.distributed.mesh import World
+from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +87,10 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
 
     Every `parts`-th file from number `part` on is read, so that ranks can share the work.
     """
+    try:
+        Reader(folder).read_metadata()
+    except ValueError as error:
+        return str(error)
     files = sorted(read_meta(folder)["files"].items())
     for name, (_, checksum) in files[part::parts]:
         try:
@@ -129,7 +133,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 def _unseen(folder: Path) -> str | None:
     """The problem where files that other ranks wrote are not seen here; None where all are."""
     # On a disk of its own each node would hold a part, and no one would know until the resume.
-    stored = FileSystemReader(folder).read_metadata().storage_data.values()
+    stored = Reader(folder).read_metadata().storage_data.values()
     missing = sorted({entry.relative_path for entry in stored} - {f.name for f in folder.iterdir()})
     if not missing:
         return None
@@ -201,7 +205,7 @@ class Checkpointer:
         Raises ValueError where that fails: the state is then good for nothing.
         """
         try:
-            dcp.load(state, checkpoint_id=str(folder), process_group=self.world.checkpoint_group)
+            dcp.load(state, storage_reader=Reader(folder), process_group=self.world.checkpoint_group)
         except CheckpointException as error:
             first, _ = next(iter(error.failures.values()))  # of the ranks' failures
             reason = " ".join(str(first).split())[:300]

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.placement import judged_beside
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
+from phalanx.training import folder_lock
 from phalanx.types import Policy, Prompt, Rollout, Samples
 
 
@@ -52,11 +54,16 @@ class Parts:
 
 
 def start(cfg: RunConfig) -> World:
-    """Join the world, as deterministic as trainer.deterministic asks."""
+    """Join the world, as deterministic as trainer.deterministic asks, and take the output folder for this job.
+
+    Raises ValueError where another job has it.
+    """
     if cfg.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    return mesh.start(cfg.parallel)
+    world = mesh.start(cfg.parallel)
+    folder_lock.hold(Path(cfg.trainer.output_dir), world)
+    return world
 
 
 def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> RewardSet | None:

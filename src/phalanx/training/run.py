@@ -20,6 +20,7 @@ from phalanx.exit import Stopped
 from phalanx.rewards import RewardError
 from phalanx.telemetry.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
 from phalanx.telemetry.report import write_report
+from phalanx.training import folder_lock
 from phalanx.training.checkpoint import Checkpointer, Progress, find
 from phalanx.training.learner import Learner
 from phalanx.training.parts import Parts
@@ -98,6 +99,13 @@ class Run:
         dist.barrier()  # whoever hears a signal waits for its neighbours' answer
         self.world.watch.listen()
         try:
+            self._run()
+        finally:
+            folder_lock.release()
+        mesh.stop()
+
+    def _run(self) -> None:
+        try:
             self.fit()
         except JobError:  # every rank has it, so the checkpoint in flight can still be finished
             self.checkpointer.wait()
@@ -114,7 +122,6 @@ class Run:
                 report = f"the report was not written: {error}"
             with suppress(OSError):  # a closed terminal fails no finished job
                 print(*validation_summary(self.output_dir), report, sep="\n", flush=True)
-        mesh.stop()
 
     # -- scoring and validation -----------------------------------------------------------------------------------
 

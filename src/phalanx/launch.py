@@ -1,0 +1,153 @@
+"""torchrun with one line in place of its report: `python3 -m phalanx.launch [torchrun's options] tasks/<task>.py ...`.
+
+train.sh starts it on each node. It differs from torchrun in three ways:
+
+- The first error, which the ranks have printed, is the last thing on the terminal, and the exit status is the failed
+  rank's. torchrun's own traceback, banner and box, 40 lines, come with PHALANX_TRACEBACK=1 alone.
+- It dies with the process that started it, even by kill -9, and its ranks die with it (see `exit.end_with_parent`).
+- It looks for node 0 before torch does, so that a wrong MASTER_ADDR is one line within seconds.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import time
+from argparse import ArgumentParser
+from typing import TYPE_CHECKING, NoReturn
+
+from phalanx.exit import end_with_parent, place_of, say
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+PATIENCE_S = 5.0  # of silence, while node 0 is not there: nodes need not start together
+JOIN_S = 600.0  # torch's own limit
+
+
+def main(argv: list[str]) -> NoReturn:
+    """Run torchrun with these arguments, and exit with what came of it."""
+    end_with_parent()
+    find_node_0(argv)
+    verbose = os.environ.get("PHALANX_TRACEBACK") == "1"
+    if not verbose:
+        # torch's Python and C++ sides would repeat in warnings and frames what is told here in a line
+        logging.disable()
+        os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, as torch is loaded
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    if verbose:
+        run.main(argv)
+        sys.exit(0)
+    del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' own is another matter
+    try:
+        run.run(run.parse_args(argv))
+    except ChildFailedError as error:
+        sys.exit(_tell(error))
+    except SignalException as error:
+        sys.exit(128 + error.sigval)
+    except (DistError, RendezvousError, OSError) as error:
+        say(f"error: {_first_line(error)}")
+        sys.exit(1)
+    sys.exit(0)
+
+
+def find_node_0(argv: list[str]) -> None:
+    """Wait until node 0's port answers; on node 0 itself, until its address is known. Say so where that takes long.
+
+    Ends the process after JOIN_S seconds.
+    """
+    address, port, first = _node_0(argv)
+    if not address:
+        return
+    where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
+    begin, told = time.monotonic(), False
+    while (problem := _problem(address, port, first)) is not None:
+        waited = time.monotonic() - begin
+        if waited > JOIN_S:
+            say(f"error: node 0 ({where}) was not reached within {JOIN_S:.0f} s: {problem}")
+            sys.exit(1)
+        if waited > PATIENCE_S and not told:
+            say(f"waiting for node 0 ({where}), at most {JOIN_S:.0f} s: {problem}")
+            told = True
+        time.sleep(0.5)
+    if first and not _is_own(address):
+        say(f"WARNING: this is node 0, but {where} is no address of its own; the job hangs unless it is led here")
+
+
+def _node_0(argv: list[str]) -> tuple[str, int, bool]:
+    """Node 0's address and port, and whether this is node 0; no address for a job of one node."""
+    # torch's own parser would load torch first, for seconds in which the user hears nothing
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--node-rank", type=int, default=0)
+    for name in ("--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-conf"):
+        parser.add_argument(name, default="")
+    args, _ = parser.parse_known_args(argv)
+    if args.rdzv_endpoint:
+        address, _, port = args.rdzv_endpoint.rpartition(":")
+        return address, int(port), "is_host=true" in args.rdzv_conf
+    return args.master_addr, int(args.master_port or 0), args.node_rank == 0
+
+
+def _problem(address: str, port: int, first: bool) -> str | None:
+    """Why node 0 cannot be reached, in words; None where it can."""
+    try:
+        if first:  # nobody listens there yet
+            socket.getaddrinfo(address, port)
+        else:
+            socket.create_connection((address, port), timeout=3).close()
+    except socket.gaierror as error:
+        return f"the name cannot be resolved ({error.strerror})"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _is_own(address: str) -> bool:
+    """Whether this machine can listen at an address."""
+    for family, kind, _, _, place in socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM):
+        with socket.socket(family, kind) as probe, contextlib.suppress(OSError):
+            probe.bind(place)
+            return True
+    return False
+
+
+def _tell(error: "ChildFailedError") -> int:
+    """The exit status of failed ranks; what was the matter is printed, unless one of them has done so."""
+    failures = dict(sorted(error.failures.items(), key=lambda item: item[1].timestamp))
+    told = [failure for failure in failures.values() if _told(failure)]
+    # a rank that died tells nothing; another one tells of it, and ends because the launcher wants it to
+    killed = [rank for rank, failure in failures.items() if failure.exitcode < 0]
+    if told and told[0].exitcode < 128:
+        return told[0].exitcode
+    rank = killed[0] if killed else next(iter(failures))
+    first = failures[rank]
+    if not told:
+        _say_why(rank, first)
+    return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+
+
+def _told(failure: "ProcessFailure") -> bool:
+    """Whether this rank has printed its error itself (see `exit.end`)."""
+    return isinstance(failure.message, dict) and bool(failure.message["extraInfo"].get("told"))
+
+
+def _say_why(rank: int, failure: "ProcessFailure") -> None:
+    if isinstance(failure.message, dict):
+        say(failure.message["message"])
+    elif failure.exitcode < 0:
+        say(f"error: {place_of(rank)} was killed by {failure.signal_name()}; out of memory, perhaps")
+    else:
+        say(f"error: {place_of(rank)} ended with status {failure.exitcode}, without a word")
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,68 @@
+"""Reading what torch.distributed.checkpoint wrote, as data: nothing in a checkpoint can run code.
+
+DCP keeps the names and places of a checkpoint's tensors in `.metadata`, a pickle, and a pickle may call anything. Here
+it may name the classes that DCP writes there and nothing else. The tensors themselves are read with `weights_only`.
+"""
+
+import pickle
+from pathlib import Path, PosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.serialization import _get_layout
+
+_CLASSES = (
+    *(ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata),
+    *(_MEM_FORMAT_ENCODING, _StorageInfo, _get_layout),
+)
+_KNOWN: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in _CLASSES}
+_KNOWN |= {("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_KNOWN["torch", "Size"] = torch.Size
+_KNOWN["pathlib", "PosixPath"] = _KNOWN["pathlib._local", "PosixPath"] = PosixPath  # the second by Python 3.13
+
+
+class _DataOnly(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint holds")
+
+
+class Reader(FileSystemReader):
+    """The storage reader for `dcp.load` of a checkpoint folder whose content is not trusted."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The names, sizes and places of the tensors; raises ValueError where that is not what the file holds."""
+        metadata = _read(Path(self.path) / ".metadata")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        return metadata
+
+
+def _read(file: Path) -> Metadata:
+    try:
+        with file.open("rb") as stream:
+            metadata = _DataOnly(stream).load()
+        if not isinstance(metadata, Metadata):
+            raise TypeError(f"it holds a {type(metadata).__name__}")
+        # any other entry would be unpickled when it is loaded
+        for name, entry in metadata.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise TypeError(f"{name} is not a tensor")
+        for place in metadata.storage_data.values():
+            if Path(place.relative_path).name != place.relative_path:
+                raise ValueError(f"{place.relative_path!r} is not a file of this folder")
+    # a damaged pickle raises whatever its bytes happen to say
+    except Exception as error:
+        raise ValueError(f"{file.name} is damaged, or not a checkpoint's: {error}") from error
+    return metadata

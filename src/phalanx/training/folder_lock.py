@@ -1,0 +1,166 @@
+"""One job at a time in an output_dir, wherever the jobs run.
+
+Two would overwrite each other's checkpoints and mix their metrics. `.lock` is locked by rank 0's process, so the kernel
+frees it when that dies; but not every shared file system tells other machines of a lock. So `running.json` names the
+job and counts up every BEAT_S seconds: a count that stands still is a dead job's.
+"""
+
+import errno
+import fcntl
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from phalanx.distributed.collectives import broadcast_object
+from phalanx.distributed.mesh import World
+from phalanx.exit import say
+
+BEAT_S = 2.0
+PATIENCE_S = 10.0  # without a new beat, for a job of another machine
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that has none
+
+_held: "FolderLock | None" = None  # a process works for one job
+
+
+def hold(folder: Path, world: World) -> None:
+    """Take the folder for this job until `release`, or the end of rank 0; a collective of all ranks.
+
+    Raises ValueError where another job has it, or it cannot be written.
+    """
+    global _held
+    problem = None
+    if world.rank == 0:
+        release()
+        try:
+            _held = FolderLock(folder, world.watch.fail)
+        except (ValueError, OSError) as error:
+            problem = f"trainer.output_dir: {error}"
+    problem = broadcast_object(problem)
+    if problem is not None:
+        raise ValueError(problem)
+
+
+def release() -> None:
+    """Leave the folder to the next job."""
+    global _held
+    if _held is not None:
+        _held.release()
+        _held = None
+
+
+class FolderLock:
+    """A folder that this process has to itself. `lost` is called, once, with a message where another job takes it.
+
+    Raises ValueError where another job has it, OSError where it cannot be written.
+    """
+
+    def __init__(self, folder: Path, lost: Callable[[str], object]) -> None:
+        self.folder, self._lost = folder, lost
+        self._file = folder / "running.json"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = (folder / ".lock").open("w")
+        try:
+            sure = self._try_lock()
+            other = self._read()
+            if other is not None and not (sure and other.get("machine") == _machine()):
+                self._wait_for_silence(other)
+        except BaseException:
+            self._lock.close()
+            raise
+        self._me: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "since": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+            "machine": _machine(),
+            "token": secrets.token_hex(8),
+            "beat": 0,
+        }
+        self._write()
+        self._done = threading.Event()
+        threading.Thread(target=self._beats, name="folder lock", daemon=True).start()
+
+    def release(self) -> None:
+        """Stop the beats and free the folder."""
+        self._done.set()
+        other = self._read()
+        if other is not None and other.get("token") == self._me["token"]:
+            self._file.unlink(missing_ok=True)
+        self._lock.close()
+
+    def _try_lock(self) -> bool:
+        """Lock the file; False where the file system cannot tell. Raises ValueError where another process has it."""
+        try:
+            # of the process, so that a reward's forked child does not keep it
+            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise ValueError(self._in_use(self._read() or {})) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            return False
+        return True
+
+    def _wait_for_silence(self, other: dict[str, Any]) -> None:
+        """Return once the job that is named here has shown no sign of life; raises ValueError where it lives."""
+        say(f"{self.folder} was left by {_named(other)}; looking for {PATIENCE_S:.0f} s whether it still runs")
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            time.sleep(BEAT_S / 4)
+            now = self._read()
+            if now is None:  # it has just ended
+                return
+            if now != other:
+                raise ValueError(self._in_use(now))
+
+    def _beats(self) -> None:
+        while not self._done.wait(BEAT_S):
+            other = self._read()
+            if other is not None and other.get("token") != self._me["token"]:
+                self._lost(f"trainer.output_dir: {self._in_use(other)}")
+                return
+            self._me["beat"] += 1
+            self._write()
+
+    def _in_use(self, other: dict[str, Any]) -> str:
+        return (
+            f"{self.folder} is in use by another job, {_named(other)}; "
+            "stop that one first, or give this one a trainer.output_dir of its own"
+        )
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            found = json.loads(self._file.read_text())
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _write(self) -> None:
+        # renamed into place: a reader never sees a half
+        part = self._file.with_suffix(".json.tmp")
+        try:
+            part.write_text(json.dumps(self._me, indent=1) + "\n")
+            part.replace(self._file)
+        except OSError:
+            if self._me["beat"] == 0:
+                raise
+            # a disk that is full for a while ends no job
+
+
+def _named(job: dict[str, Any]) -> str:
+    return f"process {job.get('pid', '?')} on {job.get('host', '?')}, since {job.get('since', '?')}"
+
+
+def _machine() -> str:
+    """What tells this machine from others of the same host name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()} {boot}"

@@ -1,0 +1,82 @@
+"""A checkpoint is data: a pickle in it that would run code is refused, and runs none."""
+
+import builtins
+import json
+import pickle
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from phalanx.jobs.export import open_checkpoint
+from phalanx.training.checkpoint import complete, find
+from phalanx.training.checkpoint_reader import Reader
+from tests.jobs import fit, tiny_config
+from tests.ranks import RankError, run_ranks
+
+
+class Payload:
+    """Unpickled, it leaves a file behind and is the very metadata that it replaces."""
+
+    def __init__(self, true: bytes, mark: Path) -> None:
+        self.code = f"(open({str(mark)!r}, 'w').close(), __import__('pickle').loads({true!r}))[1]"
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return builtins.eval, (self.code,)
+
+
+def replace_metadata(checkpoint: Path, content: bytes) -> None:
+    """Write another `.metadata`, with its size and checksum in meta.json."""
+    (checkpoint / ".metadata").write_bytes(content)
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    meta["files"][".metadata"] = [len(content), zlib.crc32(content)]
+    (checkpoint / "meta.json").write_text(json.dumps(meta))
+    assert complete(checkpoint) is None
+
+
+def test_a_payload_that_returns_the_true_metadata(sd3_folder: Path, tmp_path: Path) -> None:
+    steps = ("trainer.total_training_steps=2", "trainer.save_freq=1")
+    cfg = tiny_config(sd3_folder, tmp_path, *steps)
+    run_ranks(fit, 1, cfg)
+    newest = find(tmp_path / "out" / "checkpoints")
+    assert newest is not None and newest.name == "step_000002"
+    mark = tmp_path / "it_ran"
+    true = (newest / ".metadata").read_bytes()
+    pickle.loads(pickle.dumps(Payload(true, mark)))
+    assert mark.exists()
+    mark.unlink()
+    replace_metadata(newest, pickle.dumps(Payload(true, mark)))
+
+    said = ".metadata is damaged, or not a checkpoint's: it names builtins.eval, which no checkpoint holds"
+    with pytest.raises(RankError, match=said):
+        run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path / "other", *steps, f"trainer.resume={newest}"))
+    with pytest.raises(ValueError, match=said):
+        open_checkpoint(str(newest), "auto")
+    run_ranks(fit, 1, cfg)  # goes on from step 1, whose checkpoint is whole
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps([1, 2]), b"\x80\x04cos\nsystem\n."])
+def test_other_bytes(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(ValueError, match=r"\.metadata is damaged, or not a checkpoint's: "):
+        Reader(tmp_path).read_metadata()
+
+
+def test_only_tensors_of_the_folder_itself(sd3_folder: Path, tmp_path: Path) -> None:
+    """torch would unpickle any other entry, and open any file that an entry names."""
+    run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1"))
+    folder = find(tmp_path / "out" / "checkpoints")
+    assert folder is not None
+    metadata = FileSystemReader(folder).read_metadata()
+    next(iter(metadata.storage_data.values())).relative_path = "../elsewhere"
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"'\.\./elsewhere' is not a file of this folder"):
+        Reader(folder).read_metadata()
+    metadata.state_dict_metadata["more"] = BytesStorageMetadata()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match="BytesStorageMetadata, which no checkpoint holds"):
+        Reader(folder).read_metadata()

@@ -1,0 +1,103 @@
+"""Two jobs never share an output_dir, and a dead one keeps no other from it."""
+
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.training import folder_lock
+from phalanx.training.folder_lock import FolderLock
+from tests.jobs import fit, tiny_config
+from tests.ranks import RankError, run_ranks
+
+
+def hold(folder: Path, ready: Any) -> None:
+    FolderLock(folder, lambda _: None)
+    ready.set()
+    time.sleep(60)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Any:
+    """A process that has the folder."""
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=hold, args=(tmp_path / "out", ready), daemon=True)
+    process.start()
+    assert ready.wait(10)
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_the_second_job_ends_with_the_first_ones_name(other: Any, sd3_folder: Path, tmp_path: Path) -> None:
+    begin = time.monotonic()
+    with pytest.raises(
+        RankError, match=f"trainer.output_dir: .*/out is in use by another job, process {other.pid} on "
+    ):
+        run_ranks(fit, 2, tiny_config(sd3_folder, tmp_path, "trainer.total_training_steps=1"))
+    assert time.monotonic() - begin < 10
+    assert not (tmp_path / "out" / "config.yaml").exists()
+
+
+def test_a_dead_job_is_no_hindrance(other: Any, tmp_path: Path) -> None:
+    os.kill(other.pid, signal.SIGKILL)
+    other.join()
+    begin = time.monotonic()
+    lock = FolderLock(tmp_path / "out", lambda _: None)
+    assert time.monotonic() - begin < 1
+    assert json.loads((tmp_path / "out" / "running.json").read_text())["pid"] == os.getpid()
+    lock.release()
+    assert not (tmp_path / "out" / "running.json").exists()
+
+
+def note(folder: Path, beat: int) -> None:
+    """What a job on another machine, whose locks are not seen here, would write."""
+    job = {"host": "node-b", "pid": 7, "since": "then", "machine": "node-b x", "token": "theirs", "beat": beat}
+    (folder / "new").write_text(json.dumps(job))
+    (folder / "new").rename(folder / "running.json")
+
+
+@pytest.fixture
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder_lock, "BEAT_S", 0.1)
+    monkeypatch.setattr(folder_lock, "PATIENCE_S", 1.0)
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_job_of_another_machine(tmp_path: Path) -> None:
+    note(tmp_path, 1)
+    beat = threading.Timer(0.3, note, (tmp_path, 2))
+    beat.start()
+    with pytest.raises(ValueError, match="is in use by another job, process 7 on node-b, since then; stop that one"):
+        FolderLock(tmp_path, lambda _: None)
+    begin = time.monotonic()
+    FolderLock(tmp_path, lambda _: None).release()
+    assert 1 <= time.monotonic() - begin < 3
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_job_that_was_thought_dead_ends_when_it_wakes(tmp_path: Path) -> None:
+    lost: list[str] = []
+    lock = FolderLock(tmp_path, lost.append)
+    note(tmp_path, 1)
+    deadline = time.monotonic() + 5
+    while not lost and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert [line.split(";")[0] for line in lost] == [
+        f"trainer.output_dir: {tmp_path} is in use by another job, process 7 on node-b, since then"
+    ]
+    lock.release()
+    assert (tmp_path / "running.json").exists()  # it is the other's
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError):
+        FolderLock(tmp_path / "file", lambda _: None)

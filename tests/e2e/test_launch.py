@@ -1,0 +1,145 @@
+"""What a user sees of a failed launch, and what is left of a killed one: real torchruns, by train.sh."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, end_with_parent, free_port, launch_environment, torchrun, two_nodes
+
+TASK = "tasks/train_flowgrpo.py"
+CONFIG = "configs/flowgrpo/quickstart.yaml"
+SCRIPT = """
+import os, signal, sys, time
+import phalanx.cli
+from dataclasses import dataclass
+
+@dataclass
+class Empty:
+    pass
+
+phalanx.cli.parse(Empty, "", [])
+def job():
+    if os.environ["RANK"] == "1":
+        {what}
+    open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(str(os.getpid()))
+    time.sleep(100)
+phalanx.cli.run(lambda _: job, Empty())
+"""
+
+
+def script(folder: Path, what: str) -> Path:
+    """A task of which rank 1 does `what`; a rank that goes on leaves its process number in a file of its number."""
+    path = folder / "task.py"
+    path.write_text(SCRIPT.format(what=what, folder=str(folder)))
+    return path
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_mistake_is_one_line_on_each_node(nodes: int) -> None:
+    arguments = [TASK, CONFIG, "rollout.nn=3"]
+    begin = time.monotonic()
+    runs = [torchrun(arguments, nproc=2)] if nodes == 1 else two_nodes(arguments)
+    assert time.monotonic() - begin < 10 * nodes
+    for done in runs:
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == "error: unknown key rollout.nn; did you mean rollout.n?\n"
+
+
+def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
+    """A mistake that only a running rank finds; its status is the job's."""
+    done = torchrun([TASK, CONFIG, "model.path=/none", f"trainer.output_dir={tmp_path / 'out'}"], nproc=2)
+    assert (done.returncode, done.stderr) == (2, "error: model.path: '/none': no such folder\n")
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "message"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "was killed by SIGKILL; out of memory, perhaps"),
+        ("os._exit(7)", 7, "ended with status 7, without a word"),
+    ],
+)
+def test_a_rank_that_ends_without_a_word(what: str, status: int, message: str, tmp_path: Path) -> None:
+    done = torchrun([script(tmp_path, what)], nproc=2)
+    assert done.returncode == status
+    assert done.stderr.startswith("error: rank 1 on ") and done.stderr.endswith(f" {message}\n")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_everything_is_shown_where_that_is_asked_for() -> None:
+    done = torchrun([TASK, CONFIG, "model.path=/none"], nproc=2, env={"PHALANX_TRACEBACK": "1"})
+    assert "Traceback (most recent call last)" in done.stderr and "ChildFailedError" in done.stderr
+
+
+def test_a_master_that_cannot_be_found_is_told_within_seconds() -> None:
+    env = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "no.such.host"}
+    with pytest.raises(subprocess.TimeoutExpired) as waited:
+        torchrun([TASK, CONFIG], env=env, timeout=15)
+    said = str(waited.value.output).splitlines()[1:]  # after the name of the node
+    where = "MASTER_ADDR=no.such.host, MASTER_PORT=29500"
+    assert [line.startswith("waiting") for line in said].count(True) == 1
+    assert said[0].startswith(f"waiting for node 0 ({where}), at most 600 s: the name cannot be resolved")
+
+
+# -- orphans ----------------------------------------------------------------------------------------------------------
+
+
+def started(folder: Path, nodes: int) -> list[subprocess.Popen[bytes]]:
+    """A train.sh for each node, two ranks each; all ranks run."""
+    task = script(folder, "pass")
+    port = free_port()
+    processes = []
+    for node in range(nodes):
+        env = launch_environment({"NPROC_PER_NODE": "2"})
+        if nodes > 1:
+            env |= {"NNODES": str(nodes), "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = ["sh", "train.sh", str(task)]
+        processes.append(
+            subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, preexec_fn=end_with_parent)
+        )
+    deadline = time.monotonic() + 60
+    while not all((folder / str(rank)).exists() and (folder / str(rank)).read_text() for rank in range(2 * nodes)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return processes
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path
+    for file in tmp_path.glob("[0-9]"):
+        if alive(int(file.read_text())):
+            os.kill(int(file.read_text()), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("whom", ["train.sh", "torchrun"])
+def test_ranks_do_not_outlive_their_launcher(whom: str, nodes: int, folder: Path) -> None:
+    """Killed with -9, on the first node: its ranks are gone at once."""
+    processes = started(folder, nodes)
+    ranks = [int((folder / str(rank)).read_text()) for rank in range(2)]
+    victim = processes[0].pid if whom == "train.sh" else parent(ranks[0])
+    os.kill(victim, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(alive(rank) for rank in ranks):
+        assert time.monotonic() < deadline, "orphans"
+        time.sleep(0.05)
+    for process in processes:
+        process.terminate()
+        process.wait(60)
