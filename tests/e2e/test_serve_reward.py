@@ -99,6 +99,29 @@ def test_requests_under_way_are_answered_first(tmp_path: Path) -> None:
         assert process.wait(timeout=60) == 143
 
 
+def peak_mb(pid: int) -> float:
+    """The most memory that a process has had."""
+    line = next(x for x in Path(f"/proc/{pid}/status").read_text().splitlines() if x.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024 / 1e6
+
+
+@pytest.mark.full
+def test_memory_has_a_bound() -> None:
+    """Small files of large pictures, from 8 clients at once: side by side they would take 1,300 MB."""
+    budget = 200
+    with started(python(JPEG, "port=0", f"max_memory_mb={budget}")) as (process, line):
+        asks = Http(line.split(": ")[1], retries=0, encoding="multipart")
+        asks(torch.zeros(1, 3, 8, 8), ["a"], [{}])
+        before = peak_mb(process.pid)
+        large = torch.zeros(1, 3, 1, 1).expand(8, 3, 2048, 2048)
+        with pytest.raises(ServerError, match=r"8 images of 2048 x 2048 take 1309 MB, more than max_memory_mb=200"):
+            asks(large, ["a"] * 8, [{}] * 8)
+        with ThreadPoolExecutor(8) as pool:  # 164 MB each
+            answers = list(pool.map(lambda _: asks(large[:1], ["a"], [{}]), range(8)))
+        assert len({tuple(scores) for scores in answers}) == 1
+        assert peak_mb(process.pid) - before < 2 * budget  # what the allocator keeps is not counted
+
+
 def bare(name: str) -> str:
     """A process in which a package is not installed."""
     return f"import runpy, sys; sys.modules[{name!r}] = None; sys.argv = ['x', 'port=0']; runpy.run_path({TASK!r}, run_name='__main__')"

@@ -13,7 +13,7 @@ import operator
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, make_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from phalanx.config.messages import MOVED, element_of, expected, nearest, shown, type_name
+from phalanx.config.secrets import mark, public
 
 T = TypeVar("T")
 USAGE = "usage: sh train.sh tasks/<task>.py [config.yaml] [key=value ...]"
@@ -130,13 +131,16 @@ def build(schema: type[T], user: DictConfig) -> T:
     except OmegaConfBaseException as error:
         raise ConfigError(_one_line(error)) from None
     _finish(value, "")
+    raw, known = OmegaConf.to_container(config), set[str]()
+    for _ in range(2):  # the second time for texts that name another key
+        mark(value, raw, known)
     return schema(**vars(value))
 
 
 def save(config: Any, path: Path) -> None:
-    """Write the resolved configuration as YAML."""
+    """Write the resolved configuration as YAML; what came from the environment stays a reference to it."""
     # OmegaConf quotes a text such as "1e3", which it would read as a number
-    path.write_text(OmegaConf.to_yaml(OmegaConf.create(asdict(config))), encoding="utf-8")
+    path.write_text(OmegaConf.to_yaml(OmegaConf.create(public(config))), encoding="utf-8")
 
 
 def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:

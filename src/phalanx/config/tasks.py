@@ -112,6 +112,7 @@ class ServeRewardConfig:
     max_body_mb: float = arg(64.0, "largest request, in MB (10^6 bytes)", gt=0)
     max_images: int = arg(64, "most images per request", ge=1)
     max_pixels: int = arg(2**22, "largest image, in pixels", ge=1)
+    max_memory_mb: float = arg(4000.0, "memory for the pixels of all requests, in MB; further ones wait", gt=0)
     max_requests: int = arg(256, "most connections at once; further ones are told to retry", ge=1)
     read_timeout_s: float = arg(30.0, "seconds for the head of a request to arrive, and then for its body", gt=0)
 

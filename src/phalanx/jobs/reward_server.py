@@ -12,7 +12,9 @@ import signal
 import socket
 import struct
 import zlib
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any, TypeVar
 
@@ -31,6 +33,7 @@ from phalanx.config.tasks import ServeRewardConfig
 from phalanx.distributed.mesh import Launch
 from phalanx.exit import Stopped
 from phalanx.functional.rewards import combine
+from phalanx.jobs.memory_budget import MemoryBudget
 from phalanx.rewards.http import read_token
 from phalanx.rewards.protocol import ScoreRequest, Texts, complaint
 from phalanx.rewards.registry import build_terms
@@ -41,6 +44,7 @@ log = logging.getLogger(__name__)
 Checked = TypeVar("Checked", bound=BaseModel)
 
 _POLL_S = 0.2  # how often a request that waits looks whether its client is still there
+CALL_BYTES = 12  # a value of an image in a call: 4 as a float, and 8 for what rewards make of it
 STOP_S = 10  # for requests under way, when the server is told to stop
 BROKEN_PNG = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)  # what PIL raises
 
@@ -65,6 +69,8 @@ class RewardServer:
         self._cpu_pool = ThreadPoolExecutor(cfg.reward.num_workers, "reward")
         self._device_pool = ThreadPoolExecutor(1, "reward-device")
         self._turns: set[_Turn] = set()  # that are not done
+        self._memory = MemoryBudget(int(cfg.max_memory_mb * 1e6))
+        self._releases: set[asyncio.Task[None]] = set()
         self.app = FastAPI(openapi_url=None)
         self.app.add_api_route("/score", self.score, methods=["POST"], response_model=None)
         self.app.add_api_route("/health", self.health, methods=["GET"], response_model=None)
@@ -123,15 +129,15 @@ class RewardServer:
 
     async def score(self, request: Request) -> dict[str, Any]:
         """The weighted scores of a request's images, and each reward's own."""
-        images, prompts = await self._asked(request)
-        terms = await self._score(request, images, prompts)
+        files, prompts = await self._asked(request)
+        terms = await self._within_budget(request, files, prompts)
         total = combine([terms[term.name] for term in self.terms], [term.share for term in self.terms])
         return {"scores": total.tolist(), "terms": {name: values.tolist() for name, values in terms.items()}}
 
     # -- reading --------------------------------------------------------------------------------------------------
 
-    async def _asked(self, request: Request) -> tuple[Tensor, list[Prompt]]:
-        """The images of a request, uint8 [B, H, W, 3], and their prompts; its body and files are not kept."""
+    async def _asked(self, request: Request) -> tuple[list[bytes], list[Prompt]]:
+        """The PNG files of a request and their prompts; its body is not kept."""
         body = await self._read(request)
         kind = request.headers.get("content-type", "")
         if kind.startswith("multipart/form-data"):
@@ -145,8 +151,7 @@ class RewardServer:
             raise HTTPException(400, "there are no images")
         if len(files) > self.cfg.max_images:
             raise HTTPException(413, f"{len(files)} images are more than max_images={self.cfg.max_images}")
-        prompts = _prompts(texts, len(files))
-        return await asyncio.to_thread(self._images, files), prompts
+        return files, _prompts(texts, len(files))
 
     async def _read(self, request: Request) -> bytes:
         """The body. It is read to its end before anything is refused: the answer would be lost if the connection were
@@ -195,36 +200,70 @@ class RewardServer:
             raise HTTPException(400, "the form's field request should be JSON: {prompts: [], metadata: []}")
         return _parsed(Texts, texts), files
 
-    def _images(self, files: list[bytes]) -> Tensor:
-        """PNG files -> images uint8 [B, H, W, 3]."""
-        pictures = [self._pixels(i, file) for i, file in enumerate(files)]
-        for i, picture in enumerate(pictures):
-            if picture.shape != pictures[0].shape:
-                raise HTTPException(400, f"image {i} has another size than image 0; the images of a request have one")
-        return torch.stack(pictures)
-
-    def _pixels(self, number: int, file: bytes) -> Tensor:
-        """uint8 [H, W, 3]. The size is read before anything is decompressed."""
-        limit = self.cfg.max_pixels
-        try:
-            with Image.open(BytesIO(file), formats=["PNG"]) as image:
+    def _size(self, files: list[bytes]) -> tuple[int, int]:
+        """Height and width of the PNG files, by their headers: nothing is decompressed."""
+        limit, sizes = self.cfg.max_pixels, []
+        for i, file in enumerate(files):
+            with _opened(i, file, limit) as image:
                 if image.width * image.height > limit:
-                    raise HTTPException(413, f"image {number}: {image.width} x {image.height} is over {limit} pixels")
+                    raise HTTPException(413, f"image {i}: {image.width} x {image.height} is over {limit} pixels")
                 if image.mode != "RGB":
-                    raise HTTPException(400, f"image {number} is {image.mode}; expected RGB with 8 bits a channel")
-                return torch.from_numpy(np.array(image))
-        except Image.DecompressionBombError:
-            raise HTTPException(413, f"image {number} is over {limit} pixels") from None
-        except BROKEN_PNG as error:
-            raise HTTPException(400, f"image {number} is not a whole PNG ({type(error).__name__})") from None
+                    raise HTTPException(400, f"image {i} is {image.mode}; expected RGB with 8 bits a channel")
+                sizes.append((image.height, image.width))
+            if sizes[i] != sizes[0]:
+                raise HTTPException(400, f"image {i} has another size than image 0; the images of a request have one")
+        return sizes[0]
+
+    def _images(self, files: list[bytes], size: tuple[int, int]) -> Tensor:
+        """PNG files -> images uint8 [B, H, W, 3]."""
+        images = torch.empty(len(files), *size, 3, dtype=torch.uint8)
+        for i, file in enumerate(files):
+            with _opened(i, file, self.cfg.max_pixels) as image:
+                images[i] = torch.from_numpy(np.array(image))
+        return images
 
     # -- scoring --------------------------------------------------------------------------------------------------
 
-    async def _score(self, request: Request, images: Tensor, prompts: list[Prompt]) -> dict[str, Tensor]:
-        """Each reward's scores [B] of images uint8 [B, H, W, 3]. A request that waits too long for its turn, or whose
+    async def _within_budget(self, request: Request, files: list[bytes], prompts: list[Prompt]) -> dict[str, Tensor]:
+        """Each reward's scores [B], once there is memory for the images. It is free again when the last call that has
+        them is done, which may be after the answer.
+        """
+        height, width = await asyncio.to_thread(self._size, files)
+        at_once = min(len(self.terms), self.cfg.reward.num_workers + 1)
+        need = len(files) * height * width * 3 * (1 + at_once * CALL_BYTES)
+        if need > self._memory.limit:
+            raise HTTPException(
+                413,
+                f"{len(files)} images of {width} x {height} take {need / 1e6:.0f} MB, "
+                f"more than max_memory_mb={self.cfg.max_memory_mb:g}; send fewer images",
+            )
+        try:
+            async with asyncio.timeout(self.cfg.reward.timeout_s):
+                await self._memory.reserve(need)
+        except TimeoutError:
+            raise HTTPException(503, "other requests have all of max_memory_mb; try again") from None
+        turns: list[_Turn] = []
+        try:
+            images = await asyncio.to_thread(self._images, files, (height, width))
+            files.clear()
+            turns += [_Turn(term, images, prompts) for term in self.terms]
+            del images
+            return await self._score(request, turns)
+        finally:
+            release = asyncio.create_task(self._release(turns, need))
+            self._releases.add(release)  # asyncio itself keeps no task
+            release.add_done_callback(self._releases.discard)
+
+    async def _release(self, turns: list["_Turn"], size: int) -> None:
+        """Give memory back once the calls of these turns are done."""
+        calls = [asyncio.wrap_future(turn.future) for turn in turns if turn.future is not None]
+        await asyncio.gather(*calls, return_exceptions=True)
+        self._memory.release(size)
+
+    async def _score(self, request: Request, turns: list["_Turn"]) -> dict[str, Tensor]:
+        """Each reward's scores [B]. A request that waits too long for its turn, or whose
         client leaves, is not scored any more; what runs already runs on, since threads cannot be ended.
         """
-        turns = [_Turn(term, images, prompts) for term in self.terms]
         calls = [self._begin(turn) for turn in turns]
         limit = self.cfg.reward.timeout_s
         done = asyncio.gather(*map(asyncio.wrap_future, calls), return_exceptions=True)
@@ -270,8 +309,22 @@ class _Turn(Call):
     def run(self) -> Rows:
         assert isinstance(self.subject, Tensor)
         # in memory as a rollout's images are: sums over pixels have the same order, and scores their last bit
-        self.subject = self.subject.permute(0, 3, 1, 2).contiguous().float().div_(255)
+        count, height, width, channels = self.subject.shape
+        images = torch.empty(count, channels, height, width)
+        self.subject = images.copy_(self.subject.permute(0, 3, 1, 2)).div_(255)
         return super().run()
+
+
+@contextmanager
+def _opened(number: int, file: bytes, limit: int) -> Iterator[Image.Image]:
+    """A PNG file of a request; its pixels are read when they are asked for."""
+    try:
+        with Image.open(BytesIO(file), formats=["PNG"]) as image:
+            yield image
+    except Image.DecompressionBombError:
+        raise HTTPException(413, f"image {number} is over {limit} pixels") from None
+    except BROKEN_PNG as error:
+        raise HTTPException(400, f"image {number} is not a whole PNG ({type(error).__name__})") from None
 
 
 def _left() -> HTTPException:
@@ -317,6 +370,7 @@ def bind(host: str, port: int, guarded: bool) -> socket.socket:
         found = socket.socket(family, socket.SOCK_STREAM)
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         found.bind(address)
+        found.listen()  # who connects before the server runs waits for it
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}; give a free port of this machine, e.g. port=8077") from None
     return found

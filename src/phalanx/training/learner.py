@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from phalanx.config.run import EmaConfig, OptimConfig
+from phalanx.distributed.fsdp import local
 from phalanx.models.trained import TrainedModel
 from phalanx.training.checkpoint import trained_state
 from phalanx.training.optim import Average, Ema, Optimizer
@@ -61,6 +63,17 @@ class Learner:
         if self.ema is not None:
             copies["ema"] = self.ema.values
         return trained_state(self.model.parameters, self.optimizer.state(), copies)
+
+    def not_finite(self) -> str | None:
+        """The name of a tensor of weights or averages of which this rank's part holds NaN or infinity; None: none."""
+        copies = [average.values for average in self.averages.values()]
+        if self.ema is not None:
+            copies.append(self.ema.values)
+        for tensors in (self.model.parameters, *copies):
+            fine = [local(tensor).isfinite().all() for tensor in tensors.values()]
+            if not torch.stack(fine).all():  # one wait for the device, not one a tensor
+                return next(name for name, ok in zip(tensors, fine, strict=True) if not ok)
+        return None
 
     def loaded(self, updates: int) -> None:
         """After a checkpoint was loaded into `state`, of a run with so many optimizer steps."""

@@ -4,6 +4,7 @@ It knows samples, their actions and log-probabilities, rewards and advantages. W
 the business of the policy and the rollout that it is handed.
 """
 
+import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +28,10 @@ from phalanx.training.parts import LoadedTeacher, Parts
 from phalanx.training.run import Run, peak_memory_gb
 from phalanx.training.step_metrics import actor_metrics, reward_metrics
 from phalanx.types import Algorithm, Policy, Samples
+
+log = logging.getLogger(__name__)
+
+FLAT_STEPS = 10  # without any difference between rewards, until it is said
 
 
 class Trainer(Run):
@@ -65,6 +70,7 @@ class Trainer(Run):
             steps = prompts.steps(cfg.trainer.total_epochs)
         self.prepare(steps, steps * plan.updates * cfg.actor.ppo_epochs, cfg.actor.ema, averages)
         self.group_id = torch.arange(plan.samples) // cfg.rollout.n
+        self._flat_steps = 0  # in a row, without any difference between rewards
         self._trained = 0  # samples of this rank that the last step trained, once for each time
 
     def fit(self) -> None:
@@ -144,8 +150,20 @@ class Trainer(Run):
             terms = {name: values.index_copy(0, numbers[real], again[name][real]) for name, values in terms.items()}
             reward = self.combine(terms, step)
             redrawn += int(stale.sum())
+        self._notice_flat(reward, step)
         row = {"rollout/resampled_ratio": redrawn / self.plan.samples} if limit > 1 else {}
         return samples, reward, row | reward_metrics(self.rewards.weighted(terms, step), terms, self.group_id)
+
+    def _notice_flat(self, reward: Tensor, step: int) -> None:
+        """Say, once, where the reward [N] has been one and the same for all samples of many steps."""
+        self._flat_steps = self._flat_steps + 1 if reward.max() == reward.min() else 0
+        if self._flat_steps == FLAT_STEPS:
+            log.warning(
+                "the reward is %g for every sample of the last %d steps, up to step %d: there is nothing to learn from",
+                reward.max(),
+                FLAT_STEPS,
+                step + 1,
+            )
 
     def gather_terms(self) -> dict[str, Tensor]:
         """The terms of the reward [N], of all that the ranks submitted, in the order of ranks."""

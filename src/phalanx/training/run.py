@@ -4,7 +4,7 @@ import logging
 import resource
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.config import save
 from phalanx.config.run import EmaConfig, RunConfig
+from phalanx.config.secrets import public
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import agree
 from phalanx.exit import Stopped
@@ -60,6 +61,9 @@ class Run:
         self.beside = dict(beside or {})
         self.checkpointer = Checkpointer(self.output_dir, self.world, self._signature(), cfg.trainer.max_checkpoints)
         self.progress = self._resume()
+        problem = self._not_finite()
+        if problem is not None:
+            raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.checkpointer.saved_step = self.progress.step
         self._good = replace(self.progress)  # as after the last step that was not a bad one
         self.bad_steps = self._applied = self._non_finite = 0
@@ -70,7 +74,7 @@ class Run:
             print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
         self.logger = RunLogger(
-            cfg.trainer, asdict(cfg), self.progress.wandb_id, logged, total_steps, self.world.rank == 0
+            cfg.trainer, public(cfg), self.progress.wandb_id, logged, total_steps, self.world.rank == 0
         )
         self.progress.wandb_id = self.logger.wandb_id
 
@@ -130,6 +134,7 @@ class Run:
         and so does a signal to stop, since nothing is trained while samples are drawn.
         """
         with self.together():
+            check_finite(outputs, prompts)
             if self.rewards is not None:
                 self.rewards.submit(outputs, prompts)
 
@@ -256,7 +261,19 @@ class Run:
 
     def _save(self, progress: Progress) -> None:
         with self.timers("checkpoint"):
+            problem = self._not_finite()
+            if problem is not None:
+                raise JobError(
+                    f"after step {progress.step} {problem}; nothing is saved over the checkpoints of before; "
+                    "lower optim.lr, or look at the rewards"
+                )
             self.checkpointer.save(self.state(), replace(progress))
+
+    def _not_finite(self) -> str | None:
+        """On all ranks: the weights that hold NaN or infinity, in words; None where there are none."""
+        names = (learner.not_finite() for learner in (self.learner, *self.beside.values()))
+        name = next((name for name in names if name is not None), None)
+        return agree(None if name is None else f"the weights {name} hold NaN or infinity", 0)[0]
 
     def _keep(self, stop: Stopped) -> Stopped:
         """Save the state as it was after the last whole step; returns what to raise."""
@@ -305,6 +322,19 @@ def validation_summary(folder: Path) -> list[str]:
         f"{key}: {points[0][1]:.3f} (step {points[0][0]}) -> {points[-1][1]:.3f} (step {points[-1][0]})"
         for key, points in found.items()
     ]
+
+
+def check_finite(outputs: Outputs, prompts: Sequence[Prompt]) -> None:
+    """Raise RewardError for a picture or video with NaN or infinity, which would be scored as a black one."""
+    if not isinstance(outputs, Tensor):
+        return
+    fine = outputs.flatten(1).isfinite().all(1)
+    if not fine.all():
+        bad = fine.tolist().index(False)
+        raise RewardError(
+            f"the sample of the prompt {prompts[bad].text!r} holds NaN or infinity; look at the weights of "
+            "model.path, at model.dtype and at optim.lr"
+        )
 
 
 def peak_memory_gb(device: torch.device) -> float:

@@ -1,0 +1,57 @@
+"""What a configuration takes from the environment reaches the job, and no file, log or tracker."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.config import load
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.load import save
+from phalanx.config.secrets import public
+from tests.jobs import fit, tiny_config
+from tests.ranks import run_ranks
+
+SECRET = "s3cret-of-the-test"
+REWARD = """
+def needs_key(images, prompts, metadata, key):
+    assert key == {key!r}, "another key"
+    return [float(i) for i in range(len(images))]
+"""
+
+
+def test_no_output_of_a_run_holds_a_secret(
+    sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PHALANX_TEST_KEY", SECRET)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    (tmp_path / "reward.py").write_text(REWARD.format(key=f"Bearer {SECRET}"))
+    function = f"{{path: '{tmp_path}/reward.py:needs_key', kwargs: {{key: 'Bearer ${{oc.env:PHALANX_TEST_KEY}}'}}}}"
+    steps = ("trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.logger=[console,tensorboard,wandb]")
+    run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path, *steps, f"reward.functions=[{function}]"))
+    said = capfd.readouterr()
+    assert SECRET not in said.out + said.err
+    (tmp_path / "reward.py").unlink()
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    assert {"config.yaml", "metrics.jsonl"} <= {file.name for file in files}
+    assert any("tfevents" in file.name for file in files) and any(file.suffix == ".wandb" for file in files)
+    for file in files:
+        assert SECRET.encode() not in file.read_bytes(), file
+    assert "Bearer ${oc.env:PHALANX_TEST_KEY}" in (tmp_path / "out" / "config.yaml").read_text()
+
+
+def test_references_are_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_TEST_KEY", SECRET)
+    overrides = [
+        "trainer.project_name=${oc.env:PHALANX_TEST_KEY}",
+        "trainer.experiment_name=a ${trainer.project_name}",
+        "trainer.output_dir=out/${model.path}",
+        "model.path=base",
+    ]
+    cfg = load(FlowRLConfig, None, overrides)
+    assert cfg.trainer.experiment_name == f"a {SECRET}"
+    shown = public(cfg)["trainer"]
+    assert shown["project_name"] == "${oc.env:PHALANX_TEST_KEY}"
+    assert shown["experiment_name"] == "a ${trainer.project_name}"
+    assert shown["output_dir"] == "out/base"  # nothing to hide
+    save(cfg, tmp_path / "config.yaml")
+    assert load(FlowRLConfig, str(tmp_path / "config.yaml"), []) == cfg
