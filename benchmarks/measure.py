@@ -148,7 +148,7 @@ class Bench(Trainer):
         """Keep the row; start and end the profile around the last step, where one is asked for."""
         self.progress.step = step
         assert self.rewards is not None
-        row |= {"reward/waited_s": self.rewards.waited_s, "reward/busy_s": self.rewards.busy_s}
+        row["reward/busy_s"] = self.rewards.busy_s
         self.rows.append(row | self.timers.pop())
         if row["actor/updates_skipped"]:
             fail("all rewards of some update are equal, so that it trains on nothing; give another reward", status=1)

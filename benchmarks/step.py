@@ -63,7 +63,7 @@ def summary(bench: Bench, args: Namespace) -> dict[str, Any]:
         "step_s_min": fastest,
         "step_s_max": slowest,
         **{name: m[f"time/{key}"] for name, key in PHASES.items()},
-        "reward_waited_s": m["reward/waited_s"],
+        "reward_waited_s": m["time/reward"],
         "reward_busy_s": m["reward/busy_s"],
         "images_per_s": plan.samples / seconds,
         "images_per_rank_per_s": plan.per_rank / seconds,

@@ -11,6 +11,7 @@ train.sh starts it on each node. It differs from torchrun in three ways:
 import contextlib
 import logging
 import os
+import signal
 import socket
 import sys
 import time
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 5.0  # of silence, while node 0 is not there: nodes need not start together
 JOIN_S = 600.0  # torch's own limit
+STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of ranks that end because another one did
 
 
 def main(argv: list[str]) -> NoReturn:
@@ -120,11 +122,11 @@ def _tell(error: "ChildFailedError") -> int:
     """The exit status of failed ranks; what was the matter is printed, unless one of them has done so."""
     failures = dict(sorted(error.failures.items(), key=lambda item: item[1].timestamp))
     told = [failure for failure in failures.values() if _told(failure)]
-    # a rank that died tells nothing; another one tells of it, and ends because the launcher wants it to
-    killed = [rank for rank, failure in failures.items() if failure.exitcode < 0]
     if told and told[0].exitcode < 128:
         return told[0].exitcode
-    rank = killed[0] if killed else next(iter(failures))
+    # a rank that died tells nothing; another one tells of it, and ends because the launcher wants it to
+    own = [rank for rank, failure in failures.items() if failure.exitcode not in STOPPED]
+    rank = own[0] if own else next(iter(failures))
     first = failures[rank]
     if not told:
         _say_why(rank, first)
