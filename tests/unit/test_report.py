@@ -356,6 +356,11 @@ class TestSteps:
             ("3.000", "0.25", "2"),
         ]
 
+    def test_an_only_score_that_is_the_reward_is_not_said_twice(self, tmp_path: Path) -> None:
+        with logger(tmp_path) as log:
+            log.records(0, "a", [Record("p", 0.5, "text", i, scores={"ocr": 0.5 - 0.25 * i}) for i in range(2)])
+        assert "text Step 0 0.500 p text Step 0 0.500 ocr 0.25 p" in Page(write_report(tmp_path)).words()
+
     def test_samples_without_a_reward_are_neither_best_nor_worst(self, tmp_path: Path) -> None:
         with logger(tmp_path) as log:
             log.records(0, "math", [Record(f"p{i}", float("nan") if i < 5 else i, "text", i) for i in range(9)])

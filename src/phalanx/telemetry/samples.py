@@ -189,7 +189,10 @@ def _frame(kept: Kept, step: int, key: Key, movies: bool) -> str:
         except OSError:
             sample = '<span class="lost">image file is missing or damaged</span>'
     caption = f'<div class="cap"><span>{escape(label)}</span><b>{escape(reward)}</b></div>'
-    scores = " · ".join(f"{name} {value:.4g}" for name, value in row.get("scores", {}).items() if value is not None)
+    terms = row.get("scores", {})
+    if list(terms.values()) == [row["reward"]]:
+        terms = {}  # the only one says what the reward says
+    scores = " · ".join(f"{name} {value:.4g}" for name, value in terms.items() if value is not None)
     return f'<div class="frame">{sample}{caption}{f"<p class=n>{escape(scores)}</p>" if scores else ""}</div>'
 
 

@@ -124,8 +124,8 @@
     const step = values[1] - values[0];
     const isWhole = (number) => Math.abs(number - Math.round(number)) < 1e-6 * number;
     let digits = 0;
-    while (digits < 6 && !isWhole(step * 10 ** digits)) digits++;
-    if (digits === 6) return values.map((value) => (value === 0 ? "0" : value.toExponential(1)));
+    while (digits < 9 && !isWhole(step * 10 ** digits)) digits++;
+    if (digits > 5 && Math.max(...values.map(Math.abs)) < 1e-3) return values.map((value) => (value === 0 ? "0" : value.toExponential(1)));
     const format = { minimumFractionDigits: digits, maximumFractionDigits: digits };
     return values.map((value) => (value + 0).toLocaleString("en", format));
   }
@@ -140,6 +140,13 @@
       if (values[i + distance] != null) return i + distance;
     }
     return i;
+  }
+
+  function replaceData(plot, columns) {
+    const { min, max } = plot.scales.x; // a zoom stays
+    plot.setData(columns, false);
+    plot.setScale("x", { min, max });
+    showLast(plot);
   }
 
   function showLast(plot) {
@@ -174,7 +181,7 @@
         setSeries: [
           (plot, k, change) => {
             if (change.show === undefined || k === null) return;
-            if (chart.bars) plot.setData(columns((i) => plot.series[chart.series.length - i].show));
+            if (chart.bars) replaceData(plot, columns((i) => plot.series[chart.series.length - i].show));
             plot.series.forEach((other, i) => other.of === k && plot.setSeries(i, { show: change.show }));
           },
         ],
@@ -188,10 +195,7 @@
       smooth(value) {
         if (chart.plain || chart.bars) return;
         weight = value;
-        const { min, max } = plot.scales.x; // a zoom stays
-        plot.setData(columns(), false);
-        plot.setScale("x", { min, max });
-        showLast(plot);
+        replaceData(plot, columns());
       },
     };
   }
