@@ -62,6 +62,7 @@ def pictures(folder: Path) -> list[Any]:
     images = folder / "out" / "images" / "held_out" / "step_000000"
     rows = [json.loads(line) for line in (images / "index.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == PROMPTS[:5]
+    assert all(row["scores"] == {"noted": row["reward"]} for row in rows)
     return [np.asarray(Image.open(images / row["file"])) for row in rows]
 
 
@@ -263,7 +264,7 @@ def completion(prompt: int, j: int) -> str:
 def kept_texts(keep: int) -> list[tuple[str, int, float, Any]]:
     row, records = kept(Letters(), lambda texts: [float(len(text)) for text in texts], keep)
     assert row["val/set/reward/mean"] == (0 + 1 + 2 + 3 + 4 + 5 * len("the second")) / 10
-    return [(r.prompt, r.index, r.reward, r.text) for r in records]
+    return [(r.prompt, r.index, r.reward, r.output) for r in records]
 
 
 @pytest.mark.parametrize("keep", [0, 4, 9])

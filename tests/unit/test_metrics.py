@@ -372,7 +372,7 @@ def history_row(record: Any) -> dict[str, Any]:
 class TestImages:
     def test_files_and_index(self, tmp_path: Path) -> None:
         given = records()
-        given[1] = Record("日本語 <b>", float("nan"), given[1].output, 7)
+        given[1] = Record("日本語 <b>", float("nan"), given[1].output, 7, scores={"ocr": 0.5, "clip": float("inf")})
         with start(tmp_path) as log:
             log.records(10, "ocr", reversed(given))
         folder = tmp_path / "images/ocr/step_000010"
@@ -382,7 +382,13 @@ class TestImages:
         assert index == [
             {"index": 0, "prompt": 'a sign that says "0"', "reward": 0.0, "file": "00000.png"},
             {"index": 2, "prompt": 'a sign that says "2"', "reward": 0.2, "file": "00002.png"},
-            {"index": 7, "prompt": "日本語 <b>", "reward": None, "file": "00007.png"},
+            {
+                "index": 7,
+                "prompt": "日本語 <b>",
+                "reward": None,
+                "scores": {"ocr": 0.5, "clip": None},
+                "file": "00007.png",
+            },
         ]
         with Image.open(folder / "00007.png") as image:
             assert np.array_equal(np.asarray(image), given[1].output)

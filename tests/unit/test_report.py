@@ -1,31 +1,46 @@
 """The HTML report: what it says, that it needs nothing else, and what it does where pieces are missing."""
 
 import base64
+import hashlib
 import io
+import json
 import os
 import re
 import subprocess
 import sys
-import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
 from phalanx.config.run import TrainerConfig
-from phalanx.telemetry.charts import MAX_BARS, MAX_POINTS, Series, line_chart, stacked_bars
+from phalanx.telemetry.charts import MAX_BARS, MAX_POINTS, charts_of, thin
 from phalanx.telemetry.metrics import RunLogger
 from phalanx.telemetry.records import Record
-from phalanx.telemetry.report import MAX_PAIRS, main, write_report
+from phalanx.telemetry.report import main, write_report
+from phalanx.telemetry.run_folder import Run
+from phalanx.telemetry.samples import BEST, MAX_CARDS, MAX_SAMPLES
 
 SRC = Path(__file__).parents[2] / "src"
+KNOWN = [
+    "Training reward",
+    "Validation reward",
+    "Reward terms",
+    "Importance ratio",
+    "Gradient norm",
+    "Throughput (images per second and rank)",
+    "Seconds by phase",
+]
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """The page's tags with their attributes and its text; fails where tags do not close in order."""
+    """The page's tags with their attributes and its text as a browser without scripts shows them; fails where tags do
+    not close in order.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -38,7 +53,8 @@ class Page(HTMLParser):
         assert self._open == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {key: value or "" for key, value in attrs}))
+        if "template" not in self._open:
+            self.tags.append((tag, {key: value or "" for key, value in attrs}))
         if tag not in VOID:
             self._open.append(tag)
 
@@ -49,7 +65,7 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        if self._open[-1:] not in (["style"], ["title"]):
+        if not {"style", "title", "script", "template"} & set(self._open):
             self.text += " " + data
 
     def all(self, tag: str) -> list[dict[str, str]]:
@@ -57,6 +73,11 @@ class Page(HTMLParser):
 
     def words(self) -> str:
         return " ".join(self.text.split())
+
+    def charts(self) -> list[dict[str, Any]]:
+        """What the script draws."""
+        (data,) = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', self.source, re.DOTALL)
+        return json.loads(data)
 
 
 def picture(seed: int, height: int = 6, width: int = 12) -> np.ndarray:
@@ -97,16 +118,10 @@ def test_it_says_what_the_files_say(tmp_path: Path) -> None:
     assert "Training steps 3 of 3" in words
     assert "Wall time 0:00:0" in words
     titles = re.findall(r'<figure class="chart"><figcaption>(.*?)</figcaption>', page.source)
-    assert titles == [
-        "Training reward",
-        "Validation reward",
-        "Reward terms",
-        "Importance ratio",
-        "Gradient norm",
-        "Throughput (images per second and rank)",
-        "Seconds by phase",
-    ]
+    assert titles[: len(KNOWN)] == KNOWN
     assert "experiment_name: my <run>" in words  # the configuration, as text
+    assert len(page.charts()) == len(titles)
+    assert titles[len(KNOWN) :] == ["perf/elapsed_s", "reward/max"]  # what has no chart of its own
     assert "reward/mean 0.1 0.3 0.1 0.3 3" in words  # the table
     assert "actor/grad_norm 0.5 0.5 0.5 0.5 2" in words  # NaN is no value
 
@@ -115,10 +130,10 @@ def test_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
     page = Page(write_report(run(tmp_path)))
     images = page.all("img")
     assert [image["alt"] for image in images] == [
-        'Before, reward 0.250: sign "0" & <more>',
-        'After, reward 0.875: sign "0" & <more>',
-        'Before, reward 0.250: sign "1" & <more>',
-        'After, reward 0.875: sign "1" & <more>',
+        'Step 0, reward 0.250: sign "0" & <more>',
+        'Step 3, reward 0.875: sign "0" & <more>',
+        'Step 0, reward 0.250: sign "1" & <more>',
+        'Step 3, reward 0.875: sign "1" & <more>',
     ]
     for image, seed in zip(images, (0, 10, 1, 11), strict=True):
         kind, data = image["src"].split(",")
@@ -126,19 +141,19 @@ def test_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
         with Image.open(io.BytesIO(base64.b64decode(data))) as decoded:
             assert np.array_equal(np.asarray(decoded), picture(seed))
         assert image["class"] == "pixels"  # tiny images are not smoothed
-    assert 'Before 0.250 After 0.875 sign "0" & <more>' in page.words()
+    assert 'Step 0 0.250 Step 3 0.875 sign "0" & <more>' in page.words()
 
 
 def test_it_needs_no_network_and_describes_its_charts(tmp_path: Path) -> None:
     page = Page(write_report(run(tmp_path)))
-    assert page.all("script") == page.all("link") == page.all("iframe") == []
+    assert page.all("link") == page.all("iframe") == []
     sources = [value for _, attributes in page.tags for key, value in attributes.items() if key in ("src", "href")]
     assert all(source.startswith("data:") for source in sources)
-    assert not re.search(r"https?:|url\(|@import", page.source)
-    assert "prefers-color-scheme:dark" in page.source
-    charts = page.all("svg")
-    assert all(chart["role"] == "img" for chart in charts)
-    assert charts[1]["aria-label"] == (
+    (style,) = re.findall(r"<style>(.*?)</style>", page.source, re.DOTALL)
+    assert not re.search(r"https?:|url\(|@import", style)
+    assert "prefers-color-scheme:dark" in style
+    plots = [tag for tag in page.all("div") if tag.get("class", "").startswith("plot")]
+    assert plots[1]["aria-label"] == (
         "Validation reward: easy from 0.9 at step 0 to 0.8 at step 3, lowest 0.8, highest 0.9; "
         "ocr from 0.5 at step 0 to 0.75 at step 3, lowest 0.5, highest 0.75"
     )
@@ -151,9 +166,9 @@ def test_texts_stand_side_by_side_as_they_are(tmp_path: Path) -> None:
         log.records(1, "math", [Record(p, 0.75, "</pre> yes & done", i) for i, p in enumerate(prompts)])
         log.log(1, {"reward/mean": 0.5})
     page = Page(write_report(tmp_path))
-    assert page.all("script") == page.all("img") == page.all("b")[4:] == []  # only the rewards are bold
-    assert "math: step 0 and step 1" in page.words()
-    assert "Before 0.000 </pre> yes & done After 0.750 What is 1 < 2?" in page.words()
+    assert page.all("img") == page.all("b")[4:] == []  # only the rewards are bold
+    assert "math: step 0 to 1" in page.words()
+    assert "Step 0 0.000 </pre> yes & done Step 1 0.750 What is 1 < 2?" in page.words()
     assert "<pre>&lt;script&gt;1&lt;/script&gt;\n  no</pre>" in page.source  # line breaks and spaces stay
     assert "No validation samples" not in page.words()
 
@@ -185,8 +200,7 @@ class TestMissingPieces:
         assert "Training reward 0.500 step 1 only" in words
         assert "No validation was logged, so there is no figure on held-out prompts." in words
         assert "Wall time 0:01:01" in words
-        assert len(page.all("svg")) == 1
-        assert len(page.all("circle")) == 1
+        assert [chart["series"][0]["y"] for chart in page.charts()] == [[0.5], [61.0]]
 
     def test_one_validation(self, tmp_path: Path) -> None:
         folder = run(tmp_path)
@@ -198,25 +212,26 @@ class TestMissingPieces:
         assert "No training step was logged." in words
         # The images of step 3 belong to a run that came further before it was started again.
         assert "Only the validation of step 0 kept images: nothing to compare with yet." in words
-        assert [image["alt"][:6] for image in page.all("img")] == ["Before", "Before"]
+        assert [image["alt"][:6] for image in page.all("img")] == ["Step 0", "Step 0"]
 
-    def test_an_image_that_was_deleted(self, tmp_path: Path) -> None:
+    def test_an_image_that_was_deleted_or_cut_off(self, tmp_path: Path) -> None:
         folder = run(tmp_path)
         (folder / "images/ocr/step_000003/00001.png").unlink()
+        (folder / "images/ocr/step_000003/00000.png").write_bytes(b"\x89PNG")
         page = Page(write_report(folder))
-        assert len(page.all("img")) == 3
-        assert "image file is missing" in page.words()
+        assert len(page.all("img")) == 2
+        assert page.words().count("image file is missing or damaged") == 2
 
     def test_many_prompts_are_cut_and_changed_prompts_are_not_compared(self, tmp_path: Path) -> None:
         with logger(tmp_path) as log:
             for name, word in ("a", "same"), ("b", "new"):
-                log.records(0, name, [Record("same", 0.5, picture(0), i) for i in range(MAX_PAIRS + 3)])
-                log.records(1, name, [Record(word, 0.5, picture(0), i) for i in range(MAX_PAIRS + 3)])
+                log.records(0, name, [Record("same", 0.5, picture(0), i) for i in range(MAX_CARDS + 3)])
+                log.records(1, name, [Record(word, 0.5, picture(0), i) for i in range(MAX_CARDS + 3)])
             log.log(1, {"reward/mean": 0.5})
         page = Page(write_report(tmp_path))
-        assert len(page.all("img")) == 2 * MAX_PAIRS
-        assert f"{MAX_PAIRS} of {MAX_PAIRS + 3} prompts are shown." in page.words()
-        assert "b: step 0 and step 1 The two validations share no prompt." in page.words()
+        assert len(page.all("img")) == 2 * MAX_CARDS + 4 * BEST
+        assert f"{MAX_CARDS} of {MAX_CARDS + 3} prompts are shown." in page.words()
+        assert "b: step 0 to 1 The validations share no prompt." in page.words()
 
     def test_a_configuration_that_is_no_yaml_is_still_shown(self, tmp_path: Path) -> None:
         folder = run(tmp_path)
@@ -256,78 +271,229 @@ class TestCommand:
         assert capsys.readouterr().err == f"error: {path}:1: not a row with index, prompt, reward and file\n"
 
 
-def parsed(html: str) -> ElementTree.Element:
-    """The SVG of a chart."""
-    found = re.search(r"<svg.*</svg>", html, re.DOTALL)
-    assert found is not None
-    return ElementTree.fromstring(found.group())
+def scripts(page: Page) -> list[str]:
+    """The scripts that a browser runs."""
+    return re.findall(r"<script>(.*?)</script>", page.source, re.DOTALL)
 
 
-def points(svg: ElementTree.Element, tag: str) -> list[list[float]]:
-    """The corners of the only element of this tag."""
-    (shape,) = svg.findall(tag)
-    return [[float(number) for number in point.split(",")] for point in shape.attrib["points"].split()]
+class TestHostileTexts:
+    TEXT = "</script><script>alert(1)</script><!--<script> </template></pre><img src=x onerror=alert(1)>"
+
+    def test_nothing_breaks_out(self, tmp_path: Path) -> None:
+        with logger(tmp_path) as log:
+            for step in range(3):
+                log.records(step, "ocr", [Record(self.TEXT, 0.5, picture(0), 0, scores={self.TEXT: 1.0})])
+                log.records(step, "math", [Record(self.TEXT, 0.5, self.TEXT, 0)])
+                log.log(step, {"reward/mean": 0.5, self.TEXT: 1.0, f"val/{self.TEXT}/reward/mean": 0.5})
+        (tmp_path / "config.yaml").write_text(f"trainer: {{experiment_name: '{self.TEXT}'}}\n")
+        page = Page(write_report(tmp_path))
+        assert len(page.all("script")) == 3  # the data, uPlot, and ours
+        assert all(image["src"].startswith("data:") for image in page.all("img"))
+        assert self.TEXT in [series["label"] for chart in page.charts() for series in chart["series"]]
+        assert page.words().count(self.TEXT) > 5
+
+    def test_only_the_page_s_own_scripts_may_run(self, tmp_path: Path) -> None:
+        page = Page(write_report(run(tmp_path)))
+        policy = page.all("meta")[1]["content"]
+        sums = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts(page)]
+        assert len(sums) == 2
+        allowed = " ".join(f"'sha256-{digest}'" for digest in sums)
+        assert policy == (
+            f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src {allowed}"
+        )
+
+    def test_the_licence_of_uplot_is_with_it(self, tmp_path: Path) -> None:
+        source = write_report(run(tmp_path)).read_text()
+        assert "Copyright (c) 2022 Leon Sorokin" in source
+        assert "uPlot (v1.6.32)" in scripts(Page(tmp_path / "report.html"))[0]
+
+
+def steps_of(folder: Path, name: str, steps: int, samples: int) -> Path:
+    """A run with a validation at each of its steps; sample i of step k scores k + i."""
+    with logger(folder) as log:
+        for step in range(steps):
+            rows = [
+                Record(f"p{i}", float(step + i), picture(i), i, scores={"ocr": i / 8, "clip": 2.0})
+                for i in range(samples)
+            ]
+            log.records(step, name, rows)
+            log.log(step, {"reward/mean": step / 10, "time/rollout": 1.0})
+    return folder
+
+
+class TestSteps:
+    def test_a_slider_goes_through_the_validations(self, tmp_path: Path) -> None:
+        page = Page(write_report(steps_of(tmp_path, "ocr", 4, 1)))
+        (slider,) = [tag for tag in page.all("input") if "data-steps" in tag]
+        assert slider["data-steps"] == "1,2,3"  # step 0 stays beside them
+        assert (slider["min"], slider["max"], slider["value"]) == ("0", "2", "2")
+        assert [tag["data-step"] for tag in page.all("div") if "data-step" in tag] == ["0", "3"]
+        waiting = re.findall(r'<template data-step="(.)">.*?<span>Step (.)</span><b>(.).000</b>', page.source)
+        assert waiting == [("1", "1", "1"), ("2", "2", "2")]
+
+    def test_many_validations_are_cut_to_some_with_the_first_and_the_last(self, tmp_path: Path) -> None:
+        steps = MAX_SAMPLES // 8
+        page = Page(write_report(steps_of(tmp_path, "ocr", steps + 50, 8)))
+        assert f"{steps} of {steps + 50} validations are shown." in page.words()
+        (slider,) = [tag for tag in page.all("input") if "data-steps" in tag]
+        shown = [0, *map(int, slider["data-steps"].split(","))]
+        assert len(shown) == steps and shown[-1] == steps + 49
+        assert page.source.count('<div class="frame">') == MAX_SAMPLES // 8 * 8 + 2 * 2  # and the best and the worst
+
+    def test_the_best_and_the_worst_with_their_scores(self, tmp_path: Path) -> None:
+        words = Page(write_report(steps_of(tmp_path, "ocr", 2, 12))).words()
+        best, worst = (
+            words.split("best and worst of the 12 samples of step 1 Best ")[1].split("Curves")[0].split("Worst ")
+        )
+        assert re.findall(r"Step 1 (\S+) ocr (\S+) · clip 2 p(\d+)", best) == [
+            ("12.000", "1.375", "11"),
+            ("11.000", "1.25", "10"),
+            ("10.000", "1.125", "9"),
+        ]
+        assert re.findall(r"Step 1 (\S+) ocr (\S+) · clip 2 p(\d+)", worst) == [
+            ("1.000", "0", "0"),
+            ("2.000", "0.125", "1"),
+            ("3.000", "0.25", "2"),
+        ]
+
+    def test_an_only_score_that_is_the_reward_is_not_said_twice(self, tmp_path: Path) -> None:
+        with logger(tmp_path) as log:
+            log.records(0, "a", [Record("p", 0.5, "text", i, scores={"ocr": 0.5 - 0.25 * i}) for i in range(2)])
+        assert "text Step 0 0.500 p text Step 0 0.500 ocr 0.25 p" in Page(write_report(tmp_path)).words()
+
+    def test_samples_without_a_reward_are_neither_best_nor_worst(self, tmp_path: Path) -> None:
+        with logger(tmp_path) as log:
+            log.records(0, "math", [Record(f"p{i}", float("nan") if i < 5 else i, "text", i) for i in range(9)])
+        words = Page(write_report(tmp_path)).words()
+        assert "best and worst of the 4 samples of step 0 Best text Step 0 8.000 p8 Worst text Step 0 5.000 p5" in words
+        assert words.count("no reward") == 5
+
+    def test_videos_play_where_they_are_small(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        clip = np.stack([picture(k, 16, 16) for k in range(4)])
+        with logger(tmp_path) as log:
+            log.records(0, "wan", [Record("a", 0.5, clip, 0, fps=4)])
+        page = Page(write_report(tmp_path))
+        (video,) = page.all("video")
+        data = base64.b64decode(video["src"].removeprefix("data:video/mp4;base64,"))
+        assert data == (tmp_path / "images/wan/step_000000/00000.mp4").read_bytes()
+        monkeypatch.setattr("phalanx.telemetry.samples.MAX_VIDEO_BYTES", len(data) - 1)
+        page = Page(write_report(tmp_path))
+        assert (len(page.all("video")), len(page.all("img"))) == (0, 1)
+
+
+class TestSeveralRuns:
+    def test_curves_share_charts_and_samples_stand_side_by_side(self, tmp_path: Path) -> None:
+        one, two = steps_of(tmp_path / "one", "ocr", 3, 2), steps_of(tmp_path / "two", "ocr", 5, 2)
+        (one / "config.yaml").write_text("optim: {lr: 0.1}\ntrainer: {n: 1}\n")
+        (two / "config.yaml").write_text("optim: {lr: 0.2, eps: 1}\ntrainer: {n: 1}\n")
+        path = write_report(one, two)
+        assert path == one / "comparison.html"
+        page = Page(path)
+        words = page.words()
+        assert "Comparison of 2 runs one · two" in words
+        reward = page.charts()[0]["series"]
+        assert [(series["label"], series["colour"], series["x"]) for series in reward] == [
+            ("one", 0, [0, 1, 2]),
+            ("two", 1, [0, 1, 2, 3, 4]),
+        ]
+        assert "Seconds by phase · one" in words and "Seconds by phase · two" in words
+        assert "one · 2 2.000 ocr 0 · clip 2 two · 4 4.000 ocr 0 · clip 2 p0" in words
+        (slider,) = [tag for tag in page.all("input") if "data-steps" in tag]
+        assert slider["data-steps"] == "0,1,2,3,4"
+        assert "Settings that differ setting one two optim.eps - 1 optim.lr 0.1 0.2 Resolved" in words
+
+    def test_the_same_name_twice_and_an_output_of_one_s_own(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folders = [str(run(tmp_path / part / "run")) for part in "ab"]
+        page = tmp_path / "page.html"
+        assert main([*folders, "-o", str(page)]) == 0
+        assert capsys.readouterr().out == f"{page}\n"
+        labels = [series["label"] for series in Page(page).charts()[0]["series"]]
+        assert labels == folders
+        assert not list(tmp_path.rglob("comparison.html"))
+
+    def test_a_run_without_validation_beside_one_that_has_some(self, tmp_path: Path) -> None:
+        with logger(tmp_path / "bare") as log:
+            log.log(1, {"reward/mean": 0.5})
+        page = Page(write_report(tmp_path / "bare", run(tmp_path / "full")))
+        assert len(page.all("img")) == 2
+        assert "There is no config.yaml in bare." in page.words()
+
+
+def of_rows(*rows: dict[str, Any], label: str = "") -> Run:
+    return Run(Path("run"), label, list(rows), None, {})
 
 
 class TestCharts:
-    def test_higher_values_stand_higher_and_later_steps_further_right(self) -> None:
-        svg = parsed(line_chart("t", [Series("a", [(1, 0.0), (2, 3.0), (4, 1.0)])]))
-        (x1, y1), (x2, y2), (x3, y3) = points(svg, "polyline")
-        assert x3 - x2 == pytest.approx(2 * (x2 - x1), abs=0.3)
-        assert y1 - y3 == pytest.approx((y1 - y2) / 3, abs=0.3)
-        assert 0 < y2 < y3 < y1 < 230
+    def test_no_value_that_is_no_number_is_drawn(self) -> None:
+        values = [0.5, None, float("nan"), float("inf"), "text", 0.25]
+        rows = [{"step": step, "reward/mean": value} for step, value in enumerate(values)]
+        (chart,), others = charts_of([of_rows(*rows)])
+        assert chart.series[0].points == [(0, 0.5), (5, 0.25)]
+        assert others == []
 
-    def test_ticks_stand_at_their_values(self) -> None:
-        svg = parsed(line_chart("t", [Series("a", [(0, 0.0), (10, 100.0)])]))
-        (left, bottom), (right, top) = points(svg, "polyline")
-        labels = [t for t in svg.findall("text") if t.text != "step"]
-        values = {t.text: float(t.attrib["y"]) - 4 for t in labels if t.attrib["text-anchor"] == "end"}
-        steps = {t.text: float(t.attrib["x"]) for t in labels if t.attrib["text-anchor"] == "middle"}
-        wanted = {str(n): bottom + (top - bottom) * n / 100 for n in (0, 50, 100)}
-        assert values == pytest.approx(wanted, abs=0.3)
-        wanted = {str(n): left + (right - left) * n / 10 for n in (0, 2, 4, 6, 8, 10)}
-        assert steps == pytest.approx(wanted, abs=0.3)
+    def test_the_band_belongs_to_its_points(self) -> None:
+        rows = [{"step": 0, "reward/mean": 1.0, "reward/std": 0.5}, {"step": 1, "reward/mean": 2.0}]
+        (chart,), _ = charts_of([of_rows(*rows)])
+        data = chart.data()["series"][0]
+        assert (data["y"], data["band"]) == ([1.0, 2.0], [0.5, 0.0])
+        assert "The band is one standard deviation." in chart.html()
 
-    def test_the_band_is_one_width_above_and_below(self) -> None:
-        series = Series("a", [(0, 1.0), (1, 1.0)], [(0, 0.5), (1, 0.25)])
-        svg = parsed(line_chart("t", [series]))
-        _, middle = points(svg, "polyline")[0]
-        up0, up1, down1, down0 = (middle - y for _, y in points(svg, "polygon"))
-        assert up0 == pytest.approx(-down0, abs=0.2)
-        assert up0 == pytest.approx(2 * up1, abs=0.3)
-        assert down1 < 0 < up1
+    def test_curves_of_several_runs_have_no_band_and_differ_in_colour_and_dash(self) -> None:
+        row = {"step": 0, "reward/mean": 1.0, "reward/std": 0.5, "actor/clipfrac": 0.1, "actor/clipfrac_lower": 0.2}
+        (reward, clip), _ = charts_of([of_rows(row, label="a"), of_rows(row, label="b")])
+        assert all("band" not in series for series in reward.data()["series"])
+        assert "The band" not in reward.html()
+        assert [(s.label, s.colour, s.dash) for s in clip.series] == [
+            ("a · actor/clipfrac", 0, 0),
+            ("b · actor/clipfrac", 1, 0),
+            ("a · actor/clipfrac_lower", 0, 1),
+            ("b · actor/clipfrac_lower", 1, 1),
+        ]
 
-    def test_long_runs_are_averaged_and_say_so(self) -> None:
-        html = line_chart("t", [Series("a", [(k, k % 2) for k in range(4 * MAX_POINTS)])], "Note.")
-        line = points(parsed(html), "polyline")
-        assert len(line) == MAX_POINTS
-        assert len({y for _, y in line}) == 1  # each is the mean of 0, 1, 0, 1
-        assert "Note. Each point is the mean of 4 steps." in html
+    def test_phases_stand_in_their_order_with_all_steps(self) -> None:
+        rows = [
+            {"step": 0, "time/validation": 2.0},
+            {"step": 1, "time/odd": 1.0, "time/update": 3.0, "time/rollout": 4.0},
+        ]
+        (chart,), others = charts_of([of_rows(*rows)])
+        assert others == []
+        assert [(series.label, series.points) for series in chart.series] == [
+            ("rollout", [(0, 0.0), (1, 4.0)]),
+            ("update", [(0, 0.0), (1, 3.0)]),
+            ("validation", [(0, 2.0), (1, 0.0)]),
+            ("odd", [(0, 0.0), (1, 1.0)]),
+        ]
+        assert chart.data()["bars"] is True
 
-    @pytest.mark.parametrize("value", [0.0, 1.0, -2.5, 1e-9, 3e12])
-    def test_a_flat_curve_is_drawn_in_the_middle(self, value: float) -> None:
-        svg = parsed(line_chart("t", [Series("a", [(k, value) for k in range(5)])]))
-        assert [y for _, y in points(svg, "polyline")] == pytest.approx([106] * 5, abs=0.5)  # between 12 and 200
-        assert len(svg.findall("text")) > 3
+    def test_each_metric_is_in_a_chart(self) -> None:
+        row = {
+            "reward/mean": 1,
+            "reward/std": 1,
+            "reward/max": 1,
+            "reward/a": 1,
+            "val/x/reward/mean": 1,
+            "val/x/len": 1,
+        }
+        known, others = charts_of([of_rows({"step": 1, **row})])
+        assert [chart.title for chart in known] == ["Training reward", "Validation reward", "Reward terms"]
+        assert [(chart.title, chart.plain) for chart in others] == [("reward/max", False), ("val/x/len", True)]
 
-    def test_bars_are_stacked_to_the_sum(self) -> None:
-        html = stacked_bars("t", [Series("a", [(1, 1.0), (2, 2.0)]), Series("b", [(1, 3.0), (2, 0.0)])])
-        bars = [r for r in parsed(html).findall("rect") if r.attrib["class"] != "hit"]
-        heights = [float(r.attrib["height"]) for r in bars]
-        unit = heights[0]
-        assert heights == [pytest.approx(unit * k, abs=0.4) for k in (1, 3, 2, 0)]
-        assert float(bars[0].attrib["y"]) == pytest.approx(float(bars[1].attrib["y"]) + heights[1], abs=0.2)
-        assert [r.attrib["class"] for r in bars] == ["f1", "f2", "f1", "f2"]
+    def test_thin_keeps_means_and_the_number_of_points(self) -> None:
+        assert thin([(k, k % 2) for k in range(40)], 10) == [(4 * k + 2, 0.5) for k in range(10)]
+        assert thin([(1, 2.0), (7, 3.0)], 2) == [(1, 2.0), (7, 3.0)]
+        assert thin([], 5) == []
+        assert [len(thin([(k, 1.0) for k in range(n)], 10)) for n in (9, 10, 11, 19, 101)] == [9, 10, 10, 10, 10]
 
-    def test_no_more_bars_than_fit(self) -> None:
-        html = stacked_bars("t", [Series("a", [(k, 1.0) for k in range(1000)])])
-        bars = [r for r in parsed(html).findall("rect") if r.attrib["class"] != "hit"]
-        assert len(bars) <= MAX_BARS
-
-    def test_each_step_has_a_tooltip(self) -> None:
-        svg = parsed(line_chart("t", [Series("<a>", [(1, 0.5), (2, 0.25)]), Series("b", [(2, 1.0)])]))
-        texts = [title.text for title in svg.iter("title")]
-        assert texts == ["step 1\n<a> 0.5", "step 2\n<a> 0.25\nb 1"]
-
-    def test_nothing_to_draw(self) -> None:
-        assert line_chart("t", []) == stacked_bars("t", []) == ""
+    def test_a_long_run_stays_small_and_says_that_it_averages(self, tmp_path: Path) -> None:
+        names = ["reward/mean", "reward/std", "time/rollout", *(f"actor/metric_{k}" for k in range(40))]
+        values = np.random.default_rng(0).normal(size=(10_000, len(names))).tolist()
+        rows = [json.dumps({"step": k, **dict(zip(names, row, strict=True))}) for k, row in enumerate(values)]
+        (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+        path = write_report(tmp_path)
+        assert path.stat().st_size < 2 << 20
+        page = Page(path)
+        assert "Each point is the mean of 10 steps at most." in page.words()
+        sizes = {len(series["x"]) for chart in page.charts() for series in chart["series"]}
+        assert sizes == {MAX_POINTS, MAX_BARS}

@@ -9,7 +9,7 @@ import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Record:
     text.
 
     `index` is the prompt's number in its validation set (times the samples per prompt, where there are several), so
-    that the same index at two steps is the same prompt and noise.
+    that the same index at two steps is the same prompt and noise. `scores` are the terms of the reward by their names.
     """
 
     prompt: str
@@ -38,6 +38,7 @@ class Record:
     output: Output
     index: int
     fps: int = 1
+    scores: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.output, str):
@@ -67,8 +68,13 @@ class Record:
 
     def row(self) -> dict[str, Any]:
         """The beginning of its line in index.jsonl; strict JSON knows no NaN."""
-        reward = self.reward if math.isfinite(self.reward) else None
-        return {"index": self.index, "prompt": self.prompt, "reward": reward}
+        row = {"index": self.index, "prompt": self.prompt, "reward": _finite(self.reward)}
+        scores = {name: _finite(score) for name, score in self.scores.items()}
+        return row | ({"scores": scores} if scores else {})
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def kind_of(records: Sequence[Record]) -> str:
@@ -82,9 +88,10 @@ def kind_of(records: Sequence[Record]) -> str:
 def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record]) -> Path:
     """Write the samples of one validation and return their folder, such as `run_folder/images/<set>/step_000010`.
 
-    Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite) and `file` or `text`, in the order
-    of `rows`. Beside it are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the
-    index, and `grid.mp4`. The folder appears at once, complete, and replaces an older one.
+    Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite), `scores` if there are any, and
+    `file` or `text`, in the order of `rows`. Beside it are `00003.png` for index 3 and `grid.png`; of videos also
+    `00003.mp4`, as `video` in the index, and `grid.mp4`. The folder appears at once, complete, and replaces an older
+    one.
     """
     assert len({record.index for record in rows}) == len(rows), "two records have one index"
     kind = kind_of(rows)

@@ -57,13 +57,14 @@ def validate(
     real = len(prompts) * n
     reward = all_gather(local_reward)[:real]
     row = {f"val/{name}/reward/mean": reward.mean().item(), f"val/{name}/reward/std": reward.std(correction=0).item()}
-    for term, values in local_terms.items():
-        row[f"val/{name}/reward/{term}"] = all_gather(values)[:real].mean().item()
+    terms = {term: all_gather(values)[:real] for term, values in local_terms.items()}
+    for term, values in terms.items():
+        row[f"val/{name}/reward/{term}"] = values.mean().item()
     kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
-    records = [
-        Record(prompts[number].text, float(reward[number * n]), output, number, rollout.fps)
-        for number, output in enumerate(kept)
-    ]
+    records = []
+    for number, output in enumerate(kept):
+        scores = {term: float(values[number * n]) for term, values in terms.items()}
+        records.append(Record(prompts[number].text, float(reward[number * n]), output, number, rollout.fps, scores))
     return row, records
 
 

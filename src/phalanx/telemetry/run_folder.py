@@ -1,0 +1,75 @@
+"""What the report reads of a run: metrics.jsonl and config.yaml of its trainer.output_dir."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+
+Point = tuple[int, float]
+
+
+@dataclass(frozen=True)
+class Run:
+    """The contents of a run's files. `label` tells it from the other runs of a page, and is empty for the only one."""
+
+    folder: Path
+    label: str
+    rows: list[dict[str, Any]]
+    config_text: str | None
+    config: dict[str, Any]
+
+    def points(self, key: str) -> list[Point]:
+        """(step, value) of all rows that have a finite value of `key`."""
+        return [(row["step"], row[key]) for row in self.rows if _is_finite(row.get(key))]
+
+    def setting(self, name: str) -> str | None:
+        """A value of the configuration as text, such as that of `model.path`; None where there is none."""
+        value: Any = self.config
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return None if value is None else str(value)
+
+    def metrics(self) -> list[str]:
+        """The keys of all rows but the step, in the order of first use."""
+        return list(dict.fromkeys(key for row in self.rows for key in row if key != "step"))
+
+    def titled(self, title: str) -> str:
+        """A title that names the run, if there are others."""
+        return f"{title} · {self.label}" if self.label else title
+
+    def last_step(self) -> int:
+        return self.rows[-1]["step"] if self.rows else 0
+
+
+def read_run(folder: Path, label: str = "") -> Run:
+    """The run that wrote to `folder`. Raises ValueError if it is not a run's folder; config.yaml may be missing."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder; give the trainer.output_dir of a run")
+    if not (folder / METRICS_FILE).is_file():
+        raise ValueError(f"{folder}: no {METRICS_FILE} in it; give the trainer.output_dir of a run")
+    path = folder / "config.yaml"
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+    try:
+        config = yaml.safe_load(text) if text is not None else {}
+    except yaml.YAMLError:
+        config = {}  # its text is still shown
+    return Run(folder, label, read_metrics(folder / METRICS_FILE), text, config if isinstance(config, dict) else {})
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """The values of a configuration as text by their dotted names."""
+    found: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = str(value)
+    return found
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
