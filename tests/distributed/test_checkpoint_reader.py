@@ -1,15 +1,25 @@
 """A checkpoint is data: a pickle in it that would run code is refused, and runs none."""
 
 import builtins
+import io
 import json
 import pickle
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from phalanx.jobs.export import open_checkpoint
 from phalanx.training.checkpoint import complete, find
@@ -63,6 +73,26 @@ def test_a_payload_that_returns_the_true_metadata(sd3_folder: Path, tmp_path: Pa
 def test_other_bytes(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(ValueError, match=r"\.metadata is damaged, or not a checkpoint's: "):
+        Reader(tmp_path).read_metadata()
+
+
+class ByGetattr(pickle.Pickler):
+    """Pickles the members of enums as Python 3.11.2 does."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        return (getattr, (type(obj), obj.name)) if isinstance(obj, _MEM_FORMAT_ENCODING) else NotImplemented
+
+
+def test_metadata_of_an_early_python_3_11(tmp_path: Path) -> None:
+    size = torch.Size([2])
+    tensor = TensorStorageMetadata(TensorProperties(), size, [ChunkStorageMetadata(torch.Size([0]), size)])
+    stream = io.BytesIO()
+    ByGetattr(stream).dump(Metadata({"weight": tensor}, storage_data={}))
+    assert b"getattr" in stream.getvalue()
+    (tmp_path / ".metadata").write_bytes(stream.getvalue())
+    assert Reader(tmp_path).read_metadata().state_dict_metadata == {"weight": tensor}
+    (tmp_path / ".metadata").write_bytes(b"cbuiltins\ngetattr\n(ctorch\nSize\nVmro\ntR.")
+    with pytest.raises(ValueError, match="it calls getattr on what is no memory format"):
         Reader(tmp_path).read_metadata()
 
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
     frozenset({"plan"}),
-    frozenset({"report", "convert_open_clip"}),
+    frozenset({"__main__", "report", "convert_open_clip"}),
     frozenset({"cli", "jobs", "launch", "tools"}),
     frozenset({"training", "cluster"}),
     frozenset({"rollout"}),
@@ -59,7 +59,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
 
 PURE = ("functional", "algorithms")
 IMPURE_LIBRARIES = ("torch.distributed", "diffusers", "vllm")
-LIGHT = ("config", "cli", "exit", "launch")  # a mistake in a configuration is told before torch is imported
+LIGHT = ("__main__", "config", "cli", "exit", "launch")  # a mistake in a configuration is told before torch is imported
 LIGHT_LIBRARIES = {"omegaconf", "rich", "yaml"}
 GROUP_MAKERS = {
     "DeviceMesh",
@@ -173,7 +173,7 @@ def light_errors(module: Module) -> list[str]:
     top = ast.Module([n for n in module.tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
     allowed = {*sys.stdlib_module_names, *LIGHT_LIBRARIES}
     heavy = {n for n in imports(top) if n.split(".")[0] not in allowed and not within(n, "phalanx")}
-    light = ("phalanx.config", "phalanx.exit")
+    light = ("phalanx.config", "phalanx.exit", "phalanx.__version__")
     heavy |= {n for n in imports(top) if n.startswith("phalanx.") and not any(within(n, m) for m in light)}
     return [f"{module.name} imports {name} at its top" for name in sorted(heavy)]
 
@@ -217,7 +217,7 @@ def declared() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = [spec for specs in project["optional-dependencies"].values() for spec in specs]
     names = [re.split(r"[<>=!~\[ ;]", spec)[0] for spec in [*project["dependencies"], *extras]]
-    return {IMPORT_NAMES.get(name, name.replace("-", "_")): name for name in names}
+    return {IMPORT_NAMES.get(name, name.replace("-", "_")): name for name in names if name != project["name"]}
 
 
 def undeclared_errors(module: Module) -> list[str]:

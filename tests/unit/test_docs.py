@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from phalanx.__main__ import COMMANDS, find_config
 from phalanx.cli import _plan_words
 from phalanx.config import load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
@@ -67,7 +68,7 @@ def example(title: str) -> str:
 def commands() -> Iterator[tuple[Path, dict[str, str], list[str]]]:
     """Page, environment and words of every command of a sh block, and of those in backticks that begin so."""
     for page in PAGES:
-        inline = re.findall(r"`((?:sh|make) [^`…]+)`", page.read_text())
+        inline = re.findall(r"`((?:sh|make|phalanx) [^`…]+)`", page.read_text())
         for text in [*(b.text for b in blocks("sh") if b.page == page), *inline]:
             for line in text.replace("\\\n", " ").splitlines():
                 words, env = shlex.split(line, comments=True), {}
@@ -90,10 +91,15 @@ def test_commands() -> None:
                     env = {"NPROC_PER_NODE": str(clusters(asked, env)[0].ranks)}
                 try_arguments(SCHEMAS[task], arguments, env)
                 seen.add(task)
+        elif words[0] == "phalanx":
+            assert words[1] in {*COMMANDS, "--help"}, (page, words)
+            if "--config" in words:
+                assert find_config(words[words.index("--config") + 1]).is_file()
+            seen.add("phalanx")
         elif words[0] == "make":
             assert {w for w in words[1:] if "=" not in w} <= targets, (page, words)
             seen.add("make")
-    assert {"make", "tasks/train_flowgrpo.py", "tasks/sample.py", "tasks/export_checkpoint.py"} <= seen
+    assert {"make", "phalanx", "tasks/train_flowgrpo.py", "tasks/sample.py", "tasks/export_checkpoint.py"} <= seen
 
 
 def try_arguments(schema: type, arguments: list[str], env: dict[str, str]) -> None:

@@ -101,7 +101,7 @@ class TestNames:
         monkeypatch.setitem(sys.modules, "wandb", None)
         with pytest.raises(ConfigError) as error:
             check_loggers(["wandb"])
-        assert str(error.value) == "trainer.logger: 'wandb' needs a package that is not installed: pip install wandb"
+        assert str(error.value) == "trainer.logger: the package wandb is not installed; pip install 'phalanx[wandb]'"
 
     def test_configurations_are_checked_without_torch(self) -> None:
         code = "import sys, phalanx.telemetry.metrics as m; m.check_loggers(['wandb', 'tensorboard'])\n"

@@ -1,5 +1,6 @@
 """The OCR reward on real pictures with the real engine."""
 
+import sys
 import time
 from typing import Any
 
@@ -41,6 +42,14 @@ def page_ocr() -> Ocr:
 
 def metas(*targets: str) -> list[dict[str, Any]]:
     return [{"ground_truth": target} for target in targets]
+
+
+@pytest.mark.parametrize("name", ["rapidocr", "onnxruntime"])
+def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError) as error:
+        Ocr()
+    assert str(error.value) == f"the package {name} is not installed; pip install 'phalanx[ocr]'"
 
 
 def test_the_recogniser_reads_words(line_ocr: Ocr) -> None:

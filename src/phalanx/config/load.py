@@ -23,9 +23,10 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from phalanx.config.messages import MOVED, element_of, expected, nearest, shown, type_name
 from phalanx.config.secrets import mark, public
+from phalanx.config.shipped import located
 
 T = TypeVar("T")
-USAGE = "usage: sh train.sh tasks/<task>.py [config.yaml] [key=value ...]"
+USAGE = "usage: sh train.sh tasks/<task>.py (or phalanx <command>) [config.yaml] [key=value ...]"
 
 
 class ConfigError(ValueError):
@@ -41,7 +42,7 @@ LIMITS = {
 
 
 def arg(default: Any, help: str, *, path: bool = False, choices: Sequence[str] = (), **limits: float) -> Any:
-    """A dataclass field with its meaning and, optionally, choices and the LIMITS; in a `path`, ~ is the home."""
+    """A dataclass field with its meaning and, optionally, choices and the LIMITS; a `path` is one to be `located`."""
     metadata = {"help": help, "path": path, "choices": choices, "limits": limits}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
@@ -359,7 +360,7 @@ def _unknown(key: str, leaf: str, siblings: list[str], root: type) -> str:
 
 
 def _finish(section: Any, prefix: str) -> None:
-    """Check the bounds of all leaves (ConfigError), and expand ~ in paths."""
+    """Check the bounds of all leaves (ConfigError), and locate paths."""
     for f in fields(section):
         key, value, meta = prefix + f.name, vars(section)[f.name], PLAIN | f.metadata
         if is_dataclass(value):
@@ -372,8 +373,8 @@ def _finish(section: Any, prefix: str) -> None:
             if complaint:
                 near = nearest(str(value), meta["choices"])
                 raise ConfigError(f"{key}: expected {complaint}, got {value!r}{near}")
-            if meta["path"] and value.startswith("~"):
-                setattr(section, f.name, str(Path(value).expanduser()))
+            if meta["path"]:
+                setattr(section, f.name, located(value))
 
 
 def _complaint(value: Any, meta: dict[str, Any]) -> str | None:

@@ -52,8 +52,10 @@ class ParallelConfig:
 class DataConfig:
     """Sources of the prompts."""
 
-    train_files: list[str] = arg([], "training prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder")
-    val_files: list[str] = arg([], "held-out prompts, one validation set per file")
+    train_files: list[str] = arg(
+        [], "training prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder", path=True
+    )
+    val_files: list[str] = arg([], "held-out prompts, one validation set per file", path=True)
     train_batch_size: int = arg(32, "prompts per training step, across all ranks", ge=1)
     max_prompt_length: int = arg(256, "tokens of a prompt that the model sees", ge=1)
     seed: int = arg(0, "seed of the order of prompts", **SEEDS)

@@ -27,7 +27,7 @@ class ExportConfig:
     dtype: Optional[str] = arg(
         None, "null: a LoRA as trained, a whole transformer as in the base model folder", choices=EXPORT_DTYPES
     )
-    model_path: Optional[str] = arg(None, "the base model, where it is no longer at the run's model.path")
+    model_path: Optional[str] = arg(None, "the base model, where it is no longer at the run's model.path", path=True)
     push_to_hub: Optional[str] = arg(None, "hub repository (user/name) for the export; it is created if needed")
 
 
@@ -35,7 +35,7 @@ class ExportConfig:
 class SampleModelConfig:
     """The model that is sampled. LoRA settings are always those of the checkpoint's run."""
 
-    path: Optional[str] = arg(None, "diffusers model folder or hub id; null: the checkpoint's base model")
+    path: Optional[str] = arg(None, "diffusers model folder or hub id; null: the checkpoint's base model", path=True)
     family: Optional[str] = arg(
         None, "module of phalanx.models.flow.families (or a dotted module); null: from model_index.json"
     )
@@ -58,7 +58,9 @@ class SampleConfig:
     )
     weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
     prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
-    prompt_file: Optional[str] = arg(None, "prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder")
+    prompt_file: Optional[str] = arg(
+        None, "prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder", path=True
+    )
     max_prompt_length: Optional[int] = arg(
         None, "tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", ge=1
     )

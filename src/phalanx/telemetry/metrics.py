@@ -78,7 +78,7 @@ def check_loggers(names: Iterable[str]) -> None:
             raise ConfigError(f"trainer.logger: {name!r} should be one of {', '.join(LOGGERS)}{hint}")
         package = LOGGERS[name]
         if package is not None and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"trainer.logger: {name!r} needs a package that is not installed: pip install {package}")
+            raise ConfigError(f"trainer.logger: the package {package} is not installed; pip install 'phalanx[{name}]'")
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -22,12 +22,21 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.serialization import _get_layout
 
+
+def _member(kind: Any, name: str) -> _MEM_FORMAT_ENCODING:
+    """The one call of getattr that is allowed: Python 3.11.2, among others, pickles the member of an enum by it."""
+    if kind is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError("it calls getattr on what is no memory format")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 _CLASSES = (
     *(ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties, TensorStorageMetadata),
     *(_MEM_FORMAT_ENCODING, _StorageInfo, _get_layout),
 )
 _KNOWN: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in _CLASSES}
 _KNOWN |= {("torch", name): dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+_KNOWN["builtins", "getattr"] = _member
 _KNOWN["torch", "Size"] = torch.Size
 _KNOWN["pathlib", "PosixPath"] = _KNOWN["pathlib._local", "PosixPath"] = PosixPath  # the second by Python 3.13
 

@@ -34,9 +34,11 @@ class Ocr:
     """
 
     def __init__(self, detect: bool = True, contains: bool = False, threads: int = 1) -> None:
+        for name in ("rapidocr", "onnxruntime"):
+            if find_spec(name) is None:
+                raise ValueError(f"the package {name} is not installed; pip install 'phalanx[ocr]'")
         package = find_spec("rapidocr")
-        if package is None or package.origin is None:
-            raise ValueError("the package rapidocr is not installed; pip install rapidocr onnxruntime rapidfuzz")
+        assert package is not None and package.origin is not None
         self._contains = contains
         self._reader: _DetectingReader | _LineReader
         if detect:

@@ -1,0 +1,169 @@
+"""The command `phalanx`: each task by its name, from any folder, with the configurations that come with the package.
+
+A command becomes `sh train.sh tasks/<task>.py config.yaml key=value ...`, with the shipped files: ranks are started in
+one way, and the environment variables of train.sh mean the same.
+"""
+
+import difflib
+import os
+import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from phalanx import __version__
+from phalanx.config.shipped import ROOT
+
+EPILOG = """\
+After a command, --help shows all its keys, and key=value sets one. NAME is a configuration of `phalanx configs`, or the
+path of a YAML file. A rank is started on each visible GPU; the environment says otherwise:
+
+  NPROC_PER_NODE=2                          two ranks, such as on a CPU
+  NNODES=4 NODE_RANK=0 MASTER_ADDR=node0    node 0 of four, each of which runs the same command
+
+examples:
+  NPROC_PER_NODE=2 phalanx train flowgrpo --config quickstart trainer.seed=1
+  phalanx plan flowgrpo --config qwen_image_ocr_lora nnodes=1 nproc=8 gpu_memory_gb=80
+  phalanx sample checkpoint=outputs/phalanx/quickstart prompt_file=assets/digits/held_out.txt n=2
+  phalanx report outputs/phalanx/quickstart
+"""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A line of the table. `task` is a file of tasks/ without .py; with a *, the user says what stands there."""
+
+    help: str
+    task: str | None = None
+    options: tuple[str, ...] = ()  # further words of the task
+    one_rank: bool = False
+
+
+COMMANDS = {
+    "train": Command("train a model: phalanx train TASK --config NAME [key=value ...]", "train_*"),
+    "plan": Command("what a training job would need on a cluster; nothing is trained", "train_*", ("--plan",)),
+    "sample": Command("sample from a checkpoint or a model folder", "sample"),
+    "export": Command("write a checkpoint for stock diffusers", "export_checkpoint"),
+    "check": Command("check, in a minute, that the machines are fit to train on", "check_cluster"),
+    "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),
+    "report": Command("make RUN_DIR/report.html of a run: phalanx report RUN_DIR"),
+    "configs": Command("list the shipped configurations; with a NAME, print that one"),
+}
+
+
+class _Parser(ArgumentParser):
+    """Tells a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status, unless a task takes this process over."""
+    parser = _parser()
+    given, words = parser.parse_known_args(argv)
+    wants_help = not {"-h", "--help"}.isdisjoint(words)
+    if given.command is None or ("task" in given and given.task is None and wants_help):
+        parser.print_help()
+        return 0
+    command = COMMANDS[given.command]
+    if given.command == "report":
+        from phalanx.telemetry.report import main as report
+
+        return report(words)
+    try:
+        if command.task is None:
+            print(_configs(words))
+            return 0
+        task = _task(command.task, given.task) if "*" in command.task else command.task
+        if given.config is not None:
+            words = [str(find_config(given.config, task.removeprefix("train_"))), *words]
+    except ValueError as error:
+        parser.error(str(error))
+    return _launch(task, [*words, *command.options], one_rank=command.one_rank)
+
+
+def _parser() -> ArgumentParser:
+    parser = _Parser(
+        prog="phalanx",
+        usage="phalanx COMMAND [--config NAME] [key=value ...]",
+        description="Reinforcement learning of diffusion models under plain torchrun.",
+        epilog=EPILOG,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, command in COMMANDS.items():
+        # what it does not know is for the task, --help too
+        words = commands.add_parser(name, help=command.help, add_help=False, allow_abbrev=False)
+        if command.task is not None:
+            words.add_argument("--config")
+            if "*" in command.task:
+                words.add_argument("task", nargs="?")
+    return parser
+
+
+def _task(pattern: str, given: str | None) -> str:
+    """The task that `train_*` and a word of the user's stand for. Raises ValueError where there is none."""
+    known = {path.stem.removeprefix(pattern[:-1]): path.stem for path in (ROOT / "tasks").glob(f"{pattern}.py")}
+    if given not in known:
+        raise ValueError(f"expected a task, one of {', '.join(sorted(known))}, got {given or 'none'}")
+    return known[given]
+
+
+def configs() -> dict[str, Path]:
+    """The shipped configurations: `flowgrpo/quickstart` and so on, and their files."""
+    files = sorted((ROOT / "configs").glob("*/*.yaml"))
+    return {f"{file.parent.name}/{file.stem}": file for file in files}
+
+
+def find_config(name: str, folder: str = "") -> Path:
+    """The file of a shipped configuration, `folder` being where it is looked for first; a path to a YAML file as it is.
+
+    Raises ValueError for a name that no configuration has, or several.
+    """
+    if name.endswith((".yaml", ".yml")):
+        return Path(name)
+    known = configs()
+    found = [full for full in known if name in (full, _short(full))]
+    found = [full for full in found if full.startswith(f"{folder}/")] or found
+    if len(found) == 1:
+        return known[found[0]]
+    if found:
+        raise ValueError(f"--config: {name} is the name of several: {', '.join(found)}; name its folder too")
+    names = [full if "/" in name else _short(full) for full in known]
+    near = difflib.get_close_matches(name, names, 3)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
+    raise ValueError(f"--config: no shipped configuration is named {name}; {hint}")
+
+
+def _short(full: str) -> str:
+    return full.rpartition("/")[2]
+
+
+def _configs(words: list[str]) -> str:
+    """What `phalanx configs` prints: a configuration, or a line for each of them, with what its comment begins with."""
+    if words:
+        return find_config(words[0]).read_text(encoding="utf-8").rstrip()
+    lines = []
+    for name, file in configs().items():
+        comments = [line[2:] for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
+        about = next(comment for comment in comments if not comment.startswith("ranks:"))
+        lines.append(f"{name:40} {about.partition('. ')[0].rstrip('.')}")
+    return "\n".join(lines)
+
+
+def _launch(task: str, words: list[str], *, one_rank: bool) -> NoReturn:
+    """Become train.sh with a task. It finds python3 and torchrun on PATH, so this interpreter's come first there."""
+    env = dict(os.environ)
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', os.defpath)}"
+    if one_rank:
+        env["NPROC_PER_NODE"] = "1"
+    os.execvpe("sh", ["sh", str(ROOT / "train.sh"), str(ROOT / "tasks" / f"{task}.py"), *words], env)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""`phalanx`: its table, and where it finds configurations and shipped files."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from phalanx import __main__ as command
+from phalanx.config import load
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.shipped import ROOT as SHIPPED
+from phalanx.config.shipped import located
+from tests.ranks import ROOT
+
+
+class Launched(Exception):
+    """In place of the process that would take this one over."""
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], dict[str, str]]:
+    words: list[str] = []
+    seen: dict[str, str] = {}
+
+    def exec_(file: str, argv: Sequence[str], env: dict[str, str]) -> None:
+        words[:] = argv
+        seen.update(env)
+        raise Launched
+
+    monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+    monkeypatch.setattr(command.os, "execvpe", exec_)
+    return words, seen
+
+
+QUICKSTART = str(ROOT / "configs/flowgrpo/quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("line", "task", "words"),
+    [
+        ("train flowgrpo --config quickstart a.b=1", "train_flowgrpo", [QUICKSTART, "a.b=1"]),
+        ("train flowgrpo a.b=1 --config quickstart", "train_flowgrpo", [QUICKSTART, "a.b=1"]),
+        ("train flow_matching mine.yaml a=1", "train_flow_matching", ["mine.yaml", "a=1"]),
+        ("train flowgrpo --help", "train_flowgrpo", ["--help"]),
+        ("plan flowgrpo --config flowgrpo/quickstart nproc=8", "train_flowgrpo", [QUICKSTART, "nproc=8", "--plan"]),
+        ("sample --config my/sample.yaml n=2", "sample", ["my/sample.yaml", "n=2"]),
+        ("export checkpoint=x", "export_checkpoint", ["checkpoint=x"]),
+        ("check --config quickstart expect=2", "check_cluster", [QUICKSTART, "expect=2"]),
+        ("serve port=0", "serve_reward", ["port=0"]),
+    ],
+)
+def test_a_command_is_a_task(
+    line: str, task: str, words: list[str], launched: tuple[list[str], dict[str, str]]
+) -> None:
+    with pytest.raises(Launched):
+        command.main(line.split())
+    argv, env = launched
+    assert argv == ["sh", str(ROOT / "train.sh"), str(ROOT / "tasks" / f"{task}.py"), *words]
+    assert env["PATH"].split(":")[0] == str(Path(sys.executable).parent)
+    assert env.get("NPROC_PER_NODE") == ("1" if task == "serve_reward" else None)
+
+
+def test_every_task_has_a_command() -> None:
+    patterns = [row.task for row in command.COMMANDS.values() if row.task is not None]
+    tasks = {path.stem for path in (ROOT / "tasks").glob("*.py")} - {"make_base"}  # of the repository's own base
+    assert {task for task in tasks if not any(Path(task).match(pattern) for pattern in patterns)} == set()
+    assert {pattern for pattern in patterns if not any(Path(task).match(pattern) for task in tasks)} == set()
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (
+            "train flowgrpo --config quikstart",
+            "--config: no shipped configuration is named quikstart; did you mean quickstart or quickstart_lora?",
+        ),
+        (
+            "plan flowgrpo --config flogrpo/quickstart",
+            "--config: no shipped configuration is named flogrpo/quickstart; did you mean flowgrpo/quickstart or "
+            "flowgrpo/quickstart_lora?",
+        ),
+        ("train flowgpo", "expected a task, one of flow_matching, flowgrpo, got flowgpo"),
+        ("train", "expected a task, one of flow_matching, flowgrpo, got none"),
+    ],
+)
+def test_a_mistake_is_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command.main(line.split())
+    assert (end.value.code, capsys.readouterr().err) == (2, f"error: {message}\n")
+
+
+def test_a_name_of_several_configurations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that is named after the task is taken; without a task, the folder must be named."""
+    for folder in ("a", "b"):
+        (tmp_path / "configs" / folder).mkdir(parents=True)
+        (tmp_path / "configs" / folder / "same.yaml").touch()
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    assert command.find_config("same", "b") == command.find_config("b/same") == tmp_path / "configs/b/same.yaml"
+    with pytest.raises(ValueError, match="--config: same is the name of several: a/same, b/same; name its folder too"):
+        command.find_config("same")
+
+
+def test_the_help_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in ([], ["train", "--help"]):
+        assert command.main(argv) == 0
+        text = capsys.readouterr().out
+        assert all(f"\n    {name} " in text for name in command.COMMANDS)
+    assert command.main(["configs"]) == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert len(listed) == len(list((ROOT / "configs").glob("*/*.yaml")))
+    assert (
+        "flowgrpo/qwen_image_ocr_lora             FlowGRPO of Qwen-Image with a LoRA: images whose text OCR can read"
+        in listed
+    )
+    assert command.main(["configs", "quickstart"]) == 0
+    assert capsys.readouterr().out == Path(QUICKSTART).read_text()
+
+
+def test_shipped_paths_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    cfg = load(FlowRLConfig, QUICKSTART, ["data.val_files=[~/x.txt,assets/none.txt]"])
+    assert (cfg.model.path, cfg.data.train_files) == (
+        str(ROOT / "assets/digits/base"),
+        [str(ROOT / "assets/digits/train.txt")],
+    )
+    assert cfg.data.val_files == [str(Path.home() / "x.txt"), "assets/none.txt"]  # what is not shipped stays as it is
+    own = tmp_path / "assets" / "digits" / "base"
+    own.mkdir(parents=True)
+    assert located("assets/digits/base") == "assets/digits/base"  # the user's own comes first
+    monkeypatch.chdir(ROOT)
+    assert load(FlowRLConfig, QUICKSTART, []).model.path == "assets/digits/base"
+
+
+def test_in_a_checkout_everything_lies_where_it_is() -> None:
+    assert SHIPPED == ROOT

