@@ -207,8 +207,9 @@ class RewardConfig:
     functions: list[RewardFunctionConfig] = arg([], "terms of the reward, weighted and summed")
     normalize: str = arg(
         "none",
-        "each term before the sum: as it is, or centered and divided by its std within each prompt's group (GDPO)",
-        choices=("none", "group"),
+        "each term before the sum: as it is, or centered and divided by its std within each prompt's group; gdpo: so "
+        "too, and advantages are the sum over the std of all samples (algorithm.global_std)",
+        choices=("none", "group", "gdpo"),
     )
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlap: bool = arg(True, "score a micro-batch on worker threads while the next one is sampled")
@@ -262,3 +263,10 @@ class RLConfig(RunConfig):
 
     algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
     actor: ActorConfig = field(default_factory=ActorConfig)
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from another section."""
+        a = self.algorithm
+        has_std = "global_std" in vars(a) and "global_std" not in a.unused
+        if self.reward.normalize == "gdpo" and has_std and a.global_std is None:
+            a.global_std = True

@@ -110,6 +110,11 @@ def check(cfg: RLConfig, algorithm: Algorithm) -> None:
             f"rollout.max_num_gen_batches: {cfg.rollout.max_num_gen_batches} goes by rewards, from which "
             f"{cfg.algorithm.name} does not learn; set it to 1"
         )
+    if cfg.reward.normalize == "gdpo" and "global_std" in vars(cfg.algorithm) and cfg.algorithm.global_std is False:
+        raise ConfigError(
+            "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; "
+            "leave it out, or set reward.normalize=group"
+        )
     check_run(cfg)
     cfg.algorithm.check(cfg.rollout)
 

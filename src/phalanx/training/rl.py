@@ -154,7 +154,7 @@ class Trainer(Run):
     def combine(self, terms: dict[str, Tensor], step: int) -> Tensor:
         """The reward [N] that is trained, of its terms [N]."""
         assert self.rewards is not None
-        return self.rewards.weighted(terms, step, self.group_id if self.cfg.reward.normalize == "group" else None)
+        return self.rewards.weighted(terms, step, None if self.cfg.reward.normalize == "none" else self.group_id)
 
     # -- update ---------------------------------------------------------------------------------------------------
 
