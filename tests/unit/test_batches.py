@@ -103,6 +103,8 @@ NONSENSE = [
      "rollout.correction: rejection is of log-probs, which awm does not use; leave it out"),
     (("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.max_num_gen_batches=2"),
      "rollout.max_num_gen_batches: 2 goes by rewards, from which opd does not learn; set it to 1"),
+    (("rollout.max_num_gen_batches=2", "rollout.max_draws_per_prompt=3"),
+     "rollout.max_num_gen_batches: 2 draws new prompts, and rollout.max_draws_per_prompt: 3 the same ones again; set one of the two to 1"),
     (("reward.normalize=gdpo", "algorithm.global_std=false"),
      "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; leave it out, or set "
      "reward.normalize=group"),

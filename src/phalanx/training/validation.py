@@ -56,9 +56,11 @@ def validate(
     local_reward, local_terms = score()
     real = len(prompts) * n
     reward = all_gather(local_reward)[:real]
-    row = {f"val/{name}/reward/mean": reward.mean().item(), f"val/{name}/reward/std": reward.std(correction=0).item()}
+    scored = ~reward.isnan()  # all, unless reward.on_error says otherwise
+    known = reward[scored]
+    row = {f"val/{name}/reward/mean": known.mean().item(), f"val/{name}/reward/std": known.std(correction=0).item()}
     for term, values in local_terms.items():
-        row[f"val/{name}/reward/{term}"] = all_gather(values)[:real].mean().item()
+        row[f"val/{name}/reward/{term}"] = all_gather(values)[:real][scored].mean().item()
     kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
     records = [
         Record(prompts[number].text, float(reward[number * n]), output, number, rollout.fps)

@@ -116,6 +116,20 @@ class PolicyRollout:
         mask = torch.ones_like(drawn.log_prob, dtype=torch.bool)  # all have the same number of steps
         return Samples(mine, drawn.images, drawn.log_prob, mask, trace, index)
 
+    def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
+        """The samples of the last `sample` with the embeddings of other prompts, for `resample` to draw from."""
+        index, rows, embeds = self.share(prompts)
+        before = samples.trace.embeds
+        # a longer text among them pads those of all prompts, and kernels round differently at another length
+        same = {name: value.shape for name, value in before.items()} == {n: value.shape for n, value in embeds.items()}
+        self._last = replace(self._last, embeds=embeds, rows=rows)
+        return replace(
+            samples,
+            prompts=[prompts[i // self.config.n] for i in index.tolist()],
+            trace=replace(samples.trace, embeds=embeds, prompt_index=rows),
+            exact=samples.exact and same,
+        )
+
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         """The samples of the last `sample`, those that `stale` [N] names among all ranks' drawn anew.
 
