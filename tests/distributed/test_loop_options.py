@@ -8,6 +8,7 @@ import torch
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.advantage import informative
+from tests.checks import warnings_of
 from tests.jobs import full_weights, tiny_config
 from tests.ranks import run_ranks
 
@@ -41,7 +42,8 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
     """A step's samples as they were drawn at first, and what the loop makes of them."""
     from phalanx.training.flow_rl import build
 
-    t = build(cfg)
+    with warnings_of("phalanx.training.rl") as said:
+        t = build(cfg)
     with t.rollout.awake():
         first = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
     combine, seen = t.combine, list[dict[str, torch.Tensor]]()
@@ -60,6 +62,7 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
         "bright": after["bright"],
         "row": row | update,
         "index": samples.index,
+        "said": said,
         "prompts_before": [prompt.text for prompt in first.prompts][:: cfg.rollout.n],
         "prompts": [prompt.text for prompt in samples.prompts][:: cfg.rollout.n],
     }
@@ -86,6 +89,7 @@ def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, t
     torch.testing.assert_close(alone["bright"], means)
     torch.testing.assert_close(alone["after"], torch.where(stale, 1.0, means))
     assert alone["row"]["actor/first_ratio_error"] == 0
+    assert alone["said"] == []
     assert alone["row"]["rollout/resampled_ratio"] == (times - 1) * stale.sum() / 16
     for world in (2, 4):
         parts = run_ranks(drawn_again, world, cfg)
@@ -126,6 +130,8 @@ def test_groups_of_equal_rewards_give_way_to_other_prompts(
     assert [text for part in parts for text in part["prompts"]] == alone["prompts"]
     for i, whole in enumerate(alone["samples"]):
         assert torch.equal(torch.cat([part["samples"][i] for part in parts]), whole)
+    assert [len(part["said"]) for part in parts] == [1, 0]
+    assert "draws new prompts, as in verl; before, it drew the same ones again" in parts[0]["said"][0]
     assert parts[0]["row"]["actor/grad_norm"] == pytest.approx(alone["row"]["actor/grad_norm"], rel=1e-5)
 
 

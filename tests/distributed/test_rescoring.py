@@ -8,6 +8,7 @@ import pytest
 
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 from phalanx.types import Each, Prompt, Samples
+from tests.checks import warnings_of
 from tests.ranks import run_ranks
 from tests.toy import WordRollout, build, word_config
 
@@ -22,17 +23,23 @@ class Off(WordRollout):
         return replace(samples, log_prob=samples.log_prob + self.error)
 
 
-def train(cfg: Any, error: float) -> bool:
+def train(cfg: Any, error: float) -> tuple[bool, list[str]]:
     t = build(cfg)
     t.rollout = Off(t.policy, cfg, t.world)
     t.rollout.error = error
-    t.fit()
-    return t.progress.rescoring
+    with warnings_of("phalanx.training.rl") as said:
+        t.fit()
+    return t.progress.rescoring, said
 
 
 @pytest.mark.parametrize(("error", "rescored"), [(0.03, True), (0.01, False)])
 def test_an_error_of_a_tenth_of_the_clip_range(error: float, rescored: bool, tmp_path: Path) -> None:
-    assert run_ranks(train, 2, word_config(tmp_path, "trainer.total_training_steps=3"), error) == [rescored] * 2
+    (known, said), (_, quiet) = run_ranks(train, 2, word_config(tmp_path, "trainer.total_training_steps=3"), error)
+    assert known == rescored and len(said) == rescored and quiet == []  # once, by one rank
+    if rescored:
+        assert (
+            "more than a tenth of algorithm.clip_ratio=0.2" in said[0] and "computes the old log-probs again" in said[0]
+        )
     rows = read_metrics(tmp_path / "out" / METRICS_FILE)
     errors = [row["actor/first_ratio_error"] for row in rows if "actor/first_ratio_error" in row]
     assert errors[0] == pytest.approx(error, rel=0.05)

@@ -157,7 +157,7 @@ def test_samples_on_disk(tmp_path: Path) -> None:
     writer.finish(None)
     names = [*(f"{i:05d}.mp4" for i in range(3)), "grid.mp4", "grid.png", "index.jsonl"]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
-    assert [row["file"] for row in read_index(tmp_path)] == names[:3]
+    assert [(row["file"], row["seed"]) for row in read_index(tmp_path)] == [(name, 5) for name in names[:3]]
     (frames, rate), (grids, _) = read(tmp_path / "00001.mp4"), read(tmp_path / "grid.mp4")
     assert (len(frames), rate, len(grids)) == (4, 24, 4)
     writer = Writer(tmp_path, 2, seed=5)
