@@ -1,4 +1,4 @@
-"""The same training step as other trainers take it, timed in turns with Phalanx's own: one machine, one moment.
+"""The same training step in the plain reading of its paper, timed in turns with Phalanx's own: one machine, one moment.
 
     sh train.sh benchmarks/baseline.py benchmarks/cpu_reference.yaml
     NPROC_PER_NODE=2 sh train.sh benchmarks/baseline.py benchmarks/cpu_reference.yaml model.dtype=bfloat16

@@ -1,5 +1,6 @@
 """What tests of one module after the other want: seeded numbers, and an error with its exact message."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,3 +20,20 @@ def refused(message: str, kind: type[Exception] = ValueError) -> Iterator[None]:
     with pytest.raises(kind) as error:
         yield
     assert str(error.value) == message
+
+
+@contextmanager
+def warnings_of(logger: str) -> Iterator[list[str]]:
+    """The warnings that a logger gives in the block: in a forked rank, where caplog of the test hears nothing."""
+    said: list[str] = []
+
+    class Listener(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    listener = Listener(logging.WARNING)
+    logging.getLogger(logger).addHandler(listener)
+    try:
+        yield said
+    finally:
+        logging.getLogger(logger).removeHandler(listener)

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from phalanx import algorithms
 from phalanx.config import load
 from phalanx.config.run import RLConfig, RunConfig
-from phalanx.data.prompts import PromptRow, PromptStream
+from phalanx.data.prompts import PromptRow
+from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
@@ -131,6 +132,9 @@ class WordRollout:
         log_prob = self.policy.replay(words).log_prob
         return Samples(mine, [], log_prob, mask, words, index)
 
+    def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
+        raise AssertionError("not asked for here")
+
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         raise AssertionError("not asked for here")
 
@@ -163,6 +167,8 @@ from phalanx.functional.losses import clipped_ratio
 class Config(GroupConfig):
     """Keys of `algorithm`."""
 
+    clip_ratio: float = 0.2
+
 
 class Algorithm(GroupAlgorithm):
     """Clipped ratios of single letters."""
@@ -170,7 +176,7 @@ class Algorithm(GroupAlgorithm):
     def loss(self, policy, batch):
         log_ratio = policy.replay(batch.trace).log_prob - batch.log_prob
         assert log_ratio.shape == batch.mask.shape == batch.weight.shape
-        return clipped_ratio(log_ratio * batch.mask, batch.advantage, clip_ratio=0.2)
+        return clipped_ratio(log_ratio * batch.mask, batch.advantage, clip_ratio=self.config.clip_ratio)
 '''
 
 REWARD = '''"""Rewards of words."""

@@ -65,7 +65,8 @@ class Samples:
     [B, A] bool, the actions that are real and trained.
 
     `index` [B] is each sample's number in the step across all ranks; sample i belongs to group i // n. `weight` [B, A]
-    are factors of the loss where another engine drew the samples.
+    are factors of the loss where another engine drew the samples. `exact`: a replay repeats log_prob to the last bit
+    where the rollout's are exact at all; False on all ranks where the shapes have changed since.
     """
 
     prompts: list[Prompt]
@@ -75,6 +76,7 @@ class Samples:
     trace: Any  # a Trace
     index: Tensor
     weight: Tensor | None = None
+    exact: bool = True
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,11 @@ class Rollout(Protocol):
         """This rank's share of the samples of a training step; `prompts` are those of all ranks.
 
         `each(outputs, prompts)` is called after every micro-batch, equally often on all ranks.
+        """
+
+    def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
+        """The samples of the last `sample` with other prompts, all ranks' again, before `resample` draws those anew
+        whose prompt is another one.
         """
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:

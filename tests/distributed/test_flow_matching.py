@@ -12,7 +12,8 @@ from PIL import Image
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.data.images import ImageTextData
-from phalanx.data.prompts import DataError, IndexStream
+from phalanx.data.prompts import DataError
+from phalanx.data.streams import IndexStream
 from phalanx.tools import digits
 from phalanx.training import flow_matching
 from tests.jobs import full_weights, rows

@@ -8,6 +8,7 @@ import torch
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.advantage import informative
+from tests.checks import warnings_of
 from tests.jobs import full_weights, tiny_config
 from tests.ranks import run_ranks
 
@@ -41,7 +42,8 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
     """A step's samples as they were drawn at first, and what the loop makes of them."""
     from phalanx.training.flow_rl import build
 
-    t = build(cfg)
+    with warnings_of("phalanx.training.rl") as said:
+        t = build(cfg)
     with t.rollout.awake():
         first = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
     combine, seen = t.combine, list[dict[str, torch.Tensor]]()
@@ -60,6 +62,9 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
         "bright": after["bright"],
         "row": row | update,
         "index": samples.index,
+        "said": said,
+        "prompts_before": [prompt.text for prompt in first.prompts][:: cfg.rollout.n],
+        "prompts": [prompt.text for prompt in samples.prompts][:: cfg.rollout.n],
     }
     for name, these in (("first", first), ("samples", samples)):
         trace = these.trace
@@ -71,7 +76,7 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
 @pytest.mark.parametrize("times", [2, 3])
 def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, tmp_path: Path) -> None:
     functions = reward(tmp_path, "picky", "bright").replace("bright'", "bright', weight: 0")
-    cfg = configure(sd3_folder, tmp_path, functions, f"rollout.max_num_gen_batches={times}")
+    cfg = configure(sd3_folder, tmp_path, functions, f"rollout.max_draws_per_prompt={times}")
     (alone,) = run_ranks(drawn_again, 1, cfg)
     groups = torch.arange(16) // 4
     stale = ~informative(alone["before"], groups)
@@ -84,6 +89,7 @@ def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, t
     torch.testing.assert_close(alone["bright"], means)
     torch.testing.assert_close(alone["after"], torch.where(stale, 1.0, means))
     assert alone["row"]["actor/first_ratio_error"] == 0
+    assert alone["said"] == []
     assert alone["row"]["rollout/resampled_ratio"] == (times - 1) * stale.sum() / 16
     for world in (2, 4):
         parts = run_ranks(drawn_again, world, cfg)
@@ -91,6 +97,42 @@ def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, t
             assert torch.equal(torch.cat([part["samples"][i] for part in parts]), whole)
         assert all(torch.equal(part["bright"], alone["bright"]) for part in parts)
         assert all(part["row"]["rollout/resampled_ratio"] == alone["row"]["rollout/resampled_ratio"] for part in parts)
+
+
+@pytest.mark.parametrize("family", ["sd3", pytest.param("qwen", marks=pytest.mark.full)])
+def test_groups_of_equal_rewards_give_way_to_other_prompts(
+    family: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """As in DAPO. Texts of Qwen-Image have lengths of their own: a longer one changes the padding of all."""
+    model = request.getfixturevalue(f"{family}_folder")
+    functions = reward(tmp_path, "picky", "bright").replace("bright'", "bright', weight: 0")
+    cfg = configure(
+        model, tmp_path, functions, "rollout.max_num_gen_batches=2", "data.train_batch_size=2", "data.seed=5"
+    )
+    cfg.actor.ppo_mini_batch_size = 1
+    odd = ["odd", "seven 7", "a text that is longer than all of the rest, to be padded.", "five5"]
+    assert all(len(text) % 2 for text in odd)
+    (tmp_path / "prompts.txt").write_text("\n".join(["even", *odd, "is too"]) + "\n")
+    (alone,) = run_ranks(drawn_again, 1, cfg)
+    groups = torch.arange(8) // 4
+    stale = ~informative(alone["before"], groups)
+    assert stale.any(), alone["before"]
+    assert informative(alone["after"], groups).all()
+    for old, new in zip(alone["prompts_before"], alone["prompts"], strict=True):
+        assert len(new) % 2 == 1 and (old == new) == (len(old) % 2 == 1)
+    assert len(set(alone["prompts"])) == 2
+    changed = (alone["first"][0] != alone["samples"][0]).flatten(1).any(1)
+    assert torch.equal(changed, stale)  # what taught something stays
+    means = torch.stack([image.mean() for image in alone["samples"][0]])
+    torch.testing.assert_close(alone["after"], means)
+    assert alone["row"]["actor/first_ratio_error"] == 0
+    parts = run_ranks(drawn_again, 2, cfg)
+    assert [text for part in parts for text in part["prompts"]] == alone["prompts"]
+    for i, whole in enumerate(alone["samples"]):
+        assert torch.equal(torch.cat([part["samples"][i] for part in parts]), whole)
+    assert [len(part["said"]) for part in parts] == [1, 0]
+    assert "draws new prompts, as in verl; before, it drew the same ones again" in parts[0]["said"][0]
+    assert parts[0]["row"]["actor/grad_norm"] == pytest.approx(alone["row"]["actor/grad_norm"], rel=1e-5)
 
 
 def two_references(cfg: FlowRLConfig) -> list[dict[str, torch.Tensor]]:

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from phalanx.config.run import RewardModelConfig
-from phalanx.data.prompts import PromptStream, load_prompts
+from phalanx.data.prompts import load_prompts
+from phalanx.data.streams import PromptStream
 from phalanx.rewards import RewardError
 from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.rewards.judge.vlm_ocr import VlmOcr

@@ -16,7 +16,8 @@ import pytest
 from _pytest.mark import ParameterSet
 from safetensors.torch import load_file, save_file
 
-from phalanx.data.prompts import PromptStream, load_prompts
+from phalanx.data.prompts import load_prompts
+from phalanx.data.streams import PromptStream
 from tests.jobs import base_overrides
 from tests.ranks import torchrun
 from tests.tasks import run_task

@@ -15,7 +15,8 @@ import httpx2
 import pytest
 import torch
 
-from phalanx.data.prompts import PromptStream, load_prompts
+from phalanx.data.prompts import load_prompts
+from phalanx.data.streams import PromptStream
 from phalanx.rewards.http import Http, ServerError
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 from tests.jobs import base_overrides, fit, tiny_config

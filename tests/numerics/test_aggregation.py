@@ -1,5 +1,7 @@
 """The four ways to weigh actions in a loss, on ragged masks, against sums written out by hand; and over ranks."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -76,3 +78,52 @@ def test_the_loss_does_not_depend_on_the_layout(mode: str) -> None:
     for ranks in (2, 4):
         parts = run_ranks(share_of_the_loss, ranks, ranks, mode)
         assert [sum(step) for step in zip(*parts, strict=True)] == pytest.approx(alone, rel=1e-6)
+
+
+def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[int, float]]]:
+    """Of each optimizer step this rank's samples, by their numbers of all ranks, with the weight of each."""
+    from phalanx.config.run import ParallelConfig
+    from phalanx.distributed import mesh
+    from phalanx.training.batches import BatchPlan
+    from phalanx.training.minibatches import Units, optimizer_steps
+
+    world = mesh.start(ParallelConfig(fsdp_size=1))
+    n, share = len(counted), len(counted) // ranks
+    plan = BatchPlan(
+        samples=n, per_rank=share, updates=updates, micro=1, actions=1, rollout_micro=1, exact=True, units=share
+    )
+    units = Units.of(torch.arange(n)[:, None], torch.tensor(counted), plan, world)
+    one_action = torch.ones(share, 1, dtype=torch.bool)
+    found = []
+    for parts in optimizer_steps(one_action, units, plan, world, mode="token-mean", constant=None):
+        rows = torch.cat([rows for rows, _ in parts]) + world.rank * share
+        weights = torch.cat([weight for _, weight in parts])[:, 0]
+        found.append(list(zip(rows.tolist(), weights.tolist(), strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [range(16), range(0, 16, 2), range(4), (0, 2, 4, 6, 8, 10, 12), (3, 5, 7, 8), (9,)],
+    ids=["all", "even numbers", "one group", "seven", "four", "a single one"],
+)
+def test_what_counts_is_dealt_out_evenly(kept: Any) -> None:
+    """Cut before filtering, all even numbers would be one update's, and the other would be empty."""
+    counted = [i in kept for i in range(16)]
+    (alone,) = run_ranks(dealt_out, 1, 1, counted, 2)
+    sizes = [sum(weight > 0 for _, weight in step) for step in alone]
+    assert sum(sizes) == len(kept) and max(sizes) - min(sizes) <= 1
+    assert len(sizes) == min(2, len(kept))
+    for step in alone:
+        assert sum(weight for _, weight in step) == pytest.approx(1)
+    for ranks in (2, 4):
+        parts = run_ranks(dealt_out, ranks, ranks, counted, 2)
+        assert len({len(part) for part in parts}) == 1
+        for k, step in enumerate(alone):
+            assert len({len(part[k]) for part in parts}) == 1  # equally many micro-batches
+            together = [pair for part in parts for pair in part[k] if pair[1] > 0]
+            assert together == [pair for pair in step if pair[1] > 0]
+            whole = [number for part in parts for number, _ in part[k]]
+            assert len(set(whole)) == len(whole)
+    if kept == range(16):  # nothing is left out: as ever, step k has the numbers k modulo the updates
+        assert [[number for number, _ in step] for step in alone] == [list(range(0, 16, 2)), list(range(1, 16, 2))]

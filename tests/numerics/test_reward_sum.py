@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from phalanx import algorithms
+from phalanx.config import load
+from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.rewards import Share, combine
 
 OCR = torch.tensor([0.0, 1.0, 0.5, 0.5])
@@ -39,3 +42,20 @@ def test_terms_are_normalised_within_their_group() -> None:
     # clipping comes first: 20, 10 of group 0 and 0, 20 of group 1
     clipped = combine([SIZE], [Share(1.0, clip=(0.0, 20.0))], group_id=GROUPS)
     torch.testing.assert_close(clipped, torch.tensor([1.0, -1.0, -1.0, 1.0]), atol=3e-4, rtol=0)
+
+
+@pytest.mark.parametrize("normalize", ["gdpo", "group"])
+def test_gdpo_divides_the_sum_by_the_std_of_the_batch(normalize: str) -> None:
+    """In float64 by the paper's two formulas; `group` divides by each group's std, where one agreement is as good as
+    another.
+    """
+    cfg = load(FlowRLConfig, None, ["model.path=x", f"reward.normalize={normalize}"])
+    generator = torch.Generator().manual_seed(0)
+    terms = [torch.rand(3, 8, generator=generator).double() for _ in range(2)]
+    normalised = [(t - t.mean(1, keepdim=True)) / t.std(1, correction=0, keepdim=True) for t in terms]
+    total = 2 * normalised[0] - 0.5 * normalised[1]
+    std = total.std(correction=0) if normalize == "gdpo" else total.std(1, correction=0, keepdim=True)
+    group_id = torch.arange(24) // 8
+    summed = combine([t.flatten().float() for t in terms], [Share(2.0), Share(-0.5)], group_id=group_id)
+    found = algorithms.build(cfg.algorithm).advantage(summed, group_id)
+    torch.testing.assert_close(found, (total / std).flatten().float(), atol=5e-4, rtol=0)

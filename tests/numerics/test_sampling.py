@@ -13,6 +13,7 @@ from torch import Tensor
 
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
+from phalanx.functional.losses import noise_weight
 from phalanx.functional.window import visited_levels
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.in_policy import PolicyRollout
@@ -87,6 +88,18 @@ def test_the_trained_share_is_a_choice_of_the_same_samples(world: World, sd3_fol
 
 
 # -- the first noise ------------------------------------------------------------------------------------------------
+
+
+def test_a_window_of_one_step_is_weighed_by_the_whole_schedule(world: World, sd3_folder: Path) -> None:
+    """Else timestep_weight=noise would do nothing there: its std would be divided by itself."""
+    policy = make_policy(world, sd3_folder)
+    weights = set()
+    for first in range(3):
+        rollout = make_rollout(policy, 6, sde_window_size=1, sde_window_range=[0, 3])
+        rollout.stochastic_steps = lambda seed, step, at=first: range(at, at + 1)  # type: ignore[misc, assignment]
+        trace = sample(rollout).trace
+        weights.add(float(noise_weight(policy.replay(trace).std, trace.typical_std)))
+    assert len(weights) == 3 and sum(weights) == pytest.approx(3, rel=1e-5)
 
 
 def test_images_of_a_prompt_begin_with_the_same_noise(world: World, sd3_folder: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.functional.sde import SdeStep, gaussian_kl, sde_step
+from phalanx.functional.sde import SdeStep, gaussian_kl, sde_step, typical_std
 from tests.checks import normal, refused
 
 TYPES = ("sde", "cps", "dance_sde")
@@ -121,6 +121,21 @@ def test_log_prob_is_the_mean_over_dims_by_hand() -> None:
     prev = 1.59375 + torch.tensor([[[0.0, 0.25], [-0.5, -0.25]]])
     step = sde_step(x, v, 0.5, 0.25, noise_level=0.5, sde_type="sde", sigma_max=0.9, prev_sample=prev)
     close(step.log_prob, [-0.2826441], rtol=1e-6)
+
+
+def test_typical_std_of_sd3s_ten_steps() -> None:
+    """In float64 from shift 3, and the weights that it gives: 1.58 at the first step, 0.51 at the last trained one."""
+    shifted = 3 * (even := np.linspace(1, 1 / 1000, 10)) / (1 + 2 * even)
+    levels = [*shifted, 0.0]
+    pole = np.where(shifted[:9] == 1, shifted[1], shifted[:9])
+    std = 0.7 * np.sqrt(shifted[:9] / (1 - pole)) * np.sqrt(shifted[:9] - shifted[1:])
+    typical = typical_std(levels, range(9), noise_level=0.7, sde_type="sde")
+    assert typical == pytest.approx(std.mean(), rel=1e-5)
+    assert (std / typical)[[0, 8]].tolist() == pytest.approx([1.58, 0.51], abs=5e-3)
+    assert typical_std(levels, range(2, 4), noise_level=0.7, sde_type="sde") == pytest.approx(std[2:4].mean(), rel=1e-5)
+    for kind, own in (("dance_sde", 0.3 * np.sqrt(-np.diff(levels))), ("cps", shifted[1:] * math.sin(0.15 * math.pi))):
+        found = typical_std(levels, range(5), noise_level=0.3, sde_type=kind)
+        assert found == pytest.approx(own[:5].mean(), rel=1e-5)
 
 
 def test_gaussian_kl_by_hand() -> None:

@@ -19,6 +19,7 @@ B, DIMS = 5, (3, 4)
 SIGMAS = [1.0, 0.8, 0.5, 0.4, 0.1]
 TRAINED = [0, 1, 3]  # of 4 stochastic steps
 STD = [0.9, 0.5, 0.2]  # of the trained ones
+TYPICAL_STD = 0.6  # of all steps that a window may hold
 D2 = [0.2, 0.3, 0.3]  # sigma - sigma' of the trained ones
 ADVANTAGE = [1.5, -0.5, 0.25, 0.0, -2.0]
 
@@ -53,6 +54,7 @@ def scene(theta: float) -> tuple[Any, Batch, Tensor, Tensor]:
         sigmas=torch.tensor(SIGMAS),
         timesteps=1000 * torch.tensor(SIGMAS[:-1]),
         sigma_max=SIGMAS[1],
+        typical_std=TYPICAL_STD,
         trained=torch.tensor(TRAINED),
         embeds={},
         prompt_index=torch.zeros(B, dtype=torch.long),
@@ -166,9 +168,9 @@ def test_one_ratio_for_a_sample(theta: float) -> None:
 
 
 def test_steps_weighted_by_their_noise() -> None:
-    # std .9, .5, .2 have the mean 1.6 / 3: weights 1.6875, .9375, .375
-    weights = torch.tensor([1.6875, 0.9375, 0.375], dtype=torch.float64)
-    assert noise_weight(torch.tensor(STD)).tolist() == pytest.approx(weights.tolist(), rel=1e-6)
+    # std .9, .5, .2 over the schedule's .6, and not over the mean of these three
+    weights = torch.tensor([1.5, 5 / 6, 1 / 3], dtype=torch.float64)
+    assert noise_weight(torch.tensor(STD), TYPICAL_STD).tolist() == pytest.approx(weights.tolist(), rel=1e-6)
     log_ratio, slope, _ = ratios(0.02)
     loss, factor = clip_rule(log_ratio, 0.05)
     options = {"clip_ratio": 0.05, "timestep_weight": "noise"}

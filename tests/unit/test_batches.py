@@ -103,6 +103,11 @@ NONSENSE = [
      "rollout.correction: rejection is of log-probs, which awm does not use; leave it out"),
     (("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.max_num_gen_batches=2"),
      "rollout.max_num_gen_batches: 2 goes by rewards, from which opd does not learn; set it to 1"),
+    (("rollout.max_num_gen_batches=2", "rollout.max_draws_per_prompt=3"),
+     "rollout.max_num_gen_batches: 2 draws new prompts, and rollout.max_draws_per_prompt: 3 the same ones again; set one of the two to 1"),
+    (("reward.normalize=gdpo", "algorithm.global_std=false"),
+     "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; leave it out, or set "
+     "reward.normalize=group"),
     (("algorithm.name=diffusion_nft", "rollout.init_same_noise=true"),
      "rollout.init_same_noise: true makes all images of a prompt equal, since diffusion_nft samples without noise; set it to false"),
 ]  # fmt: skip
@@ -121,6 +126,8 @@ def test_samplers_that_make_no_sense(overrides: tuple[str, ...], message: str, t
         ("algorithm.name=flow_dppo", "rollout.sde_type=cps", "algorithm.importance=sequence"),
         ("algorithm.name=grpo_guard", "rollout.sde_type=dance_sde", "algorithm.timestep_weight=noise"),
         ("algorithm.name=cps", "rollout.init_same_noise=true"),
+        ("algorithm.name=diffusion_dpo", "reward.normalize=gdpo"),
+        ("algorithm.name=opd", "algorithm.teacher_path=x", "reward.normalize=gdpo"),
         ("algorithm.name=diffusion_nft", "rollout.solver=dpm_solver++"),
         ("algorithm.name=diffusion_nft", "rollout.noise_level=0.7", "rollout.init_same_noise=true"),
     ],

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from phalanx.data.prompts import FORMATS, PromptRow, PromptStream, held_out_overlap, load_prompts, validation_sets
+from phalanx.data.prompts import FORMATS, PromptRow, held_out_overlap, load_prompts, validation_sets
+from phalanx.data.streams import PromptStream
 from phalanx.types import Prompt
 from tests.checks import refused
 from tests.pairs import write_parquet
@@ -71,6 +72,65 @@ def test_jsonl(tmp_path: Path) -> None:
         PromptRow('say "a"', None, {"ground_truth": "c", "reward_model": {"ground_truth": "c"}}),
         PromptRow("last", "", {}),
     ]
+
+
+def test_csv(tmp_path: Path) -> None:
+    content = (
+        '\ufeffprompt,negative_prompt,ground_truth,colour\r\n"say ""a"", twice",blurry,,red\r\n"two\nlines",,b,\r\n'
+    )
+    assert load_prompts([write(tmp_path / "p.csv", content)], KEY) == [
+        PromptRow('say "a", twice', "blurry", {"colour": "red", "ground_truth": "a"}),
+        PromptRow("two\nlines", None, {"colour": None, "ground_truth": "b"}),
+    ]
+
+
+CSV_MISTAKES = [
+    ("text,n\na,1\n", ".csv has no column 'prompt'; it has text, n"),
+    ("", ".csv has no column 'prompt'; it has none"),
+    ("prompt,n\na,1\n,2\n", ".csv:3: the prompt is empty"),
+    ("prompt,n\na, b,1\n", ".csv:2: more cells than the header has columns; expected quotes around commas"),
+    ('prompt\n"a" b\n', ".csv:2: not CSV (',' expected after '\"')"),
+    (b"prompt\ncaf\xe9\n", ".csv: not UTF-8 (invalid continuation byte); save the file as UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), CSV_MISTAKES)
+def test_csv_that_cannot_be_read(content: str | bytes, message: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "p.csv", content)
+    with refused(f"{KEY}: {file.removesuffix('.csv')}{message}"):
+        load_prompts([file], KEY)
+
+
+def test_the_column_of_the_prompts(tmp_path: Path) -> None:
+    content = {"caption": "a cat", "prompt": "not this"}
+    files = [
+        write(tmp_path / "p.jsonl", lines(content)),
+        write(tmp_path / "p.csv", "caption,prompt\na cat,not this\n"),
+        str(write_parquet(tmp_path / "p.parquet", [content])),
+    ]
+    assert load_prompts(files, KEY, prompt="caption") == [PromptRow("a cat", None, {"prompt": "not this"})] * 3
+    plain = write(tmp_path / "p.txt", "a cat\n")
+    assert load_prompts([plain], KEY, prompt="caption") == [PromptRow("a cat", None, {})]
+    (only,) = validation_sets([files[1]], prompt="caption").values()
+    assert only[0].text == "a cat"
+    with refused(f"{KEY}: {files[0]}:1: no 'text'; it has caption, prompt"):
+        load_prompts(files[:1], KEY, prompt="text")
+
+
+def test_other_prompts_in_some_places() -> None:
+    stream = PromptStream(rows_of(10), 4, seed=3)
+    numbers = stream.numbers(0)
+    assert [p.text for p in stream.prompts(numbers)] == [p.text for p in stream.batch(0)]
+    seen = set()
+    for draw in range(6):
+        found = stream.renewed(numbers, [1, 3], draw)
+        assert found == stream.renewed(numbers, [1, 3], draw)
+        assert found[0] == numbers[0] and found[2] == numbers[2]
+        seen |= set(found)
+        assert found[1] not in numbers and found[3] not in numbers
+    assert len(seen) > 6
+    few = PromptStream(rows_of(3), 4, seed=3)  # the same ones again, as there are no others
+    assert len(few.renewed(few.numbers(0), [0, 1], 0)) == 4
 
 
 def verl_rows(n: int) -> list[dict[str, Any]]:
@@ -143,7 +203,7 @@ BAD = {
     "latin1.txt": (b"ok\n\nd\xe9j\xe0 vu\n", ":3: not UTF-8 (byte 0xe9); save the file as UTF-8"),
     "empty.txt": (b"\n  \n", " has no prompts"),
     "empty.jsonl": (b"", " has no prompts"),
-    "table.csv": (b"prompt\na\n", f" ends in .csv; expected {FORMATS}"),
+    "table.tsv": (b"prompt\na\n", f" ends in .tsv; expected {FORMATS}"),
     "noending": (b"a\n", f" has no ending; expected {FORMATS}"),
     "cut.jsonl": (
         b'{"prompt": "a"}\n{"prompt": "b"\n',
@@ -234,7 +294,8 @@ def test_a_batch_depends_on_seed_and_step_alone() -> None:
 def test_a_batch_is_the_same_in_another_process() -> None:
     """Ranks are processes, each with its own salt of hash()."""
     code = (
-        "from phalanx.data.prompts import PromptRow, PromptStream\n"
+        "from phalanx.data.prompts import PromptRow\n"
+        "from phalanx.data.streams import PromptStream\n"
         "rows = [PromptRow(str(i), None, {}) for i in range(30)]\n"
         "print([p.text for p in PromptStream(rows, 8, seed=5).batch(4)])"
     )

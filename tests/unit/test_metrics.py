@@ -24,6 +24,7 @@ from phalanx.config.run import TrainerConfig
 from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
 from phalanx.telemetry.metrics import RunLogger, Timers, check_loggers, read_metrics
 from phalanx.telemetry.records import Record, grid, read_index, save_records
+from phalanx.training.run import validation_summary
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -458,3 +459,12 @@ class TestImages:
         with pytest.raises(ValueError) as error:
             save_records(tmp_path, 1, name, records())
         assert str(error.value) == f"images: {name!r} cannot name a validation set's folder; use a name without '/'"
+
+
+def test_the_summary_of_a_single_validation_has_no_arrow(tmp_path: Path) -> None:
+    rows = [{"step": 0, "val/a/reward/mean": 0.25}, {"step": 5, "reward/mean": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert validation_summary(tmp_path) == ["val/a/reward/mean: 0.250 (step 0)"]
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 9, "val/a/reward/mean": 0.5}) + "\n")
+    assert validation_summary(tmp_path) == ["val/a/reward/mean: 0.250 (step 0) -> 0.500 (step 9)"]

@@ -60,6 +60,10 @@ def gives(images: Tensor, prompts: list[str], metadata: Meta, value: Any = None)
     return value
 
 
+def second_is_lost(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+    return [float("nan") if i == 1 else 1.0 for i in range(len(images))]
+
+
 BUFFER = np.zeros(1, dtype=np.float32)
 
 
@@ -345,6 +349,37 @@ NOT_NAMED = "expected those that `extras` of its class, derived from RewardWithE
 def test_what_a_reward_must_not_return(value: Any, message: str) -> None:
     reward = rewards(mine("gives", value=value))
     assert told(RewardError, scored, reward, some("a", "b", "a")) == f"reward 'gives' {message}"
+
+
+def test_what_is_forgiven_has_no_score_and_a_reason() -> None:
+    reward = rewards(mine("brightness"), mine("boom"), on_error="skip")
+    found = scored(reward, some("fine", "bad"), some("fine"))
+    assert np.isfinite(found["brightness"]).all()
+    assert np.isnan(found["boom"]).tolist() == [True, True, False]  # the call's own samples alone
+    assert reward.problem == "reward 'boom' raised KeyError: 'no\\nsuch thing' on the prompts \"fine\" (+1 more)"
+    assert scored(reward, some("fine"))["boom"] == [0.0] and reward.problem is None  # of the last collection
+    reward = rewards(mine("gives", value=[0.5, float("inf"), float("nan")]), on_error="zero")
+    found = scored(reward, some("a", "b", "c"))
+    assert found["gives"][0] == 0.5 and np.isnan(found["gives"][1:]).all()
+    assert reward.problem == "reward 'gives' returned NaN or infinity on the prompts \"b\" (+1 more)"
+
+
+def test_a_frame_without_a_score_takes_its_video_with_it() -> None:
+    function = entry("brightness", path=f"{HERE}:second_is_lost")
+    function.frames = 2
+    reward = rewards(function, on_error="skip")
+    videos = torch.rand(2, 2, 3, 4, 4)
+    (values,) = scored(reward, (videos, [Prompt("a", 0, {}), Prompt("b", 1, {})])).values()
+    assert np.isnan(values).tolist() == [True, False]
+    assert reward.problem == "reward 'brightness' returned NaN or infinity on the prompt \"a\""
+
+
+def test_what_is_wrong_at_every_call_is_not_forgiven() -> None:
+    reward = rewards(mine("gives", value=[1.0, 2.0]), on_error="zero")
+    assert (
+        told(RewardError, scored, reward, some("a", "b", "a"))
+        == f"reward 'gives' returned 2 scores for 3 images {THREE}"
+    )
 
 
 def test_extras_are_rows_of_their_own() -> None:

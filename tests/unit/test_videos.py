@@ -151,16 +151,16 @@ def test_wandb_gets_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_samples_on_disk(tmp_path: Path) -> None:
     """tasks/sample.py: first videos, then images into the same folder."""
-    writer = Writer(tmp_path, 2, fps=24)
+    writer = Writer(tmp_path, 2, fps=24, seed=5)
     for i in range(3):
         writer.add(i, f"prompt {i}", video(SHADES))
     writer.finish(None)
     names = [*(f"{i:05d}.mp4" for i in range(3)), "grid.mp4", "grid.png", "index.jsonl"]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
-    assert [row["file"] for row in read_index(tmp_path)] == names[:3]
+    assert [(row["file"], row["seed"]) for row in read_index(tmp_path)] == [(name, 5) for name in names[:3]]
     (frames, rate), (grids, _) = read(tmp_path / "00001.mp4"), read(tmp_path / "grid.mp4")
     assert (len(frames), rate, len(grids)) == (4, 24, 4)
-    writer = Writer(tmp_path, 2)
+    writer = Writer(tmp_path, 2, seed=5)
     writer.add(0, "prompt", video([50])[0])
     writer.finish(None)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["00000.png", "grid.png", "index.jsonl"]
@@ -168,7 +168,7 @@ def test_samples_on_disk(tmp_path: Path) -> None:
 
 def test_the_moving_grid_shows_the_first_videos(tmp_path: Path) -> None:
     """Of more videos than an encoder takes at once, and than memory holds, the picture shows them all."""
-    writer = Writer(tmp_path, 1, fps=8)
+    writer = Writer(tmp_path, 1, fps=8, seed=5)
     shown = list(range(GRID_VIDEOS))
     for i in [*range(GRID_VIDEOS, 60), *shown]:  # another rank's videos may come first
         writer.add(i, "x", video([*SHADES, 250], 2, 20) if i in shown else video([10] * 5, 2, 20))

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.data.prompts import PromptStream, load_prompts
+from phalanx.data.prompts import load_prompts
+from phalanx.data.streams import PromptStream
 from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from tests.jobs import one_step
 from tests.judged import config, read, settings, step_and_terms

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ class GroupConfig(AlgorithmConfig):
     unused: ClassVar[tuple[str, ...]] = ()
 
     adv_clip_max: float = arg(5.0, "advantages are clamped to +- this", gt=0)
-    global_std: bool = arg(False, "divide advantages by the std of all rewards, not of the group's")
+    global_std: Optional[bool] = arg(
+        None, "divide advantages by the std of all rewards, not of the group's; null: only with reward.normalize=gdpo"
+    )
     norm_adv_by_std_in_grpo: bool = arg(True, "divide advantages by a std at all; false is Dr.GRPO")
     group_filter: str = arg(
         "all", "train on all samples of a prompt, or on the best and worst alone", choices=("all", "top_bottom")
@@ -56,7 +58,7 @@ class GroupAlgorithm:
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] advantages of the N samples of all ranks, clamped."""
         c = self.config
-        values = group_advantage(reward, group_id, global_std=c.global_std, normalize=c.norm_adv_by_std_in_grpo)
+        values = group_advantage(reward, group_id, global_std=bool(c.global_std), normalize=c.norm_adv_by_std_in_grpo)
         return values.clamp(-c.adv_clip_max, c.adv_clip_max)
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:

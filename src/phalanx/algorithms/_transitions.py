@@ -37,7 +37,7 @@ class TransitionConfig(GroupConfig):
     timestep_weight: str = arg(
         "none",
         "noise: the surrogate of each step is weighted by the std of its transition (TempFlow-GRPO); the weights' mean "
-        "over the trained steps is 1",
+        "over all steps that a window may hold is 1",
         choices=("none", "noise"),
     )
 
@@ -77,7 +77,7 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
         replay: FlowReplay = policy.replay(batch.trace)
         loss, stats = self.surrogate(replay, batch)
         if self.config.timestep_weight == "noise":
-            loss = loss * noise_weight(replay.std)
+            loss = loss * noise_weight(replay.std, batch.trace.typical_std)
         if "reference" in batch.reference_outputs:
             kl = divergence(replay.mean, batch.reference_outputs["reference"], self._kl_std(replay.std, batch.trace))
             loss = loss + self.config.kl_loss_coef * kl

@@ -12,8 +12,10 @@ Deviations from the paper and its authors' code:
 1. Noise levels have equal weights, as in the paper; the authors' recipes take t times a power of
    the error.
 2. There is no second penalty on leaving a moving average of the policy.
-3. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator.
-4. With actor.ppo_epochs > 1 the old predictions are those before each pass, since each has fresh
+3. The authors' recipes scale advantages by 1/5 and divide by the std of all rewards, which
+   algorithm.global_std=true does.
+4. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator.
+5. With actor.ppo_epochs > 1 the old predictions are those before each pass, since each has fresh
    noise.
 """
 

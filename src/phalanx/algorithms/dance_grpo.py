@@ -9,8 +9,8 @@ the same noise.
 Deviations from the paper:
 1. The trained steps are drawn for a training step, the same for all images; the authors' code draws
    an image's own.
-2. The log-probability has its constants, which the authors' code leaves out; they cancel in the
-   ratio.
+2. The std of a group's rewards is the population's, plus 1e-4; the authors' is the sample's, plus
+   1e-8.
 3. As in flow_grpo, groups of equal rewards have weight 0, and a KL to the reference can be added.
 """
 

@@ -12,7 +12,9 @@ Deviations from the paper:
    within it.
 2. The levels of Flash's longer steps are taken from the schedule, those nearest to an even spread
    over it.
-3. As in flow_grpo, groups of equal rewards have weight 0, and a KL to the reference can be added.
+3. The std of a group's rewards is the population's, plus 1e-4; the authors' is the sample's, plus
+   1e-8.
+4. As in flow_grpo, groups of equal rewards have weight 0, and a KL to the reference can be added.
 """
 
 from dataclasses import dataclass

@@ -107,7 +107,7 @@ class FlowRolloutConfig(RolloutConfig):
         choices=SOLVERS,
     )
     ode_compression: float = arg(1.0, "fraction of the steps after the window that is taken", gt=0, le=1)
-    max_num_gen_batches: int = arg(
+    max_draws_per_prompt: int = arg(
         1, "most times that a prompt is sampled, while all rewards of its images are equal", ge=1
     )
     micro_batch_size_per_gpu: Optional[int] = arg(
@@ -119,7 +119,15 @@ class FlowRolloutConfig(RolloutConfig):
 
 # Keys of `rollout` that say nothing about a validation: files may hold them, and --help leaves them out.
 OF_TRAINING_SAMPLES = (
-    *("n", "correction", "correction_limit", "max_num_gen_batches", "init_same_noise", "noise_level"),
+    *(
+        "n",
+        "correction",
+        "correction_limit",
+        "max_num_gen_batches",
+        "max_draws_per_prompt",
+        "init_same_noise",
+        "noise_level",
+    ),
     *("sde_window_size", "sde_window_range", "timestep_fraction", "window_schedule", "window_iters", "window_stride"),
     "ode_compression",
 )

@@ -53,9 +53,10 @@ class DataConfig:
     """Sources of the prompts."""
 
     train_files: list[str] = arg(
-        [], "training prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder", path=True
+        [], "training prompts: .txt, .jsonl, .csv, .parquet or a Hugging Face dataset folder", path=True
     )
     val_files: list[str] = arg([], "held-out prompts, one validation set per file", path=True)
+    prompt_key: str = arg("prompt", "column of the prompts in these files")
     train_batch_size: int = arg(32, "prompts per training step, across all ranks", ge=1)
     max_prompt_length: int = arg(256, "tokens of a prompt that the model sees", ge=1)
     seed: int = arg(0, "seed of the order of prompts", **SEEDS)
@@ -85,6 +86,9 @@ class RolloutConfig:
     )
     n: int = arg(16, "samples per prompt: the group that the advantage compares", ge=2)
     max_num_gen_batches: int = arg(
+        1, "most times that a step draws prompts: new ones for those whose samples' rewards are all equal (DAPO)", ge=1
+    )
+    max_draws_per_prompt: int = arg(
         1, "most times that a prompt is sampled, while all rewards of its samples are equal", ge=1
     )
     micro_batch_size_per_gpu: Optional[int] = arg(None, "samples drawn together; null: the engine's choice", ge=1)
@@ -209,13 +213,23 @@ class RewardConfig:
     functions: list[RewardFunctionConfig] = arg([], "terms of the reward, weighted and summed")
     normalize: str = arg(
         "none",
-        "each term before the sum: as it is, or centered and divided by its std within each prompt's group (GDPO)",
-        choices=("none", "group"),
+        "each term before the sum: as it is, or centered and divided by its std within each prompt's group; gdpo: so "
+        "too, and advantages are the sum over the std of all samples (algorithm.global_std)",
+        choices=("none", "group", "gdpo"),
     )
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlap: bool = arg(True, "score a micro-batch on worker threads while the next one is sampled")
     num_workers: int = arg(1, "worker threads per rank", ge=1)
     timeout_s: float = arg(300.0, "longest call of a reward, in seconds", gt=0)
+    on_error: str = arg(
+        "fail",
+        "a reward that raises, or returns NaN or infinity: fail ends the job; zero scores 0 instead; skip leaves the "
+        "samples out of advantages and loss",
+        choices=("fail", "zero", "skip"),
+    )
+    max_error_fraction: float = arg(
+        0.1, "largest fraction of the samples scored at a time that zero and skip forgive; more end the job", gt=0, lt=1
+    )
 
 
 @dataclass
@@ -264,3 +278,10 @@ class RLConfig(RunConfig):
 
     algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
     actor: ActorConfig = field(default_factory=ActorConfig)
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from another section."""
+        a = self.algorithm
+        has_std = "global_std" in vars(a) and "global_std" not in a.unused
+        if self.reward.normalize == "gdpo" and has_std and a.global_std is None:
+            a.global_std = True

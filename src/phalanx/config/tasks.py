@@ -59,8 +59,9 @@ class SampleConfig:
     weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
     prompts: list[str] = arg([], "prompts, such as '[a red apple, two cats]'")
     prompt_file: Optional[str] = arg(
-        None, "prompts: .txt, .jsonl, .parquet or a Hugging Face dataset folder", path=True
+        None, "prompts: .txt, .jsonl, .csv, .parquet or a Hugging Face dataset folder", path=True
     )
+    prompt_key: str = arg("prompt", "column of the prompts in prompt_file")
     max_prompt_length: Optional[int] = arg(
         None, "tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", ge=1
     )
@@ -106,7 +107,9 @@ class CheckClusterConfig(FlowRLConfig, FlowMatchingTaskConfig):
 class ServeRewardConfig:
     """Configuration of tasks/serve_reward.py. Within reward.timeout_s a request must have waited and been scored."""
 
-    reward: FlowRewardConfig = field(default_factory=FlowRewardConfig)
+    reward: FlowRewardConfig = field(
+        default_factory=FlowRewardConfig, metadata={"unused": ("on_error", "max_error_fraction")}
+    )
     host: str = arg("127.0.0.1", "address to listen on; one that other machines reach needs a token")
     port: int = arg(8077, "port to listen on; 0: any free one", ge=0, lt=65536)
     token_env: Optional[str] = arg(None, "environment variable that holds the token clients must send; null: none")

@@ -1,14 +1,13 @@
-"""Prompts: reading them from files, and the order in which training and validation see them."""
+"""Prompts: reading them from files."""
 
+import csv
 import json
 import logging
-import math
-import random
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from phalanx.types import Prompt
 
 logger = logging.getLogger(__name__)
 
-FORMATS = "a .txt, .jsonl or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
+FORMATS = "a .txt, .jsonl, .csv or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
 _Located = tuple[str, dict[str, Any]]  # a row's place, for messages, and its columns
 _KINDS = {
     bool: "boolean",
@@ -44,14 +43,16 @@ class DataError(ValueError):
     """A data file that cannot be used; the message is one line, with the file and line or row."""
 
 
-def load_prompts(files: list[str], key: str, images: Sequence[str] = ()) -> list[PromptRow]:
+def load_prompts(files: list[str], key: str, images: Sequence[str] = (), prompt: str = "prompt") -> list[PromptRow]:
     """All rows of all files, in order; `key` is the config key that lists them, for messages.
 
-    `images` are columns that every row must have, as Pictures in `meta`: they are read when needed.
+    `images` are columns that every row must have, as Pictures in `meta`: they are read when needed. `prompt` is the
+    column of the prompts, in formats that have columns.
 
     - `.txt`: one prompt per line; blank lines are skipped.
     - `.jsonl`: one object per line, with `prompt` (text, or a chat) and optionally
       `negative_prompt`.
+    - `.csv`: the same as columns, which the first line names; an empty cell is no value.
     - `.parquet` and Hugging Face datasets: the same as columns; VeRL-Omni's files need no changes.
 
     Of a chat (a list of `{role, content}`) the last user message is the prompt. All other columns
@@ -65,69 +66,24 @@ def load_prompts(files: list[str], key: str, images: Sequence[str] = ()) -> list
         raise DataError(f"{key} is empty; give a list of files, each {FORMATS}")
     rows: list[PromptRow] = []
     for file in files:
-        found = [_row(columns, where) for where, columns in _read(*_locate(file, key), f"{key}: {file}", images)]
+        path, split = _locate(file, key)
+        read = _read(path, split, f"{key}: {file}", images, prompt)
+        column = "prompt" if path.suffix == ".txt" else prompt
+        found = [_row(columns, where, column) for where, columns in read]
         if not found:
             raise DataError(f"{key}: {file} has no prompts")
         rows += found
     return rows
 
 
-class IndexStream:
-    """Endless batches of the numbers 0 .. size-1; (seed, epoch) determines an epoch's order."""
-
-    def __init__(self, size: int, batch_size: int, seed: int) -> None:
-        self._size, self._batch_size, self._seed = size, batch_size, seed
-        self._order = lru_cache(maxsize=2)(self._permutation)
-
-    def batch(self, step: int) -> list[int]:
-        """The numbers of training step `step`, of all ranks."""
-        first = step * self._batch_size
-        places = [divmod(first + i, self._size) for i in range(self._batch_size)]
-        return [self._order(epoch)[index] for epoch, index in places]
-
-    def _permutation(self, epoch: int) -> list[int]:
-        order = list(range(self._size))
-        # a string seed is hashed with SHA-512, the same in every process, unlike hash()
-        random.Random(f"{self._seed}/{epoch}").shuffle(order)
-        return order
-
-
-class PromptStream:
-    """Endless batches of prompts, epoch by epoch, each in an order of its own.
-
-    A batch depends on (rows, batch_size, seed, step) alone, so every rank sees the same one, and a
-    resumed run goes on as if it had not stopped. A batch may straddle two epochs; no prompt is left
-    out.
-    """
-
-    def __init__(self, rows: list[PromptRow], batch_size: int, seed: int) -> None:
-        assert rows and batch_size > 0, (len(rows), batch_size)
-        self._rows = rows
-        self._batch_size = batch_size
-        self._numbers = IndexStream(len(rows), batch_size, seed)
-        if batch_size > len(rows):
-            logger.warning(
-                "data.train_batch_size=%d exceeds the %d prompts of the data; a batch holds some of them several times",
-                batch_size,
-                len(rows),
-            )
-
-    def batch(self, step: int) -> list[Prompt]:
-        """The prompts of one training step, of all ranks; `group_id` counts them from 0."""
-        return [_prompt(self._rows[number], i) for i, number in enumerate(self._numbers.batch(step))]
-
-    def steps(self, epochs: float) -> int:
-        """Number of training steps for `epochs` passes over the data, rounded up."""
-        # 0.1 * 30 / 3 is a little more than 1 in floating point
-        return max(1, math.ceil(epochs * len(self._rows) / self._batch_size - 1e-9))
-
-
-def validation_sets(files: list[str], limit: int | None = None, images: Sequence[str] = ()) -> dict[str, list[Prompt]]:
+def validation_sets(
+    files: list[str], limit: int | None = None, images: Sequence[str] = (), prompt: str = "prompt"
+) -> dict[str, list[Prompt]]:
     """The rows of each file of `data.val_files`, at most `limit`, by the file's name without
     ending.
 
-    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. `images`:
-    see `load_prompts`.
+    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. `images`
+    and `prompt`: see `load_prompts`.
     """
     key = "data.val_files"
     sets: dict[str, list[Prompt]] = {}
@@ -142,8 +98,8 @@ def validation_sets(files: list[str], limit: int | None = None, images: Sequence
                 f"{key}: {origin[name]} and {file} would both be the validation set {name!r}; rename one of them"
             )
         origin[name] = file
-        rows = load_prompts([file], key, images)[:limit]
-        sets[name] = [_prompt(row, i) for i, row in enumerate(rows)]
+        rows = load_prompts([file], key, images, prompt)[:limit]
+        sets[name] = [numbered(row, i) for i, row in enumerate(rows)]
     return sets
 
 
@@ -179,7 +135,8 @@ def _common(some: _Rows, others: _Rows, name: Callable[[PromptRow | Prompt], Has
     return [row for row in some if name(row) in both], [row for row in others if name(row) in both]
 
 
-def _prompt(row: PromptRow, group_id: int) -> Prompt:
+def numbered(row: PromptRow, group_id: int) -> Prompt:
+    """The row as the prompt of that number."""
     return Prompt(text=row.text, group_id=group_id, meta=row.meta, negative=row.negative)
 
 
@@ -197,18 +154,20 @@ def _locate(file: str, key: str) -> tuple[Path, str | None]:
     raise DataError(f"{key}: {file} does not exist; {hint}")
 
 
-def _read(path: Path, split: str | None, place: str, images: Sequence[str]) -> Iterator[_Located]:
+def _read(path: Path, split: str | None, place: str, images: Sequence[str], prompt: str) -> Iterator[_Located]:
     """The rows of a file, of which messages say that it is at `place`."""
     if path.is_dir():
-        return _dataset_rows(path, split, place, images)
+        return _dataset_rows(path, split, place, images, prompt)
     if path.suffix == ".txt":
         if images:
             raise DataError(f"{place} is plain text; images ({', '.join(images)}) come in the other formats")
         return ((where, {"prompt": line}) for where, line in _lines(path, place))
     if path.suffix == ".jsonl":
         return _json_rows(path, place, images)
+    if path.suffix == ".csv":
+        return _csv_rows(path, place, images, prompt)
     if path.suffix == ".parquet":
-        return _parquet_rows(path, place, images)
+        return _parquet_rows(path, place, images, prompt)
     ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
     raise DataError(f"{place} {ending}; expected {FORMATS}")
 
@@ -244,17 +203,37 @@ def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[_Locat
         yield where, value
 
 
+def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Iterator[_Located]:
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            _check_columns(reader.fieldnames or [], place, (prompt, *images))
+            for row in reader:
+                where = f"{place}:{reader.line_num}"
+                if None in row:
+                    raise DataError(f"{where}: more cells than the header has columns; expected quotes around commas")
+                value: dict[str, Any] = {name: cell or None for name, cell in row.items()}
+                value[prompt] = row[prompt] or ""
+                for name in images:
+                    value[name] = Picture(partial(_given, value[name]), path.parent, f"{where}: {name}")
+                yield where, value
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
+    except csv.Error as error:
+        raise DataError(f"{place}:{reader.reader.line_num}: not CSV ({error})") from None
+
+
 def _given(value: Any) -> Any:
     return value
 
 
-def _parquet_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[_Located]:
+def _parquet_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Iterator[_Located]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         source = pq.ParquetFile(path)
-        _check_columns(source.schema_arrow.names, place, images)
+        _check_columns(source.schema_arrow.names, place, (prompt, *images))
         rows = _mapped(path) if images else source.read().to_pylist()
     except pa.ArrowInvalid as error:
         reason = str(error).splitlines()[0]
@@ -294,7 +273,7 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
         yield where, {**texts, **pictures}
 
 
-def _dataset_rows(path: Path, split: str | None, place: str, images: Sequence[str]) -> Iterator[_Located]:
+def _dataset_rows(path: Path, split: str | None, place: str, images: Sequence[str], prompt: str) -> Iterator[_Located]:
     from datasets import DatasetDict, load_from_disk
 
     try:
@@ -310,26 +289,26 @@ def _dataset_rows(path: Path, split: str | None, place: str, images: Sequence[st
         dataset = dataset[split if split is not None else splits[0]]
     elif split is not None:
         raise DataError(f"{place}: the dataset has no splits; expected {path}")
-    _check_columns(dataset.column_names, place, images)
+    _check_columns(dataset.column_names, place, (prompt, *images))
     return _with_pictures(dataset, path, place, images) if images else _numbered(dataset, place)
 
 
-def _check_columns(columns: list[str], place: str, images: Sequence[str]) -> None:
-    for name in ("prompt", *images):
+def _check_columns(columns: Sequence[str], place: str, wanted: Sequence[str]) -> None:
+    for name in wanted:
         if name not in columns:
             raise DataError(f"{place} has no column {name!r}; it has {', '.join(columns) or 'none'}")
 
 
-def _row(columns: dict[str, Any], where: str) -> PromptRow:
-    if "prompt" not in columns:
-        raise DataError(f"{where}: no 'prompt'; it has {', '.join(columns) or 'no keys'}")
-    text = _text(columns["prompt"], "prompt", where)
+def _row(columns: dict[str, Any], where: str, prompt: str) -> PromptRow:
+    if prompt not in columns:
+        raise DataError(f"{where}: no {prompt!r}; it has {', '.join(columns) or 'no keys'}")
+    text = _text(columns[prompt], prompt, where)
     if not text.strip():
         raise DataError(f"{where}: the prompt is empty")
     negative = columns.get("negative_prompt")
     if negative is not None:
         negative = _text(negative, "negative_prompt", where)
-    own = ("prompt", "negative_prompt", "ground_truth")
+    own = (prompt, "negative_prompt", "ground_truth")
     meta = {name: value for name, value in columns.items() if name not in own}
     truth = _ground_truth(columns, text)
     if truth is not None:

@@ -1,5 +1,7 @@
 """Group-relative advantages (GRPO, arXiv 2402.03300; without std: Dr.GRPO, arXiv 2503.20783)."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,32 @@ def group_advantage(
         std = torch.sqrt(((r - r.mean()) ** 2).mean()) if global_std else torch.sqrt(variance)
         centred = centred / (std + eps)
     return torch.where(informative(reward, group_id), centred, 0.0).float()
+
+
+def of_scored(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor, group_id: Tensor, missing: float) -> Tensor:
+    """[N] what `function` says of the samples that have a reward, `missing` for those that have none (NaN)."""
+    scored = ~reward.isnan()
+    if scored.all():
+        return function(reward, group_id)
+    values = function(reward[scored], group_id[scored])
+    found = values.new_full(reward.shape, missing)
+    found[scored] = values
+    return found
+
+
+def without_gaps(reward: Tensor, group_id: Tensor) -> Tensor:
+    """[N] the rewards; a sample that has none (NaN) gets the mean of those of its group that have one, or 0.
+
+    So it is neither the best nor the worst of its group, unless all of them are equal.
+    """
+    scored = ~reward.isnan()
+    if scored.all():
+        return reward
+    ids, inverse = torch.unique(group_id, return_inverse=True)
+    zeros = torch.zeros(len(ids), dtype=torch.float64, device=reward.device)
+    total = zeros.index_add(0, inverse, torch.where(scored, reward.double(), 0.0))
+    mean = total / zeros.index_add(0, inverse, scored.double()).clamp(min=1)
+    return torch.where(scored, reward, mean[inverse].to(reward.dtype))
 
 
 def informative(reward: Tensor, group_id: Tensor) -> Tensor:

@@ -59,7 +59,8 @@ class FlowTrace:
 
     latents [B, S + 1, ...] float32: the samples before each stochastic step and after the last;
     sigmas [S + 1] and timesteps [S]: noise levels in 0..1 and the scheduler's timesteps;
-    `sigma_max` the schedule's second entry; `trained` [W] ascending: which of the S steps are
+    `sigma_max` the schedule's second entry; `typical_std` the mean std of the transitions of all steps
+    that a window may hold, 0 where nothing is stochastic; `trained` [W] ascending: which of the S steps are
     trained. `embeds` text embeddings by name, each [P, ...] or under guidance [2 P, ...]: the
     prompts, then their negatives; `prompt_index` [B] into the prompts. `means` [B, W, ...] float32
     are the means of the trained transitions under the weights that sampled, and `clean` [B, ...]
@@ -74,6 +75,7 @@ class FlowTrace:
     sigmas: Tensor
     timesteps: Tensor
     sigma_max: float
+    typical_std: float
     trained: Tensor
     embeds: dict[str, Tensor]
     prompt_index: Tensor

@@ -80,9 +80,13 @@ def guarded_log_ratio(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Ten
     return (log_ratio.float() + divergence.float()) * std.float()
 
 
-def noise_weight(std: Tensor) -> Tensor:
-    """[W] weights of the trained steps, of mean 1, proportional to their transitions' std [W]."""
-    return std.float() / std.float().mean()
+def noise_weight(std: Tensor, typical_std: float) -> Tensor:
+    """[W] weights of the trained steps, proportional to their transitions' std [W].
+
+    `typical_std` is the mean std of all steps of the schedule that can be trained, over which the
+    weights have the mean 1. Within a window they need not: one of late, quiet steps counts less.
+    """
+    return std.float() / typical_std
 
 
 @torch.no_grad()

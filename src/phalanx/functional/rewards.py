@@ -37,8 +37,9 @@ def combine(
     """The reward [N] of N samples: the sum of their terms, each clipped, then times its weight.
 
     With `group_id` [N], each clipped term is first centred and divided by its std within every
-    group, so that no term outweighs another by its scale (GDPO, arXiv 2601.05242); a term that is
-    equal for a whole group adds 0.
+    group, so that no term outweighs another by its scale; a term that is equal for a whole group
+    adds 0. That is the first half of GDPO (arXiv 2601.05242); the second divides the sum by its std
+    over the batch.
     """
     total = torch.zeros_like(terms[0])
     for values, share in zip(terms, shares, strict=True):

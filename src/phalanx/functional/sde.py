@@ -105,6 +105,16 @@ def sde_step(
     return SdeStep(prev, mean, std.flatten().expand(len(x)), _mean_of_dims(log_prob))
 
 
+def typical_std(levels: list[float], steps: range, *, noise_level: float, sde_type: str) -> float:
+    """The mean std of the transitions of these steps; levels [N + 1] are the noise levels of the whole schedule."""
+    before, after = (torch.tensor(levels[steps.start + k : steps.stop + k]) for k in (0, 1))
+    zero = torch.zeros(len(steps))  # the std depends on no sample
+    step = sde_step(
+        zero, zero, before, after, noise_level=noise_level, sde_type=sde_type, sigma_max=levels[1], noise=zero
+    )
+    return float(step.std.mean())
+
+
 def gaussian_kl(mean: Tensor, other_mean: Tensor, std: Tensor) -> Tensor:
     """KL [B] of two transitions of one `std` [B], averaged over dims: (m - m')^2 / 2 std^2."""
     squared = _mean_of_dims((mean.float() - other_mean.float()) ** 2)

@@ -24,17 +24,8 @@ def sde_window(
     Raises:
         ValueError: where the range is empty, leaves the schedule, or is shorter than the window.
     """
-    if window_range is None and num_inference_steps < 2:
-        raise ValueError(
-            f"rollout.num_inference_steps: {num_inference_steps} leaves no step to train, since the last one is not "
-            "trained; should be at least 2"
-        )
-    first, end = window_range if window_range is not None else (0, num_inference_steps - 1)
-    if not 0 <= first < end <= num_inference_steps:
-        raise ValueError(
-            f"rollout.sde_window_range: [{first}, {end}] should satisfy 0 <= a < b <= {num_inference_steps} "
-            "(rollout.num_inference_steps)"
-        )
+    reach = window_reach(num_inference_steps, window_range)
+    first, end = reach.start, reach.stop
     length = end - first if size is None else size
     if length > end - first:
         raise ValueError(
@@ -47,6 +38,25 @@ def sde_window(
     else:
         start = random.Random(f"window {seed} {step}").randint(first, last_start)
     return range(start, start + length)
+
+
+def window_reach(num_inference_steps: int, window_range: list[int] | None) -> range:
+    """All steps that a window may hold: a .. b-1 of `window_range`, or all but the last.
+
+    Raises ValueError where there is none, or where they leave the schedule.
+    """
+    if window_range is None and num_inference_steps < 2:
+        raise ValueError(
+            f"rollout.num_inference_steps: {num_inference_steps} leaves no step to train, since the last one is not "
+            "trained; should be at least 2"
+        )
+    first, end = window_range if window_range is not None else (0, num_inference_steps - 1)
+    if not 0 <= first < end <= num_inference_steps:
+        raise ValueError(
+            f"rollout.sde_window_range: [{first}, {end}] should satisfy 0 <= a < b <= {num_inference_steps} "
+            "(rollout.num_inference_steps)"
+        )
+    return range(first, end)
 
 
 def trained_count(stochastic: int, fraction: float) -> int:

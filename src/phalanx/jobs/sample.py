@@ -104,7 +104,8 @@ class Generator:
             self.trained.read_into(tensors, self.world.checkpoint_group)
             self.policy.trained.sharded.copy_to_module()
         fps = self.policy.model.fps
-        writer = Writer(self.output_dir, self.cfg.n, fps) if self.world.rank == 0 else None
+        seed = self.rollout.config.val.seed
+        writer = Writer(self.output_dir, self.cfg.n, fps, seed=seed) if self.world.rank == 0 else None
         share = -(-len(self.prompts) // self.world.size)
         first = self.world.rank * share
         # ranks must do equal work, so the end is filled up with the last prompt; those images are dropped
@@ -135,7 +136,7 @@ def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
     if cfg.prompts and cfg.prompt_file is not None:
         raise ConfigError("prompts and prompt_file are both set; give one of them")
     if cfg.prompt_file is not None:
-        rows = load_prompts([cfg.prompt_file], "prompt_file", images)
+        rows = load_prompts([cfg.prompt_file], "prompt_file", images, cfg.prompt_key)
         return [Prompt(row.text, i, row.meta, row.negative) for i, row in enumerate(rows)]
     if not cfg.prompts:
         raise ConfigError("neither prompts nor prompt_file is set; give one of them, e.g. prompts='[a red apple]'")
@@ -164,8 +165,9 @@ class Writer:
     plays the first GRID_VIDEOS of them.
     """
 
-    def __init__(self, folder: Path, n: int, fps: int = 1) -> None:
-        self.folder, self.n, self.fps = folder, n, fps
+    def __init__(self, folder: Path, n: int, fps: int = 1, *, seed: int) -> None:
+        """`seed` is noted in the index: with the number of an image it determines the noise."""
+        self.folder, self.n, self.fps, self.seed = folder, n, fps, seed
         self._rows: dict[int, dict[str, Any]] = {}  # of the index, by its numbers
         self._tiles: dict[int, list[Image.Image]] = {}
         for row in read_index(folder):  # images of an earlier call, which may have made more
@@ -184,7 +186,7 @@ class Writer:
             file = f"{index:05d}.png"
             Image.fromarray(frames[0]).save(self.folder / file)
         shown = frames if index < GRID_VIDEOS else standing(frames)
-        self._rows[index] = {"index": index, "prompt": prompt, "reward": None, "file": file}
+        self._rows[index] = {"index": index, "prompt": prompt, "seed": self.seed, "reward": None, "file": file}
         self._tiles[index] = [fit(picture) for picture in pictures(shown)]
 
     def finish(self, columns: int | None) -> None:

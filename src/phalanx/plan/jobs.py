@@ -10,7 +10,8 @@ from torch import Tensor
 
 from phalanx import algorithms
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
-from phalanx.data.prompts import PromptRow, PromptStream
+from phalanx.data.prompts import PromptRow
+from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.models.flow.folder import read_index
 from phalanx.plan.blueprint import PlannedPolicy, fetch, planned_policy

@@ -58,6 +58,8 @@ class RewardSet:
         self.terms = build_terms(cfg.functions, device, unparseable_score, outputs)
         self.busy_s = 0.0
         self.spans: list[tuple[float, float]] = []
+        self.problem: str | None = None  # the first one that the last `collect` forgave
+        self._forgives = cfg.on_error != "fail"
         self._overlap = cfg.overlap
         self._timeout_s = cfg.timeout_s
         self._device = torch.device(device)
@@ -94,7 +96,7 @@ class RewardSet:
             if isinstance(term.function, ParsedAnswers):
                 continue  # called with the answers, once they are there: see `ask`
             seen, whose = seen_by(term.takes, outputs, prompts, term.frames)
-            call = Call(term, seen, whose, len(whose) // len(prompts))
+            call = Call(term, seen, whose, len(whose) // len(prompts), forgives=self._forgives)
             self._calls.append(call)
             if self._overlap and not term.on_device:
                 self._start(call)
@@ -128,7 +130,7 @@ class RewardSet:
             return  # this rank has only helped others to their answers
         for term in self.terms:
             if term.name in answers:
-                self._calls.append(Call(term, answers[term.name], prompts, self._judge_frames))
+                self._calls.append(Call(term, answers[term.name], prompts, self._judge_frames, forgives=self._forgives))
 
     def collect(self) -> Rows:
         """Wait for all submitted micro-batches: unweighted float32 scores [B] by term, in the order of submission, and
@@ -136,6 +138,8 @@ class RewardSet:
 
         Raises RewardError for a reward that raised, ran longer than `reward.timeout_s`, returned another number of
         scores, other extras than it names, or NaN or infinity. The submitted micro-batches are forgotten in any case.
+        Where `reward.on_error` forgives, the rows of a term are NaN for samples on which it raised or returned no
+        finite number, and `problem` is the first reason.
         """
         assert not self.must_ask, "ask comes first"
         calls, self._calls = self._calls, []
@@ -149,9 +153,11 @@ class RewardSet:
 
         # also of terms without a call: all ranks gather the same rows
         found: dict[str, list[Tensor]] = {row: [] for term in self.terms for row in term.rows}
+        self.problem = None
         for call in calls:
-            assert call.future is not None
-            for row, values in call.future.result().items():
+            scored, problem = call.outcome()
+            self.problem = self.problem or problem
+            for row, values in scored.items():
                 found[row].append(values)
         return {row: torch.cat(parts) if parts else torch.zeros(0) for row, parts in found.items()}
 
@@ -197,9 +203,14 @@ class Call:
     thread; 0 until then.
     """
 
-    def __init__(self, term: Term, subject: Outputs, prompts: list[Prompt], frames: int = 1) -> None:
-        """`subject` is what the term's function gets, `frames` of it for each sample, and `prompts` as many."""
+    def __init__(
+        self, term: Term, subject: Outputs, prompts: list[Prompt], frames: int = 1, *, forgives: bool = False
+    ) -> None:
+        """`subject` is what the term's function gets, `frames` of it for each sample, and `prompts` as many.
+        `forgives`: what the function raises is no failure, and neither is a number that is not finite.
+        """
         self.term = term
+        self._forgives = forgives
         self.prompts = prompts
         self.start = self.end = 0.0
         self.future: Future[Rows] | None = None
@@ -218,6 +229,25 @@ class Call:
         error = self.future.exception()
         if error is None or isinstance(error, RewardError):
             return error
+        return None if self._forgives and isinstance(error, Exception) else self._told(error)
+
+    def outcome(self) -> tuple[Rows, str | None]:
+        """The rows of a call that is done and did not fail, NaN for samples without a score; and why there are such."""
+        assert self.future is not None
+        error = self.future.exception()
+        if error is not None:
+            none = torch.full((len(self.prompts) // self._frames,), torch.nan)
+            return dict.fromkeys(self.term.rows, none), str(self._told(error))
+        rows = self.future.result()
+        lost = torch.stack([~values.isfinite() for values in rows.values()]).any(0)
+        if not lost.any():
+            return rows, None
+        whose = [self.prompts[i * self._frames] for i in lost.nonzero().flatten().tolist()]
+        problem = f"reward {self.term.name!r} returned NaN or infinity on {on_prompts(whose)}"
+        return {row: values.masked_fill(lost, torch.nan) for row, values in rows.items()}, problem
+
+    def _told(self, error: BaseException) -> RewardError:
+        """The error that the function raised, in one line and with its cause."""
         reason = " ".join(str(error).split())
         failure = RewardError(
             f"reward {self.term.name!r} raised {type(error).__name__}: {reason} on {on_prompts(self.prompts)}"
@@ -233,12 +263,12 @@ class Call:
         if isinstance(subject, Tensor):
             subject = subject.float()
         returned = self.term.function(subject, [p.text for p in self.prompts], [p.meta for p in self.prompts])
-        checked = _rows(returned, self.term, self.prompts)
+        checked = _rows(returned, self.term, self.prompts, forgives=self._forgives)
         self.end = time.perf_counter()
         return mean_of_frames(checked, self._frames)
 
 
-def _rows(returned: Any, term: Term, prompts: list[Prompt]) -> Rows:
+def _rows(returned: Any, term: Term, prompts: list[Prompt], *, forgives: bool) -> Rows:
     """The term's rows of what a reward returned; RewardError for other extras than it names, and see `_check`."""
     output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned, {})
     if output.extras.keys() != set(term.extras):
@@ -249,11 +279,16 @@ def _rows(returned: Any, term: Term, prompts: list[Prompt]) -> Rows:
             f"of its class, derived from RewardWithExtras, names: {named}"
         )
     values = (output.scores, *(output.extras[extra] for extra in term.extras))
-    return {row: _check(each, row, term.takes, prompts) for row, each in zip(term.rows, values, strict=True)}
+    rows = {}
+    for row, each in zip(term.rows, values, strict=True):
+        rows[row] = _check(each, row, term.takes, prompts, forgives=forgives)
+    return rows
 
 
-def _check(scores: Any, name: str, takes: str, prompts: list[Prompt]) -> Tensor:
-    """The scores as float32 [B] on the CPU; RewardError for another number of them, NaN or infinity."""
+def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], *, forgives: bool) -> Tensor:
+    """The scores as float32 [B] on the CPU; RewardError for another number of them and, unless it `forgives`, for NaN
+    or infinity.
+    """
     expected = f"expected {len(prompts)} numbers: a list, an array or a tensor"
     if isinstance(scores, Tensor):
         scores = scores.detach()
@@ -269,7 +304,7 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt]) -> Tensor:
             f"reward {name!r} returned {what} for {len(prompts)} {takes} on {on_prompts(prompts)}; {expected}"
         )
     bad = (~values.isfinite()).nonzero().flatten().tolist()
-    if bad:
+    if bad and not forgives:
         raise RewardError(
             f"reward {name!r} returned {values[bad[0]].item()} for {len(bad)} of {len(prompts)} {takes} "
             f"on {on_prompts([prompts[i] for i in bad])}; expected finite numbers"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from phalanx.config.run import EmaConfig, OptimConfig, ParallelConfig
 from phalanx.data.images import ImageTextData
-from phalanx.data.prompts import IndexStream
+from phalanx.data.streams import IndexStream
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.fsdp import Sharded

@@ -105,10 +105,24 @@ def check(cfg: RLConfig, algorithm: Algorithm) -> None:
         raise ConfigError(
             "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]"
         )
-    if not algorithm.needs_reward and cfg.rollout.max_num_gen_batches > 1:
+    again = {
+        "max_num_gen_batches": cfg.rollout.max_num_gen_batches,
+        "max_draws_per_prompt": cfg.rollout.max_draws_per_prompt,
+    }
+    for key, times in again.items():
+        if not algorithm.needs_reward and times > 1:
+            raise ConfigError(
+                f"rollout.{key}: {times} goes by rewards, from which {cfg.algorithm.name} does not learn; set it to 1"
+            )
+    if min(again.values()) > 1:
         raise ConfigError(
-            f"rollout.max_num_gen_batches: {cfg.rollout.max_num_gen_batches} goes by rewards, from which "
-            f"{cfg.algorithm.name} does not learn; set it to 1"
+            f"rollout.max_num_gen_batches: {cfg.rollout.max_num_gen_batches} draws new prompts, and rollout."
+            f"max_draws_per_prompt: {cfg.rollout.max_draws_per_prompt} the same ones again; set one of the two to 1"
+        )
+    if cfg.reward.normalize == "gdpo" and "global_std" in vars(cfg.algorithm) and cfg.algorithm.global_std is False:
+        raise ConfigError(
+            "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; "
+            "leave it out, or set reward.normalize=group"
         )
     check_run(cfg)
     cfg.algorithm.check(cfg.rollout)

@@ -33,6 +33,7 @@ class Progress:
     """The run's counters: training steps done, samples drawn, optimizer steps, and wandb's run id.
 
     `updates_beside` are the optimizer steps of models that are trained beside the policy.
+    `rescoring`: log-probs of rollout and replay were seen to differ, so that the policy computes the old ones again.
     `unfinished` is the row of metrics of the last step where the run was stopped in its validation.
     """
 
@@ -41,6 +42,7 @@ class Progress:
     updates: int = 0
     wandb_id: str | None = None
     unfinished: dict[str, float] | None = None
+    rescoring: bool = False
     updates_beside: dict[str, int] = field(default_factory=dict)
 
 

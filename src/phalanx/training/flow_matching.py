@@ -15,7 +15,8 @@ from torch import Tensor
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.data.images import ImageTextData
-from phalanx.data.prompts import DataError, IndexStream
+from phalanx.data.prompts import DataError
+from phalanx.data.streams import IndexStream
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.seed import fold_in

@@ -21,7 +21,7 @@ class FlowParts(Parts):
 def build_parts(cfg: FlowRunConfig, micro: int, *, detach_uncond: bool = False, window: bool = True) -> FlowParts:
     """`micro` and `window` are the rollout's. Raises ValueError, with one line, for what the user can fix."""
     world = start(cfg)
-    val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model))
+    val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
     rewards = build_rewards(cfg, world)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
     rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)

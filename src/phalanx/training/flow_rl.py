@@ -7,7 +7,8 @@ from typing import TypeVar
 from phalanx import algorithms
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.load import ConfigError
-from phalanx.data.prompts import PromptStream, held_out_overlap, load_prompts
+from phalanx.data.prompts import held_out_overlap, load_prompts
+from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.placement import place
 from phalanx.functional.window import sde_window, trained_count
@@ -36,7 +37,7 @@ def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ig
     columns = image_columns(cfg.model)
     if cfg.rollout.engine == "dataset":
         columns = (*columns, *PAIR)
-    rows = load_prompts(cfg.data.train_files, "data.train_files", images=columns)
+    rows = load_prompts(cfg.data.train_files, "data.train_files", images=columns, prompt=cfg.data.prompt_key)
     prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)
     for teacher in algorithm.teachers:
         check_teacher(teacher, cfg.model)

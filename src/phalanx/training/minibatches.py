@@ -54,11 +54,12 @@ class MicroBatches:
 class Units:
     """What a step trains on: units of samples, in the order of their numbers, and which of them count.
 
-    `counted` [U] bool, of all ranks' units. `mine` [u, s] are this rank's units, by the places of their samples on this
-    rank, and `kept` [u] bool those of them that count.
+    `counted` [U] bool, of all ranks' units. `first` is the number of this rank's first one; `mine` [u, s] are its
+    units, by the places of their samples on this rank, and `kept` [u] bool those of them that count.
     """
 
     counted: Tensor
+    first: int
     mine: Tensor
     kept: Tensor
 
@@ -67,8 +68,36 @@ class Units:
         """Units [U, s] of the samples of all ranks, where sample_mask [N] says which samples are trained on."""
         counted = sample_mask[numbers].all(1)
         share = len(numbers) // world.size
-        own = slice(world.rank * share, (world.rank + 1) * share)
-        return cls(counted, numbers[own] - world.rank * plan.per_rank, counted[own])
+        first = world.rank * share
+        own = slice(first, first + share)
+        return cls(counted, first, numbers[own] - world.rank * plan.per_rank, counted[own])
+
+    def dealt(self, updates: int) -> Tensor:
+        """[U] the optimizer step that trains on each unit; -1 for those that do not count.
+
+        They are dealt out in turns, after those that do not count are gone: so steps differ by one unit at most, each
+        holds a share of every prompt, and the layout has no part in it.
+        """
+        turn = (self.counted.cumsum(0) - 1) % updates
+        return torch.where(self.counted, turn, -1)
+
+    def places(self, dealt: Tensor, updates: int) -> list[Tensor]:
+        """This rank's units of each optimizer step, as rows of `mine`: equally many, those that count come first.
+
+        What a step lacks is filled up with units that do not count, so that all ranks can make equally many
+        micro-batches of one size.
+        """
+        own = dealt[self.first : self.first + len(self.mine)]
+        spare = (own == -1).nonzero().flatten()
+        turn = torch.arange(len(spare)) % updates
+        spare = spare[torch.sort(turn, stable=True).indices]
+        share, places = len(self.mine) // updates, []
+        for k in range(updates):
+            real = (own == k).nonzero().flatten()
+            lacking = share - len(real)
+            places.append(torch.cat([real, spare[:lacking]]))
+            spare = spare[lacking:]
+        return places
 
 
 def optimizer_steps(
@@ -77,26 +106,25 @@ def optimizer_steps(
     """The micro-batches of each optimizer step of a pass over the samples, each as the places of its samples on this
     rank [b] and the weights of its units' actions [u, A]; a step with nothing to learn is left out.
 
-    Optimizer step k trains on the units whose number is k modulo the number of updates, so that each holds a share of
-    every prompt, and the same whatever the number of ranks. All ranks make equally many micro-batches: as many as the
-    one with most units that count, since the collectives of a backward pass want every rank. mask [B, A]: the actions
-    of this rank's samples; see phalanx.functional.aggregation for `mode` and `constant`.
+    All ranks make equally many micro-batches: as many as the one with most units that count, since the collectives of a
+    backward pass want every rank. mask [B, A]: the actions of this rank's samples; see phalanx.functional.aggregation
+    for `mode` and `constant`.
     """
     mask = mask.cpu()[units.mine[:, 0]]  # samples that are trained as one have their actions in common
+    dealt = units.dealt(plan.updates)
+    places = units.places(dealt, plan.updates)
     totals = torch.zeros(plan.updates, 2, dtype=torch.int64)
-    for k in range(plan.updates):
-        totals[k] = count_actions(mask[k :: plan.updates], units.kept[k :: plan.updates])
+    for k, rows in enumerate(places):
+        totals[k] = count_actions(mask[rows], units.kept[rows])
     if world.size > 1:
         dist.all_reduce(totals)
     steps = []
     for k, (actions, samples) in enumerate(totals.tolist()):
-        busiest = int(units.counted[k :: plan.updates].view(world.size, -1).sum(1).max())
+        busiest = int((dealt == k).view(world.size, -1).sum(1).max())
         if busiest == 0 or actions == 0:  # nothing to learn from, on any rank
             continue
         weight = action_weights(mask, units.kept, actions, samples, mode=mode, constant=constant)
-        mine = torch.arange(k, len(units.mine), plan.updates)
-        # those that count come first: the rest may be left out
-        order = mine[torch.sort(~units.kept[mine], stable=True).indices]
-        parts = order.split(plan.micro_units)[: math.ceil(busiest / plan.micro_units)]
+        # those that do not count come last, and may be left out
+        parts = places[k].split(plan.micro_units)[: math.ceil(busiest / plan.micro_units)]
         steps.append([(units.mine[part].flatten(), weight[part]) for part in parts])
     return steps

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from phalanx.config.load import ConfigError
 from phalanx.config.run import RLConfig
-from phalanx.data.prompts import PromptStream
+from phalanx.data.streams import PromptStream
 from phalanx.distributed.collectives import all_gather, reduce_float
 from phalanx.distributed.seed import fold_in
-from phalanx.functional.advantage import informative
+from phalanx.functional.advantage import informative, of_scored, without_gaps
 from phalanx.rollout.correction import rescore
 from phalanx.telemetry.flops import peak_flops
 from phalanx.training.batches import BatchPlan
@@ -69,6 +69,11 @@ class Trainer(Run):
             assert cfg.trainer.total_epochs is not None
             steps = prompts.steps(cfg.trainer.total_epochs)
         self.prepare(steps, steps * plan.updates * cfg.actor.ppo_epochs, cfg.actor.ema, averages)
+        if cfg.rollout.max_num_gen_batches > 1 and self.world.rank == 0:
+            log.warning(
+                "rollout.max_num_gen_batches draws new prompts, as in verl; before, it drew the same ones again, "
+                "which is now rollout.max_draws_per_prompt"
+            )
         self.group_id = torch.arange(plan.samples) // cfg.rollout.n
         self._flat_steps = 0  # in a row, without any difference between rewards
         self._trained = 0  # samples of this rank that the last step trained, once for each time
@@ -90,6 +95,7 @@ class Trainer(Run):
                 # Advantage, then optimizer steps: replay, loss x weight, backward, step.
                 with self.timers("update"):
                     row = self.update(samples, reward, step)
+                    self.guard(row)
                     if self.stepped:
                         self.after_step(step + 1)
 
@@ -118,29 +124,62 @@ class Trainer(Run):
         return nullcontext() if name is None else self.policy.using(name)
 
     def rescore(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
-        """The policy's own log-probabilities of samples that an engine with other kernels drew; rollout/... metrics."""
-        if self.rollout.exact or self.algorithm.levels is not None:
+        """The policy's own log-probabilities of samples that an engine with other kernels drew, or whose replay is
+        known to differ; rollout/... metrics.
+        """
+        exact = self.rollout.exact and samples.exact and not self.progress.rescoring
+        if exact or self.algorithm.levels is not None:
             return samples, {}
+        config = self.cfg.rollout
+        if self.rollout.exact:  # rollout.correction is of other engines
+            config = replace(config, correction="rescore")
         with self.timers("rescore"):
-            return rescore(self.policy, samples, self.cfg.rollout, self.plan.micro)
+            samples, row = rescore(self.policy, samples, config, self.plan.micro)
+        return replace(samples, exact=True), row
+
+    def guard(self, row: dict[str, float]) -> None:
+        """Have the policy compute old log-probabilities again from now on, where its replay of exact samples is off by
+        more than a tenth of the clip range: ratios would then be clipped by rounding and not by what was learned.
+        """
+        options, error = vars(self.cfg.algorithm), "actor/first_ratio_error"
+        if self.progress.rescoring or not self.rollout.exact or "clip_ratio" not in options or error not in row:
+            return
+        if self.algorithm.levels is not None or row[error] <= options["clip_ratio"] / 10:
+            return
+        self.progress.rescoring = True
+        if self.world.rank == 0:
+            log.warning(
+                "%s is %.1e, more than a tenth of algorithm.clip_ratio=%g: the policy's replay differs from the "
+                "rollout, so from here on it computes the old log-probs again (time/rescore)",
+                error,
+                row[error],
+                options["clip_ratio"],
+            )
 
     # -- reward ---------------------------------------------------------------------------------------------------
 
     def reward(self, samples: Samples, step: int) -> tuple[Samples, Tensor, dict[str, float]]:
-        """The rewards [N] of the samples of all ranks, zeros where there is no reward, and their metrics.
+        """The rewards [N] of the samples of all ranks, zeros where there is no reward and NaN for samples that are to
+        be skipped, and their metrics.
 
-        Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal are drawn again,
-        until they differ or rollout.max_num_gen_batches is reached; so the samples are returned as well.
+        Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal are drawn again, of
+        new prompts or of the same ones, until they differ or the limit is reached; so the samples are returned as well.
         """
         if self.rewards is None:
             return samples, torch.zeros(self.plan.samples), {}
         with self.timers("reward"):  # what is left of it: the rest was scored while sampling went on
             terms = self.gather_terms()
-        reward, redrawn, limit = self.combine(terms, step), 0, self.cfg.rollout.max_num_gen_batches
+        reward, redrawn, r = self.combine(terms, step), 0, self.cfg.rollout
+        rows, limit = self.prompts.numbers(step), max(r.max_num_gen_batches, r.max_draws_per_prompt)
         for attempt in range(1, limit):
-            stale = ~informative(reward, self.group_id)
+            stale = ~informative(without_gaps(reward, self.group_id), self.group_id)
             if not stale.any():
                 break
+            if r.max_num_gen_batches > 1:
+                groups = self.group_id[stale].unique().tolist()
+                rows = self.prompts.renewed(rows, groups, step * (limit - 1) + attempt - 1)
+                with self.timers("encode"):
+                    samples = self.rollout.renew(samples, self.prompts.prompts(rows))
             with self.timers("rollout"), self.behaviour(), self.rollout.awake():
                 samples, numbers = self.rollout.resample(samples, stale, attempt, each=self.submit)
             self.ask()
@@ -150,13 +189,23 @@ class Trainer(Run):
             terms = {name: values.index_copy(0, numbers[real], again[name][real]) for name, values in terms.items()}
             reward = self.combine(terms, step)
             redrawn += int(stale.sum())
-        self._notice_flat(reward, step)
+        if redrawn > 0:
+            samples, _ = self.rescore(samples)
+        self._notice_flat(reward[~reward.isnan()], step)
         row = {"rollout/resampled_ratio": redrawn / self.plan.samples} if limit > 1 else {}
-        return samples, reward, row | reward_metrics(self.rewards.weighted(terms, step), terms, self.group_id)
+        return samples, reward, row | self.reward_metrics(reward, terms, step)
+
+    def reward_metrics(self, reward: Tensor, terms: dict[str, Tensor], step: int) -> dict[str, float]:
+        """reward/... of the samples that have a reward."""
+        assert self.rewards is not None
+        scored = ~reward.isnan()
+        known = {name: values[scored] for name, values in terms.items()}
+        row = reward_metrics(self.rewards.weighted(known, step), known, self.group_id[scored])
+        return row | self.take_errors()
 
     def _notice_flat(self, reward: Tensor, step: int) -> None:
         """Say, once, where the reward [N] has been one and the same for all samples of many steps."""
-        self._flat_steps = self._flat_steps + 1 if reward.max() == reward.min() else 0
+        self._flat_steps = self._flat_steps + 1 if len(reward) and reward.max() == reward.min() else 0
         if self._flat_steps == FLAT_STEPS:
             log.warning(
                 "the reward is %g for every sample of the last %d steps, up to step %d: there is nothing to learn from",
@@ -170,18 +219,30 @@ class Trainer(Run):
         return {name: all_gather(values) for name, values in self.score()[1].items()}
 
     def combine(self, terms: dict[str, Tensor], step: int) -> Tensor:
-        """The reward [N] that is trained, of its terms [N]."""
+        """The reward [N] that is trained, of its terms [N]; NaN for samples that lack one of them."""
         assert self.rewards is not None
-        return self.rewards.weighted(terms, step, self.group_id if self.cfg.reward.normalize == "group" else None)
+        group_id = None if self.cfg.reward.normalize == "none" else self.group_id
+        scored = ~torch.stack(list(terms.values())).isnan().any(0)
+        if scored.all():
+            return self.rewards.weighted(terms, step, group_id)
+        reward = torch.full((self.plan.samples,), torch.nan)
+        known = {name: values[scored] for name, values in terms.items()}
+        reward[scored] = self.rewards.weighted(known, step, None if group_id is None else group_id[scored])
+        return reward
 
     # -- update ---------------------------------------------------------------------------------------------------
 
     def update(self, samples: Samples, reward: Tensor, step: int) -> dict[str, float]:
-        """All optimizer steps on the samples of training step `step`; reward [N] is that of all ranks' samples."""
+        """All optimizer steps on the samples of training step `step`; reward [N] is that of all ranks' samples,
+        NaN for those that are left out.
+        """
         cfg, plan, algorithm, policy = self.cfg.actor, self.plan, self.algorithm, self.policy
-        advantage = algorithm.advantage(reward, self.group_id)
-        sample_mask = algorithm.sample_mask(reward, self.group_id)
-        units = Units.of(algorithm.units(reward, self.group_id), sample_mask, plan, self.world)
+        if not algorithm.needs_reward:  # it trains on samples without one, too
+            reward = reward.nan_to_num(0.0)
+        advantage = of_scored(algorithm.advantage, reward, self.group_id, 0.0)
+        sample_mask = of_scored(algorithm.sample_mask, reward, self.group_id, False)
+        numbers = algorithm.units(without_gaps(reward, self.group_id), self.group_id)
+        units = Units.of(numbers, sample_mask, plan, self.world)
         mine = slice(self.world.rank * plan.per_rank, (self.world.rank + 1) * plan.per_rank)
         batches = MicroBatches(samples, advantage[mine], self.world.device)
         stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch

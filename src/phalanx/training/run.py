@@ -16,7 +16,7 @@ from phalanx.config import save
 from phalanx.config.run import EmaConfig, RunConfig
 from phalanx.config.secrets import public
 from phalanx.distributed import mesh
-from phalanx.distributed.collectives import agree
+from phalanx.distributed.collectives import agree, reduce_int
 from phalanx.exit import Stopped
 from phalanx.rewards import RewardError
 from phalanx.telemetry.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
@@ -43,6 +43,8 @@ class Run:
         self.rewards, self.val_sets = parts.rewards, parts.val_sets
         self.output_dir = Path(cfg.trainer.output_dir)
         self.timers = Timers()
+        self.unscored = 0  # samples that a reward failed on since a row of metrics took the number
+        self._told_of_errors = False
 
     def prepare(
         self,
@@ -155,7 +157,32 @@ class Run:
                 self.rewards.ask()
         with self.together():
             terms = self.rewards.collect()
+        if self.cfg.reward.on_error != "fail":
+            terms = self._forgiven(terms)
         return self.rewards.weighted(terms), terms
+
+    def _forgiven(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
+        """This rank's terms [B] as reward.on_error wants them: 0 where there is no score, or NaN for one to skip.
+
+        Raises RewardError, on all ranks, where more have none than reward.max_error_fraction allows.
+        """
+        assert self.rewards is not None
+        cfg, lost = self.cfg.reward, torch.stack([values.isnan() for values in terms.values()]).any(0)
+        count, scored = reduce_int(int(lost.sum()), "sum"), reduce_int(len(lost), "sum")
+        self.unscored += count
+        if count == 0:
+            return terms
+        first, _ = agree(self.rewards.problem, 0)
+        what = f"{count} of {scored} {self.rollout.noun} have no score"
+        if count > cfg.max_error_fraction * scored:
+            allowed = f"more than reward.max_error_fraction={cfg.max_error_fraction:g} of them"
+            raise RewardError(f"{what}, {allowed}; the first: {first}")
+        if self.world.rank == 0 and not self._told_of_errors:
+            log.warning(
+                "reward.on_error=%s: %s; from here on see reward/errors; the first: %s", cfg.on_error, what, first
+            )
+        self._told_of_errors = True
+        return terms if cfg.on_error == "skip" else {name: values.nan_to_num(0.0) for name, values in terms.items()}
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -177,6 +204,13 @@ class Run:
         if stop:
             raise Stopped(stop)
 
+    def take_errors(self, prefix: str = "") -> dict[str, float]:
+        """The number of samples that rewards failed on since the last call, as a metric where they may fail."""
+        if self.cfg.reward.on_error == "fail":
+            return {}
+        count, self.unscored = self.unscored, 0
+        return {f"{prefix}reward/errors": float(count)}
+
     def validate(self, step: int) -> dict[str, float]:
         """Validate on all sets and hand the samples to the loggers; returns the row, empty where there is nothing."""
         row: dict[str, float] = {}
@@ -188,7 +222,7 @@ class Run:
                 found, records = validate(
                     self.cfg, self.rollout, weights, self.submit, self.score, name, prompts, self.world
                 )
-                row |= found
+                row |= found | self.take_errors(f"val/{name}/")
                 self.logger.records(step, name, records)
         return row
 
@@ -312,16 +346,19 @@ class Run:
 
 
 def validation_summary(folder: Path) -> list[str]:
-    """A line for each validation set: the first and the last mean reward in a run's metrics.jsonl."""
+    """A line for each validation set: the first mean reward in a run's metrics.jsonl, and the last one if there is
+    another.
+    """
     found: dict[str, list[tuple[int, float]]] = {}
     for row in read_metrics(folder / METRICS_FILE):
         for key, value in row.items():
             if key.startswith("val/") and key.endswith("/reward/mean"):
                 found.setdefault(key, []).append((row["step"], value))
-    return [
-        f"{key}: {points[0][1]:.3f} (step {points[0][0]}) -> {points[-1][1]:.3f} (step {points[-1][0]})"
-        for key, points in found.items()
-    ]
+    lines = []
+    for key, points in found.items():
+        ends = points[:1] if len(points) == 1 else [points[0], points[-1]]
+        lines.append(f"{key}: " + " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))
+    return lines
 
 
 def check_finite(outputs: Outputs, prompts: Sequence[Prompt]) -> None:

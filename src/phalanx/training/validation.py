@@ -56,10 +56,12 @@ def validate(
     local_reward, local_terms = score()
     real = len(prompts) * n
     reward = all_gather(local_reward)[:real]
-    row = {f"val/{name}/reward/mean": reward.mean().item(), f"val/{name}/reward/std": reward.std(correction=0).item()}
+    scored = ~reward.isnan()  # all, unless reward.on_error says otherwise
+    known = reward[scored]
+    row = {f"val/{name}/reward/mean": known.mean().item(), f"val/{name}/reward/std": known.std(correction=0).item()}
     terms = {term: all_gather(values)[:real] for term, values in local_terms.items()}
     for term, values in terms.items():
-        row[f"val/{name}/reward/{term}"] = values.mean().item()
+        row[f"val/{name}/reward/{term}"] = values[scored].mean().item()
     kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
     records = []
     for number, output in enumerate(kept):

@@ -17,10 +17,10 @@ def check_engine(config: FlowRolloutConfig) -> None:
             f"rollout.correction: {config.correction} has nothing to correct where rollout.engine is {config.engine}; "
             f"{why}"
         )
-    if config.engine != "policy" and config.max_num_gen_batches > 1:
-        raise ValueError(
-            f"rollout.max_num_gen_batches: {config.max_num_gen_batches} needs rollout.engine=policy; set it to 1"
-        )
+    again = {"max_num_gen_batches": config.max_num_gen_batches, "max_draws_per_prompt": config.max_draws_per_prompt}
+    for key, times in again.items():
+        if config.engine != "policy" and times > 1:
+            raise ValueError(f"rollout.{key}: {times} needs rollout.engine=policy; set it to 1")
     if config.engine != "policy" and config.num_frames > 1:
         raise ValueError(
             f"rollout.num_frames: {config.num_frames} needs rollout.engine=policy; {config.engine} knows images alone"

@@ -57,6 +57,7 @@ class DatasetRollout(PolicyRollout):
             sigmas=schedule.sigmas[:1],
             timesteps=schedule.timesteps[:0],
             sigma_max=schedule.levels[1],
+            typical_std=0.0,
             trained=rows[:0],
             evaluations=0,
             embeds=embeds,

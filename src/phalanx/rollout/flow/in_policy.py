@@ -12,7 +12,8 @@ from phalanx.config.flow import FlowRolloutConfig
 from phalanx.distributed.collectives import agree, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace, Sampler
-from phalanx.functional.window import sde_window, trained_steps
+from phalanx.functional.sde import typical_std
+from phalanx.functional.window import sde_window, trained_steps, window_reach
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.ahead import EncodeAhead
 from phalanx.rollout.flow.denoise import Generated, Job, Schedule, generate
@@ -105,6 +106,7 @@ class PolicyRollout:
             sigmas=schedule.sigmas[first : window.stop + 1],
             timesteps=schedule.timesteps[first : window.stop],
             sigma_max=schedule.levels[1],
+            typical_std=self.typical_std(schedule),
             trained=torch.tensor(trained, dtype=torch.long, device=self.world.device) - first,
             embeds=embeds,
             prompt_index=rows,
@@ -113,6 +115,20 @@ class PolicyRollout:
         self._last = job
         mask = torch.ones_like(drawn.log_prob, dtype=torch.bool)  # all have the same number of steps
         return Samples(mine, drawn.images, drawn.log_prob, mask, trace, index)
+
+    def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
+        """The samples of the last `sample` with the embeddings of other prompts, for `resample` to draw from."""
+        index, rows, embeds = self.share(prompts)
+        before = samples.trace.embeds
+        # a longer text among them pads those of all prompts, and kernels round differently at another length
+        same = {name: value.shape for name, value in before.items()} == {n: value.shape for n, value in embeds.items()}
+        self._last = replace(self._last, embeds=embeds, rows=rows)
+        return replace(
+            samples,
+            prompts=[prompts[i // self.config.n] for i in index.tolist()],
+            trace=replace(samples.trace, embeds=embeds, prompt_index=rows),
+            exact=samples.exact and same,
+        )
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         """The samples of the last `sample`, those that `stale` [N] names among all ranks' drawn anew.
@@ -189,6 +205,14 @@ class PolicyRollout:
             stride=c.window_stride,
             seed=seed,
         )
+
+    def typical_std(self, schedule: Schedule) -> float:
+        """See FlowTrace."""
+        c = self.config
+        if not self.window:
+            return 0.0
+        reach = window_reach(c.num_inference_steps, c.sde_window_range)
+        return typical_std(schedule.levels, reach, noise_level=c.noise_level, sde_type=c.sde_type)
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """rollout.val.n images per prompt, one prompt's after the other, with `val_sampler`.

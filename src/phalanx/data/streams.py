@@ -1,0 +1,84 @@
+"""The order in which training sees prompts and images."""
+
+import logging
+import math
+import random
+from functools import lru_cache
+
+from phalanx.data.prompts import PromptRow, numbered
+from phalanx.types import Prompt
+
+logger = logging.getLogger(__name__)
+
+
+class IndexStream:
+    """Endless batches of the numbers 0 .. size-1; (seed, epoch) determines an epoch's order."""
+
+    def __init__(self, size: int, batch_size: int, seed: int | str) -> None:
+        self._size, self._batch_size, self._seed = size, batch_size, seed
+        self._order = lru_cache(maxsize=2)(self._permutation)
+
+    def batch(self, step: int) -> list[int]:
+        """The numbers of training step `step`, of all ranks."""
+        first = step * self._batch_size
+        places = [divmod(first + i, self._size) for i in range(self._batch_size)]
+        return [self._order(epoch)[index] for epoch, index in places]
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(self._size))
+        # a string seed is hashed with SHA-512, the same in every process, unlike hash()
+        random.Random(f"{self._seed}/{epoch}").shuffle(order)
+        return order
+
+
+class PromptStream:
+    """Endless batches of prompts, epoch by epoch, each in an order of its own.
+
+    A batch depends on (rows, batch_size, seed, step) alone, so every rank sees the same one, and a
+    resumed run goes on as if it had not stopped. A batch may straddle two epochs; no prompt is left
+    out.
+    """
+
+    def __init__(self, rows: list[PromptRow], batch_size: int, seed: int) -> None:
+        assert rows and batch_size > 0, (len(rows), batch_size)
+        self._rows = rows
+        self._batch_size = batch_size
+        self._numbers = IndexStream(len(rows), batch_size, seed)
+        self._spare = IndexStream(len(rows), batch_size, f"{seed} spare")
+        if batch_size > len(rows):
+            logger.warning(
+                "data.train_batch_size=%d exceeds the %d prompts of the data; a batch holds some of them several times",
+                batch_size,
+                len(rows),
+            )
+
+    def batch(self, step: int) -> list[Prompt]:
+        """The prompts of one training step, of all ranks; `group_id` counts them from 0."""
+        return self.prompts(self.numbers(step))
+
+    def numbers(self, step: int) -> list[int]:
+        """The rows of one training step's prompts."""
+        return self._numbers.batch(step)
+
+    def prompts(self, numbers: list[int]) -> list[Prompt]:
+        """The prompts of these rows."""
+        return [numbered(self._rows[number], i) for i, number in enumerate(numbers)]
+
+    def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:
+        """The rows of a step, with others in these places: rows that the step does not have, as far as there are any.
+
+        They come from an order of their own, of which `draw` counts the batches: so those of later steps stay as they
+        are, and a resumed run needs no memory of what was drawn.
+        """
+        spare = list(dict.fromkeys(self._spare.batch(draw)))
+        # the data may be too small for prompts that are all different
+        unlike = [number for number in spare if number not in numbers] or spare
+        found = list(numbers)
+        for i, place in enumerate(places):
+            found[place] = unlike[i % len(unlike)]
+        return found
+
+    def steps(self, epochs: float) -> int:
+        """Number of training steps for `epochs` passes over the data, rounded up."""
+        # 0.1 * 30 / 3 is a little more than 1 in floating point
+        return max(1, math.ceil(epochs * len(self._rows) / self._batch_size - 1e-9))

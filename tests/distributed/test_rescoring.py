@@ -1,0 +1,58 @@
+"""The guard on old log-probs: where the replay differs from the rollout, the policy computes them again."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+from phalanx.types import Each, Prompt, Samples
+from tests.checks import warnings_of
+from tests.ranks import run_ranks
+from tests.toy import WordRollout, build, word_config
+
+
+class Off(WordRollout):
+    """It says to be exact, and is not: as under kernels that round differently in another pass."""
+
+    error = 0.03
+
+    def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
+        samples = super().sample(prompts, seed=seed, step=step, each=each)
+        return replace(samples, log_prob=samples.log_prob + self.error)
+
+
+def train(cfg: Any, error: float) -> tuple[bool, list[str]]:
+    t = build(cfg)
+    t.rollout = Off(t.policy, cfg, t.world)
+    t.rollout.error = error
+    with warnings_of("phalanx.training.rl") as said:
+        t.fit()
+    return t.progress.rescoring, said
+
+
+@pytest.mark.parametrize(("error", "rescored"), [(0.03, True), (0.01, False)])
+def test_an_error_of_a_tenth_of_the_clip_range(error: float, rescored: bool, tmp_path: Path) -> None:
+    (known, said), (_, quiet) = run_ranks(train, 2, word_config(tmp_path, "trainer.total_training_steps=3"), error)
+    assert known == rescored and len(said) == rescored and quiet == []  # once, by one rank
+    if rescored:
+        assert (
+            "more than a tenth of algorithm.clip_ratio=0.2" in said[0] and "computes the old log-probs again" in said[0]
+        )
+    rows = read_metrics(tmp_path / "out" / METRICS_FILE)
+    errors = [row["actor/first_ratio_error"] for row in rows if "actor/first_ratio_error" in row]
+    assert errors[0] == pytest.approx(error, rel=0.05)
+    if rescored:
+        assert errors[1:] == [0, 0]
+        assert [row["rollout/logprob_abs_diff_max"] for row in rows[-2:]] == pytest.approx([error] * 2, rel=1e-3)
+    else:
+        assert errors[1:] == pytest.approx([error] * 2, rel=0.05)
+
+
+def test_a_resumed_run_still_knows(tmp_path: Path) -> None:
+    run_ranks(train, 1, word_config(tmp_path, "trainer.total_training_steps=1", "trainer.save_freq=1"), 0.03)
+    run_ranks(train, 1, word_config(tmp_path, "trainer.total_training_steps=2", "trainer.save_freq=1"), 0.03)
+    rows = read_metrics(tmp_path / "out" / METRICS_FILE)
+    errors = [row["actor/first_ratio_error"] for row in rows if "actor/first_ratio_error" in row]
+    assert errors[0] > 0.02 and errors[1] == 0
