@@ -36,6 +36,7 @@ warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarn
 
 HELP = "--help: this text"
 PLAN = "--plan [nnodes=4] [nproc=8] [gpu_memory_gb=80]: what the job would be on that cluster; nothing is trained"
+LONGEST = 2000  # characters of an error
 PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu_memory_gb")  # known only beside --plan
 
 
@@ -150,7 +151,13 @@ def fail(message: str, status: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
     prefix = "error" if rank() == 0 else f"error on rank {rank()}"
-    _end_with(f"{prefix}: {' '.join(message.split())}", status)
+    _end_with(f"{prefix}: {_one_line(message)}", status)
+
+
+def _one_line(message: str) -> str:
+    """A message as a terminal can show it, whatever the files and the user's code have put into it."""
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in " ".join(message.split()))
+    return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…"
 
 
 def _tell(error: Exception, status: int) -> NoReturn:

@@ -51,7 +51,7 @@ def say(words: str) -> None:
     _said.add(words)
     # Not through sys.stderr: torch.distributed redirects it while its excepthook runs.
     with contextlib.suppress(OSError):  # nobody reads it any more: the terminal is closed
-        os.write(2, f"{words}\n".encode())
+        os.write(2, f"{words}\n".encode(errors="backslashreplace"))
 
 
 def end(status: int, report: str | None = None, words: str | None = None) -> NoReturn:

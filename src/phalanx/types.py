@@ -111,13 +111,14 @@ class Batch(Generic[T]):
 @dataclass(frozen=True)
 class Teacher:
     """A frozen model beside the policy, of its family: a model folder or hub id, which the configuration's `key` names,
-    and its guidance scale (None: the rollout's).
+    its guidance scale (None: the rollout's), and the hub's revision (None: its main branch).
     """
 
     name: str
     path: str
     key: str
     guidance: float | None = None
+    revision: str | None = None
 
 
 class Policy(Protocol):

@@ -69,6 +69,43 @@ def test_a_payload_that_returns_the_true_metadata(sd3_folder: Path, tmp_path: Pa
     assert not mark.exists()
 
 
+PROGRESS = {
+    "step": 1,
+    "samples_seen": 2,
+    "updates": 3,
+    "wandb_id": None,
+    "unfinished": None,
+    "updates_beside": {"a": 1},
+}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"step": -1},
+        {"step": "1"},
+        {"step": 10**30},
+        {"step": 1.0},
+        {"updates": -1},
+        {"wandb_id": [1]},
+        {"unfinished": [1]},
+        {"updates_beside": {"a": -1}},
+    ],
+)
+def test_counts_that_no_run_has(wrong: dict[str, object], tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("x")
+    for progress, problem in ((PROGRESS, None), (PROGRESS | wrong, "meta.json is damaged, or of another program")):
+        meta = {"files": {"a": [1, 0]}, "signature": {}, "progress": progress}
+        (tmp_path / "meta.json").write_text(json.dumps(meta))
+        assert complete(tmp_path) == problem
+
+
+@pytest.mark.parametrize("text", ["[" * 10**5, "[1]", '{"files": {"../a": [1, 0]}}'])
+def test_a_meta_json_that_is_none(text: str, tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text(text)
+    assert complete(tmp_path) == "meta.json is damaged, or of another program"
+
+
 @pytest.mark.parametrize("content", [b"", b"garbage", pickle.dumps([1, 2]), b"\x80\x04cos\nsystem\n."])
 def test_other_bytes(content: bytes, tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(content)

@@ -1,5 +1,6 @@
 """The arithmetic of batches: what divides is planned, what does not is refused with values that do."""
 
+import os
 import random
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import pytest
 from phalanx.algorithms import diffusion_dpo, flow_grpo
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
+from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.training import flow_rl
@@ -372,3 +374,29 @@ def test_a_folder_for_the_run_that_cannot_be(tmp_path: Path) -> None:
             refusal(flow_rl.check_config, cfg)
             == f"trainer.output_dir: '{bad}' cannot be a folder: {tmp_path}/file is a file"
         )
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "no" / "where")
+    for name, problem in (
+        ("circle", "Too many levels of symbolic links"),
+        ("nowhere", f"{tmp_path}/nowhere is a link to nothing"),
+        ("x" * 300, "File name too long"),
+    ):
+        cfg.trainer.output_dir = str(tmp_path / name)
+        said = cut(cfg.trainer.output_dir)
+        assert refusal(flow_rl.check_config, cfg) == f"trainer.output_dir: '{said}' cannot be a folder: {problem}"
+
+
+def test_what_stands_in_the_way_of_a_runs_files(tmp_path: Path) -> None:
+    cfg = config()
+    cfg.trainer.output_dir = str(tmp_path)
+    here = f"trainer.output_dir: '{tmp_path}' cannot be written: {tmp_path}"
+    for name, make, problem in (
+        ("checkpoints", Path.touch, "not a folder"),
+        ("metrics.jsonl", Path.mkdir, "not a file"),
+        ("config.yaml", Path.mkdir, "not a file"),
+        (".lock", os.mkfifo, "neither a file nor a folder"),
+    ):
+        make(tmp_path / name)
+        assert refusal(flow_rl.check_config, cfg) == f"{here}/{name} is {problem}; move it away"
+        (tmp_path / name).rename(tmp_path / f"away_{name}")
+    flow_rl.check_config(cfg)

@@ -1,5 +1,6 @@
 """Loading a configuration: what is right is read, and each kind of mistake is told in one exact line."""
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -309,6 +310,8 @@ def test_an_algorithm_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytes
     file = tmp_path / "broken.py"
     assert refusal(f"algorithm.name={tmp_path}/no.py") == f"algorithm.name: '{tmp_path}/no.py': no such file"
     for text, message in (
+        ("import sys\nsys.exit(0)\n", "2: SystemExit: 0"),
+        ("x = 1 / 0\n", "1: ZeroDivisionError: division by zero"),
         (
             "import phalanx.algorithms\n\nfrom phalanx.algorithms import GroupRule\n",
             "3: phalanx.algorithms.GroupRule is now GroupAlgorithm",
@@ -369,7 +372,7 @@ MISTAKES = [
     (["seed=1"], "unknown key seed; did you mean one of data.seed, rollout.val.seed, reward.model.seed, trainer.seed?"),
     (["trainer.lr=1"], "unknown key trainer.lr; did you mean optim.lr?"),
     (["foo.bar=1"], f"unknown key foo; known here: {SECTIONS}"),
-    (["model.zzz=1"], "unknown key model.zzz; known here: path, dtype, lora_rank, lora_alpha, lora_init, target_modules, "
+    (["model.zzz=1"], "unknown key model.zzz; known here: path, revision, dtype, lora_rank, lora_alpha, lora_init, target_modules, "
      "lora_dtype, gradient_checkpointing, compile, family, reference_size, attn_backend"),
     (["algorithm.clip_rate=1"], "unknown key algorithm.clip_rate; did you mean algorithm.clip_ratio?"),
     (["reward.functions=[{name: ocr}, {nam: ocr}]"], "unknown key reward.functions[1].nam; did you mean reward.functions[1].name?"),
@@ -417,6 +420,20 @@ MISTAKES = [
     (["algorithm.clip_ratio=-1"], "algorithm.clip_ratio: expected more than 0, got -1.0"),
     (["trainer.seed=-1"], "trainer.seed: expected at least 0, got -1"),
     (["trainer.seed=9223372036854775808"], "trainer.seed: expected less than 9.22337e+18, got 9223372036854775808"),
+    # no value of any key, list or reward's argument
+    (["reward.functions=[{clip: [0, .inf]}]"], "reward.functions[0].clip[1]: expected a finite number, got inf"),
+    (["reward.functions=[{kwargs: {a: {b: [1, .nan]}}}]"], "reward.functions[0].kwargs.a.b[1]: expected a finite number, got nan"),
+    (["optim.betas=[.nan, 0.9]"], "optim.betas[0]: expected a finite number, got nan"),
+    (["reward.functions=[{weight: -1e39}]"], "reward.functions[0].weight: expected at least -1e+09, got -1e+39"),
+    (["optim.lr=1e30"], "optim.lr: expected at most 1e+09, got 1e+30"),
+    (["parallel.timeout_s=1e300"], "parallel.timeout_s: expected at most 1e+09, got 1e+300"),
+    (["rollout.n=1000000000000"], "rollout.n: expected at most 65536, got 1000000000000"),
+    (["rollout.sde_window_range=[0, 10000000000]"], "rollout.sde_window_range[1]: expected at most 1e+09, got 10000000000"),
+    (["data.train_batch_size=1000000000000"], "data.train_batch_size: expected at most 65536, got 1000000000000"),
+    (["reward.num_workers=1000000"], "reward.num_workers: expected at most 1024, got 1000000"),
+    (['trainer.experiment_name="a\\0b"'], "trainer.experiment_name: expected text in UTF-8 without control characters, got 'a\\x00b'"),
+    (["model.path=/m\udce9"], "'model.path=/m\\udce9': the value is not valid YAML: the character #xdce9 is not allowed"),
+    (["data.train_files=[\"a\\eb\"]"], "data.train_files[0]: expected text in UTF-8 without control characters, got 'a\\x1bb'"),
     # missing
     (["model.path=???"], "model.path is not set; give model.path=...: model folder (or hub id, where a hub is reachable)"),
     # interpolation
@@ -434,6 +451,10 @@ MISTAKES = [
     (["trainer.seed"], "'trainer.seed': an override is written key=value, e.g. trainer.seed=1"),
     (["=5"], "'=5': an override is written key=value, e.g. trainer.seed=1"),
     (["other.yaml"], "'other.yaml': the configuration file comes first, and there is only one"),
+    (["trainer.logger=" + "[" * 60 + "]" * 60], f"'trainer.logger={'[' * 60}{']' * 60}': the value is not valid YAML: nested more than 50 deep"),
+    ([".".join(["a"] * 60) + "=1"], f"'{'.'.join(['a'] * 60)}=1': the key is nested more than 50 deep"),
+    (["trainer.seed=" + "9" * 6000], f"'trainer.seed={'9' * 186}… (6015 characters): the value is not valid YAML: Exceeds the limit (4300 digits) for "
+     "integer string conversion: value has 6000 digits"),
     (["trainer.logger=[a"], "'trainer.logger=[a': the value is not valid YAML: expected ',' or ']', but got '<stream end>'"),
     (["data.train_files=[${oc.env:HOME}/a.txt]"], "'data.train_files=[${oc.env:HOME}/a.txt]': the value is not valid YAML: "
      "expected ',' or ']', but got '{'; within [ ] or { } an interpolation needs quotes"),
@@ -453,6 +474,10 @@ FILES = [
     ("just text\n", "{file}: the top level must be sections (key: value), not 'just text'"),
     ("3\n", "{file}: the top level must be sections (key: value), not 3"),
     ("model:\n  path: [1\n", "{file}:3:1: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    ("trainer: " + "{a: " * 3000 + "1" + "}" * 3000, "{file}:1:206: not valid YAML: nested more than 50 deep"),
+    ("trainer:\n  experiment_name: a\x01b\n", "{file}:2:21: not valid YAML: the character #x01 is not allowed"),
+    ("trainer:\n  seed: " + "9" * 6000, "{file}:2:9: not valid YAML: Exceeds the limit (4300 digits) for integer string conversion: value has 6000 digits"),
+    ("trainer: {seed: 2020-99-01}\n", "{file}:1:17: not valid YAML: month must be in 1..12"),
     ("trainer:\n\tseed: 1\n", "{file}:2:1: not valid YAML: found character '\\t' that cannot start any token"),
     ("trainer: {seed: 1}\ndata: {}\ntrainer: {seed: 2}\n", "{file}:3:1: not valid YAML: found duplicate key trainer"),
     ("model: {path: !!python/name:os.system }\n", "{file}:1:15: not valid YAML: could not determine a constructor for the "
@@ -482,6 +507,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         f"{tmp_path}/quikstart.yaml: no such configuration file; did you mean {tmp_path}/quickstart.yaml?"
     )
     assert refusal(path=tmp_path) == f"{tmp_path}: cannot be read: Is a directory"
+    os.mkfifo(tmp_path / "pipe.yaml")
+    assert refusal(path=tmp_path / "pipe.yaml") == f"{tmp_path}/pipe.yaml: cannot be read: neither a file nor a folder"
+    assert refusal(path="x" * 300) == f"{'x' * 200}… (300 characters): cannot be read: File name too long"
     (tmp_path / "image.yaml").write_bytes(b"\x89PNG\xff\x00")
     assert refusal(path=tmp_path / "image.yaml") == f"{tmp_path}/image.yaml: not a text file in UTF-8"
 

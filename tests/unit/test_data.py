@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from phalanx.data.prompts import FORMATS, PromptRow, held_out_overlap, load_prompts, validation_sets
+from phalanx.config.messages import cut
+from phalanx.data.images import ImageTextData
+from phalanx.data.prompts import FORMATS, DataError, PromptRow, held_out_overlap, load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.types import Prompt
 from tests.checks import refused
@@ -209,6 +212,20 @@ BAD = {
         b'{"prompt": "a"}\n{"prompt": "b"\n',
         ':2: not JSON (Expecting \',\' delimiter at column 15); expected one object per line, {"prompt": "..."}',
     ),
+    "deep.jsonl": (
+        b'{"prompt": "a", "x": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n",
+        ':1: not JSON (it is nested too deeply); expected one object per line, {"prompt": "..."}',
+    ),
+    "half.jsonl": (
+        b'{"prompt": "a", "note": "\\uD83D\\uDE00"}\n{"prompt": "a", "note": "\\uD800"}\n',
+        ':2: not JSON (\\ud800 is half of a surrogate pair, which no text can hold); expected one object per line, {"prompt": "..."}',
+    ),
+    "digits.jsonl": (
+        b'{"prompt": "a", "x": ' + b"9" * 6000 + b"}\n",
+        ":1: not JSON (Exceeds the limit (4300 digits) for integer string conversion: value has 6000 digits); "
+        'expected one object per line, {"prompt": "..."}',
+    ),
+    "long.txt": (b"a" * 10**7, ":1: prompt has 10000000 characters; expected at most 100000"),
     "list.jsonl": (b'["a"]\n', ':1: JSON of type list; expected one object per line, {"prompt": "..."}'),
     "caption.jsonl": (b'{"text": "a", "id": 1}\n', ":1: no 'prompt'; it has text, id"),
     "number.jsonl": (b'{"prompt": 7}\n', ":1: prompt is of type number; expected text, or a chat of texts"),
@@ -243,6 +260,13 @@ def test_bad_parquet(tmp_path: Path) -> None:
         load_prompts([broken], KEY)
     assert str(error.value).startswith(f"{KEY}: {broken} is not a Parquet file: ") and "\n" not in str(error.value)
 
+    damaged = write_parquet(tmp_path / "page.parquet", [{"prompt": f"prompt {i}"} for i in range(500)])
+    content = bytearray(damaged.read_bytes())
+    content[4:2000] = bytes(byte ^ 0xA5 for byte in content[4:2000])  # the pages; the footer stays
+    damaged.write_bytes(content)
+    with pytest.raises(DataError, match=f"^{KEY}: {damaged} is not a Parquet file: "):
+        load_prompts([str(damaged)], KEY)
+
     caption = write_parquet(tmp_path / "caption.parquet", [{"caption": "a", "id": 1}])
     empty = write_parquet(tmp_path / "empty.parquet", [{"prompt": text} for text in ("a", "", "c")])
     for file, message in {
@@ -266,6 +290,30 @@ def test_missing_files(tmp_path: Path) -> None:
             load_prompts([file], "data.val_files")
     with refused(f"{KEY} is empty; give a list of files, each {FORMATS}"):
         load_prompts([], KEY)
+
+
+def test_paths_that_are_no_files(tmp_path: Path) -> None:
+    """None of them is waited for, as a pipe would be."""
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "endless.txt").symlink_to("/dev/zero")
+    (tmp_path / "circle.txt").symlink_to(tmp_path / "circle.txt")
+    for file, reason in {
+        f"{tmp_path}/pipe.txt": "neither a file nor a folder",
+        f"{tmp_path}/endless.txt": "neither a file nor a folder",
+        f"{tmp_path}/circle.txt": "Too many levels of symbolic links",
+        "x" * 300: "File name too long",
+        "~nobody_of_this_name/x.txt": "Could not determine home directory.",
+    }.items():
+        with refused(f"{KEY}: {cut(file)} cannot be read: {reason}"):
+            load_prompts([file], KEY)
+        with refused(f"{KEY}: {cut(file)} cannot be read: {reason}"):
+            ImageTextData([file], 8, 8)
+
+
+def test_a_damaged_dataset_folder(tmp_path: Path) -> None:
+    (tmp_path / "dataset_dict.json").write_text("[1]")
+    with pytest.raises(DataError, match=f"^{KEY}: {tmp_path}: the dataset is damaged: TypeError: list indices"):
+        load_prompts([str(tmp_path)], KEY)
 
 
 # --- the stream

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardFunctionConfig
 from phalanx.rewards import DeviceReward, RewardError, RewardOutput, RewardSet, RewardWithExtras
 from phalanx.types import JobError, Prompt
@@ -222,14 +223,96 @@ def test_bad_configurations(tmp_path: Path) -> None:
         assert told(ValueError, rewards, first) == f"reward.functions[0]{message}"
 
 
-def test_a_dependency_that_a_module_misses_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "needy_reward.py").write_text("import not_installed_anywhere\n")
+BROKEN_MODULES = [
+    ("import not_there\n", ":1: No module named 'not_there'"),
+    ("def f(:\n", ":1: invalid syntax"),
+    ("x = 1\n1 / 0\n", ":2: ZeroDivisionError: division by zero"),
+    ("import sys\nsys.exit(0)\n", ":2: SystemExit: 0"),
+    (
+        "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E\n",
+        ":3: E: (str() of it raised ZeroDivisionError)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BROKEN_MODULES)
+def test_a_module_that_cannot_be_imported(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line names the place in the user's file, and the traceback is behind it; by file and by dotted name."""
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="not_installed_anywhere"):
-        rewards(entry(path="needy_reward:f"))
+    file = tmp_path / f"broken_{abs(hash(text))}.py"
+    file.write_text(text)
+    for path in (f"{file}:f", f"{file.stem}:f"):
+        with pytest.raises(ConfigError) as error:
+            rewards(entry(path=path))
+        assert str(error.value) == f"reward.functions[0].path: {file}{message}"
+        assert error.value.__cause__ is not None
 
 
 # --- running
+
+
+def vandal(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+    images.numpy()[:] = 0
+    prompts.clear()
+    for meta in metadata:
+        meta["nested"]["list"].clear()
+        meta.clear()
+    return [0.0] * len(images)
+
+
+def witness(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+    return [float(image.sum()) + len(meta["nested"]["list"]) for image, meta in zip(images, metadata, strict=True)]
+
+
+def test_a_reward_has_its_arguments_to_itself() -> None:
+    """What one does to them, neither another nor the caller sees."""
+    reward = rewards(mine("vandal"), mine("witness"), mine("vandal", term="again"))
+    images, prompts = some("a", "b", value=1.0, nested={"list": [1, 2]})
+    reward.submit(images, prompts)
+    assert reward.collect()["witness"].tolist() == [194.0, 194.0]
+    assert images.eq(1).all() and [p.meta for p in prompts] == [{"nested": {"list": [1, 2]}}] * 2
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise OSError
+
+
+def raises_mute(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+    raise Mute
+
+
+def leaves(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+    sys.exit(0)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_whatever_a_reward_raises_is_named(overlap: bool) -> None:
+    for name, said in (("raises_mute", "Mute: (str() of it raised OSError)"), ("leaves", "SystemExit: 0")):
+        reward = rewards(mine(name), overlap=overlap)
+        reward.submit(*some("a"))
+        with pytest.raises(RewardError) as error:
+            reward.collect()
+        assert str(error.value) == f"reward '{name}' raised {said} on the prompt \"a\""
+
+
+class Gone:
+    def __init__(self) -> None:
+        sys.exit(0)
+
+    def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
+        return []
+
+
+def test_a_reward_that_leaves_as_it_is_made() -> None:
+    with pytest.raises(ConfigError) as error:
+        rewards(mine("Gone"))
+    assert str(error.value) == "reward.functions[0] (Gone): SystemExit: 0"
+    with pytest.raises(ConfigError) as error:
+        rewards(entry(path="builtins:int"))
+    assert str(error.value) == "reward.functions[0].kwargs: int has no signature; expected what is written in Python"
 
 
 def test_all_kinds_of_numbers_in_the_order_of_submission() -> None:

@@ -13,6 +13,7 @@ from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig
 from phalanx.config.load import ConfigError, resolve_registry
+from phalanx.config.messages import reason
 
 __all__ = [
     "ForwardAlgorithm",
@@ -84,9 +85,8 @@ def _check_facts(algorithm: types.Algorithm, name: str) -> None:
     def tried(method: str, call: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         try:
             return call(reward, group_id)
-        except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"{here}: {method} raised {type(error).__name__}: {reason}") from error
+        except Exception as error:  # whatever the user's code raises
+            raise ConfigError(f"{here}: {method} raised {reason(error)}") from error
 
     for method, call in (("advantage", algorithm.advantage), ("sample_mask", algorithm.sample_mask)):
         shape = list(tried(method, call).shape)

@@ -39,6 +39,7 @@ class Config(AlgorithmConfig):
     """Keys of `algorithm` where its name is opd."""
 
     teacher_path: str = arg("???", "the teacher: a diffusers folder (or hub id) of the model's family", path=True)
+    teacher_revision: Optional[str] = arg(None, "commit, tag or branch of the teacher's hub id; null: its main branch")
     teacher_guidance: Optional[float] = arg(
         None, "classifier-free guidance of the teacher, 1 is off; null: as in the rollout", ge=1
     )
@@ -58,7 +59,8 @@ class Algorithm(GroupAlgorithm):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.references = (TEACHER,)
-        self.teachers = (Teacher(TEACHER, config.teacher_path, "algorithm.teacher_path", config.teacher_guidance),)
+        key, guidance = "algorithm.teacher_path", config.teacher_guidance
+        self.teachers = (Teacher(TEACHER, config.teacher_path, key, guidance, config.teacher_revision),)
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] zeros: rewards are reported, and teach nothing."""

@@ -140,7 +140,7 @@ def look_at_machine(cfg: CheckClusterConfig) -> Machine:
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         infiniband=infiniband.is_dir() and any(infiniband.iterdir()),
         locked_gb=None if locked == resource.RLIM_INFINITY else locked / 1e9,
-        paths={key: look_at_path(key, path) for key, path in named_paths(cfg)},
+        paths={key: look_at_path(key, path, cfg.model.revision) for key, path in named_paths(cfg)},
     )
 
 
@@ -195,11 +195,11 @@ def named_paths(cfg: CheckClusterConfig) -> Iterator[tuple[str, str]]:
             yield f"reward.functions[{i}].path", file
 
 
-def look_at_path(key: str, path: str) -> PathFact:
+def look_at_path(key: str, path: str, revision: str | None = None) -> PathFact:
     """Open `path`: a diffusers model folder or hub id, a data file, or a folder of such files."""
     try:
         if key == "model.path":
-            return look_at_model(path)
+            return look_at_model(path, revision)
         found = Path(path).expanduser()
         folder, colon, _ = path.rpartition(":")
         if colon and not found.exists():
@@ -211,14 +211,14 @@ def look_at_path(key: str, path: str) -> PathFact:
         return PathFact(path, problem=str(error).removeprefix(f"{key}: "))
 
 
-def look_at_model(path: str) -> PathFact:
+def look_at_model(path: str, revision: str | None = None) -> PathFact:
     """Check that a model folder, or the cache of a hub's model, is complete and readable."""
-    index = model_index(path)
+    index = model_index(path, revision)
     folder = Path(path).expanduser()
     if not folder.is_dir():
         from huggingface_hub import hf_hub_download
 
-        folder = Path(hf_hub_download(path, "model_index.json", local_files_only=True)).parent
+        folder = Path(hf_hub_download(path, "model_index.json", revision=revision, local_files_only=True)).parent
         try:
             check_components(folder, index)
         except ValueError:

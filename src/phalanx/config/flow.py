@@ -5,7 +5,9 @@ from typing import Optional
 
 from phalanx.config.load import arg
 from phalanx.config.run import (
+    COUNT,
     SEEDS,
+    TIMES,
     ActorConfig,
     DataConfig,
     EmaConfig,
@@ -50,11 +52,11 @@ class FlowDataConfig(DataConfig):
 class FlowValRolloutConfig(ValRolloutConfig):
     """Sampling in validation; null takes the value of `rollout`."""
 
-    n: int = arg(1, "images per prompt", ge=1)
-    num_inference_steps: Optional[int] = arg(None, "denoising steps", ge=1)
-    height: Optional[int] = arg(None, "pixels", ge=1)
-    width: Optional[int] = arg(None, "pixels", ge=1)
-    num_frames: Optional[int] = arg(None, "frames of a video", ge=1)
+    n: int = arg(1, "images per prompt", **COUNT)
+    num_inference_steps: Optional[int] = arg(None, "denoising steps", **TIMES)
+    height: Optional[int] = arg(None, "pixels", **COUNT)
+    width: Optional[int] = arg(None, "pixels", **COUNT)
+    num_frames: Optional[int] = arg(None, "frames of a video", **COUNT)
     guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3, Z-Image, Wan), or FLUX.1-dev's own")
     true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image, FLUX.1)")
     noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
@@ -72,11 +74,11 @@ class FlowRolloutConfig(RolloutConfig):
         "nothing is sampled, the images are the pairs `chosen` and `rejected` of data.train_files",
         choices=("policy", "vllm_omni", "dataset"),
     )
-    n: int = arg(16, "images per prompt: the group that the advantage compares", ge=2)
-    num_inference_steps: int = arg(10, "denoising steps", ge=1)
-    height: int = arg(512, "pixels", ge=1)
-    width: int = arg(512, "pixels", ge=1)
-    num_frames: int = arg(1, "frames of a video, for Wan one more than a multiple of 4; 1: an image", ge=1)
+    n: int = arg(16, "images per prompt: the group that the advantage compares", ge=2, le=65536)
+    num_inference_steps: int = arg(10, "denoising steps", **TIMES)
+    height: int = arg(512, "pixels", **COUNT)
+    width: int = arg(512, "pixels", **COUNT)
+    num_frames: int = arg(1, "frames of a video, for Wan one more than a multiple of 4; 1: an image", **COUNT)
     guidance_scale: float = arg(
         1.0, "classifier-free guidance of SD3, Z-Image, Wan, 1 is off; the guidance that FLUX.1-dev takes as input"
     )
@@ -108,12 +110,14 @@ class FlowRolloutConfig(RolloutConfig):
     )
     ode_compression: float = arg(1.0, "fraction of the steps after the window that is taken", gt=0, le=1)
     max_draws_per_prompt: int = arg(
-        1, "most times that a prompt is sampled, while all rewards of its images are equal", ge=1
+        1, "most times that a prompt is sampled, while all rewards of its images are equal", **TIMES
     )
     micro_batch_size_per_gpu: Optional[int] = arg(
-        None, "images sampled together; null: ppo_micro_batch_size_per_gpu x window, for exact log-probs", ge=1
+        None, "images sampled together; null: ppo_micro_batch_size_per_gpu x window, for exact log-probs", **COUNT
     )
-    vae_batch_size: Optional[int] = arg(None, "images that the VAE decodes at once; null: the whole micro-batch", ge=1)
+    vae_batch_size: Optional[int] = arg(
+        None, "images that the VAE decodes at once; null: the whole micro-batch", **COUNT
+    )
     val: FlowValRolloutConfig = field(default_factory=FlowValRolloutConfig)
 
 
@@ -147,7 +151,7 @@ class FlowRewardFunctionConfig(RewardFunctionConfig):
     """One term of the reward of images or videos."""
 
     frames: int = arg(
-        8, "evenly spaced frames of a video that are scored and averaged; unused by rewards that take videos", ge=1
+        8, "evenly spaced frames of a video that are scored and averaged; unused by rewards that take videos", **COUNT
     )
 
 
@@ -179,7 +183,7 @@ class FlowRLConfig(FlowRunConfig, RLConfig):
 class FlowMatchingConfig:
     """The supervised loss (rectified flow; SD3, arXiv 2403.03206, section 3.1)."""
 
-    micro_batch_size_per_gpu: int = arg(8, "images per forward and backward pass", ge=1)
+    micro_batch_size_per_gpu: int = arg(8, "images per forward and backward pass", **COUNT)
     logit_mean: float = arg(0.0, "noise levels are sigmoid(N(logit_mean, logit_std)), then shifted as by the scheduler")
     logit_std: float = arg(1.0, "see logit_mean", gt=0)
     prompt_dropout: float = arg(0.1, "fraction of images that get the empty prompt, for guidance", ge=0, lt=1)

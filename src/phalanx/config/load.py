@@ -4,12 +4,12 @@ OmegaConf merges, converts and resolves `${...}` and `${oc.env:NAME}`. Every mis
 names the key, what was expected, and what was given.
 """
 
-import copy
 import difflib
 import importlib
 import importlib.util
 import math
 import operator
+import re
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -17,20 +17,17 @@ from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import OmegaConfBaseException
 
-from phalanx.config.messages import MOVED, element_of, expected, nearest, shown, type_name
+from phalanx.config.files import kind
+from phalanx.config.messages import MOVED, ConfigError, cut, element_of, expected, nearest, reason, shown, type_name
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
+from phalanx.config.sources import one_line, override, read
 
 T = TypeVar("T")
 USAGE = "usage: sh train.sh tasks/<task>.py (or phalanx <command>) [config.yaml] [key=value ...]"
-
-
-class ConfigError(ValueError):
-    """A configuration that cannot be used; the message is one line for the user."""
 
 
 LIMITS = {
@@ -39,6 +36,10 @@ LIMITS = {
     "lt": (operator.lt, "less than"),
     "le": (operator.le, "at most"),
 }
+
+
+MOST = 1e9  # of any number, above 0 and below, where its key does not say otherwise
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # and what is left of bytes that are not UTF-8
 
 
 def arg(default: Any, help: str, *, path: bool = False, choices: Sequence[str] = (), **limits: float) -> Any:
@@ -50,6 +51,7 @@ def arg(default: Any, help: str, *, path: bool = False, choices: Sequence[str] =
 
 
 PLAIN = dict(arg(None, "").metadata)  # of a field that `arg` did not make
+FREE = dict(arg(None, "", ge=-math.inf, le=math.inf).metadata)  # of what is not ours to judge: a reward's arguments
 
 
 # --- names that stand for modules
@@ -67,12 +69,10 @@ def resolve_registry(package: str, name: str, key: str) -> Any:
     """
     name, _, attribute = name.partition(":")
     target = name if "." in name.lstrip(".") else f"{package}.{name}"
-    path = Path(name).expanduser().resolve() if name.endswith(".py") else None
-    if path is not None and not path.is_file():
-        raise ConfigError(f"{key}: {name!r}: no such file")
+    path = _file(name, key) if name.endswith(".py") else None
     try:
         module = importlib.import_module(target) if path is None else _import_file(path)
-    except (ImportError, SyntaxError, ConfigError) as error:
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         if path is None and isinstance(error, ModuleNotFoundError) and f"{target}.".startswith(f"{error.name}."):
             known = known_modules(package)
             near = nearest(name, known) or ";"
@@ -85,6 +85,16 @@ def resolve_registry(package: str, name: str, key: str) -> Any:
     return vars(module)[attribute] if attribute else module
 
 
+def _file(name: str, key: str) -> Path:
+    """The path of a file of the user's; ConfigError where there is none."""
+    try:
+        if kind(Path(name)) == "file":
+            return Path(name).expanduser().resolve()
+    except OSError as error:
+        raise ConfigError(f"{key}: {cut(name)}: {error.strerror}") from None
+    raise ConfigError(f"{key}: {name!r}: no such file")
+
+
 def _import_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(f"phalanx_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
@@ -94,16 +104,26 @@ def _import_file(path: Path) -> Any:
     return module
 
 
-def _import_error(error: ImportError | SyntaxError | ConfigError) -> str:
+def import_dotted(name: str, key: str) -> Any:
+    """A dotted module. Raises ModuleNotFoundError where there is none, and ConfigError where it cannot be imported."""
+    try:
+        return importlib.import_module(name)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ConfigError(f"{key}: {_import_error(error)}") from error
+
+
+def _import_error(error: BaseException) -> str:
     """The reason why a module cannot be imported, after the line of the user's that asked for it."""
-    if isinstance(error, SyntaxError):
+    if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename not in (__file__, importlib.__file__) and "<frozen" not in f.filename]
     where = f"{own[0].filename}:{own[0].lineno}: " if own else ""
     if isinstance(error, ModuleNotFoundError) and error.name in MOVED:
         return f"{where}{error.name} is now {MOVED[error.name]}"
-    return where + str(error)
+    return where + (str(error) if isinstance(error, ImportError | ConfigError) else reason(error))
 
 
 # --- a configuration from a file and overrides
@@ -130,7 +150,9 @@ def build(schema: type[T], user: DictConfig) -> T:
             raise ConfigError(f"{missing[0]} is not set; give {missing[0]}=...: {help}")
         value = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
-        raise ConfigError(_one_line(error)) from None
+        raise ConfigError(one_line(error)) from None
+    except RecursionError:
+        raise ConfigError("an interpolation is nested too deeply") from None
     _finish(value, "")
     raw, known = OmegaConf.to_container(config), set[str]()
     for _ in range(2):  # the second time for texts that name another key
@@ -146,62 +168,14 @@ def save(config: Any, path: Path) -> None:
 
 def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
     """The differences that the user wants: the file's, then the overrides in their order."""
-    file = _read(path) if path is not None else OmegaConf.create({})
-    user = _override(file, overrides)
+    file = read(path) if path is not None else OmegaConf.create({})
+    user = override(file, overrides)
     for section in _registries(schema):
         # The file's section of one algorithm means nothing to another, which begins with its own defaults.
         if section in file and _name(schema, section, file) != _name(schema, section, user):
             del file[section]
-            user = _override(file, overrides)
+            user = override(file, overrides)
     return user
-
-
-def _override(file: DictConfig, overrides: list[str]) -> DictConfig:
-    user = copy.deepcopy(file)
-    for item in overrides:
-        key, equals, value = item.partition("=")
-        if not key or not equals:
-            if item.endswith((".yaml", ".yml")):
-                raise ConfigError(f"{item!r}: the configuration file comes first, and there is only one")
-            raise ConfigError(f"{item!r}: an override is written key=value, e.g. trainer.seed=1")
-        try:
-            yaml.safe_load(value)
-            user.merge_with_dotlist([item])
-        except yaml.MarkedYAMLError as error:
-            hint = "; within [ ] or { } an interpolation needs quotes" if "${" in value else ""
-            raise ConfigError(f"{item!r}: the value is not valid YAML: {error.problem}{hint}") from None
-        except OmegaConfBaseException as error:
-            raise ConfigError(f"{item!r}: {_reason(error)}") from None
-        except (TypeError, ValueError):  # of OmegaConf, for a word where a list wants a number
-            example = "reward.functions[0].weight=2"
-            raise ConfigError(f"{item!r}: an element of a list is named by its number, e.g. {example}") from None
-    return user
-
-
-def _read(path: str) -> DictConfig:
-    file = Path(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-        plain = yaml.safe_load(text)
-        if plain is not None and not isinstance(plain, dict):
-            kind = "a list" if isinstance(plain, list) else repr(plain)
-            raise ConfigError(f"{path}: the top level must be sections (key: value), not {kind}")
-        content = OmegaConf.create(text)  # reads numbers such as 1e-4, and refuses a key that is there twice
-    except FileNotFoundError:
-        siblings = [str(p) for p in file.parent.iterdir()] if file.parent.is_dir() else []
-        raise ConfigError(f"{path}: no such configuration file{nearest(str(file), siblings)}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: not a text file in UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        where = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
-        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem}") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {_one_line(error)}") from None
-    assert isinstance(content, DictConfig)
-    return content
 
 
 # --- what a schema says
@@ -369,33 +343,41 @@ def _finish(section: Any, prefix: str) -> None:
             for i, element in enumerate(value):
                 _finish(element, f"{key}[{i}].")
         elif value is not None:
-            complaint = _complaint(value, meta)
-            if complaint:
-                near = nearest(str(value), meta["choices"])
-                raise ConfigError(f"{key}: expected {complaint}, got {value!r}{near}")
+            _check(value, meta, key)
             if meta["path"]:
                 setattr(section, f.name, located(value))
 
 
+def _check(value: Any, meta: dict[str, Any], key: str) -> None:
+    """Raise ConfigError for the first value out of bounds; those of a list or a section have keys of their own."""
+    if isinstance(value, dict):
+        for name, item in value.items():
+            _check(item, FREE, f"{key}.{name}")
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            _check(item, FREE if meta is FREE else PLAIN, f"{key}[{i}]")
+    elif value is not None:
+        complaint = _complaint(value, meta)
+        if complaint:
+            near = nearest(str(value), meta["choices"])
+            raise ConfigError(f"{key}: expected {complaint}, got {cut(repr(value))}{near}")
+
+
 def _complaint(value: Any, meta: dict[str, Any]) -> str | None:
     """What was expected instead of `value`, or None where it is right."""
+    if isinstance(value, str) and _CONTROL.search(value):
+        return "text in UTF-8 without control characters"
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
     if meta["choices"] and value not in meta["choices"]:
         return f"one of {', '.join(meta['choices'])}"
-    for name, limit in meta["limits"].items():
+    if not isinstance(value, int | float):
+        return None
+    limits = meta["limits"]
+    if "lt" not in limits:
+        limits = {"le": MOST} | limits
+    for name, limit in ({"ge": -MOST} | limits).items():
         holds, words = LIMITS[name]
         if not holds(value, limit):
             return f"{words} {limit:g}"
     return None
-
-
-def _one_line(error: OmegaConfBaseException) -> str:
-    return f"{error.full_key}: {_reason(error)}" if error.full_key else _reason(error)
-
-
-def _reason(error: OmegaConfBaseException) -> str:
-    text = (error.msg or str(error)).split("\n")[0]
-    if isinstance(error, GrammarParseError):
-        return f"not a valid interpolation: {text}"
-    return text.removeprefix("KeyError raised while resolving interpolation: ").strip('"')  # as of oc.env

@@ -12,15 +12,37 @@ MOVED = {
     "phalanx.models.qwen_image": "phalanx.models.flow.families.qwen_image",
     "phalanx.rollout.policy": "phalanx.rollout.flow.in_policy",
 }
+MOST_SHOWN = 200  # characters of a value
+MOST_SAID = 1000  # and of what an exception says
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used; the message is one line for the user."""
+
+
 TYPES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
 PLURALS = {int: "integers", float: "numbers", str: "strings"}
+
+
+def cut(text: str, most: int = MOST_SHOWN) -> str:
+    """A text, or the beginning of a long one."""
+    return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
+
+
+def reason(error: BaseException) -> str:
+    """The class and message of an exception of the user's code, in one line."""
+    try:
+        text = str(error)
+    except Exception as failure:  # it is the user's code as well
+        text = f"(str() of it raised {type(failure).__name__})"
+    return f"{type(error).__name__}: {cut(' '.join(text.split()), MOST_SAID)}"
 
 
 def shown(value: Any) -> str:
     """A value as YAML has it."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+    return str(value).lower() if isinstance(value, bool) else cut(repr(value))
 
 
 def nearest(word: str, known: Sequence[str]) -> str:

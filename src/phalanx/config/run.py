@@ -12,6 +12,8 @@ from phalanx.config.load import arg
 DTYPES = ("float32", "bfloat16")
 CORRECTIONS = ("rescore", "none", "truncated_is", "rejection")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+COUNT: dict[str, Any] = {"ge": 1, "le": 65536}  # of what is made or held at once
+TIMES: dict[str, Any] = {"ge": 1, "le": 10_000}  # of what is done one after the other in a step
 SEEDS: dict[str, Any] = {"ge": 0, "lt": 2**63}  # what torch's generators and phalanx.distributed.seed take
 
 
@@ -20,8 +22,9 @@ class ModelConfig:
     """The model that is trained."""
 
     path: str = arg("???", "model folder (or hub id, where a hub is reachable)", path=True)
+    revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: its main branch")
     dtype: str = arg("bfloat16", "dtype that the model computes in", choices=DTYPES)
-    lora_rank: int = arg(0, "rank of the LoRA; 0 trains all weights", ge=0)
+    lora_rank: int = arg(0, "rank of the LoRA; 0 trains all weights", ge=0, le=65536)
     lora_alpha: Optional[float] = arg(None, "LoRA is scaled by lora_alpha / lora_rank; null: 2 x lora_rank")
     lora_init: str = arg(
         "gaussian", "initialization of LoRA's A (B is 0)", choices=("gaussian", "kaiming", "orthogonal", "pissa")
@@ -57,8 +60,8 @@ class DataConfig:
     )
     val_files: list[str] = arg([], "held-out prompts, one validation set per file", path=True)
     prompt_key: str = arg("prompt", "column of the prompts in these files")
-    train_batch_size: int = arg(32, "prompts per training step, across all ranks", ge=1)
-    max_prompt_length: int = arg(256, "tokens of a prompt that the model sees", ge=1)
+    train_batch_size: int = arg(32, "prompts per training step, across all ranks", **COUNT)
+    max_prompt_length: int = arg(256, "tokens of a prompt that the model sees", **COUNT)
     seed: int = arg(0, "seed of the order of prompts", **SEEDS)
 
 
@@ -66,7 +69,7 @@ class DataConfig:
 class ValRolloutConfig:
     """Sampling in validation."""
 
-    n: int = arg(1, "samples per prompt", ge=1)
+    n: int = arg(1, "samples per prompt", **COUNT)
     seed: int = arg(1234, "seed of the noise: a different one for each prompt, the same at each validation", **SEEDS)
 
 
@@ -84,14 +87,16 @@ class RolloutConfig:
     correction_limit: float = arg(
         1e-3, "log-probs of policy and engine may differ by this much in truncated_is and rejection", gt=0
     )
-    n: int = arg(16, "samples per prompt: the group that the advantage compares", ge=2)
+    n: int = arg(16, "samples per prompt: the group that the advantage compares", ge=2, le=65536)
     max_num_gen_batches: int = arg(
-        1, "most times that a step draws prompts: new ones for those whose samples' rewards are all equal (DAPO)", ge=1
+        1,
+        "most times that a step draws prompts: new ones for those whose samples' rewards are all equal (DAPO)",
+        **TIMES,
     )
     max_draws_per_prompt: int = arg(
-        1, "most times that a prompt is sampled, while all rewards of its samples are equal", ge=1
+        1, "most times that a prompt is sampled, while all rewards of its samples are equal", **TIMES
     )
-    micro_batch_size_per_gpu: Optional[int] = arg(None, "samples drawn together; null: the engine's choice", ge=1)
+    micro_batch_size_per_gpu: Optional[int] = arg(None, "samples drawn together; null: the engine's choice", **COUNT)
     val: ValRolloutConfig = field(default_factory=ValRolloutConfig)
 
 
@@ -123,11 +128,11 @@ class EmaConfig:
 class ActorConfig:
     """Updates of the policy."""
 
-    ppo_mini_batch_size: int = arg(16, "prompts per optimizer step (x rollout.n samples)", ge=1)
+    ppo_mini_batch_size: int = arg(16, "prompts per optimizer step (x rollout.n samples)", **COUNT)
     ppo_micro_batch_size_per_gpu: int = arg(
-        8, "samples per forward and backward pass, each with all its trained actions", ge=1
+        8, "samples per forward and backward pass, each with all its trained actions", **COUNT
     )
-    ppo_epochs: int = arg(1, "passes over the samples of a training step", ge=1)
+    ppo_epochs: int = arg(1, "passes over the samples of a training step", **TIMES)
     loss_agg_mode: str = arg(
         "token-mean",
         "how actions (denoising steps, tokens) are weighed in the loss, over all ranks: each alike, each sample's sum "
@@ -180,6 +185,7 @@ class RewardModelConfig:
     """The model that judges ask, such as the reward vlm_ocr; it runs in the ranks themselves."""
 
     path: Optional[str] = arg(None, "model folder (or hub id, where a hub is reachable); null: no model", path=True)
+    revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: its main branch")
     engine: str = arg(
         "vllm",
         "vllm, which needs the extra vllm, or transformers, slower and on torch alone; inside each rank's process",
@@ -193,7 +199,7 @@ class RewardModelConfig:
     gpu_memory_utilization: float = arg(
         0.3, "vllm: fraction of a GPU's memory for the model and its KV cache, beside the training", gt=0, lt=1
     )
-    micro_batch_size: int = arg(16, "transformers: questions answered at once", ge=1)
+    micro_batch_size: int = arg(16, "transformers: questions answered at once", **COUNT)
     sleep: bool = arg(
         True,
         "keep the model in CPU memory while it does not score (GPUs only); where it scores during the rollout, it is "
@@ -219,7 +225,7 @@ class RewardConfig:
     )
     model: RewardModelConfig = field(default_factory=RewardModelConfig)
     overlap: bool = arg(True, "score a micro-batch on worker threads while the next one is sampled")
-    num_workers: int = arg(1, "worker threads per rank", ge=1)
+    num_workers: int = arg(1, "worker threads per rank", ge=1, le=1024)
     timeout_s: float = arg(300.0, "longest call of a reward, in seconds", gt=0)
     on_error: str = arg(
         "fail",

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from phalanx.config.flow import SDE_TYPES, FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.load import ConfigError, arg, build
-from phalanx.config.run import DTYPES, SEEDS, ParallelConfig, RunConfig
+from phalanx.config.run import COUNT, DTYPES, SEEDS, TIMES, ParallelConfig, RunConfig
 
 T = TypeVar("T", bound=RunConfig)
 
@@ -36,6 +36,7 @@ class SampleModelConfig:
     """The model that is sampled. LoRA settings are always those of the checkpoint's run."""
 
     path: Optional[str] = arg(None, "diffusers model folder or hub id; null: the checkpoint's base model", path=True)
+    revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: the run's for its own model, or main")
     family: Optional[str] = arg(
         None, "module of phalanx.models.flow.families (or a dotted module); null: from model_index.json"
     )
@@ -63,13 +64,13 @@ class SampleConfig:
     )
     prompt_key: str = arg("prompt", "column of the prompts in prompt_file")
     max_prompt_length: Optional[int] = arg(
-        None, "tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", ge=1
+        None, "tokens that the T5 or Qwen text encoder sees; null: the run's, or 256", **COUNT
     )
-    n: int = arg(1, "images per prompt", ge=1)
-    num_inference_steps: Optional[int] = arg(None, "denoising steps; null: the run's, or 10", ge=1)
-    height: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
-    width: Optional[int] = arg(None, "pixels; null: the run's, or 512", ge=1)
-    num_frames: Optional[int] = arg(None, "frames of a video; null: the run's, or 1, an image", ge=1)
+    n: int = arg(1, "images per prompt", **COUNT)
+    num_inference_steps: Optional[int] = arg(None, "denoising steps; null: the run's, or 10", **TIMES)
+    height: Optional[int] = arg(None, "pixels; null: the run's, or 512", **COUNT)
+    width: Optional[int] = arg(None, "pixels; null: the run's, or 512", **COUNT)
+    num_frames: Optional[int] = arg(None, "frames of a video; null: the run's, or 1, an image", **COUNT)
     guidance_scale: Optional[float] = arg(
         None, "classifier-free guidance (SD3, Z-Image, Wan), or FLUX.1-dev's own; null: the run's, or 1"
     )
@@ -81,9 +82,9 @@ class SampleConfig:
         None, "the stochastic step, where noise_level > 0; null: the run's, or sde", choices=SDE_TYPES
     )
     seed: Optional[int] = arg(None, "seed of the noise; null: that of the run's validation, or 1234", **SEEDS)
-    micro_batch_size_per_gpu: int = arg(1, "images sampled together", ge=1)
+    micro_batch_size_per_gpu: int = arg(1, "images sampled together", **COUNT)
     output_dir: str = arg("outputs/samples", "folder for the images and grid.png, which are replaced")
-    columns: Optional[int] = arg(None, "images per row of the grid; null: n, or a square grid where n is 1", ge=1)
+    columns: Optional[int] = arg(None, "images per row of the grid; null: n, or a square grid where n is 1", **COUNT)
 
 
 @dataclass

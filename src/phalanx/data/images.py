@@ -1,6 +1,5 @@
 """Images with prompts, for supervised training."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,9 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 from torch import Tensor
 
-from phalanx.data.prompts import DataError
+from phalanx.config.files import kind
+from phalanx.config.messages import cut
+from phalanx.data.prompts import DataError, json_objects, load_dataset
 from phalanx.media.pictures import to_size, upright
 
 TEXT_COLUMNS = ("prompt", "text", "caption")
@@ -48,36 +49,35 @@ class ImageTextData:
 
 
 def _rows(file: str, key: str) -> Iterator[tuple[Any, str, str]]:
-    path = Path(file).expanduser()
-    if path.is_dir():
+    path = Path(file)
+    try:
+        found = kind(path)
+    except OSError as error:
+        raise DataError(f"{key}: {cut(file)} cannot be read: {error.strerror}") from None
+    path = path.expanduser()
+    if found == "folder":
         yield from _dataset_rows(path, file, key)
-    elif not path.is_file():
+    elif found is None:
         raise DataError(f"{key}: {file}: no such file or folder")
     elif path.suffix == ".jsonl":
-        for number, line in enumerate(path.read_text().splitlines(), 1):
-            if line.strip():
-                yield _json_row(line, f"{file}:{number}", path.parent)
+        for where, row in json_objects(path, file):
+            yield _json_row(row, where, path.parent)
     else:
         raise DataError(f"{key}: {file}: expected a .jsonl file or a Hugging Face dataset folder")
 
 
-def _json_row(line: str, where: str, folder: Path) -> tuple[Path, str, str]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise DataError(f"{where}: not valid JSON: {error}") from None
-    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in ("image", "prompt")):
+def _json_row(row: dict[str, Any], where: str, folder: Path) -> tuple[Path, str, str]:
+    if not all(isinstance(row.get(name), str) for name in ("image", "prompt")):
         raise DataError(f'{where}: expected {{"image": "path", "prompt": "text"}}')
     return folder / row["image"], row["prompt"], where
 
 
 def _dataset_rows(path: Path, file: str, key: str) -> Iterator[tuple[Any, str, str]]:
-    from datasets import Dataset, load_from_disk
+    from datasets import Dataset
 
-    try:
-        data = load_from_disk(str(path))
-    except FileNotFoundError:
-        raise DataError(f"{key}: {file} is not a Hugging Face dataset folder (written by save_to_disk)") from None
+    data = load_dataset(
+        path, f"{key}: {file}", f"{key}: {file} is not a Hugging Face dataset folder (written by save_to_disk)"
+    )
     if not isinstance(data, Dataset):
         raise DataError(f"{key}: {file} holds splits {sorted(data)}; name one of their folders")
     texts = [c for c in TEXT_COLUMNS if c in data.column_names]

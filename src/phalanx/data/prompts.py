@@ -11,12 +11,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from phalanx.config.files import kind, parse_json, read_bytes
+from phalanx.config.messages import cut, reason
 from phalanx.media.pictures import Picture
 from phalanx.types import Prompt
 
 logger = logging.getLogger(__name__)
 
 FORMATS = "a .txt, .jsonl, .csv or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
+LONGEST = 100_000  # characters of a prompt: far beyond any encoder, and a tokenizer is not at it for minutes
 _Located = tuple[str, dict[str, Any]]  # a row's place, for messages, and its columns
 _KINDS = {
     bool: "boolean",
@@ -142,12 +145,16 @@ def numbered(row: PromptRow, group_id: int) -> Prompt:
 
 def _locate(file: str, key: str) -> tuple[Path, str | None]:
     """The path, and the split of `folder:split`."""
-    path = Path(file).expanduser()
-    if path.exists():
-        return path, None
-    folder, _, split = file.rpartition(":")
-    if folder and Path(folder).expanduser().is_dir():
-        return Path(folder).expanduser(), split
+    path = Path(file)
+    try:
+        if kind(path) is not None:
+            return path.expanduser(), None
+        folder, _, split = file.rpartition(":")
+        if folder and kind(Path(folder)) == "folder":
+            return Path(folder).expanduser(), split
+    except OSError as error:
+        raise DataError(f"{key}: {cut(file)} cannot be read: {error.strerror}") from None
+    path = path.expanduser()
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     near = get_close_matches(path.name, siblings, 1)
     hint = f"did you mean {path.parent / near[0]}?" if near else f"expected {FORMATS}"
@@ -174,8 +181,11 @@ def _read(path: Path, split: str | None, place: str, images: Sequence[str], prom
 
 def _lines(path: Path, place: str) -> Iterator[tuple[str, str]]:
     """Lines that are not blank, each with its place."""
+    try:
+        content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
+    except OSError as error:
+        raise DataError(f"{place} cannot be read: {error.strerror}") from None
     # not str.splitlines: only newlines end a line, and other separators may be part of a prompt
-    content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
     for number, raw in enumerate(content.split(b"\n"), 1):
         where = f"{place}:{number}"
         try:
@@ -187,15 +197,23 @@ def _lines(path: Path, place: str) -> Iterator[tuple[str, str]]:
             yield where, line
 
 
-def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[_Located]:
+def json_objects(path: Path, place: str) -> Iterator[_Located]:
+    """The objects of a file of JSON lines, each with its place; raises DataError for a line that holds none."""
     expected = 'expected one object per line, {"prompt": "..."}'
     for where, line in _lines(path, place):
         try:
-            value = json.loads(line)
+            value = parse_json(line)
         except json.JSONDecodeError as error:
             raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {expected}") from None
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON ({error}); {expected}") from None
         if not isinstance(value, dict):
             raise DataError(f"{where}: JSON of type {_kind(value)}; {expected}")
+        yield where, value
+
+
+def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[_Located]:
+    for where, value in json_objects(path, place):
         for name in images:
             if name not in value:
                 raise DataError(f"{where}: no {name!r}; it has {', '.join(value) or 'no keys'}")
@@ -235,9 +253,12 @@ def _parquet_rows(path: Path, place: str, images: Sequence[str], prompt: str) ->
         source = pq.ParquetFile(path)
         _check_columns(source.schema_arrow.names, place, (prompt, *images))
         rows = _mapped(path) if images else source.read().to_pylist()
-    except pa.ArrowInvalid as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"{place} is not a Parquet file: {reason}") from error
+    # UnicodeDecodeError, a ValueError, comes from a text column
+    except (pa.ArrowException, OSError, ValueError) as error:
+        if isinstance(error, DataError):
+            raise
+        first = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(f"{place} is not a Parquet file: {first}") from error
     return _with_pictures(rows, path.parent, place, images) if images else _numbered(rows, place)
 
 
@@ -274,12 +295,11 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
 
 
 def _dataset_rows(path: Path, split: str | None, place: str, images: Sequence[str], prompt: str) -> Iterator[_Located]:
-    from datasets import DatasetDict, load_from_disk
+    from datasets import DatasetDict
 
-    try:
-        dataset = load_from_disk(str(path))
-    except FileNotFoundError:
-        raise DataError(f"{place} is a folder, but not a dataset written by save_to_disk; expected {FORMATS}") from None
+    dataset = load_dataset(
+        path, place, f"{place} is a folder, but not a dataset written by save_to_disk; expected {FORMATS}"
+    )
     if isinstance(dataset, DatasetDict):
         splits = list(dataset)
         if split is None and len(splits) > 1:
@@ -291,6 +311,19 @@ def _dataset_rows(path: Path, split: str | None, place: str, images: Sequence[st
         raise DataError(f"{place}: the dataset has no splits; expected {path}")
     _check_columns(dataset.column_names, place, (prompt, *images))
     return _with_pictures(dataset, path, place, images) if images else _numbered(dataset, place)
+
+
+def load_dataset(path: Path, place: str, absent: str) -> Any:
+    """A Hugging Face dataset folder. Raises DataError: `absent` where it is none, and for a damaged one."""
+    from datasets import load_from_disk
+
+    try:
+        return load_from_disk(str(path))
+    except FileNotFoundError:
+        raise DataError(absent) from None
+    # its JSON files are foreign, and `datasets` stumbles over them in whatever way
+    except Exception as error:
+        raise DataError(f"{place}: the dataset is damaged: {reason(error)}") from error
 
 
 def _check_columns(columns: Sequence[str], place: str, wanted: Sequence[str]) -> None:
@@ -336,6 +369,8 @@ def _text(value: Any, name: str, where: str) -> str:
         value = messages[-1].get("content")  # a message with parts has a list there: reported below
     if not isinstance(value, str):
         raise DataError(f"{where}: {name} is of type {_kind(value)}; expected text, or a chat of texts")
+    if len(value) > LONGEST:
+        raise DataError(f"{where}: {name} has {len(value)} characters; expected at most {LONGEST}")
     return value
 
 

@@ -33,8 +33,8 @@ class TransformersEngine:
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         with _randomness_kept():
-            self._processor = load_processor(cfg.path)
-            self._model = _load_model(cfg.path, cfg.dtype)
+            self._processor = load_processor(cfg.path, cfg.revision)
+            self._model = _load_model(cfg.path, cfg.dtype, cfg.revision)
         if mesh is not None:
             parallelize(self._model, tensor_parallel_plan(self._model, mesh.size()), mesh)
         self._limit = cfg.max_model_len or self._model.config.get_text_config(decoder=True).max_position_embeddings
@@ -141,33 +141,36 @@ class Choice:
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
 
-def load_processor(path: str) -> Any:
+def load_processor(path: str, revision: str | None = None) -> Any:
     """The model's processor, for texts and images; ValueError where there is none that can be used."""
     from transformers import AutoConfig, AutoProcessor, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
+    at = {} if revision is None else {"revision": revision}
     with loading(f"reward.model.path: {path!r} does not load"):
         try:
-            processor = AutoProcessor.from_pretrained(path)
+            processor = AutoProcessor.from_pretrained(path, **at)
         except ImportError:
             # many have a part for videos, which needs torchvision; their images do without
-            whole = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path))]
+            whole = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(path, **at))]
 
             def parts(cls: Any) -> list[str]:
                 return [part for part in whole.get_attributes() if part != "video_processor"]
 
             still: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(parts)})
-            processor = still.from_pretrained(path)
+            processor = still.from_pretrained(path, **at)
     if not isinstance(processor, ProcessorMixin) or processor.chat_template is None:
         raise ValueError(f"reward.model.path: {path!r} has no chat template for images, so that it cannot be asked")
     return processor
 
 
-def _load_model(path: str, dtype: str) -> Any:
+def _load_model(path: str, dtype: str, revision: str | None) -> Any:
     """The whole model on the CPU, frozen."""
     from transformers import AutoModelForImageTextToText
 
-    told = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    if revision is not None:
+        told["revision"] = revision
     with loading(f"reward.model.path: {path!r} does not load"):
         model, info = AutoModelForImageTextToText.from_pretrained(
             path, dtype=getattr(torch, dtype), use_safetensors=True, **told

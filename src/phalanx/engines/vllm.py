@@ -42,6 +42,8 @@ class VllmEngine:
         self._sampling = SamplingParams(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed)
         self._llm: Any = LLM(
             cfg.path,
+            revision=cfg.revision,
+            tokenizer_revision=cfg.revision,
             tensor_parallel_size=cfg.tensor_parallel_size,
             distributed_executor_backend=_executor(groups, rank, local_rank),
             dtype=cfg.dtype,

@@ -132,7 +132,7 @@ class Export:
             return
         self.trained = open_checkpoint(cfg.checkpoint, cfg.weights)
         folder, model = self.trained.folder, self.trained.run.model
-        self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path)
+        self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path, revision=None)
         self.family = family_of(self.model)
         self.output_dir = Path(cfg.output_dir or folder.parent.parent / "export" / folder.name).expanduser()
         if self.output_dir.exists():

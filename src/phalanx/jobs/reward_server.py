@@ -38,7 +38,7 @@ from phalanx.rewards.http import read_token
 from phalanx.rewards.protocol import ScoreRequest, Texts, complaint
 from phalanx.rewards.registry import build_terms
 from phalanx.rewards.runner import Call, Rows
-from phalanx.types import Prompt
+from phalanx.types import Outputs, Prompt
 
 log = logging.getLogger(__name__)
 Checked = TypeVar("Checked", bound=BaseModel)
@@ -306,13 +306,12 @@ class RewardServer:
 class _Turn(Call):
     """A call whose images wait for it as uint8 [B, H, W, 3]: as floats they are four times that."""
 
-    def run(self) -> Rows:
-        assert isinstance(self.subject, Tensor)
+    def own(self, subject: Outputs) -> Outputs:
+        """As floats in 0..1."""
         # in memory as a rollout's images are: sums over pixels have the same order, and scores their last bit
-        count, height, width, channels = self.subject.shape
-        images = torch.empty(count, channels, height, width)
-        self.subject = images.copy_(self.subject.permute(0, 3, 1, 2)).div_(255)
-        return super().run()
+        assert isinstance(subject, Tensor)
+        count, height, width, channels = subject.shape
+        return torch.empty(count, channels, height, width).copy_(subject.permute(0, 3, 1, 2)).div_(255)
 
 
 @contextmanager

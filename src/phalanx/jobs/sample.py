@@ -50,7 +50,10 @@ class Generator:
             raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
         self.trained = self._open()
         self.base = self.trained.run if self.trained is not None else FlowRunConfig()
-        self.model = replace(self.base.model, gradient_checkpointing=False, **_given(cfg.model, *asdict(cfg.model)))
+        given = _given(cfg.model, *asdict(cfg.model))
+        if "path" in given:  # the run's revision is of its own model
+            given = {"revision": None} | given
+        self.model = replace(self.base.model, gradient_checkpointing=False, **given)
         family = family_of(self.model)
         if family.image_column is not None:
             self.prompts = read_prompts(cfg, (family.image_column,))

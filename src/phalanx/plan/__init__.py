@@ -30,7 +30,7 @@ def plan_job(cfg: FlowRunConfig, words: Mapping[str, str]) -> str:
     asked, gpu = clusters(words, os.environ), gpu_of(words)
     cfg = deepcopy(cfg)
     cfg.trainer.output_dir = "."  # that of the cluster need not be here
-    cfg.model.path = fetch(cfg.model.path)
+    cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
     cfg.model.family = family_name(cfg.model)
     refused: dict[Cluster, str] = {}
     for cluster in asked:

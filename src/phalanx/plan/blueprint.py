@@ -23,7 +23,6 @@ from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, know
 from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
 
-_LIBRARIES = ("diffusers", "transformers")
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
 _CONFIGURATIONS = ("model_index.json", "*/config.json", "scheduler/scheduler_config.json")
 
@@ -133,7 +132,7 @@ def planned_policy(
     return policy
 
 
-def fetch(path: str, patterns: Sequence[str] = _CONFIGURATIONS) -> str:
+def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CONFIGURATIONS) -> str:
     """The local folder of `model.path`. Of a hub id these files, some kilobytes, come from the hub or its cache."""
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -144,7 +143,7 @@ def fetch(path: str, patterns: Sequence[str] = _CONFIGURATIONS) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        return snapshot_download(path, allow_patterns=list(patterns))
+        return snapshot_download(path, revision=revision, allow_patterns=list(patterns))
     except (HfHubHTTPError, OSError):
         raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
 
@@ -163,13 +162,7 @@ def _component(folder: Path, name: str, library: str | None, kind: str | None) -
     """
     if library is None or kind is None or kind.endswith(_WITHOUT_TENSORS):
         return None
-    if library not in _LIBRARIES:
-        raise ValueError(f"model.path: '{folder}' has its {name} from {library}; known: {', '.join(_LIBRARIES)}")
-    found = importlib.import_module(library)
-    try:
-        module = getattr(found, kind)
-    except AttributeError:
-        raise ValueError(f"model.path: '{folder}' has a {kind}, which the installed {library} lacks") from None
+    module = getattr(importlib.import_module(library), kind)
     part = folder / name
     file = part / ("scheduler_config.json" if name == "scheduler" else "config.json")
     if not file.is_file():

@@ -80,7 +80,7 @@ def _size(model: RewardModelConfig) -> int | None:
     """
     assert model.path is not None
     try:
-        folder = Path(fetch(model.path, [_INDEX]))  # of a hub id: what is in the cache, and the index
+        folder = Path(fetch(model.path, model.revision, [_INDEX]))  # of a hub id: what is in the cache, and the index
     except ValueError:
         return None
     index: dict[str, Any] = {}

@@ -94,7 +94,7 @@ class _Engine(PolicyRollout):
 def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedPolicy, rollout: PolicyRollout) -> LoadedFlowTeacher:
     """As phalanx.training.teacher.load_teacher, but that text encoders of equal shapes are taken for equal."""
     with about(teacher):
-        folder = fetch(teacher.path)
+        folder = fetch(teacher.path, teacher.revision)
         kind = read_index(Path(folder))["_class_name"]
     check_kind(teacher, kind, read_index(Path(cfg.model.path))["_class_name"])
     taught = replace(cfg, model=teacher_model(cfg.model, folder))

@@ -45,7 +45,7 @@ class RewardWithExtras:
 class RewardFunction(Protocol):
     """A reward: B outputs, of the kind that its first parameter's name says, B prompts and metadata -> B numbers.
 
-    It may be called from several threads at once, and writes to none of its arguments: other rewards get the same ones.
+    It may be called from several threads at once. Its arguments are its own.
     """
 
     def __call__(
@@ -63,6 +63,15 @@ class DeviceReward(ABC):
     @abstractmethod
     def __call__(self, outputs: Any, prompts: list[str], metadata: list[dict[str, Any]], /) -> Scores | RewardOutput:
         """Images, videos or completions, as its first parameter's name says -> B numbers."""
+
+
+def copied(value: Any) -> Any:
+    """Metadata as a reward may change it: dicts and lists are new ones, and what they hold at the end, such as images
+    on disk, cannot be changed.
+    """
+    if isinstance(value, dict):
+        return {name: copied(item) for name, item in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value
 
 
 def ground_truth(prompt: str, metadata: dict[str, Any]) -> str:

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from phalanx.config.flow import FlowRewardFunctionConfig
-from phalanx.config.load import ConfigError, known_modules, resolve_registry
-from phalanx.config.messages import nearest
+from phalanx.config.load import ConfigError, import_dotted, known_modules, resolve_registry
+from phalanx.config.messages import nearest, reason
 from phalanx.config.run import RewardFunctionConfig
 from phalanx.functional.rewards import Share
 from phalanx.rewards.base import DeviceReward, RewardWithExtras
@@ -86,7 +86,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
     if name in RESERVED:
         raise ConfigError(f"{key}: {name!r} is the name of another metric; give the term another name")
     is_judge = isinstance(found, type) and issubclass(found, Judge)
-    takes = "images" if is_judge else _takes(found)
+    takes = "images" if is_judge else _takes(found, key, label)
     if (takes == "completions") != (outputs == "completions"):
         what = f"the judge {label}" if is_judge else label
         raise ConfigError(f"{key}: {what} takes {takes}, and this job makes {outputs}")
@@ -127,12 +127,12 @@ def _extras(function: Callable[..., Any], label: str) -> tuple[str, ...]:
     return function.extras
 
 
-def _takes(found: Callable[..., Any]) -> str:
+def _takes(found: Callable[..., Any], key: str, label: str) -> str:
     """Tell what a reward takes: the name of its first parameter, or "images" where that says nothing.
 
     Of a class it is read before an instance is made, which may load a model.
     """
-    names = inspect.signature(found.__call__ if isinstance(found, type) else found).parameters
+    names = _signature(found.__call__ if isinstance(found, type) else found, key, label).parameters
     first = next((name for name in names if name != "self"), "")
     return first if first in TAKES else "images"
 
@@ -142,8 +142,9 @@ def _instance(found: Callable[..., Any], kwargs: dict[str, Any], where: str) -> 
         return found(**kwargs)
     except ValidationError as error:
         raise ConfigError(f"{where}: {complaint(error, values=True)}") from error
-    except ValueError as error:
-        raise ConfigError(f"{where}: {' '.join(str(error).split())}") from error
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
+        said = reason(error)
+        raise ConfigError(f"{where}: {said.removeprefix('ValueError: ')}") from error
 
 
 def _share(entry: RewardFunctionConfig, key: str) -> Share:
@@ -191,10 +192,8 @@ def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
         raise ConfigError(f"{key}={path!r} names no function; expected {FORMS}")
     is_file = target.endswith(".py")
     try:
-        module = resolve_registry(PACKAGES[0], target, key) if is_file else importlib.import_module(target)
+        module = resolve_registry(PACKAGES[0], target, key) if is_file else import_dotted(target, key)
     except ModuleNotFoundError as error:
-        if error.name is None or not f"{target}.".startswith(f"{error.name}."):
-            raise  # the module is there, and what it imports is not: its traceback says where
         raise ConfigError(f"{key}={path!r}: no module {error.name!r} on the Python path; expected {FORMS}") from None
     names = vars(module)
     if attribute not in names:
@@ -210,7 +209,7 @@ def _check_arguments(
     function: Callable[..., Any], args: tuple[str, ...], kwargs: dict[str, Any], key: str, label: str
 ) -> None:
     """Raise where `function` cannot be called with so many arguments, named in the message, and `kwargs`."""
-    signature = inspect.signature(function)
+    signature = _signature(function, key, label)
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
@@ -218,6 +217,13 @@ def _check_arguments(
         takes = ", ".join(n for n in names if n != "device") or "none"
         call = ", ".join((*args, "**kwargs"))
         raise ConfigError(f"{key}: {label}({call}): {error}; its kwargs: {takes}") from None
+
+
+def _signature(function: Callable[..., Any], key: str, label: str) -> inspect.Signature:
+    try:
+        return inspect.signature(function)
+    except ValueError:  # of some that are written in C
+        raise ConfigError(f"{key}: {label} has no signature; expected what is written in Python") from None
 
 
 def _built_in() -> str:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.config.messages import reason
 from phalanx.config.run import RewardConfig
 from phalanx.functional.rewards import combine
-from phalanx.rewards.base import RewardError, RewardOutput
+from phalanx.rewards.base import RewardError, RewardOutput, copied
 from phalanx.rewards.frames import mean_of_frames, seen_by
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge._pool import JudgePool
@@ -248,21 +249,22 @@ class Call:
 
     def _told(self, error: BaseException) -> RewardError:
         """The error that the function raised, in one line and with its cause."""
-        reason = " ".join(str(error).split())
-        failure = RewardError(
-            f"reward {self.term.name!r} raised {type(error).__name__}: {reason} on {on_prompts(self.prompts)}"
-        )
+        failure = RewardError(f"reward {self.term.name!r} raised {reason(error)} on {on_prompts(self.prompts)}")
         failure.__cause__ = error
         return failure
+
+    def own(self, subject: Outputs) -> Outputs:
+        """A copy for this call alone: whatever a reward does to it, other rewards and the logs see what was sampled."""
+        return subject.to(torch.float32, copy=True) if isinstance(subject, Tensor) else list(subject)
 
     def run(self) -> Rows:
         """Call the reward and check what it returns: the term's rows, its scores first."""
         assert self.subject is not None
         subject, self.subject = self.subject, None  # freed as soon as they are scored
         self.start = time.perf_counter()
-        if isinstance(subject, Tensor):
-            subject = subject.float()
-        returned = self.term.function(subject, [p.text for p in self.prompts], [p.meta for p in self.prompts])
+        subject = self.own(subject)
+        metadata = [copied(prompt.meta) for prompt in self.prompts]
+        returned = self.term.function(subject, [p.text for p in self.prompts], metadata)
         checked = _rows(returned, self.term, self.prompts, forgives=self._forgives)
         self.end = time.perf_counter()
         return mean_of_frames(checked, self._frames)

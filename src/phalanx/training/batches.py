@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from phalanx.config import ConfigError
+from phalanx.config.files import kind
+from phalanx.config.messages import cut
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.types import Algorithm
 
@@ -143,13 +145,31 @@ def check_run(cfg: RunConfig) -> None:
 
 
 def _check_output_dir(output_dir: str) -> None:
-    """Refuse a folder that cannot be made, before hours of work that could not be kept."""
-    folder = Path(output_dir)
-    existing = next(p for p in (folder, *folder.absolute().parents) if p.exists())
-    if not existing.is_dir():
-        raise ConfigError(f"trainer.output_dir: {output_dir!r} cannot be a folder: {existing} is a file")
+    """Refuse a folder that cannot be made or written, before hours of work that could not be kept."""
+    folder, key = Path(output_dir), f"trainer.output_dir: {cut(output_dir)!r} cannot be"
+    try:
+        kind(folder)
+        existing = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
+        found = kind(existing)
+    except OSError as error:
+        raise ConfigError(f"{key} a folder: {error.strerror}") from None
+    if found != "folder":
+        what = "a file" if found == "file" else "a link to nothing"
+        raise ConfigError(f"{key} a folder: {existing} is {what}")
     if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"trainer.output_dir: {output_dir!r} cannot be written: no permission in {existing}")
+        raise ConfigError(f"{key} written: no permission in {existing}")
+    for name, expected in _CONTENTS.items():
+        try:
+            problem = None if kind(folder / name) in (expected, None) else f"not a {expected}"
+        except OSError as error:
+            problem = error.strerror
+        if problem is not None:
+            raise ConfigError(f"{key} written: {folder / name} is {problem}; move it away")
+
+
+# of a run's folder
+_CONTENTS = dict.fromkeys((".lock", "running.json", "config.yaml", "metrics.jsonl", "report.html"), "file")
+_CONTENTS |= dict.fromkeys(("checkpoints", "val", "tensorboard"), "folder")
 
 
 _KEYS = {

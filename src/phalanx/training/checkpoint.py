@@ -20,12 +20,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from phalanx.config.files import parse_json
 from phalanx.distributed.collectives import all_gather_object, broadcast_object
 from phalanx.distributed.fsdp import as_part_of
 from phalanx.distributed.mesh import World
 from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
+MOST = 10**15  # of any count
 
 
 @dataclass
@@ -44,6 +46,14 @@ class Progress:
     unfinished: dict[str, float] | None = None
     rescoring: bool = False
     updates_beside: dict[str, int] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise ValueError for what no run counts."""
+        counts = [self.step, self.samples_seen, self.updates, *self.updates_beside.values()]
+        if not all(type(count) is int and 0 <= count < MOST for count in counts):
+            raise ValueError(f"the counts {counts}; expected integers from 0")
+        if not isinstance(self.wandb_id, str | None) or not isinstance(self.unfinished, dict | None):
+            raise ValueError("wandb_id or unfinished of another type")
 
 
 def trained_state(
@@ -68,12 +78,14 @@ def trained_state(
 def complete(folder: Path) -> str | None:
     """The problem with a checkpoint folder, None where it is complete. For contents see `damaged`."""
     try:
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = read_meta(folder)
         for name, (size, _) in meta["files"].items():
+            if Path(name).name != name:
+                raise ValueError(f"{name!r} is not a file of this folder")
             found = (folder / name).stat().st_size
             if found != size:
                 return f"{name} has {found} bytes of {size}"
-        Progress(**meta["progress"])
+        Progress(**meta["progress"]).check()
         dict(meta["signature"])
     except FileNotFoundError as error:
         return f"{Path(error.filename).name} is missing"
@@ -129,7 +141,7 @@ def find(root: Path, without: Collection[Path] = ()) -> Path | None:
 
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint."""
-    return dict(json.loads((folder / "meta.json").read_text()))
+    return dict(parse_json((folder / "meta.json").read_text()))
 
 
 def _unseen(folder: Path) -> str | None:

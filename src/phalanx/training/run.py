@@ -69,15 +69,21 @@ class Run:
         self.checkpointer.saved_step = self.progress.step
         self._good = replace(self.progress)  # as after the last step that was not a bad one
         self.bad_steps = self._applied = self._non_finite = 0
-        if self.world.rank == 0:
+        try:
+            self._open_files()
+        except OSError as error:  # such as a disk without inodes
+            raise ValueError(f"trainer.output_dir: {error.filename or self.output_dir}: {error.strerror}") from error
+
+    def _open_files(self) -> None:
+        """Make the output folder what a run from here on needs, and open the logs. Raises OSError."""
+        cfg, first = self.cfg, self.world.rank == 0
+        if first:
             self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             save(cfg, self.output_dir / "config.yaml")
             print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
-        self.logger = RunLogger(
-            cfg.trainer, public(cfg), self.progress.wandb_id, logged, total_steps, self.world.rank == 0
-        )
+        self.logger = RunLogger(cfg.trainer, public(cfg), self.progress.wandb_id, logged, self.total_steps, first)
         self.progress.wandb_id = self.logger.wandb_id
 
     def make_learner(self, total_updates: int, ema: EmaConfig, averages: Sequence[str]) -> Learner:

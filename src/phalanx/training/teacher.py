@@ -21,8 +21,8 @@ from phalanx.types import Samples, Teacher
 def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
     """Raise ValueError for a folder that is not a model of the policy's family, before loading it."""
     with about(teacher):
-        kind = model_index(teacher.path)["_class_name"]
-    check_kind(teacher, kind, model_index(config.path)["_class_name"])
+        kind = model_index(teacher.path, teacher.revision)["_class_name"]
+    check_kind(teacher, kind, model_index(config.path, config.revision)["_class_name"])
 
 
 def check_kind(teacher: Teacher, kind: str, own: str) -> None:
@@ -31,9 +31,9 @@ def check_kind(teacher: Teacher, kind: str, own: str) -> None:
         raise ValueError(f"{teacher.key}: {teacher.path!r} is a {kind}; it should be a {own}, as model.path is")
 
 
-def teacher_model(config: FlowModelConfig, path: str) -> FlowModelConfig:
+def teacher_model(config: FlowModelConfig, path: str, revision: str | None = None) -> FlowModelConfig:
     """The configuration to load a teacher with: whole weights, of which none are trained."""
-    return replace(config, path=path, lora_rank=0, gradient_checkpointing=False)
+    return replace(config, path=path, revision=revision, lora_rank=0, gradient_checkpointing=False)
 
 
 def teacher_rollout(config: FlowRolloutConfig, teacher: Teacher, model: FlowModel) -> FlowRolloutConfig:
@@ -75,7 +75,7 @@ def load_teacher(
     teacher: Teacher, cfg: FlowRLConfig, student: FlowPolicy, world: World, micro: int
 ) -> LoadedFlowTeacher:
     """Load a teacher on all ranks, in step. Raises ValueError for a model that cannot judge the policy's latents."""
-    model, seed = teacher_model(cfg.model, teacher.path), cfg.trainer.seed
+    model, seed = teacher_model(cfg.model, teacher.path, teacher.revision), cfg.trainer.seed
     with about(teacher):
         policy = build_policy(model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=False, frozen=True)
     own, theirs = student.model, policy.model

@@ -20,9 +20,13 @@ from phalanx.media.pictures import Picture
 from phalanx.models.flow.folder import (
     absent_components,
     base_folder,
+    check_layers,
     check_tensors,
+    check_tokenizers,
+    check_vae,
     component_names,
     dtype_on_disk,
+    load_text_encoder,
     model_index,
 )
 from phalanx.telemetry.flops import forward_flops
@@ -89,14 +93,21 @@ class FlowModel:
         self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
     ) -> None:
         """Set `pipeline`, `transformer`, `vae` and `dtype`, by diffusers' two classes."""
-        path = config.path
-        given = absent_components(model_index(path)) | self.components(path)
+        path = str(base_folder(config))
+        index = model_index(path)
+        given = absent_components(index) | self.components(path)
         self.dtype = dtype
         self.transformer = transformer.from_pretrained(path, subfolder="transformer", torch_dtype=weights_dtype)
+        for name in component_names(index):
+            if name.startswith("text_encoder"):
+                given[name] = load_text_encoder(path, name, index[name][1], dtype)
         dtypes = {"default": dtype, "vae": self.vae_dtype or dtype}
         self.pipeline = pipeline.from_pretrained(path, transformer=self.transformer, torch_dtype=dtypes, **given)
         self.vae = self.pipeline.vae
         check_tensors(path, transformer=self.transformer, vae=self.vae)
+        check_layers(path, self.transformer)
+        check_vae(path, self.vae.config)
+        check_tokenizers(path, self.pipeline.components)
         # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
         # block has weights of one dtype
         nn.Module.to(self.transformer, weights_dtype)
@@ -269,7 +280,7 @@ class FlowModel:
         """Write a diffusers folder: the base's, file by file, with the trained transformer."""
         base = base_folder(config)
         shutil.copyfile(base / "model_index.json", folder / "model_index.json")
-        for name in component_names(model_index(config.path)):
+        for name in component_names(model_index(str(base))):
             if name != "transformer":
                 shutil.copytree(base / name, folder / name, copy_function=shutil.copyfile)
         transformer.save_pretrained(folder / "transformer")

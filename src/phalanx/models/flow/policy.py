@@ -12,6 +12,7 @@ from torch import Tensor
 
 from phalanx.config.flow import FlowDataConfig, FlowModelConfig
 from phalanx.config.load import known_modules, resolve_registry
+from phalanx.config.messages import reason
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
@@ -33,7 +34,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def family_of(config: FlowModelConfig) -> type[FlowModel]:
     """The class `Model` of the model's family; raises ValueError for a pipeline that none knows."""
-    name = config.family if config.family is not None else known_family(config.path, model_index(config.path))
+    name = (
+        config.family
+        if config.family is not None
+        else known_family(config.path, model_index(config.path, config.revision))
+    )
     found = resolve_registry(FAMILIES, name, "model.family")
     if "Model" not in vars(found):
         raise ValueError(f"model.family: {name!r} has no class Model")
@@ -98,6 +103,8 @@ class FlowPolicy:
         )
         # all that an embedding depends on, beside its text: runs share the cache on disk
         identity = f"{config.path} {config.family} {config.dtype} {data.max_prompt_length}"
+        if config.revision is not None:
+            identity += f" {config.revision}"
         if model.image_column is not None:
             identity += f" {config.reference_size}"
         self._max_length = data.max_prompt_length
@@ -332,10 +339,10 @@ def build_policy(
     family = family_of(config) if family is None else family
     try:
         model = family(config, dtype, weights_dtype)
-    except (OSError, ValueError) as error:
-        # the libraries' own messages have many lines and no key
-        reason = " ".join(str(error).split()).removeprefix("model.path: ")
-        raise ValueError(f"model.path: {reason}") from error
+    except Exception as error:  # the files are foreign, and the libraries stumble over them in whatever way
+        ours = isinstance(error, ValueError) and str(error).startswith("model.path: ")
+        said = str(error) if ours else f"{config.path!r} does not load: {reason(error)}"
+        raise ValueError(f"model.path: {said.removeprefix('model.path: ')}") from error
     model.vae.to(world.device)  # small, and needed after each micro-batch: it does not travel
     return make(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen)
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from phalanx.config.messages import reason
 from phalanx.config.run import RewardModelConfig
 from phalanx.media.pictures import to_uint8
-from phalanx.rewards.base import RewardError
+from phalanx.rewards.base import RewardError, copied
 from phalanx.rewards.judge._base import Judge
 from phalanx.rewards.judge._model import RewardModel
 from phalanx.rewards.threads import DaemonPool
@@ -128,10 +129,9 @@ class JudgePool:
 def _question(name: str, judge: Judge, prompt: Prompt) -> str:
     """The question of a judge about an image of the prompt; RewardError where it cannot ask."""
     try:
-        return judge.question(prompt.text, prompt.meta)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        text = " ".join(str(error).split())
+        return judge.question(prompt.text, copied(prompt.meta))
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise RewardError(
-            f"reward {name!r} has no question: {type(error).__name__}: {text} on the prompt "
+            f"reward {name!r} has no question: {reason(error)} on the prompt "
             f'"{prompt.text}"; its data has {", ".join(prompt.meta) or "no columns"}'
         ) from error

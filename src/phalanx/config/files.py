@@ -1,0 +1,55 @@
+"""Files that somebody else wrote: what is at a path, and its content. Every problem is an error of one line."""
+
+import errno
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+
+def kind(path: Path) -> str | None:
+    """ "file" or "folder"; None where there is nothing.
+
+    Raises OSError for what is neither, such as a pipe, which would block, for a circle of links, and for a name that no
+    file can have.
+    """
+    try:
+        mode = path.expanduser().stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (RuntimeError, ValueError) as error:  # no such user's home; a null character
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    if stat.S_ISDIR(mode):
+        return "folder"
+    if stat.S_ISREG(mode):
+        return "file"
+    raise OSError(errno.EINVAL, "neither a file nor a folder", str(path))
+
+
+def read_bytes(path: Path) -> bytes:
+    """The content of a regular file; raises OSError where there is none."""
+    found = kind(path)
+    if found != "file":
+        code = errno.ENOENT if found is None else errno.EISDIR
+        raise OSError(code, os.strerror(code), str(path))
+    return path.expanduser().read_bytes()
+
+
+def parse_json(text: str) -> Any:
+    """The value of a JSON text. Raises json.JSONDecodeError, or another ValueError of one line."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:  # of an integer of thousands of digits
+        raise ValueError(str(error).partition(";")[0]) from None
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise ValueError(f"{half} is half of a surrogate pair, which no text can hold") from None
+    return value

@@ -1,0 +1,110 @@
+"""What the user writes, as OmegaConf has it: a YAML file and `key=value` overrides."""
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from yaml.constructor import ConstructorError
+from yaml.reader import ReaderError
+
+from phalanx.config.files import kind, read_bytes
+from phalanx.config.messages import ConfigError, cut, nearest
+
+MOST_DEPTH = 50  # of sections and lists: libraries recurse, and no configuration comes near
+
+
+def read(path: str) -> DictConfig:
+    """The content of a YAML file; raises ConfigError where it is none."""
+    file = Path(path)
+    try:
+        if kind(file) is None:
+            siblings = [str(p) for p in file.parent.iterdir()] if file.parent.is_dir() else []
+            raise ConfigError(f"{path}: no such configuration file{nearest(str(file), siblings)}")
+        text = read_bytes(file).decode("utf-8-sig")
+        plain = _parse(text)
+        if plain is not None and not isinstance(plain, dict):
+            found = "a list" if isinstance(plain, list) else repr(plain)
+            raise ConfigError(f"{path}: the top level must be sections (key: value), not {found}")
+        content = OmegaConf.create(text)  # reads numbers such as 1e-4, and refuses a key that is there twice
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: not a text file in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{cut(path)}: cannot be read: {error.strerror}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f":{mark.line + 1}:{mark.column + 1}" if mark is not None else ""
+        raise ConfigError(f"{path}{where}: not valid YAML: {error.problem}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
+    assert isinstance(content, DictConfig)
+    return content
+
+
+def override(file: DictConfig, overrides: Sequence[str]) -> DictConfig:
+    """A copy of the file's content with `key=value` set, one after the other; raises ConfigError."""
+    user = copy.deepcopy(file)
+    for item in overrides:
+        key, equals, value = item.partition("=")
+        told = cut(repr(item))
+        if not key or not equals:
+            if item.endswith((".yaml", ".yml")):
+                raise ConfigError(f"{told}: the configuration file comes first, and there is only one")
+            raise ConfigError(f"{told}: an override is written key=value, e.g. trainer.seed=1")
+        if key.count(".") + key.count("[") > MOST_DEPTH:
+            raise ConfigError(f"{told}: the key is nested more than {MOST_DEPTH} deep")
+        try:
+            _parse(value)
+            user.merge_with_dotlist([item])
+        except yaml.MarkedYAMLError as error:
+            hint = "; within [ ] or { } an interpolation needs quotes" if "${" in value else ""
+            raise ConfigError(f"{told}: the value is not valid YAML: {error.problem}{hint}") from None
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{told}: {reason(error)}") from None
+        except (TypeError, ValueError):  # of OmegaConf, for a word where a list wants a number
+            example = "reward.functions[0].weight=2"
+            raise ConfigError(f"{told}: an element of a list is named by its number, e.g. {example}") from None
+    return user
+
+
+def one_line(error: OmegaConfBaseException) -> str:
+    """OmegaConf's error with its key."""
+    return f"{error.full_key}: {reason(error)}" if error.full_key else reason(error)
+
+
+def reason(error: OmegaConfBaseException) -> str:
+    """OmegaConf's error without its key."""
+    text = (error.msg or str(error)).split("\n")[0]
+    if isinstance(error, GrammarParseError):
+        return f"not a valid interpolation: {cut(text)}"
+    return text.removeprefix("KeyError raised while resolving interpolation: ").strip('"')  # as of oc.env
+
+
+class _Loader(yaml.SafeLoader):
+    """Names the place of a scalar that has no value, such as a date in month 99."""
+
+    def construct_object(self, node: Any, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except ValueError as error:
+            raise ConstructorError(problem=str(error).partition(";")[0], problem_mark=node.start_mark) from None
+
+
+def _parse(text: str) -> Any:
+    """The value of a YAML text; raises yaml.MarkedYAMLError."""
+    try:
+        depth = 0
+        for event in yaml.parse(text):  # which does not recurse, unlike what follows
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > MOST_DEPTH:
+                raise yaml.MarkedYAMLError(problem=f"nested more than {MOST_DEPTH} deep", problem_mark=event.start_mark)
+    except ReaderError as error:
+        before = text[: error.position]
+        line, column = before.count("\n"), len(before) - before.rfind("\n") - 1
+        mark = yaml.Mark("", error.position, line, column, None, None)
+        problem = f"the character #x{ord(text[error.position]):02x} is not allowed"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark) from None
+    return yaml.load(text, _Loader)
