@@ -130,7 +130,7 @@ def test_stream_visits_every_image_once_an_epoch() -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{oops\n", "{file}:1: not valid JSON"),
+        ("{oops\n", "{file}:1: not JSON"),
         ('{"image": "0.png"}\n', '{file}:1: expected {{"image": "path", "prompt": "text"}}'),
         ("\n", "data.train_files: ['{file}'] hold no images"),
     ],

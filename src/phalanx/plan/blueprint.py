@@ -49,7 +49,7 @@ class _Blueprint(FlowModel):
         try:
             self.pipeline = pipeline(**parts)
         except TypeError as error:
-            raise ValueError(f"{config.path!r}: {error}") from error
+            raise ValueError(f"model.path: {config.path!r}: {error}") from error
         self.transformer, self.vae = nn.Module.to(self.pipeline.transformer, weights_dtype), self.pipeline.vae
         for name, part in parts.items():
             if isinstance(part, nn.Module) and name != "transformer":
