@@ -320,7 +320,7 @@ def test_every_suggestion_for_pairs_works() -> None:
 
 
 IMPOSSIBLE = [
-    ({"data.train_files": []}, "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .parquet or dataset folder"),
+    ({"data.train_files": []}, "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .csv, .parquet or dataset folder"),
     ({"reward.functions": []}, "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]"),
     ({"trainer.total_training_steps": None}, "trainer.total_training_steps: null needs trainer.total_epochs; set one of them"),
     ({"optim.betas": [0.9]}, "optim.betas: [0.9] should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),

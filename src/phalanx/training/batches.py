@@ -101,7 +101,7 @@ def check(cfg: RLConfig, algorithm: Algorithm) -> None:
     """Refuse combinations that cannot work, whatever the number of ranks; raises ConfigError."""
     if not cfg.data.train_files:
         raise ConfigError(
-            "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .parquet or dataset folder"
+            "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .csv, .parquet or dataset folder"
         )
     if not cfg.reward.functions and algorithm.needs_reward:
         raise ConfigError(
