@@ -190,7 +190,7 @@ def test_the_resolved_configuration_is_saved_and_reads_as_the_same(
     assert again == cfg
     assert again.model.path == "d\u00e4ta: #1 'x'" and again.trainer.resume == "null"
     assert again.reward.functions[0].kwargs == {"a": 1e-7, "b": [1, "x"], "c": None, "d": "1e3", "e": "yes"}
-    assert "${" not in (tmp_path / "saved.yaml").read_text()
+    assert "path: ${oc.env:PHALANX_TEST_FOLDER}\n" in (tmp_path / "saved.yaml").read_text()
 
 
 def test_the_configuration_of_a_run_is_read_as_that_of_its_kind(tmp_path: Path) -> None:
