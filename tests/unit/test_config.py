@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from phalanx.cli import parse
-from phalanx.config import ConfigError, load, save
+from phalanx.config import ConfigError, aliases, load, save
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.load import arg, help_text, resolve_registry, rows
 from phalanx.config.run import ModelConfig, RunConfig
@@ -372,6 +372,11 @@ MISTAKES = [
     (["seed=1"], "unknown key seed; did you mean one of data.seed, rollout.val.seed, reward.model.seed, trainer.seed?"),
     (["trainer.lr=1"], "unknown key trainer.lr; did you mean optim.lr?"),
     (["foo.bar=1"], f"unknown key foo; known here: {SECTIONS}"),
+    # keys of other trainers
+    (["actor_rollout_ref.rollout.n=8"], "unknown key actor_rollout_ref.rollout.n; here it is rollout.n"),
+    (["trainer.nnodes=2"], "unknown key trainer.nnodes; here it is the environment variable NNODES"),
+    (["++actor_rollout_ref.rollout.mode=x"], "unknown key ++actor_rollout_ref.rollout.mode; here there is nothing to set for it"),
+    (["sample.num_steps=10"], "unknown key sample.num_steps; here it is rollout.num_inference_steps"),
     (["model.zzz=1"], "unknown key model.zzz; known here: path, revision, dtype, lora_rank, lora_alpha, lora_init, target_modules, "
      "lora_dtype, gradient_checkpointing, compile, family, reference_size, attn_backend"),
     (["algorithm.clip_rate=1"], "unknown key algorithm.clip_rate; did you mean algorithm.clip_ratio?"),
@@ -612,3 +617,42 @@ def test_schemas_of_ones_own() -> None:
     )
     with pytest.raises(ConfigError, match=r"^parts\[1\]\.size: expected at least 1, got 0$"):
         load(Whole, None, ["parts=[{size: 3}, {size: 0}]"])
+
+
+# The keys of VeRL-Omni's FlowGRPO recipe for several nodes, run_qwen_image_ocr_lora_multi_node.sh.
+ROLLOUT = (
+    "name n agent.num_workers load_format layered_summon log_prob_micro_batch_size_per_gpu data_parallel_size "
+    "tensor_model_parallel_size pipeline.true_cfg_scale pipeline.max_sequence_length algo.noise_level algo.sde_type "
+    "algo.sde_window_size algo.sde_window_range val_kwargs.pipeline.num_inference_steps val_kwargs.algo.noise_level "
+    "engine_kwargs.vllm_omni.max_num_seqs engine_kwargs.vllm_omni.request_batch_max_wait_ms"
+)
+ACTOR = (
+    "optim.lr optim.weight_decay ppo_mini_batch_size ppo_micro_batch_size_per_gpu fsdp_config.fsdp_size "
+    "fsdp_config.reshard_after_forward fsdp_config.offload_policy fsdp_config.param_offload "
+    "fsdp_config.optimizer_offload fsdp_config.model_dtype"
+)
+MODEL = "algorithm path lora_rank lora_alpha target_modules attn_backend"
+REWARD = (
+    "reward_model.enable reward_model.model_path reward_model.rollout.name "
+    "reward_model.rollout.tensor_model_parallel_size custom_reward_function.path custom_reward_function.name"
+)
+MULTI_NODE = [
+    *(f"actor_rollout_ref.rollout.{key}" for key in ROLLOUT.split()),
+    *(f"actor_rollout_ref.actor.{key}" for key in ACTOR.split()),
+    *(f"actor_rollout_ref.model.{key}" for key in MODEL.split()),
+    *(f"reward.{key}" for key in REWARD.split()),
+    *["actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "trainer.nnodes", "trainer.n_gpus_per_node"],
+]
+
+
+@pytest.mark.parametrize("key", MULTI_NODE)
+def test_every_key_of_another_trainers_recipe_says_what_it_is_called_here(key: str) -> None:
+    said = refusal(f"{key}=1")
+    assert said.startswith(f"unknown key {key}; here "), said
+
+
+def test_aliases_are_keys() -> None:
+    text = help_text(FlowRLConfig, "", None, [])
+    for name in aliases.RENAMED.values():
+        first = name.split(",")[0].split(" ")[0]
+        assert f"\n  {first}: " in text or first in ("the", "path"), name

@@ -20,6 +20,7 @@ from typing import Any, TypeVar, get_type_hints
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from phalanx.config.aliases import alias
 from phalanx.config.files import kind
 from phalanx.config.messages import MOVED, ConfigError, cut, element_of, expected, nearest, reason, shown, type_name
 from phalanx.config.secrets import mark, public
@@ -304,7 +305,7 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
         for name, item in value.items():
             inner = f"{key}.{name}" if key else str(name)
             if name not in hints:
-                raise ConfigError(_unknown(inner, str(name), list(hints), root))
+                raise ConfigError(_foreign(inner, item, root) or _unknown(inner, str(name), list(hints), root))
             # `trainer:` with nothing below it, as where all its lines are comments, changes nothing
             if item != "???" and (item is not None or not is_dataclass(hints[name])):
                 _assign(base, root, hints[name], item, inner)
@@ -320,6 +321,15 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
     except OmegaConfBaseException:
         example = f"; write [{value}]" if type(value) is element else ""
         raise ConfigError(f"{key}: expected {expected(hint)}, got {shown(value)}{example}") from None
+
+
+def _foreign(key: str, value: Any, root: type) -> str | None:
+    """The message about a key of another trainer, None where it is of none. With Hydra's + before it, too."""
+    while isinstance(value, dict) and value:
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    found = alias(key.lstrip("+"), [row.key for row in rows(root)])
+    return None if found is None else f"unknown key {key}; {found}"
 
 
 def _unknown(key: str, leaf: str, siblings: list[str], root: type) -> str:
