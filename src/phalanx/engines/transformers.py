@@ -164,7 +164,7 @@ def load_processor(path: str, revision: str | None = None) -> Any:
     return processor
 
 
-def _load_model(path: str, dtype: str, revision: str | None) -> Any:
+def _load_model(path: str, dtype: str, revision: str | None = None) -> Any:
     """The whole model on the CPU, frozen."""
     from transformers import AutoModelForImageTextToText
 
