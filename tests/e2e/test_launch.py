@@ -128,8 +128,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("nodes", [1, 2])
-@pytest.mark.parametrize("whom", ["train.sh", "torchrun"])
+@pytest.mark.parametrize(("whom", "nodes"), [("train.sh", 1), ("torchrun", 2)])
 def test_ranks_do_not_outlive_their_launcher(whom: str, nodes: int, folder: Path) -> None:
     """Killed with -9, on the first node: its ranks are gone at once."""
     processes = started(folder, nodes)
