@@ -395,6 +395,16 @@ def test_a_teacher(sd3_folder: Path, tmp_path: Path) -> None:
     )
 
 
+def test_each_count_of_operations_is_a_new_one(sd3_folder: Path, tmp_path: Path) -> None:
+    """Each is of a model that is gone afterwards: the next one may have its place in memory, and is another one."""
+    model = plan_of(tiny_config(sd3_folder, tmp_path), Cluster(1, 2)).policy.model
+    counts = set()
+    for _ in range(20):
+        counts.add(model.flops(32, 32, 77 + 32))
+        gc.collect()
+    assert len(counts) == 1
+
+
 def test_what_a_teacher_brings_to_the_host(sd3_folder: Path, sd3_t5_folder: Path, tmp_path: Path) -> None:
     """Text encoders of its own stay; all that its folder holds is there while it is loaded."""
     own, theirs = (load_pipeline(folder) for folder in (sd3_folder, sd3_t5_folder))

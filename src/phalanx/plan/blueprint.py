@@ -66,7 +66,8 @@ class _Blueprint(FlowModel):
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         self.ledger.phase.passes += 1
-        key = id(self), torch.is_grad_enabled(), *(tuple(value.shape) for value in (latents, *embeds.values()))
+        # the transformer itself, not an id: another one's may be the same once this one is gone
+        key = self.transformer, torch.is_grad_enabled(), *(tuple(value.shape) for value in (latents, *embeds.values()))
         return self.ledger.once(key, partial(super().velocity, latents, timesteps, embeds, height, width))
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:

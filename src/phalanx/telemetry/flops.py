@@ -6,11 +6,9 @@ are counted (what torch's own counter knows); norms, activations and rotations a
 below one per cent of a transformer.
 """
 
-import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -69,21 +67,9 @@ def forward_flops(build: Callable[[], nn.Module], inputs: Callable[[], dict[str,
                     "and leave the device to the caller"
                 )
         counter = FlopCounterMode(display=False)
-        with _no_collection(), counter:
+        with counter:
             model(**inputs())
     return counter.get_total_flops()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Without Python's garbage collector: where it ran within a count, torch's counter was seen to end at 0."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def step_flops(
