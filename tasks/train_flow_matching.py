@@ -15,6 +15,12 @@ def build(cfg: FlowMatchingTaskConfig) -> Callable[[], None]:
     return flow_matching.build(cfg).run
 
 
+def check(cfg: FlowMatchingTaskConfig) -> None:
+    from phalanx.jobs.inputs import check_flow
+
+    check_flow(cfg, prompts=False)
+
+
 def plan(cfg: FlowMatchingTaskConfig, words: dict[str, str]) -> str:
     from phalanx.plan import plan_job
 
@@ -22,4 +28,4 @@ def plan(cfg: FlowMatchingTaskConfig, words: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    run(build, parse(FlowMatchingTaskConfig, __doc__ or "", plan=plan))
+    run(build, parse(FlowMatchingTaskConfig, __doc__ or "", plan=plan, check=check))

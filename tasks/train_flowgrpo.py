@@ -15,6 +15,12 @@ def build(cfg: FlowRLConfig) -> Callable[[], None]:
     return flow_rl.build(cfg).run
 
 
+def check(cfg: FlowRLConfig) -> None:
+    from phalanx.jobs.inputs import check_flow
+
+    check_flow(cfg)
+
+
 def plan(cfg: FlowRLConfig, words: dict[str, str]) -> str:
     from phalanx.plan import plan_job
 
@@ -22,4 +28,4 @@ def plan(cfg: FlowRLConfig, words: dict[str, str]) -> str:
 
 
 if __name__ == "__main__":
-    run(build, parse(FlowRLConfig, __doc__ or "", plan=plan))
+    run(build, parse(FlowRLConfig, __doc__ or "", plan=plan, check=check))

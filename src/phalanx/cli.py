@@ -45,12 +45,14 @@ def parse(
     description: str,
     argv: list[str] | None = None,
     plan: Callable[[T, dict[str, str]], str] | None = None,
+    check: Callable[[T], None] | None = None,
 ) -> T:
     """The configuration from `[config.yaml] [key=value ...]`.
 
     With --help it prints the help and exits; with --plan, what `plan` makes of the configuration and of the PLAN_WORDS
-    that are given. With PHALANX_CHECK=1, by which train.sh asks before it starts a rank, it goes no further. A mistake
-    ends the process with status 2 and one line, printed by rank 0 alone.
+    that are given. With PHALANX_CHECK=1, by which train.sh asks before it starts a rank, it runs `check`, which raises
+    ValueError for what the files say without torch, and goes no further. A mistake ends the process with status 2 and
+    one line, printed by rank 0 alone.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -77,10 +79,12 @@ def parse(
                 print(help_text(schema, description, path, words, known))
             sys.exit(0)
         config = load(schema, path, words)
-    except ConfigError as error:
+        if checking:
+            if check is not None:
+                check(config)
+            sys.exit(0)
+    except ValueError as error:
         _tell(error, status=2)
-    if checking:
-        sys.exit(0)
     if plan is None or asked is None:
         return config
     try:

@@ -5,7 +5,8 @@ train.sh starts it on each node. It differs from torchrun in three ways:
 - The first error, which the ranks have printed, is the last thing on the terminal, and the exit status is the failed
   rank's. torchrun's own traceback, banner and box, 40 lines, come with PHALANX_TRACEBACK=1 alone.
 - It dies with the process that started it, even by kill -9, and its ranks die with it (see `exit.end_with_parent`).
-- It looks for node 0 before torch does, so that a wrong MASTER_ADDR is one line within seconds.
+- It looks for node 0 before torch does, so that a wrong MASTER_ADDR is one line within seconds, and says so while it
+  waits for nodes that were lost.
 """
 
 import contextlib
@@ -14,8 +15,10 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from argparse import ArgumentParser
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.exit import end_with_parent, place_of, say
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 5.0  # of silence, while node 0 is not there: nodes need not start together
 JOIN_S = 600.0  # torch's own limit
+QUIET_S = 10.0  # without a rank on this node, until it is said what the launcher waits for
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of ranks that end because another one did
 
 
@@ -46,8 +50,11 @@ def main(argv: list[str]) -> NoReturn:
         run.main(argv)
         sys.exit(0)
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' own is another matter
+    args = run.parse_args(argv)
+    if args.nnodes != "1" and args.max_restarts > 0:
+        threading.Thread(target=_tell_of_waiting, args=(args.nnodes,), daemon=True).start()
     try:
-        run.run(run.parse_args(argv))
+        run.run(args)
     except ChildFailedError as error:
         sys.exit(_tell(error))
     except SignalException as error:
@@ -116,6 +123,26 @@ def _is_own(address: str) -> bool:
             probe.bind(place)
             return True
     return False
+
+
+def _tell_of_waiting(nodes: str) -> NoReturn:
+    """Say that torch waits for other nodes, each time that this node's ranks have ended and no new ones are started."""
+    ended = None
+    while True:
+        time.sleep(1)
+        if _has_ranks():
+            ended = time.monotonic()
+        elif ended is not None and time.monotonic() - ended > QUIET_S:
+            say(f"this node's ranks have ended; waiting for other nodes (NNODES={nodes}), at most {JOIN_S:.0f} s")
+            ended = None
+
+
+def _has_ranks() -> bool:
+    found = ""
+    for file in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread is gone
+            found += file.read_text()
+    return bool(found)
 
 
 def _tell(error: "ChildFailedError") -> int:

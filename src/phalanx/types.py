@@ -7,15 +7,18 @@ Shapes: B samples of this rank, N of all ranks, A actions of a sample. Samples m
 they are padded to A, and a mask says which are real.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # What a policy makes: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 on the CPU, or B completions.
-Outputs = Tensor | list[str]
+Outputs: TypeAlias = "Tensor | list[str]"
 
 
 class JobError(RuntimeError):
@@ -140,7 +143,7 @@ class Policy(Protocol):
         """Other weights for a while: "reference", "ema", or those of the algorithm."""
 
 
-Each = Callable[[Outputs, list[Prompt]], None]
+Each: TypeAlias = "Callable[[Outputs, list[Prompt]], None]"
 
 
 class Rollout(Protocol):

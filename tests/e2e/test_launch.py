@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from tests.ranks import ROOT, end_with_parent, free_port, launch_environment, to
 
 TASK = "tasks/train_flowgrpo.py"
 CONFIG = "configs/flowgrpo/quickstart.yaml"
+UNEVEN = "actor.ppo_micro_batch_size_per_gpu=7"  # which no number of ranks can do
 SCRIPT = """
 import os, signal, sys, time
 import phalanx.cli
@@ -50,10 +52,27 @@ def test_a_mistake_is_one_line_on_each_node(nodes: int) -> None:
         assert done.stderr == "error: unknown key rollout.nn; did you mean rollout.n?\n"
 
 
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("model.path=/none", "model.path: '/none': no such folder"),
+        ("data.val_files=[/none.txt]", "data.val_files: /none.txt does not exist; expected a .txt, "),
+    ],
+)
+def test_files_are_looked_at_before_a_rank_starts(mistake: str, message: str) -> None:
+    """Without torchrun, which is not there."""
+    env = launch_environment({"NPROC_PER_NODE": "2", "PHALANX_CHECK": "1"})
+    done = subprocess.run(
+        [sys.executable, TASK, CONFIG, mistake], cwd=ROOT, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {message}") and done.stderr.count("\n") == 1
+
+
 def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
     """A mistake that only a running rank finds; its status is the job's."""
-    done = torchrun([TASK, CONFIG, "model.path=/none", f"trainer.output_dir={tmp_path / 'out'}"], nproc=2)
-    assert (done.returncode, done.stderr) == (2, "error: model.path: '/none': no such folder\n")
+    done = torchrun([TASK, CONFIG, UNEVEN, f"trainer.output_dir={tmp_path / 'out'}"], nproc=2)
+    assert done.returncode == 2 and done.stderr.startswith("error: actor.ppo_micro_batch_size_per_gpu: 7 does not")
+    assert len(done.stderr.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -71,7 +90,7 @@ def test_a_rank_that_ends_without_a_word(what: str, status: int, message: str, t
 
 
 def test_everything_is_shown_where_that_is_asked_for() -> None:
-    done = torchrun([TASK, CONFIG, "model.path=/none"], nproc=2, env={"PHALANX_TRACEBACK": "1"})
+    done = torchrun([TASK, CONFIG, UNEVEN], nproc=2, env={"PHALANX_TRACEBACK": "1"})
     assert "Traceback (most recent call last)" in done.stderr and "ChildFailedError" in done.stderr
 
 
@@ -83,6 +102,21 @@ def test_a_master_that_cannot_be_found_is_told_within_seconds() -> None:
     where = "MASTER_ADDR=no.such.host, MASTER_PORT=29500"
     assert [line.startswith("waiting") for line in said].count(True) == 1
     assert said[0].startswith(f"waiting for node 0 ({where}), at most 600 s: the name cannot be resolved")
+
+
+def test_a_launcher_without_ranks_says_that_it_waits() -> None:
+    """Once its rank, here a sleep, has ended and no other one is started."""
+    code = """
+import subprocess, threading, time
+from phalanx import launch
+launch.QUIET_S = 1
+threading.Thread(target=launch._tell_of_waiting, args=("2",), daemon=True).start()
+time.sleep(2)  # before the first rank there is nothing to say
+subprocess.run(["sleep", "2"])
+time.sleep(5)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == "this node's ranks have ended; waiting for other nodes (NNODES=2), at most 600 s\n"
 
 
 # -- orphans ----------------------------------------------------------------------------------------------------------

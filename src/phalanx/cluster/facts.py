@@ -20,7 +20,8 @@ import torch.distributed as dist
 from phalanx import __version__
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed.mesh import Launch
-from phalanx.models.flow.folder import check_components, model_index
+from phalanx.models.flow.folder import model_index
+from phalanx.models.flow.headers import check_components
 
 LIBRARIES = ("diffusers", "transformers", "peft", "accelerate", "safetensors")
 ENOUGH = 0.9  # share of a GPU's memory that is free where nobody else uses it

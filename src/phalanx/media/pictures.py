@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
-from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FORMS = "the bytes of an image file, its path beside the data file, or {bytes, path}"
 
@@ -28,7 +29,7 @@ class Picture:
     folder: Path
     where: str
 
-    def pixels(self, height: int, width: int) -> Tensor:
+    def pixels(self, height: int, width: int) -> "Tensor":
         """[3, H, W]; see `to_size`. Raises ValueError as `pil` does."""
         return to_size(self.pil(), height, width)
 
@@ -74,7 +75,7 @@ def upright(image: Image.Image) -> Image.Image:
     return ImageOps.exif_transpose(image).convert("RGB")
 
 
-def to_size(image: Image.Image, height: int, width: int) -> Tensor:
+def to_size(image: Image.Image, height: int, width: int) -> "Tensor":
     """An RGB image as [3, H, W] float32 in 0..1: scaled to cover the size, and center-cropped."""
     scale = max(height / image.height, width / image.width)
     if scale != 1:
@@ -82,16 +83,18 @@ def to_size(image: Image.Image, height: int, width: int) -> Tensor:
         scaled_width = max(round(image.width * scale), width)
         scaled_height = max(round(image.height * scale), height)
         image = image.resize((scaled_width, scaled_height), Image.Resampling.LANCZOS)
+    import torch  # the files alone are looked at without it
+
     left, top = (image.width - width) // 2, (image.height - height) // 2
     image = image.crop((left, top, left + width, top + height))
     return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
 
 
-def to_uint8(images: Tensor) -> Tensor:
+def to_uint8(images: "Tensor") -> "Tensor":
     """Images [B, 3, H, W] in 0..1 -> uint8 [B, 3, H, W], as a PNG of the image would hold them."""
-    return images.mul(255).round().clamp(0, 255).to(torch.uint8)
+    return images.mul(255).round().clamp(0, 255).byte()
 
 
-def pil_image(image: Tensor) -> Image.Image:
+def pil_image(image: "Tensor") -> Image.Image:
     """An image, uint8 [3, H, W], as a PIL image."""
     return Image.fromarray(image.permute(1, 2, 0).contiguous().numpy())

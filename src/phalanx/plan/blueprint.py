@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
-from phalanx.models.flow.folder import read_index, read_json
+from phalanx.models.flow.folder import read_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, known_family
+from phalanx.models.headers import read_json
 from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
 

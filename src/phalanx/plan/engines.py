@@ -14,8 +14,8 @@ from safetensors import SafetensorError, safe_open
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.run import RewardModelConfig
 from phalanx.distributed.placement import judged_beside
-from phalanx.models.flow.folder import read_json
 from phalanx.models.flow.policy import DTYPES
+from phalanx.models.headers import read_json
 from phalanx.plan.blueprint import fetch
 from phalanx.plan.layout import Layout
 

@@ -18,17 +18,16 @@ from torch.nn.functional import pad
 from phalanx.config.flow import FlowModelConfig
 from phalanx.media.pictures import Picture
 from phalanx.models.flow.folder import (
-    absent_components,
     base_folder,
     check_layers,
     check_tensors,
     check_tokenizers,
     check_vae,
-    component_names,
     dtype_on_disk,
     load_text_encoder,
     model_index,
 )
+from phalanx.models.flow.headers import absent_components, component_names
 from phalanx.telemetry.flops import forward_flops
 
 Embeds = dict[str, Tensor]

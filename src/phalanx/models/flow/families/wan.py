@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, padded_texts, to_pixels
-from phalanx.models.flow.folder import component_names, model_index
+from phalanx.models.flow.folder import model_index
+from phalanx.models.flow.headers import component_names
 
 MULTISTEP = "UniPCMultistepScheduler"  # the folders' own; its noise levels are taken, its solver is not
 TRAINED_LENGTH = 512  # tokens of a text, padding included

@@ -1,0 +1,117 @@
+"""Diffusers model folders, checked by names and headers before anything is loaded.
+
+A cut download would otherwise end in a library's traceback, or in random weights.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.files import kind
+from phalanx.config.messages import cut, shown
+from phalanx.models.headers import check_numbers, check_weights, read_json, require
+
+LIBRARIES = ("diffusers", "transformers")
+_SHIFTS = {"shift", "flow_shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"}
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+# whose noise levels its family knows how to take
+OTHER_SCHEDULERS = {"WanPipeline": "UniPCMultistepScheduler"}
+_TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
+
+
+def local_index(path: str) -> dict[str, Any] | None:
+    """The model_index.json of a folder whose components are looked at, too; None for what may be a hub id.
+
+    Raises ValueError for what is neither, and for a folder that lacks something or holds something damaged.
+    """
+    try:
+        is_folder = kind(Path(path)) == "folder"
+    except OSError as error:
+        raise ValueError(f"model.path: {cut(path)}: {error.strerror}") from None
+    if is_folder:
+        folder = Path(path).expanduser()
+        index = read_index(folder)
+        check_components(folder, index)
+        return index
+    if path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise ValueError(f"model.path: {path!r}: no such folder")
+    return None
+
+
+def read_index(folder: Path) -> dict[str, Any]:
+    """The model_index.json of a local folder, its components unseen; ValueError without one.
+
+    A component is [library, class] or [null, null], and nothing that it names can run code: diffusers would import
+    whatever library is named here.
+    """
+    file = folder / "model_index.json"
+    if not file.is_file():
+        raise ValueError(f"model.path: '{folder}' is not a diffusers model folder: it has no model_index.json")
+    return check_index(read_json(file), str(folder))
+
+
+def check_index(index: Any, folder: str) -> dict[str, Any]:
+    """The content of the model_index.json of a folder or hub id; ValueError for what diffusers must not see."""
+    if not isinstance(index, dict) or not isinstance(index.get("_class_name"), str):
+        raise ValueError(f"model.path: {folder}/model_index.json names no _class_name")
+    for name, value in index.items():
+        if not isinstance(value, list) or value == [None, None]:
+            continue
+        if not name.isidentifier() or len(value) != 2 or not all(isinstance(word, str) for word in value):
+            raise ValueError(
+                f"model.path: {folder}/model_index.json: {name!r} is {cut(repr(value))}; expected [library, class]"
+            )
+        library = value[0]
+        if library not in LIBRARIES:
+            raise ValueError(
+                f"model.path: '{folder}' has its {name} from {cut(library)}; known: {', '.join(LIBRARIES)}"
+            )
+    return index
+
+
+def component_names(index: dict[str, Any]) -> list[str]:
+    """Folders that a model_index.json names."""
+    return [name for name, value in index.items() if isinstance(value, list) and value[0] is not None]
+
+
+def absent_components(index: dict[str, Any]) -> dict[str, None]:
+    """Components that the folder leaves out, as the keyword arguments that tell diffusers so."""
+    return {name: None for name, value in index.items() if isinstance(value, list) and value[0] is None}
+
+
+def check_components(folder: Path, index: dict[str, Any]) -> None:
+    """Raise ValueError for the first component of a model_index.json that the folder lacks, or that is damaged."""
+    for name in ("transformer", "vae", "scheduler"):
+        if name not in component_names(index):
+            raise ValueError(f"model.path: {folder / 'model_index.json'} names no {name}")
+    for name in component_names(index):
+        part, called = folder / name, str(index[name][1])
+        if not part.is_dir():
+            raise ValueError(f"model.path: '{folder}' lacks the folder {name!r} that its model_index.json names")
+        for file in sorted(part.glob("*.json")):
+            content = read_json(file)
+            if not isinstance(content, dict):
+                raise ValueError(f"model.path: {file} holds a {type(content).__name__}; expected an object, {{...}}")
+            if file.name in ("config.json", "scheduler_config.json"):
+                check_numbers(content, str(file))
+        if name == "scheduler":
+            if called not in (SCHEDULER, OTHER_SCHEDULERS.get(index["_class_name"])):
+                raise ValueError(f"model.path: '{folder}' has the scheduler {called}; expected {SCHEDULER}")
+            require(part, "scheduler_config.json")
+            _check_scheduler(part / "scheduler_config.json")
+        elif "Tokenizer" in called:
+            require(part, *_TOKENIZER_FILES)
+        elif "Processor" not in called and "FeatureExtractor" not in called:
+            require(part, "config.json")
+            check_weights(part)
+
+
+def _check_scheduler(file: Path) -> None:
+    """Raise ValueError for settings that give no noise levels from 1 down to 0."""
+    config = read_json(file)
+    for name in _SHIFTS & config.keys():
+        value = config[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise ValueError(f"model.path: {file}: {name} is {shown(value)}; expected a number more than 0")
+    steps = config.get("num_train_timesteps", 1000)
+    if steps != 1000:
+        raise ValueError(f"model.path: {file}: num_train_timesteps is {shown(steps)}; expected 1000")

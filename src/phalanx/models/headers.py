@@ -1,0 +1,73 @@
+"""Files of model folders, looked at by their names, sizes and headers, without torch: a folder that cannot be loaded is
+told of within a second.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from phalanx.config.files import kind, parse_json, read_bytes
+
+MOST = 1e8  # of any number in a configuration
+MOST_LAYERS = 10_000
+
+
+def read_json(file: Path, key: str = "model.path") -> Any:
+    """The content of a JSON file; ValueError with `key`, the folder's, and the mistake's place."""
+    try:
+        return parse_json(read_bytes(file).decode("utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{key}: {file}:{error.lineno}:{error.colno} is not valid JSON: {error.msg}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{key}: {file} is not valid JSON: it is not UTF-8") from None
+    except OSError as error:
+        raise ValueError(f"{key}: {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{key}: {file} is not valid JSON: {error}") from None
+
+
+def require(part: Path, *names: str) -> None:
+    """Raise ValueError where a folder has none of these files."""
+    if not any((part / name).is_file() for name in names):
+        raise ValueError(f"model.path: {part} has no {' or '.join(names)}")
+
+
+def check_weights(part: Path) -> None:
+    """Raise ValueError where a component's weights are missing, damaged, cut short, or are not floating point."""
+    for file in part.glob("*.safetensors.index.json"):
+        shards = read_json(file).get("weight_map")
+        if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
+            raise ValueError(f"model.path: {file} has no weight_map, an object that names the file of each tensor")
+        for shard in sorted(set(shards.values())):
+            if Path(shard).name != shard or not (part / shard).is_file():
+                raise ValueError(f"model.path: {part} lacks {shard}, which its {file.name} names")
+    files = sorted(part.glob("*.safetensors"))
+    if not files:
+        pickles = sorted(part.glob("*.bin"))
+        hint = f"; {pickles[0].name} is a pickle, which is not read: save it with safe_serialization" if pickles else ""
+        raise ValueError(f"model.path: {part} has no weights (*.safetensors){hint}")
+    for file in files:
+        try:
+            if kind(file) != "file":
+                raise OSError(f"it is a {kind(file)}")
+            with safe_open(file, "np") as tensors:  # reads the header, and compares the file's length with it
+                dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"model.path: {file} is damaged or cut short: {error}") from None
+        for name, dtype in dtypes.items():
+            if name.endswith((".weight", ".bias")) and dtype[0] in "IUB" and dtype != "BF16":
+                raise ValueError(f"model.path: {file}: {name} is of dtype {dtype}; expected floating point")
+
+
+def check_numbers(value: Any, place: str) -> None:
+    """Raise ValueError for a number that no layer can have: a library would allocate, or count to it."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            check_numbers(item, f"{place}: {key}")
+            if isinstance(item, int) and "layers" in str(key) and not 0 <= item <= MOST_LAYERS:
+                raise ValueError(f"model.path: {place}: {key} is {item}; expected 0 to {MOST_LAYERS}")
+    elif isinstance(value, int | float) and not abs(value) <= MOST:  # NaN too
+        raise ValueError(f"model.path: {place} is {value}; expected a number of at most {MOST:g}")
