@@ -65,8 +65,10 @@ def end(status: int, report: str | None = None, words: str | None = None) -> NoR
     # for threads. torchrun shows the `message` of the rank with the earliest stamp.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is not None and report is not None:
+        lines = report.splitlines()
+        summary = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"  # whose error it is, and what
         stamp = {"py_callstack": report, "timestamp": str(int(time.time())), "told": report in _said}
-        message = {"message": report.splitlines()[-1], "extraInfo": stamp}
+        message = {"message": summary, "extraInfo": stamp}
         try:
             with open(path, "w", encoding="utf-8") as file:
                 json.dump({"message": message}, file)
