@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from phalanx.__main__ import COMMANDS, find_config
 from phalanx.cli import _plan_words
@@ -140,6 +141,55 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+REMOTE = re.compile(
+    r"""!\[[^]]*\]\(\s*<?(?:https?:)?//            # a picture of another server
+    |<(?:script|link|img|iframe|video|source|object|embed|image|use)\b[^>]*?[\s"'](?:src|srcset|href|data|poster)\s*=\s*["']?(?:https?:)?//
+    |(?:url\(|@import)\s*["']?(?:https?:)?//     # of a style
+    |^[ ]*(?:```|~~~)[ ]*\{?[ ]*\.?mermaid          # the theme fetches its script""",
+    re.VERBOSE | re.MULTILINE | re.IGNORECASE,
+)
+
+
+def test_the_site_fetches_nothing() -> None:
+    """Neither the site's settings nor its pages and styles name a script, style, font or picture of another server."""
+    settings = (ROOT / "mkdocs.yml").read_text()
+    site = yaml.safe_load(settings)
+    assert "//" not in settings  # repo_url too: the theme would ask GitHub for its stars
+    assert site["theme"]["font"] is False
+    scripts = [script["path"] for script in site["extra_javascript"]]
+    polyfills = site["extra"]["polyfills"]
+    assert "offline" in site["plugins"]
+    assert any("iframe-worker" in path for path in polyfills)  # else the plugin names a server's
+    docs = ROOT / site["docs_dir"]
+    assert [path for path in [*site["extra_css"], *scripts, *polyfills] if not (docs / path).is_file()] == []
+    pages = [*docs.rglob("*.md"), *docs.rglob("*.css")]
+    assert [(page.name, found[0]) for page in pages for found in REMOTE.finditer(page.read_text())] == []
+
+
+def test_the_fonts_of_formulas_are_there() -> None:
+    style = ROOT / "docs" / "assets" / "katex" / "katex.min.css"
+    fonts = set(re.findall(r"url\((fonts/[^)]+\.woff2)\)", style.read_text()))
+    assert len(fonts) == 20
+    assert {font for font in fonts if not (style.parent / font).is_file()} == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "![stars](https://img.shields.io/x.svg)",
+        "![stars](//img.shields.io/x.svg)",
+        '<script defer src="https://cdn.jsdelivr.net/npm/mathjax@3/es5/tex-mml-chtml.js"></script>',
+        "<img width=3 src='http://example.org/a.png'>",
+        '<link rel="stylesheet" href="//example.org/a.css">',
+        "a { background: url(https://example.org/a.png) }",
+        '@import "https://example.org/a.css";',
+        "text\n\n    ```mermaid\n",
+    ],
+)
+def test_what_would_be_fetched_is_found(text: str) -> None:
+    assert REMOTE.search(text)
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:
