@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checks import STARTING, mistakes
+from tests.jobs import PROMPTS, base_overrides
 from tests.ranks import ROOT, end_with_parent, free_port, launch_environment, torchrun, two_nodes
+from tests.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
 CONFIG = "configs/flowgrpo/quickstart.yaml"
@@ -29,6 +32,12 @@ def job():
     open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(str(os.getpid()))
     time.sleep(100)
 phalanx.cli.run(lambda _: job, Empty())
+"""
+
+SLOW_REWARD = """
+class Slow:
+    def __call__(self, images, prompts, metadata):
+        return [float(i) for i in range(len(prompts))]
 """
 
 
@@ -53,7 +62,7 @@ def test_a_mistake_is_one_line_on_each_node(nodes: int) -> None:
 def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
     """A mistake that only a running rank finds; its status is the job's."""
     done = torchrun([TASK, CONFIG, "model.path=/none", f"trainer.output_dir={tmp_path / 'out'}"], nproc=2)
-    assert (done.returncode, done.stderr) == (2, "error: model.path: '/none': no such folder\n")
+    assert (done.returncode, mistakes(done.stderr)) == (2, "error: model.path: '/none': no such folder\n")
 
 
 @pytest.mark.parametrize(
@@ -66,8 +75,8 @@ def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
 def test_a_rank_that_ends_without_a_word(what: str, status: int, message: str, tmp_path: Path) -> None:
     done = torchrun([script(tmp_path, what)], nproc=2)
     assert done.returncode == status
-    assert done.stderr.startswith("error: rank 1 on ") and done.stderr.endswith(f" {message}\n")
-    assert len(done.stderr.splitlines()) == 1
+    assert mistakes(done.stderr).startswith("error: rank 1 on ") and done.stderr.endswith(f" {message}\n")
+    assert len(mistakes(done.stderr).splitlines()) == 1
 
 
 def test_everything_is_shown_where_that_is_asked_for() -> None:
@@ -83,6 +92,42 @@ def test_a_master_that_cannot_be_found_is_told_within_seconds() -> None:
     where = "MASTER_ADDR=no.such.host, MASTER_PORT=29500"
     assert [line.startswith("waiting") for line in said].count(True) == 1
     assert said[0].startswith(f"waiting for node 0 ({where}), at most 600 s: the name cannot be resolved")
+
+
+# -- the start ---------------------------------------------------------------------------------------------------------
+
+
+def test_rank_0_alone_says_how_far_the_start_has_come(sd3_folder: Path, tmp_path: Path) -> None:
+    """In the order in which things happen, and nothing of what takes no time."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (tmp_path / "reward.py").write_text(SLOW_REWARD)
+    done = run_task(
+        [
+            TASK,
+            *base_overrides(sd3_folder, tmp_path),
+            f"reward.functions=[{{path: {tmp_path / 'reward.py'}:Slow, name: mine}}, {{name: jpeg_compressibility}}]",
+            f"data.val_files=[{tmp_path / 'prompts.txt'}]",
+            "trainer.total_training_steps=1",
+        ],
+        nproc=2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith(STARTING)] == [
+        "loading the libraries",
+        "joining 2 ranks",
+        "loading the reward mine",
+        f"loading the model {sd3_folder}",
+        "laying out SD3Transformer2DModel, 0.32 M weights",
+        "validating on 6 prompts",
+        "encoding 4 prompts",
+    ]
+
+
+def test_a_plan_does_not_speak_of_a_start(sd3_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    done = run_task([TASK, "--plan", *base_overrides(sd3_folder, tmp_path)])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not [line for line in done.stdout.splitlines() if line.startswith(STARTING)]
 
 
 # -- orphans ----------------------------------------------------------------------------------------------------------

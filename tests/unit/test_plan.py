@@ -1,5 +1,6 @@
 """What --plan prints: groups, batches, messages and warnings by hand-made numbers. Memory: test_plan_memory.py."""
 
+import gc
 import json
 import os
 import shutil

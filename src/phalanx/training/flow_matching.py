@@ -6,6 +6,7 @@ t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), moved
 mesh, the model, checkpoints, validation and logs are those of reinforcement learning.
 """
 
+import logging
 import time
 from dataclasses import replace
 
@@ -28,6 +29,8 @@ from phalanx.training import batches
 from phalanx.training.flow_parts import FlowParts, build_parts
 from phalanx.training.run import Run, peak_memory_gb
 from phalanx.types import JobError, Prompt
+
+log = logging.getLogger(__name__)
 
 ENCODED_TOGETHER = 64  # images, where latents are cached
 
@@ -171,6 +174,8 @@ class FlowMatching(Run):
         """Encode this rank's share of the run's images, once."""
         steps = range(self.progress.step, self.total_steps)
         wanted = sorted({i for step in steps for i in self._share(step)})
+        if wanted:
+            log.info("encoding %d images", len(wanted))
         for start in range(0, len(wanted), ENCODED_TOGETHER):
             part = wanted[start : start + ENCODED_TOGETHER]
             self._latents.update(zip(part, self._encode(part).cpu(), strict=True))

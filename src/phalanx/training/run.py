@@ -239,6 +239,8 @@ class Run:
         if self.progress.unfinished is not None:
             self.end_step(self.progress.step, self.progress.unfinished)
         elif self.progress.step == 0 and self.cfg.trainer.val_before_train and self.val_sets:
+            if self.rewards is not None:
+                log.info("validating on %d prompts", sum(map(len, self.val_sets.values())))
             self.logger.log(0, self.validate(0) | self.timers.pop())
 
     def end_step(self, step: int, row: dict[str, float]) -> None:
