@@ -99,6 +99,7 @@ class FlowMatching(Run):
             for step in range(self.progress.step, self.total_steps):
                 start = time.perf_counter()
                 with self.timers("update"):
+                    self.timers.expect(self.per_rank // self.cfg.flow_matching.micro_batch_size_per_gpu)
                     row = self.update(step)
                 seconds = time.perf_counter() - start
                 self.progress.samples_seen += self.cfg.data.train_batch_size
@@ -121,6 +122,7 @@ class FlowMatching(Run):
             loss = self.loss(share[start : start + micro], step, first + start)
             (loss.sum() / self.cfg.data.train_batch_size).backward()
             losses.append(loss.detach().sum())
+            self.timers.advance()
         loss = torch.stack(losses).sum()
         stats = self.step_optimizer(loss)
         return {

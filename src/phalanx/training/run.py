@@ -83,7 +83,8 @@ class Run:
             save(cfg, self.output_dir / "config.yaml")
             print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
-        self.logger = RunLogger(cfg.trainer, public(cfg), self.progress.wandb_id, logged, self.total_steps, first)
+        wandb_id, total = self.progress.wandb_id, self.total_steps
+        self.logger = RunLogger(cfg.trainer, public(cfg), wandb_id, logged, total, first, self.timers)
         self.progress.wandb_id = self.logger.wandb_id
 
     def make_learner(self, total_updates: int, ema: EmaConfig, averages: Sequence[str]) -> Learner:
@@ -145,6 +146,7 @@ class Run:
             check_finite(outputs, prompts)
             if self.rewards is not None:
                 self.rewards.submit(outputs, prompts)
+        self.timers.advance()
 
     def ask(self) -> None:
         """Wait for the reward model's answers to the judges' questions about what was submitted, as a phase of its own.
@@ -224,6 +226,8 @@ class Run:
             return row
         with self.timers("validation"):
             for name, prompts in self.val_sets.items():
+                samples = -(-len(prompts) // self.world.size) * self.cfg.rollout.val.n  # of a rank
+                self.timers.expect(-(-samples // self.rollout.micro_batch_size))
                 weights = nullcontext() if self.learner.ema is None else self.policy.using("ema")
                 found, records = validate(
                     self.cfg, self.rollout, weights, self.submit, self.score, name, prompts, self.world
