@@ -121,6 +121,8 @@ def test_rank_0_alone_says_how_far_the_start_has_come(sd3_folder: Path, tmp_path
         "validating on 6 prompts",
         "encoding 4 prompts",
     ]
+    (world,) = [line for line in done.stdout.splitlines() if line.startswith("2 ranks on cpu")]
+    assert "; steps 0 to 1 of 4 prompts in 2 updates; files in " in world
 
 
 def test_a_plan_does_not_speak_of_a_start(sd3_folder: Path, tmp_path: Path) -> None:

@@ -115,6 +115,7 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
         tiny = [f"model.path={folder}", "model.reference_size=32", "data.max_prompt_length=16"]
         tiny += ["rollout.height=32", "rollout.width=32"]
     tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
+    tiny += ["data.train_batch_size_per_gpu=null", "actor.ppo_mini_batch_size_per_gpu=null"]
     tiny += [f"rollout.n={max(window, 2)}", "trainer.logger=[]", f"trainer.output_dir={home / 'out'}"]
     tiny += ["reward.functions=[{name: jpeg_incompressibility}]"]  # no two random images have one size
     cfg = load(FlowRLConfig, str(path), tiny)

@@ -50,7 +50,14 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
 
 def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
     """A rank's images per step; raises ConfigError where they do not divide."""
-    size, micro = cfg.data.train_batch_size, cfg.flow_matching.micro_batch_size_per_gpu
+    size, micro = cfg.data.batch_size(world_size), cfg.flow_matching.micro_batch_size_per_gpu
+    each = cfg.data.train_batch_size_per_gpu
+    if each is not None and each % micro:
+        below = max(each // micro, 1) * micro
+        raise ConfigError(
+            f"data.train_batch_size_per_gpu: {each} images do not divide by flow_matching.micro_batch_size_per_gpu "
+            f"{micro}; nearest that do: {below} or {below + micro}"
+        )
     unit = world_size * micro
     if size % unit:
         below = max(size // unit, 1) * unit
@@ -79,12 +86,13 @@ class FlowMatching(Run):
     def __init__(self, cfg: FlowMatchingTaskConfig, images: ImageTextData, parts: FlowParts) -> None:
         super().__init__(cfg, parts)
         self.images, self.per_rank = images, images_of_rank(cfg, parts.world.size)
-        self.stream = IndexStream(len(self.images), cfg.data.train_batch_size, cfg.data.seed)
+        self.batch_size = self.per_rank * parts.world.size
+        self.stream = IndexStream(len(self.images), self.batch_size, cfg.data.seed)
         steps = cfg.trainer.total_training_steps
         if steps is None:
             assert cfg.trainer.total_epochs is not None
             seen = int(cfg.trainer.total_epochs * len(self.images))
-            steps = -(-seen // cfg.data.train_batch_size)
+            steps = -(-seen // self.batch_size)
         self.prepare(steps, steps, cfg.flow_matching.ema)
         # without guidance: each branch is trained for itself
         self.sampler = replace(train_sampler(cfg.rollout, self.policy.model), guidance=1.0)
@@ -102,7 +110,7 @@ class FlowMatching(Run):
                     self.timers.expect(self.per_rank // self.cfg.flow_matching.micro_batch_size_per_gpu)
                     row = self.update(step)
                 seconds = time.perf_counter() - start
-                self.progress.samples_seen += self.cfg.data.train_batch_size
+                self.progress.samples_seen += self.batch_size
                 row |= {
                     "perf/step_s": seconds,
                     "perf/images_per_gpu_per_s": self.per_rank / seconds,
@@ -120,13 +128,13 @@ class FlowMatching(Run):
             # gradients are summed across ranks, so each loss is divided by the whole batch
             self.policy.trained.sharded.set_last_micro_batch(start + micro == self.per_rank)
             loss = self.loss(share[start : start + micro], step, first + start)
-            (loss.sum() / self.cfg.data.train_batch_size).backward()
+            (loss.sum() / self.batch_size).backward()
             losses.append(loss.detach().sum())
             self.timers.advance()
         loss = torch.stack(losses).sum()
         stats = self.step_optimizer(loss)
         return {
-            "train/loss": reduce_float(float(loss), "sum") / self.cfg.data.train_batch_size,
+            "train/loss": reduce_float(float(loss), "sum") / self.batch_size,
             "actor/grad_norm": float(stats["grad_norm"]),
             "actor/lr": float(stats["lr"]),
             "actor/updates_non_finite": float(stats["skipped"]),

@@ -78,6 +78,10 @@ class Trainer(Run):
         self._flat_steps = 0  # in a row, without any difference between rewards
         self._trained = 0  # samples of this rank that the last step trained, once for each time
 
+    def batch(self) -> str:
+        updates = "update" if self.plan.updates == 1 else "updates"
+        return f"{super().batch()} in {self.plan.updates} {updates}"
+
     def fit(self) -> None:
         """Train to the last step."""
         with self.logger:

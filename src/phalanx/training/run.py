@@ -100,8 +100,12 @@ class Run:
         return (
             f"{w.size} ranks on {w.device.type}: {w.size // w.shard_size} replicas of {w.shard_size} shards; "
             f"{type(model.module).__name__}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained; "
-            f"steps {self.progress.step} to {self.total_steps}; files in {self.output_dir}"
+            f"steps {self.progress.step} to {self.total_steps} of {self.batch()}; files in {self.output_dir}"
         )
+
+    def batch(self) -> str:
+        """What a step trains on, in words."""
+        return f"{self.cfg.data.batch_size(self.world.size)} prompts"
 
     def fit(self) -> None:
         """Train to the last step."""
