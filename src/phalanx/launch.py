@@ -142,7 +142,8 @@ def _tell(error: "ChildFailedError") -> int:
     own = [rank for rank, failure in failures.items() if failure.exitcode not in STOPPED]
     rank = own[0] if own else next(iter(failures))
     first = failures[rank]
-    if not told:
+    silent = not isinstance(first.message, dict) and first.exitcode > 0  # the others know only that it is gone
+    if silent or not told:
         _say_why(rank, first)
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 

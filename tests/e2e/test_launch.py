@@ -125,6 +125,18 @@ def test_rank_0_alone_says_how_far_the_start_has_come(sd3_folder: Path, tmp_path
     assert "; steps 0 to 1 of 4 prompts in 2 updates; files in " in world
 
 
+def test_a_report_that_cannot_be_made_is_a_line(sd3_folder: Path, tmp_path: Path) -> None:
+    """The training is done, and its end is a good one."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    broken = tmp_path / "out" / "images" / "prompts" / "step_000000"
+    broken.mkdir(parents=True)
+    (broken / "index.jsonl").write_text("no JSON\n")
+    done = run_task([TASK, *base_overrides(sd3_folder, tmp_path), "trainer.total_training_steps=1"])
+    assert (done.returncode, mistakes(done.stderr)) == (0, "")
+    told = f"the report was not written: {broken}/index.jsonl:1: not a row with index, prompt, reward and file"
+    assert done.stdout.splitlines()[-1] == told
+
+
 def test_a_plan_does_not_speak_of_a_start(sd3_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     done = run_task([TASK, "--plan", *base_overrides(sd3_folder, tmp_path)])

@@ -81,7 +81,8 @@ class Run:
             self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             save(cfg, self.output_dir / "config.yaml")
-            print(self.describe(), flush=True)
+            with suppress(OSError):  # nobody reads it
+                print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
         wandb_id, total = self.progress.wandb_id, self.total_steps
         self.logger = RunLogger(cfg.trainer, public(cfg), wandb_id, logged, total, first, self.timers)
@@ -135,7 +136,7 @@ class Run:
         if self.world.rank == 0:
             try:
                 report = f"report: {write_report(self.output_dir)}"
-            except OSError as error:  # such as a full disk: the training is done all the same
+            except (OSError, ValueError) as error:  # a full disk, a damaged file: the training is done all the same
                 report = f"the report was not written: {error}"
             with suppress(OSError):  # a closed terminal fails no finished job
                 print(*validation_summary(self.output_dir), report, sep="\n", flush=True)
