@@ -51,9 +51,9 @@ class Baseline:
         r = cfg.rollout
         self.shape = self.model.latent_shape(r.height, r.width)
         self.sigmas, self.timesteps = self.model.schedule(r.num_inference_steps, r.height, r.width)
-        share = cfg.data.train_batch_size * r.n // self.size
+        share = cfg.data.batch_size(self.size) * r.n // self.size
         batches = share // (r.micro_batch_size_per_gpu or share)
-        updates = cfg.data.train_batch_size // cfg.actor.ppo_mini_batch_size
+        updates = cfg.data.batch_size(self.size) // cfg.actor.mini_batch_size(self.size)
         if batches % updates:
             raise ValueError(f"the baseline trains on whole batches: a rank has {batches} for {updates} updates")
         self.texts = [row.text for row in load_prompts(cfg.data.train_files, "data.train_files")]
@@ -89,7 +89,7 @@ class Baseline:
     def sample(self, number: int) -> list[dict[str, Any]]:
         """This rank's images of training step `number`, as batches with latents, log-probabilities and advantages."""
         c = self.cfg
-        count = c.data.train_batch_size
+        count = c.data.batch_size(self.size)
         prompts = [self.texts[(number * count + i) % len(self.texts)] for i in range(count)]
         share = count * c.rollout.n // self.size
         mine = [text for text in prompts for _ in range(c.rollout.n)][self.rank * share : (self.rank + 1) * share]
@@ -118,7 +118,8 @@ class Baseline:
     def train(self, batches: list[dict[str, Any]]) -> None:
         """The step's updates: every denoising step but the last of every batch, one after the other."""
         c = self.cfg
-        updates, window = c.data.train_batch_size // c.actor.ppo_mini_batch_size, c.rollout.num_inference_steps - 1
+        updates = c.data.batch_size(self.size) // c.actor.mini_batch_size(self.size)
+        window = c.rollout.num_inference_steps - 1
         each = len(batches) // updates
         for k in range(updates):
             for batch in batches[k * each : (k + 1) * each]:

@@ -19,6 +19,7 @@ from phalanx.cli import fail, rank
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.distributed.collectives import reduce_float
+from phalanx.distributed.mesh import Launch
 from phalanx.telemetry.metrics import Timers
 from phalanx.training.flow_rl import build
 from phalanx.training.rl import Trainer
@@ -58,7 +59,7 @@ def configure(args: argparse.Namespace) -> FlowRLConfig:
         cfg.reward.functions = [FlowRewardFunctionConfig(path=f"{HERE / 'shapes.py'}:random_reward")]
     if args.shapes or not cfg.data.train_files:
         file = folder / "prompts.txt"
-        numbers = range(cfg.data.train_batch_size * PROMPTS_EACH)
+        numbers = range(cfg.data.batch_size(Launch.from_env().world_size) * PROMPTS_EACH)
         file.write_text("".join(f'a sign that says "number {i}"\n' for i in numbers))
         cfg.data.train_files = [str(file)]
     return cfg

@@ -14,6 +14,14 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+STARTING = ("starting ", "loading ", "joining ", "laying out ", "encoding ", "validating ")
+
+
+def mistakes(said: str) -> str:
+    """What a job said on stderr, without the lines that tell how far its start has come."""
+    return "".join(line for line in said.splitlines(keepends=True) if not line.startswith(STARTING))
+
+
 @contextmanager
 def refused(message: str, kind: type[Exception] = ValueError) -> Iterator[None]:
     """The block raises an error of this kind with exactly this message."""

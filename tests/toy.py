@@ -110,6 +110,7 @@ class WordRollout:
 
     def __init__(self, policy: WordPolicy, cfg: RunConfig, world: World) -> None:
         self.policy, self.cfg, self.world = policy, cfg, world
+        self.micro_batch_size = cfg.data.train_batch_size * cfg.rollout.n  # all at once
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
         pass

@@ -66,8 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given, words = parser.parse_known_args(argv)
     wants_help = not {"-h", "--help"}.isdisjoint(words)
     if given.command is None or ("task" in given and given.task is None and wants_help):
-        parser.print_help()
-        return 0
+        return _print(parser.format_help())
     command = COMMANDS[given.command]
     if given.command == "report":
         from phalanx.telemetry.report import main as report
@@ -75,14 +74,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return report(words)
     try:
         if command.task is None:
-            print(_configs(words))
-            return 0
+            return _print(f"{_configs(words)}\n")
         task = _task(command.task, given.task) if "*" in command.task else command.task
         if given.config is not None:
             words = [str(find_config(given.config, task.removeprefix("train_"))), *words]
     except ValueError as error:
         parser.error(str(error))
     return _launch(task, [*words, *command.options], one_rank=command.one_rank)
+
+
+def _print(text: str) -> int:
+    """Print to whoever still reads; returns the exit status."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `phalanx configs | head -1`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed once more at the end
+    return 0
 
 
 def _parser() -> ArgumentParser:

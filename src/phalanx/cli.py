@@ -17,7 +17,7 @@ import traceback
 import warnings
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
 from phalanx.exit import Stopped, end, end_with_parent, place, rank, say
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from phalanx.distributed.watchdog import Watch
 
 T = TypeVar("T")
+log = logging.getLogger(__name__)
 
 # What libraries say at import or at every load is not for the user of a task. They read these when
 # they are imported, which the task does after this module.
@@ -59,7 +60,7 @@ def parse(
     checking = os.environ.get("PHALANX_CHECK") == "1"
     # rank 0 speaks for all; what only another rank sees is an error, and errors are told by `fail`
     level = logging.WARNING if rank() == 0 and not checking else logging.ERROR
-    logging.basicConfig(level=level, format="%(levelname)s: %(message)s")
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_Terminal()])
     argv = sys.argv[1:] if argv is None else argv
     asked: dict[str, str] | None = None
     if plan is not None:
@@ -96,6 +97,18 @@ def parse(
     sys.exit(0)
 
 
+class _Terminal(logging.StreamHandler[TextIO]):
+    """Log lines on stderr: what a job says of its progress as it is, and the rest with its level."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr  # that of now: while a line shows the progress, it prints above that line
+        super().emit(record)
+
+    def format(self, record: logging.LogRecord) -> str:
+        words = super().format(record)
+        return words if record.levelno == logging.INFO else f"{record.levelname}: {words}"
+
+
 def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The command line without --plan (or plan=true) and its words; these words, None without it."""
     asked = False
@@ -126,6 +139,9 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     faulthandler.enable()  # a stack for a crash in C++, which would else end without a word
     faulthandler.register(signal.SIGUSR1, all_threads=True)  # until the watch listens to it
     sys.excepthook = _crash
+    if rank() == 0:
+        logging.getLogger("phalanx").setLevel(logging.INFO)  # what the job does before its first step
+    log.info("loading the libraries")
     from phalanx.types import JobError
 
     try:

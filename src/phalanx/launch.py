@@ -17,7 +17,7 @@ import socket
 import sys
 import threading
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -36,6 +36,7 @@ def main(argv: list[str]) -> NoReturn:
     """Run torchrun with these arguments, and exit with what came of it."""
     end_with_parent()
     find_node_0(argv)
+    _announce(argv)
     verbose = os.environ.get("PHALANX_TRACEBACK") == "1"
     if not verbose:
         # torch's Python and C++ sides would repeat in warnings and frames what is told here in a line
@@ -88,14 +89,27 @@ def find_node_0(argv: list[str]) -> None:
         say(f"WARNING: this is node 0, but {where} is no address of its own; the job hangs unless it is led here")
 
 
-def _node_0(argv: list[str]) -> tuple[str, int, bool]:
-    """Node 0's address and port, and whether this is node 0; no address for a job of one node."""
+def _announce(argv: list[str]) -> None:
+    """Say that ranks are started, on node 0 alone: torch, which starts them, takes seconds to load."""
+    args = _parsed(argv)
+    if _node_0(argv)[2] and args.nproc_per_node:
+        each = "" if args.nnodes in ("", "1") else f" on each of {args.nnodes} nodes"
+        say(f"starting {args.nproc_per_node} {'rank' if args.nproc_per_node == '1' else 'ranks'}{each}")
+
+
+def _parsed(argv: list[str]) -> Namespace:
+    """The options of torchrun that matter here."""
     # torch's own parser would load torch first, for seconds in which the user hears nothing
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--node-rank", type=int, default=0)
-    for name in ("--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-conf"):
+    for name in ("--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-conf"):
         parser.add_argument(name, default="")
-    args, _ = parser.parse_known_args(argv)
+    return parser.parse_known_args(argv)[0]
+
+
+def _node_0(argv: list[str]) -> tuple[str, int, bool]:
+    """Node 0's address and port, and whether this is node 0; no address for a job of one node."""
+    args = _parsed(argv)
     if args.rdzv_endpoint:
         address, _, port = args.rdzv_endpoint.rpartition(":")
         return address, int(port), "is_host=true" in args.rdzv_conf
@@ -155,7 +169,8 @@ def _tell(error: "ChildFailedError") -> int:
     own = [rank for rank, failure in failures.items() if failure.exitcode not in STOPPED]
     rank = own[0] if own else next(iter(failures))
     first = failures[rank]
-    if not told:
+    silent = not isinstance(first.message, dict) and first.exitcode > 0  # the others know only that it is gone
+    if silent or not told:
         _say_why(rank, first)
     return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
 

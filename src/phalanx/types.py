@@ -150,11 +150,12 @@ class Rollout(Protocol):
     """Samples from the policy.
 
     `exact`: the log-probabilities are the policy's own. `fps`: frames per second of videos, 1 for all else. `noun`:
-    what a sample is called in metrics and messages, in the plural.
+    what a sample is called in metrics and messages, in the plural. `micro_batch_size`: samples that are drawn together.
     """
 
     exact: bool
     fps: int
+    micro_batch_size: int
     noun: str
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:

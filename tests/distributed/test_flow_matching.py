@@ -16,6 +16,7 @@ from phalanx.data.prompts import DataError
 from phalanx.data.streams import IndexStream
 from phalanx.tools import digits
 from phalanx.training import flow_matching
+from tests.checks import refused
 from tests.jobs import full_weights, rows
 from tests.ranks import run_ranks
 from tests.tasks import run_task
@@ -80,6 +81,16 @@ def test_it_learns(sd3_folder: Path, pictures: Path, tmp_path: Path) -> None:
     cfg = configure(sd3_folder, pictures, tmp_path / "out", "trainer.total_training_steps=40", "model.lora_rank=8")
     losses = [row["train/loss"] for row in run_ranks(train, 1, cfg)[0]["rows"]]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+
+
+def test_a_batch_per_rank(sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = configure(sd3_folder, tmp_path / "pictures.jsonl", tmp_path, "data.train_batch_size=32")
+    cfg.data.train_batch_size_per_gpu = 4
+    assert [flow_matching.images_of_rank(cfg, ranks) for ranks in (1, 3, 8)] == [4, 4, 4]
+    cfg.data.train_batch_size_per_gpu = 5
+    message = "data.train_batch_size_per_gpu: 5 images do not divide by flow_matching.micro_batch_size_per_gpu 2; "
+    with refused(message + "nearest that do: 4 or 6", ConfigError):
+        flow_matching.images_of_rank(cfg, 3)
 
 
 @pytest.mark.parametrize(

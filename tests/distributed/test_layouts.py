@@ -112,3 +112,11 @@ def test_mixed_precision_layouts_agree(kind: tuple[str, ...], sd3_folder: Path, 
     assert torch.equal(together(one, "images"), together(two, "images"))
     assert one[0]["row"]["actor/grad_norm"] == pytest.approx(two[0]["row"]["actor/grad_norm"], rel=2e-2)
     assert all(value.dtype == torch.float32 for value in two[0]["weights"].values())
+
+
+def test_a_batch_per_rank_is_the_batch_of_all(sd3_folder: Path, tmp_path: Path) -> None:
+    """2 prompts and 1 of an update on each of 2 ranks are 4 and 2 on all of them."""
+    whole = run_ranks(one_step, 2, configure(sd3_folder, tmp_path, *LORA))
+    own = ("data.train_batch_size=32", "data.train_batch_size_per_gpu=2")
+    own += ("actor.ppo_mini_batch_size=16", "actor.ppo_mini_batch_size_per_gpu=1")
+    assert_same_step(whole, run_ranks(one_step, 2, configure(sd3_folder, tmp_path, *LORA, *own)), lr=1e-3)

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.checks import STARTING, mistakes
+from tests.jobs import PROMPTS, base_overrides
 from tests.ranks import ROOT, end_with_parent, free_port, launch_environment, torchrun, two_nodes
+from tests.tasks import run_task
 
 TASK = "tasks/train_flowgrpo.py"
 CONFIG = "configs/flowgrpo/quickstart.yaml"
@@ -31,6 +34,12 @@ def job():
     open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(str(os.getpid()))
     time.sleep(100)
 phalanx.cli.run(lambda _: job, Empty())
+"""
+
+SLOW_REWARD = """
+class Slow:
+    def __call__(self, images, prompts, metadata):
+        return [float(i) for i in range(len(prompts))]
 """
 
 
@@ -71,8 +80,9 @@ def test_files_are_looked_at_before_a_rank_starts(mistake: str, message: str) ->
 def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
     """A mistake that only a running rank finds; its status is the job's."""
     done = torchrun([TASK, CONFIG, UNEVEN, f"trainer.output_dir={tmp_path / 'out'}"], nproc=2)
-    assert done.returncode == 2 and done.stderr.startswith("error: actor.ppo_micro_batch_size_per_gpu: 7 does not")
-    assert len(done.stderr.splitlines()) == 1
+    said = mistakes(done.stderr)
+    assert done.returncode == 2 and said.startswith("error: actor.ppo_micro_batch_size_per_gpu: 7 does not")
+    assert len(said.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -85,8 +95,8 @@ def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
 def test_a_rank_that_ends_without_a_word(what: str, status: int, message: str, tmp_path: Path) -> None:
     done = torchrun([script(tmp_path, what)], nproc=2)
     assert done.returncode == status
-    assert done.stderr.startswith("error: rank 1 on ") and done.stderr.endswith(f" {message}\n")
-    assert len(done.stderr.splitlines()) == 1
+    assert mistakes(done.stderr).startswith("error: rank 1 on ") and done.stderr.endswith(f" {message}\n")
+    assert len(mistakes(done.stderr).splitlines()) == 1
 
 
 def test_everything_is_shown_where_that_is_asked_for() -> None:
@@ -117,6 +127,56 @@ time.sleep(5)
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stderr == "this node's ranks have ended; waiting for other nodes (NNODES=2), at most 600 s\n"
+
+
+# -- the start ---------------------------------------------------------------------------------------------------------
+
+
+def test_rank_0_alone_says_how_far_the_start_has_come(sd3_folder: Path, tmp_path: Path) -> None:
+    """In the order in which things happen, and nothing of what takes no time."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    (tmp_path / "reward.py").write_text(SLOW_REWARD)
+    done = run_task(
+        [
+            TASK,
+            *base_overrides(sd3_folder, tmp_path),
+            f"reward.functions=[{{path: {tmp_path / 'reward.py'}:Slow, name: mine}}, {{name: jpeg_compressibility}}]",
+            f"data.val_files=[{tmp_path / 'prompts.txt'}]",
+            "trainer.total_training_steps=1",
+        ],
+        nproc=2,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith(STARTING)] == [
+        "loading the libraries",
+        "joining 2 ranks",
+        "loading the reward mine",
+        f"loading the model {sd3_folder}",
+        "laying out SD3Transformer2DModel, 0.32 M weights",
+        "validating on 6 prompts",
+        "encoding 4 prompts",
+    ]
+    (world,) = [line for line in done.stdout.splitlines() if line.startswith("2 ranks on cpu")]
+    assert "; steps 0 to 1 of 4 prompts in 2 updates; files in " in world
+
+
+def test_a_report_that_cannot_be_made_is_a_line(sd3_folder: Path, tmp_path: Path) -> None:
+    """The training is done, and its end is a good one."""
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    broken = tmp_path / "out" / "images" / "prompts" / "step_000000"
+    broken.mkdir(parents=True)
+    (broken / "index.jsonl").write_text("no JSON\n")
+    done = run_task([TASK, *base_overrides(sd3_folder, tmp_path), "trainer.total_training_steps=1"])
+    assert (done.returncode, mistakes(done.stderr)) == (0, "")
+    told = f"the report was not written: {broken}/index.jsonl:1: not a row with index, prompt, reward and file"
+    assert done.stdout.splitlines()[-1] == told
+
+
+def test_a_plan_does_not_speak_of_a_start(sd3_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    done = run_task([TASK, "--plan", *base_overrides(sd3_folder, tmp_path)])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not [line for line in done.stdout.splitlines() if line.startswith(STARTING)]
 
 
 # -- orphans ----------------------------------------------------------------------------------------------------------

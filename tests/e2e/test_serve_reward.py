@@ -19,6 +19,7 @@ from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.rewards.http import Http, ServerError
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+from tests.checks import mistakes
 from tests.jobs import base_overrides, fit, tiny_config
 from tests.ranks import ROOT, end_with_parent, free_port, launch_environment, run_ranks
 from tests.tasks import run_task
@@ -150,7 +151,7 @@ def test_it_does_not_start(command: list[str], message: str) -> None:
     done = subprocess.run(
         command, cwd=ROOT, env=launch_environment(), capture_output=True, text=True, timeout=120, check=False
     )
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
+    assert (done.returncode, done.stdout, mistakes(done.stderr)) == (2, "", f"error: {message}\n")
 
 
 # --- training

@@ -58,3 +58,33 @@ def test_a_rank_that_is_killed_is_named(sd3_folder: Path, tmp_path: Path) -> Non
         assert time.monotonic() - begin < 20
         said = f"rank 1 on {HOST} ended without a word: killed, out of memory, or crashed"
         assert job.said.splitlines()[-1] == said
+
+
+EXIT = """
+import os
+
+def leave(images, prompts, metadata, rank, status):
+    if int(os.environ["RANK"]) == rank:
+        os._exit(status)
+    return [0.0] * len(prompts)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "status", "ends", "last"),
+    [
+        (1, 3, 3, "error: rank 1 on {host} ended with status 3, without a word"),
+        (0, 0, 1, "lost rank 0 on {host}: no sign of life for "),  # its launcher takes that for success
+        (1, 0, 1, "lost rank 1 on {host}: no sign of life for "),
+    ],
+)
+def test_a_reward_that_ends_its_rank(
+    rank: int, status: int, ends: int, last: str, sd3_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "rewards.py").write_text(EXIT)
+    kwargs = f"{{rank: {rank}, status: {status}}}"
+    reward = f"reward.functions=[{{path: '{tmp_path}/rewards.py:leave', kwargs: {kwargs}}}]"
+    with Job(sd3_folder, tmp_path, *SETTINGS, reward) as job:
+        assert job.wait(90) == ends
+        assert job.said.splitlines()[-1].startswith(last.format(host=HOST))
+        assert "Traceback" not in job.said

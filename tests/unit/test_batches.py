@@ -24,6 +24,8 @@ KEYS = {
     "actor.ppo_mini_batch_size": "mini",
     "actor.ppo_micro_batch_size_per_gpu": "micro",
     "rollout.micro_batch_size_per_gpu": "rollout",
+    "data.train_batch_size_per_gpu": "prompts_each",
+    "actor.ppo_mini_batch_size_per_gpu": "mini_each",
 }
 
 
@@ -33,7 +35,14 @@ QUICKSTART: dict[str, int] = {
 
 
 def config(
-    prompts: int = 12, n: int = 16, mini: int = 6, micro: int = 48, window: int = 2, rollout: int | None = None
+    prompts: int = 12,
+    n: int = 16,
+    mini: int = 6,
+    micro: int = 48,
+    window: int = 2,
+    rollout: int | None = None,
+    prompts_each: int | None = None,
+    mini_each: int | None = None,
 ) -> FlowRLConfig:
     """The quickstart's numbers, unless told otherwise."""
     cfg = FlowRLConfig(algorithm=flow_grpo.Config())
@@ -43,6 +52,7 @@ def config(
     cfg.trainer.output_dir = "outputs/run"
     cfg.actor.ppo_mini_batch_size, cfg.actor.ppo_micro_batch_size_per_gpu = mini, micro
     cfg.rollout.sde_window_size, cfg.rollout.micro_batch_size_per_gpu = window, rollout
+    cfg.data.train_batch_size_per_gpu, cfg.actor.ppo_mini_batch_size_per_gpu = prompts_each, mini_each
     return cfg
 
 
@@ -76,6 +86,34 @@ def test_a_share_of_the_stochastic_steps() -> None:
     plan = flow_rl.plan(cfg, 1)
     assert (flow_rl.stochastic_steps(cfg), plan.actions, plan.rollout_micro) == (9, 3, 48)
     assert plan.exact
+
+
+def test_a_batch_that_follows_the_ranks() -> None:
+    """A rank's share is the same on any number of them."""
+    cfg = config(prompts=32, mini=16, prompts_each=4, mini_each=2, micro=8)
+    for world in (1, 3, 8, 32):
+        plan = flow_rl.plan(cfg, world)
+        assert (plan.samples, plan.per_rank, plan.updates) == (64 * world, 64, 2)
+    half = config(prompts=32, mini=16, prompts_each=4, micro=8)  # prompts alone follow
+    assert [flow_rl.plan(half, world).updates for world in (4, 8, 16)] == [1, 2, 4]
+
+
+ONE_OF_THE_TWO = [
+    (("data.train_batch_size=16", "data.train_batch_size_per_gpu=4"),
+     "data.train_batch_size_per_gpu: 4 beside data.train_batch_size: 16; set one of the two: leave data.train_batch_size at 32, or "
+     "set data.train_batch_size_per_gpu=null"),
+    (("data.train_batch_size_per_gpu=4", "actor.ppo_mini_batch_size=8", "actor.ppo_mini_batch_size_per_gpu=2"),
+     "actor.ppo_mini_batch_size_per_gpu: 2 beside actor.ppo_mini_batch_size: 8; set one of the two: leave actor.ppo_mini_batch_size at "
+     "16, or set actor.ppo_mini_batch_size_per_gpu=null"),
+    (("actor.ppo_mini_batch_size_per_gpu=2",),
+     "actor.ppo_mini_batch_size_per_gpu: 2 follows the ranks, and data.train_batch_size does not; set data.train_batch_size_per_gpu, or "
+     "actor.ppo_mini_batch_size"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("overrides", "message"), ONE_OF_THE_TWO)
+def test_a_batch_has_one_size(overrides: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    assert refusal(flow_rl.check_config, job(tmp_path, *overrides)) == message
 
 
 def job(tmp_path: Path, *overrides: str) -> FlowRLConfig:
@@ -160,6 +198,12 @@ UNEVEN = [
      "nearest that work: rollout.micro_batch_size_per_gpu=2 or 4"),
     (2, {"rollout": 36},
      "rollout.micro_batch_size_per_gpu: 36 does not divide the 96 samples of a rank; nearest that work: rollout.micro_batch_size_per_gpu=32 or 48"),
+    (3, {"prompts": 32, "mini": 16, "prompts_each": 4, "micro": 8},
+     "actor.ppo_mini_batch_size: 16 prompts do not divide data.train_batch_size_per_gpu 4 x 3 ranks = 12; nearest that work: "
+     "actor.ppo_mini_batch_size=12"),
+    (2, {"prompts": 32, "mini": 16, "prompts_each": 6, "mini_each": 4},
+     "actor.ppo_mini_batch_size_per_gpu: 4 x 2 ranks = 8 prompts do not divide data.train_batch_size_per_gpu 6 x 2 ranks = 12; nearest that "
+     "work: actor.ppo_mini_batch_size_per_gpu=3 or 6"),
     (8, {"prompts": 7, "n": 4, "mini": 3, "micro": 2, "window": 1},  # a prime number of prompts, of which no part divides over 8 ranks
      "actor.ppo_mini_batch_size: 3 prompts do not divide data.train_batch_size 7; nearest that work: actor.ppo_mini_batch_size=1 with rollout.n=16"),
 ]  # fmt: skip
@@ -170,8 +214,20 @@ def test_what_does_not_divide(world: int, numbers: dict[str, Any], message: str)
     assert refusal(flow_rl.plan, config(**numbers), world) == message
 
 
-def splits(world: int, prompts: int, n: int, mini: int, micro: int, window: int, rollout: int | None) -> bool:
+def splits(
+    world: int,
+    n: int,
+    micro: int,
+    window: int,
+    rollout: int | None,
+    prompts: int = 0,
+    mini: int = 0,
+    prompts_each: int | None = None,
+    mini_each: int | None = None,
+) -> bool:
     """Whether all the loop's slices are full, found by slicing: images of the step in order, neighbours on a rank."""
+    prompts = prompts if prompts_each is None else prompts_each * world
+    mini = mini if mini_each is None else mini_each * world
     images = list(range(prompts * n))
     if prompts % mini or len(images) % world:
         return False
@@ -213,6 +269,10 @@ def test_every_suggestion_works_and_is_the_nearest() -> None:
             "window": draw.randint(1, 4),
             "rollout": draw.choice([None, None, 1, 4, 9]),
         }
+        if trial % 3:  # the batch follows the ranks, or batch and mini-batch do
+            numbers["prompts_each"] = numbers.pop("prompts")
+        if trial % 3 == 2:
+            numbers["mini_each"] = numbers.pop("mini")
         if splits(world, **numbers):
             flow_rl.plan(config(**numbers), world)
             continue

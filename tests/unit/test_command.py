@@ -1,5 +1,7 @@
 """`phalanx`: its table, and where it finds configurations and shipped files."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -115,6 +117,16 @@ def test_the_help_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> 
     )
     assert command.main(["configs", "quickstart"]) == 0
     assert capsys.readouterr().out == Path(QUICKSTART).read_text()
+
+
+@pytest.mark.parametrize("words", [["configs"], ["--help"]])
+def test_a_reader_that_leaves_early(words: list[str]) -> None:
+    """Such as `phalanx configs | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "phalanx", *words], stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_shipped_paths_are_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

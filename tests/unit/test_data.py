@@ -370,7 +370,7 @@ def test_a_batch_larger_than_the_data_warns_once(caplog: pytest.LogCaptureFixtur
         stream = PromptStream(rows_of(3), 7, seed=0)
         batches = [stream.batch(step) for step in range(3)]
     assert [r.getMessage() for r in caplog.records] == [
-        "data.train_batch_size=7 exceeds the 3 prompts of the data; a batch holds some of them several times"
+        "a batch of 7 prompts exceeds the 3 prompts of the data; it holds some of them several times"
     ]
     assert [len(b) for b in batches] == [7, 7, 7]
     assert [p.group_id for p in batches[1]] == list(range(7))

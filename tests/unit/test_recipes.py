@@ -20,6 +20,7 @@ from phalanx.rewards import RewardSet
 from phalanx.training import flow_rl
 from phalanx.types import Prompt
 from tests.jobs import PROMPTS, one_step
+from tests.judged import JUDGE, step_and_terms
 from tests.ranks import ROOT, run_ranks
 
 RECIPES = sorted((ROOT / "configs" / "flowgrpo").glob("*.yaml"))
@@ -106,7 +107,9 @@ def test_holds_differences_only(path: Path) -> None:
 
 @recipes
 def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -> None:
-    """One step on one rank, with all of the recipe's settings but the model, its size, the batch and the reward."""
+    """One step on one rank, with all of the recipe's settings but the model, its size, the batch and the reward; a judge
+    stays, and is a tiny one.
+    """
     cfg = load(FlowRLConfig, str(path), [])
     window = flow_rl.plan(cfg, ranks_of(path)).actions
     tiny = []
@@ -115,10 +118,21 @@ def test_one_tiny_step(path: Path, home: Path, request: pytest.FixtureRequest) -
         tiny = [f"model.path={folder}", "model.reference_size=32", "data.max_prompt_length=16"]
         tiny += ["rollout.height=32", "rollout.width=32"]
     tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
+    tiny += ["data.train_batch_size_per_gpu=null", "actor.ppo_mini_batch_size_per_gpu=null"]
     tiny += [f"rollout.n={max(window, 2)}", "trainer.logger=[]", f"trainer.output_dir={home / 'out'}"]
-    tiny += ["reward.functions=[{name: jpeg_incompressibility}]"]  # no two random images have one size
+    if cfg.reward.model.path is None:
+        step = one_step
+        tiny += ["reward.functions=[{name: jpeg_incompressibility}]"]  # no two random images have one size
+    else:  # it is shown pictures, which depend on the images
+        step = step_and_terms
+        tiny += [
+            f"reward.model.path={request.getfixturevalue('judge_model')}",
+            "reward.model.engine=transformers",
+            *JUDGE,
+        ]
+        tiny += ["reward.model.tensor_parallel_size=1"]
     cfg = load(FlowRLConfig, str(path), tiny)
-    (result,) = run_ranks(one_step, 1, cfg, timeout=240)
+    (result,) = run_ranks(step, 1, cfg, timeout=240)
     row, weights = result["row"], result["weights"]
     assert row["actor/first_ratio_error"] == 0
     assert row["actor/grad_norm"] > 0 and row["actor/updates_skipped"] == 0
@@ -138,6 +152,11 @@ def test_rewards_are_there(path: Path) -> None:
         ):
             entry.kwargs = {**entry.kwargs, "model": "./nowhere"}
             RewardSet(FlowRewardConfig(functions=[entry]), "cpu")
+        return
+    if entry.name == "vlm_ocr":  # known; `test_one_tiny_step` asks it
+        with pytest.raises(ConfigError, match=r"vlm_ocr is a judge, which asks reward\.model"):
+            RewardSet(cfg.reward, "cpu")
+        assert cfg.reward.model.path is not None
         return
     reward = RewardSet(cfg.reward, "cpu")
     reward.submit(torch.ones(1, 3, 32, 64), [Prompt('a sign that says "alpha"', 0, {"ground_truth": "alpha"})])

@@ -40,6 +40,8 @@ RENAMED = {
     "reward.reward_model.rollout.tensor_model_parallel_size": "reward.model.tensor_parallel_size",
     "reward.reward_model.rollout.gpu_memory_utilization": "reward.model.gpu_memory_utilization",
     "reward.reward_model.rollout.free_cache_engine": "reward.model.sleep",
+    "reward.reward_model.rollout.prompt_length": "reward.model.max_model_len, of question and answer",
+    "reward.reward_model.rollout.response_length": "reward.model.max_tokens",
     "reward.reward_model.enable_resource_pool": "reward.model.placement",
     "reward.reward_model.nnodes": "reward.model.placement",
     "reward.reward_model.n_gpus_per_node": "reward.model.placement",

@@ -61,8 +61,16 @@ class DataConfig:
     val_files: list[str] = arg([], "held-out prompts, one validation set per file", path=True)
     prompt_key: str = arg("prompt", "column of the prompts in these files")
     train_batch_size: int = arg(32, "prompts per training step, across all ranks", **COUNT)
+    train_batch_size_per_gpu: Optional[int] = arg(
+        None, "in place of train_batch_size: prompts per training step and rank; the batch follows the ranks", **COUNT
+    )
     max_prompt_length: int = arg(256, "tokens of a prompt that the model sees", **COUNT)
     seed: int = arg(0, "seed of the order of prompts", **SEEDS)
+
+    def batch_size(self, ranks: int) -> int:
+        """Prompts of a training step on so many ranks."""
+        each = self.train_batch_size_per_gpu
+        return self.train_batch_size if each is None else each * ranks
 
 
 @dataclass
@@ -129,6 +137,9 @@ class ActorConfig:
     """Updates of the policy."""
 
     ppo_mini_batch_size: int = arg(16, "prompts per optimizer step (x rollout.n samples)", **COUNT)
+    ppo_mini_batch_size_per_gpu: Optional[int] = arg(
+        None, "in place of ppo_mini_batch_size: prompts per optimizer step and rank", **COUNT
+    )
     ppo_micro_batch_size_per_gpu: int = arg(
         8, "samples per forward and backward pass, each with all its trained actions", **COUNT
     )
@@ -146,6 +157,11 @@ class ActorConfig:
         None, "training steps after which the current weights become the reference; null: never", ge=1
     )
     ema: EmaConfig = field(default_factory=EmaConfig)
+
+    def mini_batch_size(self, ranks: int) -> int:
+        """Prompts of an optimizer step on so many ranks."""
+        each = self.ppo_mini_batch_size_per_gpu
+        return self.ppo_mini_batch_size if each is None else each * ranks
 
 
 @dataclass

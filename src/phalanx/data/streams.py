@@ -47,7 +47,7 @@ class PromptStream:
         self._spare = IndexStream(len(rows), batch_size, f"{seed} spare")
         if batch_size > len(rows):
             logger.warning(
-                "data.train_batch_size=%d exceeds the %d prompts of the data; a batch holds some of them several times",
+                "a batch of %d prompts exceeds the %d prompts of the data; it holds some of them several times",
                 batch_size,
                 len(rows),
             )

@@ -152,8 +152,8 @@ class Watch:
         None if all ranks live and none has failed: then one hangs, and all ranks print their stacks.
         """
         # A rank that dies takes its connections with it at once, while its error takes a moment to be written, and its
-        # silence three intervals to be noticed.
-        deadline = time.monotonic() + max(PATIENCE_S, 3.5 * self.interval)
+        # silence three intervals to be noticed, by a look that comes once an interval, at beats up to one old.
+        deadline = time.monotonic() + max(PATIENCE_S, 5.5 * self.interval)
         while time.monotonic() < deadline:
             error = self._bounded(self._read_if_any)
             if error:

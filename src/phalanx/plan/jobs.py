@@ -54,7 +54,7 @@ def _rl(cfg: FlowRLConfig, cluster: Cluster) -> RLRehearsal:
 
     rank = max(range(cluster.ranks), key=more_prompts)
     policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=cfg.actor.detach_uncond)
-    rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, cfg.data.train_batch_size)
+    rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, plan.samples // n)
     teachers = {teacher.name: _teacher(teacher, cfg, policy, rollout) for teacher in algorithm.teachers}
     with policy.ledger, policy.ledger.uncounted():
         parts = FlowParts(policy.world, None, policy, rollout, {})
@@ -67,7 +67,7 @@ def _flow_matching(cfg: FlowRunConfig, cluster: Cluster) -> FlowMatchingRehearsa
     rollout = PolicyRollout(policy, cfg.rollout, policy.world, cfg.rollout.micro_batch_size_per_gpu or 16)
     parts = FlowParts(policy.world, None, policy, rollout, {})
     with policy.ledger, policy.ledger.uncounted():
-        return FlowMatchingRehearsal(cfg, _Images(cfg), parts)  # type: ignore[arg-type]
+        return FlowMatchingRehearsal(cfg, _Images(cfg, cluster.ranks), parts)  # type: ignore[arg-type]
 
 
 def _rollout(cfg: FlowRLConfig, policy: PlannedPolicy, plan: BatchPlan) -> PolicyRollout:
@@ -127,9 +127,10 @@ class _Images:
     """Images of flow matching's data, with a prompt each."""
 
     cfg: FlowRunConfig
+    ranks: int
 
     def __len__(self) -> int:
-        return self.cfg.data.train_batch_size * ENCODED_TOGETHER
+        return self.cfg.data.batch_size(self.ranks) * ENCODED_TOGETHER
 
     def image(self, i: int) -> Tensor:
         return _Picture().pixels(self.cfg.rollout.height, self.cfg.rollout.width)

@@ -145,7 +145,7 @@ class FlowMatchingRehearsal(Rehearsal, FlowMatching):  # type: ignore[misc]
         model, r, length = self.policy.model, self.cfg.rollout, self.cfg.data.max_prompt_length
         return step_flops(
             model.flops(r.height, r.width, model.most_tokens(length, r.height, r.width)),
-            samples=self.cfg.data.train_batch_size,
+            samples=self.batch_size,
             lora=self.policy.trained.lora,
             checkpointing=self.cfg.model.gradient_checkpointing,
         )

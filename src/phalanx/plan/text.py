@@ -43,13 +43,14 @@ def describe(p: Planned, gpu: Gpu | None) -> str:
 
 def sizes(cfg: FlowRunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, str]) -> str:
     """A line for each number of nodes: what a rank gets, or why the job is refused."""
-    images = cfg.data.train_batch_size * (cfg.rollout.n if isinstance(cfg, FlowRLConfig) else 1)
+    each = cfg.rollout.n if isinstance(cfg, FlowRLConfig) else 1
     rows = []
     for c in asked:
         if c in refused:
             rows.append((words(c), f"refused: {refused[c]}"))
         else:
-            rows.append((words(c), f"{images // c.ranks} images a rank, {_copies(c, c.width(cfg.parallel))}"))
+            share = cfg.data.batch_size(c.ranks) * each // c.ranks
+            rows.append((words(c), f"{share} images a rank, {_copies(c, c.width(cfg.parallel))}"))
     return "\n".join(["Sizes", *_rows(rows)])
 
 
@@ -80,7 +81,7 @@ def _topology(p: Planned) -> Rows:
 def _batch(p: Planned) -> Rows:
     """The arithmetic of a step."""
     cfg, model, ranks = p.cfg, p.policy.model, p.policy.layout.cluster.ranks
-    size, total = cfg.data.train_batch_size, cfg.trainer.total_training_steps
+    size, total = cfg.data.batch_size(ranks), cfg.trainer.total_training_steps
     said = {"rollout: sample": "to sample", "rescore": "to score samples again", "reference": "of the reference"}
     said |= {name: f"of the {name}" for name in p.frozen} | {"update": "to train"}
     passes = {name: p.ledger.phases[name].passes for name in said if name in p.ledger.phases}

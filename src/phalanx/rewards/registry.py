@@ -102,6 +102,8 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
     else:
         kwargs = {"device": device, **cfg.kwargs} if on_device else cfg.kwargs
         _check_arguments(found, (), kwargs, f"{key}.kwargs", label)
+        if not is_judge:
+            log.info("loading the reward %s", name)
         function = _instance(found, kwargs, f"{key} ({name})")
         if isinstance(function, Judge):
             _check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")

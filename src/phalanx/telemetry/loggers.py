@@ -1,13 +1,14 @@
 """The loggers of `trainer.logger`: console, tensorboard and wandb. Each gets every row and the validations' samples."""
 
 import json
+import sys
 import time
 from collections import deque
 from datetime import timedelta
 from io import BytesIO
 from pathlib import Path
 from textwrap import indent
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
@@ -16,6 +17,9 @@ from phalanx.config.load import ConfigError
 from phalanx.config.run import TrainerConfig
 from phalanx.functional.frames import evenly_spaced
 from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, moving_grid
+
+if TYPE_CHECKING:
+    from phalanx.telemetry.metrics import Timers
 
 ELAPSED = "perf/elapsed_s"
 CONSOLE_KEYS = (
@@ -44,14 +48,26 @@ class Backend:
         """Nothing, where there is nothing to end."""
 
 
-class _Console(Backend):
-    """What both consoles know: the steps, and the time left from the mean length of the last ones, validation and
-    checkpoints included.
+class ConsoleLines(Backend):
+    """Console: a line per step, and one per validation. The time left goes by the mean length of the last steps,
+    validations and checkpoints included.
     """
 
     def __init__(self, start_step: int, total_steps: int) -> None:
         self.total = total_steps
         self._seen = deque([(start_step, time.monotonic())], maxlen=_ETA_STEPS + 1)
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        eta = self.eta_after(step)
+        if any(not key.startswith(("val/", "time/", ELAPSED)) for key in row):  # else no step was trained
+            parts = [f"{key} {row[key]:.4g}" for key in CONSOLE_KEYS if key in row]
+            self.show("  ".join([f"step {step}/{self.total}", *parts, f"ETA {eta}"]))
+        parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
+        if parts:
+            self.show("  ".join([f"step {step}/{self.total}  validation", *parts]))
+
+    def show(self, line: str) -> None:
+        print(line, flush=True)
 
     def eta_after(self, step: int) -> str:
         """`h:mm:ss` once `step` steps are done; `-` before the first one."""
@@ -62,49 +78,40 @@ class _Console(Backend):
         seconds = (end - start) / (last - first) * (self.total - step)
         return str(timedelta(seconds=round(seconds)))
 
-    def validation_line(self, step: int, row: dict[str, float]) -> str | None:
-        """`step 10/20  validation  ocr/reward/mean 0.9000`, or None for a row without validation."""
-        parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
-        return "  ".join([f"step {step}/{self.total}  validation", *parts]) if parts else None
 
+class ConsoleLive(ConsoleLines):
+    """Console on a terminal: below the lines of the steps one that changes, with the steps that are done, the phase
+    and its micro-batches, and the time since the start.
+    """
 
-class ConsoleLines(_Console):
-    """Console without a terminal (a log file): a line per step."""
-
-    def log(self, step: int, row: dict[str, float]) -> None:
-        eta = self.eta_after(step)
-        if any(not key.startswith(("val/", "time/", ELAPSED)) for key in row):  # else no step was trained
-            parts = [f"{key} {row[key]:.4g}" for key in CONSOLE_KEYS if key in row]
-            print("  ".join([f"step {step}/{self.total}", *parts, f"ETA {eta}"]), flush=True)
-        validation = self.validation_line(step, row)
-        if validation is not None:
-            print(validation, flush=True)
-
-
-class ConsoleBar(_Console):
-    """Console on a terminal: a bar with step, reward and ETA; validations are printed above it."""
-
-    def __init__(self, start_step: int, total_steps: int) -> None:
+    def __init__(self, start_step: int, total_steps: int, timers: "Timers") -> None:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         super().__init__(start_step, total_steps)
+        # read at each refresh, by a thread of its own: the training knows nothing of it
         self._bar = Progress(
-            TextColumn("step {task.completed}/{task.total}"),
-            BarColumn(),
-            TextColumn("reward {task.fields[reward]}"),
+            TextColumn("step {task.completed}/{task.total} done"),
+            BarColumn(20),
+            TextColumn("{task.fields[timers].phase}"),
             TimeElapsedColumn(),
-            TextColumn("ETA {task.fields[eta]}"),
+            console=Console(stderr=True),
+            redirect_stdout=sys.stdout.isatty(),  # what is printed stands above it; a file gets it as it is
             refresh_per_second=4,
         )
-        self._task = self._bar.add_task("training", total=total_steps, completed=start_step, reward="-", eta="-")
+        self._task = self._bar.add_task("training", total=total_steps, completed=start_step, timers=timers)
         self._bar.start()
+        self._bar.console.show_cursor()  # a rank that dies could not do so
 
     def log(self, step: int, row: dict[str, float]) -> None:
-        fields = {"reward": f"{row['reward/mean']:.4f}"} if "reward/mean" in row else {}
-        self._bar.update(self._task, completed=step, eta=self.eta_after(step), **fields)  # type: ignore[arg-type]
-        validation = self.validation_line(step, row)
-        if validation is not None:
-            self._bar.console.print(validation, highlight=False, markup=False)
+        self._bar.update(self._task, completed=step)
+        super().log(step, row)
+
+    def show(self, line: str) -> None:
+        if sys.stdout.isatty():  # above the line that changes, and not broken by the width of the terminal
+            self._bar.console.print(line, soft_wrap=True, markup=False, highlight=False)
+        else:
+            super().show(line)
 
     def close(self, failed: bool) -> None:
         self._bar.stop()

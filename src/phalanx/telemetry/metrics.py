@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +22,7 @@ from typing import Any, Self
 from phalanx.config.load import ConfigError
 from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
-from phalanx.telemetry.loggers import ELAPSED, Backend, ConsoleBar, ConsoleLines, TensorBoard, Wandb
+from phalanx.telemetry.loggers import ELAPSED, Backend, ConsoleLines, ConsoleLive, TensorBoard, Wandb
 from phalanx.telemetry.records import Record, kind_of, save_records
 
 METRICS_FILE = "metrics.jsonl"
@@ -30,8 +31,23 @@ LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard",
 _log = logging.getLogger(__name__)
 
 
+@dataclass
+class Phase:
+    """What a job is at: `done` micro-batches of `expected`, 0 where nobody knows how many there will be."""
+
+    name: str
+    done: int = 0
+    expected: int = 0
+
+    def __str__(self) -> str:
+        if not self.done and not self.expected:
+            return self.name
+        return f"{self.name} {self.done}/{self.expected}" if self.expected else f"{self.name} {self.done}"
+
+
 class Timers:
-    """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step.
+    """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step. `phase` is the one that runs
+    now, for whoever shows it; a phase may say how many micro-batches it expects, and count them.
 
     With `sync` both ends wait for the device, which attributes CUDA work exactly but stalls the queue. Without it, a
     phase that ends with a value read by the host is exact; any other one leaves work to the next phase.
@@ -40,17 +56,28 @@ class Timers:
     def __init__(self, sync: bool = False) -> None:
         self._sync = sync
         self._seconds: dict[str, float] = {}
+        self.phase = Phase("")
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time of the `with` block to phase `name`, even if the block raises."""
         self._wait()
+        outer, self.phase = self.phase, Phase(name)
         start = time.perf_counter()
         try:
             yield
             self._wait()
         finally:
             self.add(name, time.perf_counter() - start)
+            self.phase = outer
+
+    def expect(self, micro_batches: int) -> None:
+        """So many micro-batches of the phase are to come."""
+        self.phase = Phase(self.phase.name, expected=micro_batches)
+
+    def advance(self) -> None:
+        """A micro-batch of the phase is done."""
+        self.phase.done += 1
 
     def add(self, name: str, seconds: float) -> None:
         """Add time that was measured elsewhere, as by a worker thread; call it from the main thread."""
@@ -105,7 +132,7 @@ class RunLogger:
     `start_step` is the number of training steps that are done: 0 for a new run, k for one resumed from a checkpoint of
     step k. Rows of later steps, which a killed run wrote after that checkpoint, are dropped at the start, and all rows
     of an older run where it is 0. `wandb_id` is the id kept in that checkpoint, None for a new run. With `enabled`
-    False (every rank but 0) nothing is written and every method returns at once.
+    False (every rank but 0) nothing is written and every method returns at once. A terminal shows what `timers` are at.
 
     Raises ConfigError for an unknown logger, and where wandb cannot start.
     """
@@ -118,6 +145,7 @@ class RunLogger:
         start_step: int,
         total_steps: int,
         enabled: bool,
+        timers: Timers | None = None,
     ) -> None:
         check_loggers(trainer.logger)
         self.wandb_id = wandb_id  # to keep in checkpoints
@@ -136,7 +164,10 @@ class RunLogger:
             self._backends.append(TensorBoard(self._folder / "tensorboard", resolved_config, start_step))
         self._file = _MetricsFile(self._folder / METRICS_FILE, start_step)
         if "console" in trainer.logger:
-            self._backends.append((ConsoleBar if sys.stdout.isatty() else ConsoleLines)(start_step, total_steps))
+            if sys.stderr.isatty():
+                self._backends.append(ConsoleLive(start_step, total_steps, timers or Timers()))
+            else:
+                self._backends.append(ConsoleLines(start_step, total_steps))
 
     def log(self, step: int, row: dict[str, float]) -> None:
         """Write one row. `step` must be greater than in the row before; values may be any finite or non-finite number.

@@ -2,13 +2,14 @@
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from phalanx.config import ConfigError
 from phalanx.config.files import kind
 from phalanx.config.messages import cut
-from phalanx.config.run import RLConfig, RunConfig
+from phalanx.config.run import ActorConfig, DataConfig, RLConfig, RunConfig
 from phalanx.types import Algorithm
 
 
@@ -70,12 +71,13 @@ def plan(cfg: RLConfig, algorithm: Algorithm, world_size: int, *, actions: int =
     numbers = _Numbers(
         world=world_size,
         actions=actions,
-        prompts=cfg.data.train_batch_size,
+        prompts=cfg.data.batch_size(world_size),
         n=cfg.rollout.n,
-        mini=cfg.actor.ppo_mini_batch_size,
+        mini=cfg.actor.mini_batch_size(world_size),
         micro=cfg.actor.ppo_micro_batch_size_per_gpu,
         rollout=cfg.rollout.micro_batch_size_per_gpu,
         together=algorithm.samples_per_unit,
+        per_gpu=_per_gpu(cfg),
     )
     problem = numbers.problem()
     if problem is not None:
@@ -126,6 +128,12 @@ def check(cfg: RLConfig, algorithm: Algorithm) -> None:
             "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; "
             "leave it out, or set reward.normalize=group"
         )
+    _check_one_of(ActorConfig, cfg.actor, "actor", "ppo_mini_batch_size")
+    if cfg.actor.ppo_mini_batch_size_per_gpu is not None and cfg.data.train_batch_size_per_gpu is None:
+        raise ConfigError(
+            f"actor.ppo_mini_batch_size_per_gpu: {cfg.actor.ppo_mini_batch_size_per_gpu} follows the ranks, and "
+            "data.train_batch_size does not; set data.train_batch_size_per_gpu, or actor.ppo_mini_batch_size"
+        )
     check_run(cfg)
     cfg.algorithm.check(cfg.rollout)
 
@@ -133,6 +141,7 @@ def check(cfg: RLConfig, algorithm: Algorithm) -> None:
 def check_run(cfg: RunConfig) -> None:
     """Refuse what no training job can work with; raises ConfigError."""
     _check_output_dir(cfg.trainer.output_dir)
+    _check_one_of(DataConfig, cfg.data, "data", "train_batch_size")
     if cfg.trainer.total_training_steps is None and cfg.trainer.total_epochs is None:
         raise ConfigError("trainer.total_training_steps: null needs trainer.total_epochs; set one of them")
     if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
@@ -142,6 +151,23 @@ def check_run(cfg: RunConfig) -> None:
     for key, value in (("save_freq", cfg.trainer.save_freq), ("test_freq", cfg.trainer.test_freq)):
         if value < 1 and value != -1:
             raise ConfigError(f"trainer.{key}: {value} should be -1 (never) or a number of steps")
+
+
+def _check_one_of(kind: type, section: Any, name: str, key: str) -> None:
+    """Refuse a number for all ranks beside one per rank, unless it is the default."""
+    found, each = vars(section)[key], vars(section)[f"{key}_per_gpu"]
+    default = next(field.default for field in fields(kind) if field.name == key)
+    if each is not None and found != default:
+        raise ConfigError(
+            f"{name}.{key}_per_gpu: {each} beside {name}.{key}: {found}; set one of the two: leave {name}.{key} at "
+            f"{default}, or set {name}.{key}_per_gpu=null"
+        )
+
+
+def _per_gpu(cfg: RLConfig) -> frozenset[str]:
+    """Names of the numbers that follow the ranks."""
+    each = {"prompts": cfg.data.train_batch_size_per_gpu, "mini": cfg.actor.ppo_mini_batch_size_per_gpu}
+    return frozenset(name for name, value in each.items() if value is not None)
 
 
 def _check_output_dir(output_dir: str) -> None:
@@ -184,7 +210,9 @@ _SMALLEST_GROUP = 2
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The numbers that a step's arithmetic depends on; `rollout` None follows from the others."""
+    """The numbers that a step's arithmetic depends on; `rollout` None follows from the others. `per_gpu`: those that
+    the user gives per rank.
+    """
 
     world: int
     actions: int
@@ -194,6 +222,7 @@ class _Numbers:
     micro: int
     rollout: int | None
     together: int = 1
+    per_gpu: frozenset[str] = frozenset()
 
     @property
     def rollout_micro(self) -> int:
@@ -202,16 +231,17 @@ class _Numbers:
     def problem(self) -> tuple[str, tuple[str, ...]] | None:
         """The first thing that does not divide, and the numbers to change, best first; else None."""
         prompts, mini, micro, world = self.prompts, self.mini, self.micro, self.world
+        mini_key, mini_prompts = self.key("mini"), f"{self.product('mini')} prompts"
         if prompts % mini:
-            what = f"{_KEYS['mini']}: {mini} prompts do not divide {_KEYS['prompts']} {prompts}"
+            what = f"{mini_key}: {mini_prompts} do not divide {self.key('prompts')} {self.product('prompts')}"
             return what, ("mini", "prompts")
         samples = mini * self.n
-        update = f"{mini} prompts x {_KEYS['n']} {self.n} = {samples} samples of an update"
+        update = f"{mini_prompts} x {_KEYS['n']} {self.n} = {samples} samples of an update"
         if samples % world:
-            return f"{_KEYS['mini']}: {update} do not divide over {world} ranks", ("mini", "n")
+            return f"{mini_key}: {update} do not divide over {world} ranks", ("mini", "n")
         # samples of a prompt that are trained together are on one rank
         if self.together > 1 and mini % world:
-            what = f"{_KEYS['mini']}: {mini} whole prompts do not divide over {world} ranks"
+            what = f"{mini_key}: {mini} whole prompts do not divide over {world} ranks"
             return what, ("mini", "prompts")
         per_update, per_rank = samples // world, prompts * self.n // world
         if per_update % micro:
@@ -236,23 +266,24 @@ class _Numbers:
         for key in keys:
             near = self._near(key)
             if near:
-                return f"{_KEYS[key]}={near}"
+                return f"{self.key(key)}={near}"
         # No number helps on its own, so two are changed, the first of them as little as possible.
         if self.together > 1:  # world x micro whole prompts always fit the ranks
             minis, other = list(range(self.world, self.mini + self.world * (self.micro + 1), self.world)), "prompts"
         else:
-            minis, other = [d for d in range(1, self.prompts + 1) if self.prompts % d == 0], "n"
+            step = self.step("mini")
+            minis, other = [d for d in range(step, self.prompts + 1, step) if self.prompts % d == 0], "n"
         for mini in sorted(minis, key=lambda m: abs(m - self.mini)):
             near = replace(self, mini=mini)._near(other)
             if near:
-                return f"{_KEYS['mini']}={mini} with {_KEYS[other]}={near}"
+                return f"{self.key('mini')}={mini // self.step('mini')} with {self.key(other)}={near}"
         raise AssertionError(f"some numbers always fit: {self}")
 
     def _near(self, key: str) -> str:
         """The nearest values of a number that work, below and above: "4 or 6"; empty for none."""
         # each number as it is, and the last one above it that is tried
         bounds = {
-            "prompts": (self.prompts, self.prompts + self.mini * self.rollout_micro),
+            "prompts": (self.prompts, self.prompts + self.mini * self.rollout_micro * self.step("prompts")),
             # a multiple of both micro-batches on every rank always works
             "n": (self.n, self.n + self.world * math.lcm(self.micro, self.rollout_micro)),
             "mini": (self.mini, self.prompts),
@@ -260,11 +291,26 @@ class _Numbers:
             "rollout": (self.rollout_micro, self.prompts * self.n),
         }
         own, last = bounds[key]
-        first = _SMALLEST_GROUP if key == "n" else 1
+        step = self.step(key)
+        first = _SMALLEST_GROUP if key == "n" else step
 
         def works(value: int) -> bool:
-            return replace(self, **{key: value}).problem() is None
+            changed: dict[str, Any] = {key: value}
+            return replace(self, **changed).problem() is None
 
-        below = next((v for v in range(own - 1, first - 1, -1) if works(v)), None)
-        above = next((v for v in range(own + 1, last + 1) if works(v)), None)
-        return " or ".join(str(v) for v in (below, above) if v is not None)
+        below = next((v for v in range(own - step, first - 1, -step) if works(v)), None)
+        above = next((v for v in range(own + step, last + 1, step) if works(v)), None)
+        return " or ".join(str(v // step) for v in (below, above) if v is not None)
+
+    def step(self, name: str) -> int:
+        """By how much a number changes where the user's own changes by one."""
+        return self.world if name in self.per_gpu else 1
+
+    def key(self, name: str) -> str:
+        """The key of a number."""
+        return f"{_KEYS[name]}_per_gpu" if name in self.per_gpu else _KEYS[name]
+
+    def product(self, name: str) -> str:
+        """A number, and what it comes from where it follows the ranks."""
+        value: int = vars(self)[name]
+        return f"{value // self.world} x {self.world} ranks = {value}" if name in self.per_gpu else str(value)

@@ -6,6 +6,7 @@ t = sigmoid(N(m, s)) (SD3, https://arxiv.org/abs/2403.03206, section 3.1), moved
 mesh, the model, checkpoints, validation and logs are those of reinforcement learning.
 """
 
+import logging
 import time
 from dataclasses import replace
 
@@ -29,6 +30,8 @@ from phalanx.training.flow_parts import FlowParts, build_parts
 from phalanx.training.run import Run, peak_memory_gb
 from phalanx.types import JobError, Prompt
 
+log = logging.getLogger(__name__)
+
 ENCODED_TOGETHER = 64  # images, where latents are cached
 
 
@@ -47,7 +50,14 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
 
 def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
     """A rank's images per step; raises ConfigError where they do not divide."""
-    size, micro = cfg.data.train_batch_size, cfg.flow_matching.micro_batch_size_per_gpu
+    size, micro = cfg.data.batch_size(world_size), cfg.flow_matching.micro_batch_size_per_gpu
+    each = cfg.data.train_batch_size_per_gpu
+    if each is not None and each % micro:
+        below = max(each // micro, 1) * micro
+        raise ConfigError(
+            f"data.train_batch_size_per_gpu: {each} images do not divide by flow_matching.micro_batch_size_per_gpu "
+            f"{micro}; nearest that do: {below} or {below + micro}"
+        )
     unit = world_size * micro
     if size % unit:
         below = max(size // unit, 1) * unit
@@ -76,12 +86,13 @@ class FlowMatching(Run):
     def __init__(self, cfg: FlowMatchingTaskConfig, images: ImageTextData, parts: FlowParts) -> None:
         super().__init__(cfg, parts)
         self.images, self.per_rank = images, images_of_rank(cfg, parts.world.size)
-        self.stream = IndexStream(len(self.images), cfg.data.train_batch_size, cfg.data.seed)
+        self.batch_size = self.per_rank * parts.world.size
+        self.stream = IndexStream(len(self.images), self.batch_size, cfg.data.seed)
         steps = cfg.trainer.total_training_steps
         if steps is None:
             assert cfg.trainer.total_epochs is not None
             seen = int(cfg.trainer.total_epochs * len(self.images))
-            steps = -(-seen // cfg.data.train_batch_size)
+            steps = -(-seen // self.batch_size)
         self.prepare(steps, steps, cfg.flow_matching.ema)
         # without guidance: each branch is trained for itself
         self.sampler = replace(train_sampler(cfg.rollout, self.policy.model), guidance=1.0)
@@ -96,9 +107,10 @@ class FlowMatching(Run):
             for step in range(self.progress.step, self.total_steps):
                 start = time.perf_counter()
                 with self.timers("update"):
+                    self.timers.expect(self.per_rank // self.cfg.flow_matching.micro_batch_size_per_gpu)
                     row = self.update(step)
                 seconds = time.perf_counter() - start
-                self.progress.samples_seen += self.cfg.data.train_batch_size
+                self.progress.samples_seen += self.batch_size
                 row |= {
                     "perf/step_s": seconds,
                     "perf/images_per_gpu_per_s": self.per_rank / seconds,
@@ -116,12 +128,13 @@ class FlowMatching(Run):
             # gradients are summed across ranks, so each loss is divided by the whole batch
             self.policy.trained.sharded.set_last_micro_batch(start + micro == self.per_rank)
             loss = self.loss(share[start : start + micro], step, first + start)
-            (loss.sum() / self.cfg.data.train_batch_size).backward()
+            (loss.sum() / self.batch_size).backward()
             losses.append(loss.detach().sum())
+            self.timers.advance()
         loss = torch.stack(losses).sum()
         stats = self.step_optimizer(loss)
         return {
-            "train/loss": reduce_float(float(loss), "sum") / self.cfg.data.train_batch_size,
+            "train/loss": reduce_float(float(loss), "sum") / self.batch_size,
             "actor/grad_norm": float(stats["grad_norm"]),
             "actor/lr": float(stats["lr"]),
             "actor/updates_non_finite": float(stats["skipped"]),
@@ -171,6 +184,8 @@ class FlowMatching(Run):
         """Encode this rank's share of the run's images, once."""
         steps = range(self.progress.step, self.total_steps)
         wanted = sorted({i for step in steps for i in self._share(step)})
+        if wanted:
+            log.info("encoding %d images", len(wanted))
         for start in range(0, len(wanted), ENCODED_TOGETHER):
             part = wanted[start : start + ENCODED_TOGETHER]
             self._latents.update(zip(part, self._encode(part).cpu(), strict=True))

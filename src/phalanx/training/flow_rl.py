@@ -38,7 +38,7 @@ def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ig
     if cfg.rollout.engine == "dataset":
         columns = (*columns, *PAIR)
     rows = load_prompts(cfg.data.train_files, "data.train_files", images=columns, prompt=cfg.data.prompt_key)
-    prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)
+    prompts = PromptStream(rows, plan.samples // cfg.rollout.n, cfg.data.seed)
     for teacher in algorithm.teachers:
         check_teacher(teacher, cfg.model)
     detach, window = cfg.actor.detach_uncond, algorithm.levels is None

@@ -1,5 +1,6 @@
 """The parts that a kind of policy brings to a job, behind what the loop asks of them."""
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,8 @@ from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
 from phalanx.training import folder_lock
 from phalanx.types import Policy, Prompt, Rollout, Samples
+
+log = logging.getLogger(__name__)
 
 
 class TrainedPolicy(Policy, Protocol):
@@ -61,6 +64,9 @@ def start(cfg: RunConfig) -> World:
     if cfg.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
+    ranks = mesh.Launch.from_env().world_size
+    if ranks > 1:
+        log.info("joining %d ranks", ranks)
     world = mesh.start(cfg.parallel)
     folder_lock.hold(Path(cfg.trainer.output_dir), world)
     return world

@@ -78,6 +78,10 @@ class Trainer(Run):
         self._flat_steps = 0  # in a row, without any difference between rewards
         self._trained = 0  # samples of this rank that the last step trained, once for each time
 
+    def batch(self) -> str:
+        updates = "update" if self.plan.updates == 1 else "updates"
+        return f"{super().batch()} in {self.plan.updates} {updates}"
+
     def fit(self) -> None:
         """Train to the last step."""
         with self.logger:
@@ -114,6 +118,7 @@ class Trainer(Run):
         with self.timers("encode"):
             self.rollout.prepare(self.prompts.batch, step, self.total_steps)
         with self.timers("rollout"), self.behaviour(), self.rollout.awake():
+            self.timers.expect(-(-self.plan.per_rank // self.rollout.micro_batch_size))
             samples = self.rollout.sample(self.prompts.batch(step), seed=seed, step=step, each=self.submit)
         self.ask()
         return samples
@@ -237,6 +242,7 @@ class Trainer(Run):
         NaN for those that are left out.
         """
         cfg, plan, algorithm, policy = self.cfg.actor, self.plan, self.algorithm, self.policy
+        self.timers.expect(cfg.ppo_epochs * plan.updates * plan.passes)
         if not algorithm.needs_reward:  # it trains on samples without one, too
             reward = reward.nan_to_num(0.0)
         advantage = of_scored(algorithm.advantage, reward, self.group_id, 0.0)
@@ -265,6 +271,7 @@ class Trainer(Run):
                     loss.backward()
                     total += loss.detach()
                     stats[-1].append(scalars)
+                    self.timers.advance()
                 updates.append(self.step_optimizer(total))
         self._trained = sum(plan.first(len(micros)) for micros in stats)  # those skipped left out
         return actor_metrics(stats, updates, plan.updates * cfg.ppo_epochs)

@@ -81,9 +81,11 @@ class Run:
             self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
             save(cfg, self.output_dir / "config.yaml")
-            print(self.describe(), flush=True)
+            with suppress(OSError):  # nobody reads it
+                print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
-        self.logger = RunLogger(cfg.trainer, public(cfg), self.progress.wandb_id, logged, self.total_steps, first)
+        wandb_id, total = self.progress.wandb_id, self.total_steps
+        self.logger = RunLogger(cfg.trainer, public(cfg), wandb_id, logged, total, first, self.timers)
         self.progress.wandb_id = self.logger.wandb_id
 
     def make_learner(self, total_updates: int, ema: EmaConfig, averages: Sequence[str]) -> Learner:
@@ -99,8 +101,12 @@ class Run:
         return (
             f"{w.size} ranks on {w.device.type}: {w.size // w.shard_size} replicas of {w.shard_size} shards; "
             f"{type(model.module).__name__}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained; "
-            f"steps {self.progress.step} to {self.total_steps}; files in {self.output_dir}"
+            f"steps {self.progress.step} to {self.total_steps} of {self.batch()}; files in {self.output_dir}"
         )
+
+    def batch(self) -> str:
+        """What a step trains on, in words."""
+        return f"{self.cfg.data.batch_size(self.world.size)} prompts"
 
     def fit(self) -> None:
         """Train to the last step."""
@@ -130,7 +136,7 @@ class Run:
         if self.world.rank == 0:
             try:
                 report = f"report: {write_report(self.output_dir)}"
-            except OSError as error:  # such as a full disk: the training is done all the same
+            except (OSError, ValueError) as error:  # a full disk, a damaged file: the training is done all the same
                 report = f"the report was not written: {error}"
             with suppress(OSError):  # a closed terminal fails no finished job
                 print(*validation_summary(self.output_dir), report, sep="\n", flush=True)
@@ -145,6 +151,7 @@ class Run:
             check_finite(outputs, prompts)
             if self.rewards is not None:
                 self.rewards.submit(outputs, prompts)
+        self.timers.advance()
 
     def ask(self) -> None:
         """Wait for the reward model's answers to the judges' questions about what was submitted, as a phase of its own.
@@ -224,6 +231,8 @@ class Run:
             return row
         with self.timers("validation"):
             for name, prompts in self.val_sets.items():
+                samples = -(-len(prompts) // self.world.size) * self.cfg.rollout.val.n  # of a rank
+                self.timers.expect(-(-samples // self.rollout.micro_batch_size))
                 weights = nullcontext() if self.learner.ema is None else self.policy.using("ema")
                 found, records = validate(
                     self.cfg, self.rollout, weights, self.submit, self.score, name, prompts, self.world
@@ -239,6 +248,8 @@ class Run:
         if self.progress.unfinished is not None:
             self.end_step(self.progress.step, self.progress.unfinished)
         elif self.progress.step == 0 and self.cfg.trainer.val_before_train and self.val_sets:
+            if self.rewards is not None:
+                log.info("validating on %d prompts", sum(map(len, self.val_sets.values())))
             self.logger.log(0, self.validate(0) | self.timers.pop())
 
     def end_step(self, step: int, row: dict[str, float]) -> None:

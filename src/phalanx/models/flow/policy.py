@@ -1,6 +1,7 @@
 """The policy: a flow-matching model over the mesh, and the replay of what it sampled."""
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,6 +28,7 @@ from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import step_flops
 from phalanx.types import Prompt, Samples
 
+log = logging.getLogger(__name__)
 FAMILIES = "phalanx.models.flow.families"
 NUM_TRAIN_TIMESTEPS = 1000  # of diffusers' flow-matching schedulers: timestep = level x 1000
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -337,12 +339,15 @@ def build_policy(
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     weights_dtype = dtype if config.lora_rank > 0 or frozen else torch.float32
     family = family_of(config) if family is None else family
+    log.info("loading the model %s", config.path)
     try:
         model = family(config, dtype, weights_dtype)
     except Exception as error:  # the files are foreign, and the libraries stumble over them in whatever way
         ours = isinstance(error, ValueError) and str(error).startswith("model.path: ")
         said = str(error) if ours else f"{config.path!r} does not load: {reason(error)}"
         raise ValueError(f"model.path: {said.removeprefix('model.path: ')}") from error
+    weights = sum(p.numel() for p in model.transformer.parameters())
+    log.info("laying out %s, %.2f M weights", type(model.transformer).__name__, weights / 1e6)
     model.vae.to(world.device)  # small, and needed after each micro-batch: it does not travel
     return make(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen)
 

@@ -1,5 +1,6 @@
 """The reward model over the ranks: the questions of a domain are gathered, answered in one batch, and handed back."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ from phalanx.distributed.placement import place
 from phalanx.distributed.reward_group import DomainRank
 from phalanx.rewards.base import RewardError
 
+log = logging.getLogger(__name__)
 Question = tuple[int, str]  # the number of an image, and what is asked about it
 
 
@@ -57,6 +59,7 @@ class RewardModel:
         self._domain_rank = DomainRank(next(d for d in domains if launch.rank in d.ranks), timeout_s)
         self._replicas = self._domain_rank.domain.replicas
         holders = None if self._domain_rank.replica is None else self._replicas[self._domain_rank.replica]
+        log.info("loading the reward model %s with %s", cfg.path, cfg.engine)
         self._engine: Engine | None = None  # of this rank, where it holds a part of the model
         if cfg.engine == "vllm":
             from phalanx.distributed.vllm_groups import VllmGroups

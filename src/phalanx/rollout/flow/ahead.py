@@ -1,8 +1,11 @@
 """Encoding the prompts of several training steps at once: text encoders are slow to move."""
 
+import logging
 from collections.abc import Callable
 
 from phalanx.types import Prompt
+
+log = logging.getLogger(__name__)
 
 # Training steps whose prompts are encoded at once, at most: fewer where the cache would forget the
 # first of them before they are sampled. Qwen-Image's embeddings of a text of 200 tokens, 3584 wide
@@ -33,7 +36,9 @@ class EncodeAhead:
         if self.until is not None and step < self.until:
             return
         if self._room is None:  # the first prompts show how large embeddings are
-            self._room = self._encode([batches(step)])
+            prompts = batches(step)
+            log.info("encoding %d prompts", len(prompts))
+            self._room = self._encode([prompts])
         # by the step and not by what a rank's cache has: all ranks must encode at the same steps
         self.until = min(step + self._room, end)
         self._room = self._encode([batches(k) for k in range(step, self.until)])

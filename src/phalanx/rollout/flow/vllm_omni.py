@@ -15,6 +15,8 @@ from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.denoise import Generated, Job, generate
 from phalanx.rollout.flow.in_policy import PolicyRollout
 
+log = logging.getLogger(__name__)
+
 
 class VllmOmniRollout(PolicyRollout):
     """See phalanx.types.Rollout. All but the transformer's kernels is as in the policy's rollout.
@@ -30,6 +32,7 @@ class VllmOmniRollout(PolicyRollout):
         """Raises ValueError where vLLM-omni is missing, or has no such model."""
         super().__init__(policy, config, world, micro_batch_size, window=window)
         # its start changes random states, threads and the environment of the whole process
+        log.info("starting vLLM-omni")
         with as_before():
             self.executor = _executor(policy)
         self.pipeline = self.executor.driver_worker.worker.model_runner.pipeline
