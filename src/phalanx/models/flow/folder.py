@@ -63,7 +63,9 @@ def check_index(index: Any, folder: str) -> dict[str, Any]:
             raise ValueError(
                 f"model.path: '{folder}' has its {name} from {cut(library)}; known: {', '.join(LIBRARIES)}"
             )
-        if kind not in dir(importlib.import_module(library)):
+        known = dir(importlib.import_module(library))
+        # published folders name a T5TokenizerFast, which transformers still knows, but lists no more
+        if kind not in known and not (kind.endswith("TokenizerFast") and kind.removesuffix("Fast") in known):
             raise ValueError(f"model.path: '{folder}' has a {cut(kind)}, which the installed {library} lacks")
     return index
 
