@@ -178,6 +178,23 @@ def test_attention_keeps_no_weights() -> None:
     assert q.grad is not None and q.grad.shape == q.shape
 
 
+def test_an_operator_again_is_as_it_was() -> None:
+    """Shapes, dtypes, strides and bytes are those of the first time, and of the inputs of the second one."""
+    x, w, counts = (torch.zeros(*shape, device=META) for shape in ((2, 8, 4), (4, 16), (2, 3)))
+    counts = counts.long()
+    with Ledger() as ledger:
+        for turn in range(2):
+            sums = [counts + 1, counts + 1.0, counts.T + 1]
+            assert [total.dtype for total in sums] == [torch.int64, torch.float32, torch.int64]
+            assert [total.stride() for total in sums] == [(3, 1), (3, 1), (1, 3)]
+            before = ledger.live
+            with ledger.during(str(turn)):
+                product = x @ w  # one operator that makes it, and a view that does not say that it is one
+                assert (product.shape, ledger.phase.peak - before) == ((2, 8, 16), 2 * 8 * 16 * 4)
+            del product
+            assert ledger.live == before == 6 * (8 + 4 + 8)
+
+
 # -- what stands beside the model ----------------------------------------------------------------------------------
 
 PART = (3000 * 2 + 100) // 2  # bytes of a rank's half of reward_folder's weights, in bfloat16
