@@ -36,9 +36,13 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
 
 HELP = "--help: this text"
-PLAN = "--plan [nnodes=4] [nproc=8] [gpu_memory_gb=80]: what the job would be on that cluster; nothing is trained"
+PLAN = (
+    "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5]: what the job would be on that "
+    "cluster; nothing is trained"
+)
 LONGEST = 2000  # characters of an error
-PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu_memory_gb")  # known only beside --plan
+# known only beside --plan
+PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu", "gpu_memory_gb", "gpu_hour_price")
 
 
 def parse(

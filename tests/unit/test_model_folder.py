@@ -116,6 +116,17 @@ def test_told_as_it_is_loaded(folder: Path, change: Change, message: str) -> Non
         build_policy(config, none, none, none, seed=0, detach_uncond=False)
 
 
+def test_tokenizers_by_the_names_of_published_folders(folder: Path) -> None:
+    """Those of Stable Diffusion 3.5, FLUX.1 and Wan name a T5TokenizerFast, which transformers 5 does not list until it
+    is asked for: MBart's, which nothing here asks for, stands for it.
+    """
+    keys(INDEX, tokenizer=["transformers", "MBartTokenizerFast"])(folder)
+    assert model_index(str(folder))["tokenizer"][1] == "MBartTokenizerFast"
+    keys(INDEX, tokenizer=["transformers", "T6TokenizerFast"])(folder)
+    with refused(f"model.path: '{folder}' has a T6TokenizerFast, which the installed transformers lacks"):
+        model_index(str(folder))
+
+
 def test_a_tokenizer_must_tell_texts_apart_and_fit_its_encoder(folder: Path) -> None:
     file = folder / "tokenizer/tokenizer.json"
     whole = file.read_text()

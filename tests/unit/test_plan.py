@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from subprocess import CompletedProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,13 +22,15 @@ from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardFunctionConfig, FlowRLConfig, FlowRunConfig
 from phalanx.models.flow.policy import family_of
 from phalanx.plan import clusters, gpu_of, plan_job
-from phalanx.plan.blueprint import family_name
+from phalanx.plan.blueprint import family_name, fetch, planned_policy, shipped
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster, Layout, Weight
 from phalanx.plan.ledger import META, Ledger, fused_attention, nbytes
+from phalanx.plan.loading import Loading
 from phalanx.plan.memory import Memory, Phase, count
+from phalanx.plan.pace import Gpu
 from phalanx.plan.rehearsal import Planned
-from phalanx.plan.text import Gpu, describe, messages, sizes
+from phalanx.plan.text import ALLOWED, describe, messages, sizes
 from phalanx.training import flow_rl
 from tests.jobs import base_overrides, tiny_config
 from tests.ranks import ROOT, launch_environment
@@ -113,13 +116,23 @@ def test_clusters_that_are_none(words: Mapping[str, str], env: Mapping[str, str]
     assert str(error.value) == message
 
 
-def test_memory_of_a_gpu() -> None:
-    gpu = gpu_of({"gpu_memory_gb": "79.6"})
-    assert gpu is not None and (gpu.name, gpu.memory) == (None, 79_600_000_000)
+def test_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the words; else the one that is here, with the memory and the price of the words."""
+    assert gpu_of({}) == Gpu()
+    assert gpu_of({"gpu_memory_gb": "79.6", "gpu_hour_price": "2.5"}) == Gpu(None, 79_600_000_000, 2.5)
+    assert gpu_of({"gpu": "a100"}) == Gpu("a100")
     for text in ("80GB", "0", "-1", "1.2.3", ""):
         with pytest.raises(ConfigError) as error:
             gpu_of({"gpu_memory_gb": text})
         assert str(error.value) == f"gpu_memory_gb={text}: expected GB (10^9 bytes) of a GPU, such as 80"
+    with pytest.raises(ConfigError, match=r"^gpu=GTX: expected a name with one of A100, A800, .*, MI300X in it$"):
+        gpu_of({"gpu": "GTX"})
+    here = SimpleNamespace(name="NVIDIA L40S", total_memory=48 * GB)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda _: here)
+    assert gpu_of({}) == Gpu("NVIDIA L40S", 48 * GB)
+    assert gpu_of({"gpu_memory_gb": "80"}) == Gpu("NVIDIA L40S", 80 * GB)
+    assert gpu_of({"gpu": "H100"}) == Gpu("H100")
 
 
 def test_groups() -> None:
@@ -165,6 +178,23 @@ def test_attention_keeps_no_weights() -> None:
     assert q.grad is not None and q.grad.shape == q.shape
 
 
+def test_an_operator_again_is_as_it_was() -> None:
+    """Shapes, dtypes, strides and bytes are those of the first time, and of the inputs of the second one."""
+    x, w, counts = (torch.zeros(*shape, device=META) for shape in ((2, 8, 4), (4, 16), (2, 3)))
+    counts = counts.long()
+    with Ledger() as ledger:
+        for turn in range(2):
+            sums = [counts + 1, counts + 1.0, counts.T + 1]
+            assert [total.dtype for total in sums] == [torch.int64, torch.float32, torch.int64]
+            assert [total.stride() for total in sums] == [(3, 1), (3, 1), (1, 3)]
+            before = ledger.live
+            with ledger.during(str(turn)):
+                product = x @ w  # one operator that makes it, and a view that does not say that it is one
+                assert (product.shape, ledger.phase.peak - before) == ((2, 8, 16), 2 * 8 * 16 * 4)
+            del product
+            assert ledger.live == before == 6 * (8 + 4 + 8)
+
+
 # -- what stands beside the model ----------------------------------------------------------------------------------
 
 PART = (3000 * 2 + 100) // 2  # bytes of a rank's half of reward_folder's weights, in bfloat16
@@ -193,7 +223,7 @@ def judged(sd3_folder: Path, folder: Path, judge: Path | str, *keys: str) -> Flo
 
 
 def described(cfg: FlowRLConfig, gpu: int | None = None) -> str:
-    return describe(plan_of(cfg, Cluster(1, 4)), None if gpu is None else Gpu(None, gpu))
+    return describe(plan_of(cfg, Cluster(1, 4)), Gpu(memory=gpu))
 
 
 def judge_phase(memory: Memory) -> int:
@@ -214,7 +244,8 @@ def test_a_sleeping_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder
     assert unknown.host == known.host == alone.host | {"sleeping reward model": PART}
     assert (judge_phase(unknown), judge_phase(known)) == (PART, GPU // 4)
     assert known.largest.name == "judge"
-    assert known.loading == alone.loading + PART  # vLLM loads to the device
+    loading = [memory.loading_of_a_node(4, judges, cast=False) for memory, judges in ((alone, 0), (known, 4))]
+    assert loading[1] == loading[0] + 4 * PART  # vLLM loads to the device
     cfg.reward.model.engine = "transformers"
     other = memory_of(cfg, GPU)
     assert (judge_phase(other), other.host, other.largest.name) == (PART, known.host, alone.largest.name)
@@ -309,17 +340,19 @@ def test_words_about_a_reward_model(sd3_folder: Path, tmp_path: Path, reward_fol
     assert said(GPU).endswith(f"what it computes comes on top; {asleep}")
     cfg.reward.model.sleep = False
     assert said().startswith("reward model (on ") and said().endswith("; it stays on the GPU between scorings")
-    # twice a whole 50 MB while the two ranks load, instead of four times
+    # the two ranks share the file, or cast it
+    for file in reward_folder.glob("*.safetensors"):
+        file.unlink()
     save_file({"a": torch.zeros(25_000_000, dtype=torch.bfloat16)}, reward_folder / "big.safetensors")
     (reward_folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "big.safetensors"}}')
+    assert section(described(cfg), "In the host's memory")[2] == "loading  up to 50.00 MB a node"
+    cfg.reward.model.dtype = "float32"
+    assert section(described(cfg), "In the host's memory")[2] == "loading  up to 200.00 MB a node"
+    cfg.reward.model.dtype = "bfloat16"
     memory = memory_of(cfg)
-    assert memory.loading == 50_000_000 > memory.loading_without
-    loading = 2 * 50 + 2 * memory.loading_without / 1e6
-    node = section(described(cfg), "In the host's memory")[1]
-    assert node.endswith(f" MB, and up to {loading:.2f} while all ranks load")
     cfg.reward.model.sleep = True
     kept = (sum(memory.host.values()) * 4 + 2 * 25_000_000) / 1e6
-    assert section(described(cfg), "In the host's memory")[1].startswith(f"a node  {kept:.2f} MB")
+    assert section(described(cfg), "In the host's memory")[1] == f"a node   {kept:.2f} MB"
 
 
 def test_a_share_that_is_too_small_for_the_reward_model(sd3_folder: Path, tmp_path: Path, reward_folder: Path) -> None:
@@ -330,8 +363,8 @@ def test_a_share_that_is_too_small_for_the_reward_model(sd3_folder: Path, tmp_pa
         f"the weights {PART / 1e6:.2f}: vLLM would not start; raise it, or reward.model.tensor_parallel_size"
     )
     cfg.reward.model.gpu_memory_utilization = 0.95
-    (told,) = warnings(described(cfg, GPU))
-    assert told.startswith("warning: judge takes 0.95 of 1.00 GB and leaves little ")
+    (told,) = warnings(described(cfg, 60 * GB))
+    assert told.startswith("warning: judge takes 59.00 of 60.00 GB with CUDA and NCCL and leaves little ")
     assert told.endswith("what helps: a smaller reward.model.gpu_memory_utilization, a LoRA (model.lora_rank)")
 
 
@@ -391,7 +424,7 @@ def test_a_teacher(sd3_folder: Path, tmp_path: Path) -> None:
 
     (sent_of_it,) = [t for t in messages(plan) if "teacher" in t.what]
     assert (sent_of_it.what, sent_of_it.size) == ("weights of the teacher, gathered", view.gathered // 2)
-    assert section(describe(plan, None), "Batch")[6] == (
+    assert section(describe(plan, Gpu()), "Batch")[6] == (
         "forward passes  8 to sample, 4 of the teacher, 4 to train, a rank and step"
     )
 
@@ -411,15 +444,48 @@ def test_what_a_teacher_brings_to_the_host(sd3_folder: Path, sd3_t5_folder: Path
     own, theirs = (load_pipeline(folder) for folder in (sd3_folder, sd3_t5_folder))
     encoders, more = (nbytes(*text_encoders(p)) for p in (own, theirs))
     weights = own.transformer.num_parameters() * 4
+
+    def loading(memory: Memory) -> int:
+        return memory.loading_of_a_node(1, 0, cast=False)
+
     equal = memory_of(taught(sd3_folder, sd3_folder, tmp_path))
     assert equal.host["text encoders"] == encoders
-    assert equal.loading == encoders + weights + nbytes(own.vae) + encoders
+    assert loading(equal) == encoders + weights + nbytes(own.vae) + encoders
     other = memory_of(taught(sd3_folder, sd3_t5_folder, tmp_path))
     assert other.host["text encoders"] == encoders + more
-    assert other.loading == encoders + weights + nbytes(theirs.vae) + more
+    assert loading(other) == encoders + weights + nbytes(theirs.vae) + more
     away = memory_of(taught(sd3_folder, sd3_folder, tmp_path, "parallel.param_offload=true"))
     assert away.host["teacher"] + away.held["teacher"] == equal.held["teacher"]
-    assert away.loading == equal.loading + away.host["weights"]
+    assert loading(away) == loading(equal) + away.host["weights"]
+
+
+def test_files_are_shared_unless_they_are_cast(
+    sd3_folder: Path, config_only: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    """What is loaded in the dtype of its file is a view of it, as the kernel's list of mappings shows."""
+    dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    for keys, shared in ((["model.dtype=bfloat16", "model.lora_rank=4"], False), ([], True)):
+        cfg = tiny_config(sd3_folder, tmp_path, *keys)
+        model = family_of(cfg.model)(cfg.model, dtypes[cfg.model.dtype], dtypes[cfg.model.dtype])
+        assert all(is_mapped(next(m.parameters())) is shared for m in (model.transformer, *model.text_encoders))
+        first, *_ = memory_of(cfg).loading
+        size = sum(p.nbytes for p in model.transformer.parameters()) + nbytes(model.vae, *model.text_encoders)
+        assert first == Loading(shared=size) if shared else size < first.own < 1.1 * size and not first.shared
+    cfg.model.path = str(config_only(sd3_folder))
+    assert memory_of(cfg).loading[0] == Loading(either=size)
+    assert section(described(cfg), "In the host's memory")[2] == (
+        f"loading  up to {size / 1e6:.2f} MB a node; {4 * size / 1e6:.2f} if files that are not here hold other dtypes, "
+        "for each rank casts its own"
+    )
+
+
+def is_mapped(tensor: Tensor) -> bool:
+    """Whether a tensor's memory is a file's."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(address, 16) for address in line.split()[0].split("-"))
+        if first <= tensor.data_ptr() < last:
+            return line.endswith(".safetensors")
+    raise AssertionError("no such address")
 
 
 def text_encoders(pipeline: Any) -> list[nn.Module]:
@@ -458,7 +524,7 @@ def test_the_copy_of_a_sampling_engine(keys: list[str], sd3_folder: Path, tmp_pa
     assert (rescore.name, rescore.gathered, rescore.other) == ("rescore", sample.gathered, update.other)
     assert rescore.activations > 0
     plan = plan_of(cfg, Cluster(1, 4))
-    forward = section(describe(plan, None), "Batch")[6]
+    forward = section(describe(plan, Gpu()), "Batch")[6]
     assert forward == "forward passes  4 to sample, 2 to score samples again, 2 to train, a rank and step"
     # it gets the weights once, as they are kept; the policy's are gathered to score its samples
     sent, stored = {t.what: t.size for t in messages(plan)}, plan.policy.layout.stored()
@@ -640,6 +706,55 @@ def test_folders_that_are_not_there(path: str, reason: str, tmp_path: Path) -> N
     assert str(error.value) == f"model.path: {path!r}: {reason}"
 
 
+# -- models whose folder is not within reach -----------------------------------------------------------------------
+
+T5, UMT5, CLIP_L, CLIP_G, QWEN_VL = 4_762_310_656, 5_680_910_336, 123_650_304, 694_659_840, 8_292_166_656
+KL_VAE, VIDEO_VAE = 83_819_683, 126_892_531
+SHIPPED = {
+    "stabilityai/stable-diffusion-3.5-medium": [2_243_171_520, KL_VAE, CLIP_L, CLIP_G, T5],
+    "stabilityai/stable-diffusion-3.5-large": [8_056_627_520, KL_VAE, CLIP_L, CLIP_G, T5],
+    "black-forest-labs/FLUX.1-dev": [11_901_408_320, KL_VAE, CLIP_L - 768 * 768, T5],  # without a projection
+    "Qwen/Qwen-Image": [20_430_401_088, VIDEO_VAE, QWEN_VL],
+    "Qwen/Qwen-Image-Edit-2509": [20_430_401_088, VIDEO_VAE, QWEN_VL],
+    "Tongyi-MAI/Z-Image-Turbo": [6_154_908_736, KL_VAE, 4_022_468_096],
+    "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": [1_418_996_800, VIDEO_VAE, UMT5],
+    "Wan-AI/Wan2.1-T2V-14B-Diffusers": [14_288_491_584, VIDEO_VAE, UMT5],
+    "Wan-AI/Wan2.2-TI2V-5B-Diffusers": [4_999_787_712, 704_688_668, UMT5],
+}
+JUDGES = {"Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Instruct": QWEN_VL}
+
+
+@pytest.mark.parametrize("path", SHIPPED)
+def test_shipped_shapes(path: str, sd3_folder: Path, tmp_path: Path) -> None:
+    """Transformer, VAE and text encoders have as many parameters as the published weights."""
+    cfg = tiny_config(sd3_folder, tmp_path)
+    cfg.model.path = fetch(path)
+    cfg.model.family = family_name(cfg.model)
+    model = planned_policy(cfg, ONE, Ledger()).model
+    modules: list[nn.Module] = [model.transformer, model.vae, *model.text_encoders]
+    assert [sum(p.numel() for p in module.parameters()) for module in modules] == SHIPPED[path]
+    assert (shipped(cfg.model.path), shipped(str(sd3_folder))) == (path, None)
+
+
+def test_shipped_judges(sd3_folder: Path, tmp_path: Path) -> None:
+    for path, parameters in JUDGES.items():
+        cfg = judged(sd3_folder, tmp_path, path)
+        assert memory_of(cfg).host["sleeping reward model"] == parameters  # a half of them, in bfloat16
+        assert (
+            described(cfg).split("\n")[1] == f"Shapes of {path} as shipped with Phalanx: no hub has them within reach"
+        )
+
+
+def test_all_that_is_shipped_is_known() -> None:
+    files = {file.stem for file in (ROOT / "src" / "phalanx" / "plan" / "models").iterdir()}
+    assert files == {path.replace("/", "--") for path in [*SHIPPED, *JUDGES]}
+
+
+def test_the_hub_goes_before_what_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
+    assert fetch("Qwen/Qwen-Image") == str(tmp_path)
+
+
 # -- the text -----------------------------------------------------------------------------------------------------
 
 
@@ -763,21 +878,17 @@ def test_a_range_of_nodes() -> None:
 
 
 @pytest.mark.full
-def test_twenty_billion_weights(config_only: Callable[[Path], Path], qwen_folder: Path) -> None:
-    """Qwen-Image at its real size on four nodes, which is what docs/plan.md shows; its text encoder is a tiny one."""
-    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-
-    folder = config_only(qwen_folder)
-    with META:  # the defaults of diffusers' classes are those of Qwen/Qwen-Image
-        QwenImageTransformer2DModel().save_config(folder / "transformer")
-        AutoencoderKLQwenImage().save_config(folder / "vae")
+def test_twenty_billion_weights() -> None:
+    """Qwen-Image on four nodes, which is what docs/plan.md shows."""
     recipe = ROOT / "configs" / "flowgrpo" / "qwen_image_ocr_lora_multinode.yaml"
-    cfg = load(FlowRLConfig, str(recipe), [f"model.path={folder}"])
-    text = plan_job(cfg, {"nnodes": "4", "nproc": "8", "gpu_memory_gb": "80"})
+    words = {"nnodes": "4", "nproc": "8", "gpu_memory_gb": "80", "gpu_hour_price": "2.5"}
+    text = plan_job(load(FlowRLConfig, str(recipe), []), words)
     page = (ROOT / "docs" / "plan.md").read_text()
-    shown = page[page.index("```text\n") :].split("```")[1].rstrip()
-    for title in ("Topology", "Batch", "Memory of a rank (20.9 B weights, 0.425 B", "Messages of a step", "Arithmetic"):
-        assert section(text, title) == section(shown, title)
+    shown = page[page.index("```text\n") + len("```text\n") :].split("```")[0].rstrip()
+    without = (part.split("\n\n") for part in (text, shown))
+    assert [part for part in next(without) if "  phase " not in part] == [
+        part for part in next(without) if "  phase " not in part
+    ]
     found = phases(text)
     assert found == {name: pytest.approx(row, rel=0.05) for name, row in phases(shown).items()}
     base, lora = 20_430_401_088 / 1e9, 424_673_280 / 1e9
@@ -793,6 +904,29 @@ def phases(text: str) -> dict[str, list[float]]:
     """The rows of the table of phases but that of the text encoders."""
     rows = (line.rsplit(maxsplit=6) for line in section(text, "  phase") if not line.startswith(("encode", "peak")))
     return {name: [float(cell.replace("-", "0")) for cell in cells] for name, *cells in rows}
+
+
+def test_time_and_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sd3_folder: Path) -> None:
+    """Of 4 ranks that each have 45 s of an H100's peak to do, for 16 images, in each of 2 steps."""
+    cfg = tiny_config(sd3_folder, tmp_path, "model.dtype=bfloat16", "model.lora_rank=4")
+    plan = plan_of(cfg, Cluster(1, 4))
+    assert section(describe(plan, Gpu()), "Arithmetic")[0].endswith(" a rank: too little to tell a time from")
+    monkeypatch.setattr("phalanx.plan.rehearsal.RLRehearsal.flops", 4 * 45 * 989.4e12)
+    text = describe(plan, Gpu(price=2.5))
+    title = "Arithmetic and time, assumed that H100 does 25 to 45 % of its 989 TFLOP/s in bfloat16"
+    assert section(text, title) == [
+        "a step    178.1 PFLOP, 44.52 a rank: 100 to 180 s",
+        "images    0.0889 to 0.160 a second, 0.0222 to 0.0400 on a GPU",
+        "the job   2 steps: 0.0556 to 0.100 hours, 0.222 to 0.400 GPU-hours",
+        "cost      0.556 to 1.00, at 2.5 for a GPU-hour",
+        "left out  rewards, validation, checkpoints, text encoders, VAE, waiting for the slowest rank",
+    ]
+    plan.cfg.trainer.total_training_steps = None
+    text = describe(plan, Gpu("NVIDIA A100-SXM4-80GB"))
+    title = "Arithmetic and time, assumed that NVIDIA A100-SXM4-80GB does 25 to 45 % of its 312 TFLOP/s in bfloat16"
+    slower = section(text, title)
+    assert slower[0].endswith(": 317 to 571 s") and slower[2] == "1000 steps  88.1 to 159 hours, 352 to 634 GPU-hours"
+    assert "assumed that H100 does" in describe(plan, Gpu("some other card"))
 
 
 # -- warnings -----------------------------------------------------------------------------------------------------
@@ -823,7 +957,7 @@ def test_memory_that_does_not_fit(tmp_path: Path, sd3_folder: Path) -> None:
     cfg = tiny_config(sd3_folder, tmp_path)
     memory = count(plan_of(cfg))
     assert memory.largest.name == "update"
-    need = memory.peak
+    need = memory.peak + ALLOWED
 
     def told(gpu: float) -> list[str]:
         return warnings(plan_job(cfg, {"gpu_memory_gb": f"{gpu / GB:.6f}"}))
@@ -832,13 +966,14 @@ def test_memory_that_does_not_fit(tmp_path: Path, sd3_folder: Path) -> None:
         "what helps: model.gradient_checkpointing=true, a smaller actor.ppo_micro_batch_size_per_gpu, "
         "parallel.optimizer_offload=true, a LoRA (model.lora_rank)"
     )
-    small, tight = round(need * 0.5, -4), round(need * 1.05, -4)  # of two decimals in MB, as it is shown
-    assert told(small) == [f"warning: update takes {need / 1e6:.2f} of {small / 1e6:.2f} MB and does not fit; {helps}"]
-    assert told(tight) == [
-        f"warning: update takes {need / 1e6:.2f} of {tight / 1e6:.2f} MB and leaves little for the allocator, CUDA and "
-        f"NCCL; {helps}"
+    takes = f"warning: update takes {need / GB:.2f}"
+    assert told(need - 10**6) == [f"{takes} of {need / GB:.2f} GB with CUDA and NCCL and does not fit; {helps}"]
+    assert told(need * 1.05) == [
+        f"{takes} of {need * 1.05 / GB:.2f} GB with CUDA and NCCL and leaves little for gaps of the allocator; {helps}"
     ]
     assert told(need * 1.2) == []
+    last = section(plan_job(cfg, {"gpu_memory_gb": "80"}), "  phase")[-1]
+    assert last == f"peak: {memory.peak / GB:.2f} and 2.00 for CUDA and NCCL, of 80.00 GB"
 
 
 def test_keys_that_help_do_help(tmp_path: Path, sd3_folder: Path) -> None:
@@ -893,8 +1028,8 @@ def test_the_command() -> None:
             "nearest that work: rollout.n=20",
         ),
         (
-            ["tasks/train_flowgrpo.py", "configs/flowgrpo/qwen_image_ocr_lora.yaml", "--plan", "nproc=8"],
-            "model.path: 'Qwen/Qwen-Image': no such folder, and no hub has it within reach",
+            ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "--plan", "gpu_hour_price=2,5"],
+            "gpu_hour_price=2,5: expected the price of a GPU for an hour, such as 2.5",
         ),
         (
             ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "--plan", "trainer.sed=1"],

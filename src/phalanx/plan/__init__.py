@@ -16,13 +16,15 @@ from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunCon
 from phalanx.plan.blueprint import family_name, fetch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
-from phalanx.plan.text import Gpu, describe, sizes
+from phalanx.plan.pace import Gpu
+from phalanx.plan.text import describe, sizes
+from phalanx.telemetry.flops import known_gpus, named_peak_flops
 from phalanx.training import flow_matching, flow_rl
 
 
 def plan_job(cfg: FlowRunConfig, words: Mapping[str, str]) -> str:
-    """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc) and gpu_memory_gb; what is missing comes
-    from train.sh's variables, and from the GPU that is here.
+    """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc), gpu, gpu_memory_gb and gpu_hour_price;
+    what is missing comes from train.sh's variables, and from the GPU that is here.
 
     Of several sizes the largest that works is described. Raises ValueError, with one line, where the job itself would
     be refused, or the model folder cannot be read.
@@ -64,17 +66,31 @@ def _positive(text: str) -> bool:
     return text.isdecimal() and int(text) > 0
 
 
-def gpu_of(words: Mapping[str, str]) -> Gpu | None:
-    """The GPU to plan for: of the memory that `words` say, or the one that is here; None where there is neither."""
-    if "gpu_memory_gb" in words:
-        text = words["gpu_memory_gb"]
-        if not text.replace(".", "", 1).isdecimal() or float(text) == 0:
-            raise ConfigError(f"gpu_memory_gb={text}: expected GB (10^9 bytes) of a GPU, such as 80")
-        return Gpu(None, int(float(text) * 1e9))
-    if not torch.cuda.is_available():
+def gpu_of(words: Mapping[str, str]) -> Gpu:
+    """The GPU to plan for: the one that `words` name, or the one that is here. Its memory and price may be among them.
+
+    Raises ConfigError for a word that cannot be used.
+    """
+    name = words.get("gpu")
+    if name is not None and named_peak_flops(name, torch.bfloat16) is None:
+        raise ConfigError(f"gpu={name}: expected a name with one of {', '.join(known_gpus())} in it")
+    size = _number("gpu_memory_gb", words, "GB (10^9 bytes) of a GPU, such as 80")
+    price = _number("gpu_hour_price", words, "the price of a GPU for an hour, such as 2.5")
+    memory = None if size is None else int(size * 1e9)
+    if name is None and torch.cuda.is_available():
+        found = torch.cuda.get_device_properties(0)
+        name, memory = found.name, memory or found.total_memory
+    return Gpu(name, memory, price)
+
+
+def _number(name: str, words: Mapping[str, str], expected: str) -> float | None:
+    """A word that is a number above 0; None without it."""
+    if name not in words:
         return None
-    found = torch.cuda.get_device_properties(0)
-    return Gpu(found.name, found.total_memory)
+    text = words[name]
+    if not text.replace(".", "", 1).isdecimal() or float(text) == 0:
+        raise ConfigError(f"{name}={text}: expected {expected}")
+    return float(text)
 
 
 def check(cfg: FlowRunConfig, cluster: Cluster) -> None:

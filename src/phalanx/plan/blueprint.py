@@ -3,12 +3,15 @@
 All tensors are on torch's meta device, where they have shapes and dtypes and take no memory.
 """
 
+import atexit
 import importlib
+import json
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,6 +28,7 @@ from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
 
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
+_SHIPPED = Path(__file__).with_name("models")  # for each hub id the contents of its configurations, by their names
 _CONFIGURATIONS = ("model_index.json", "*/config.json", "scheduler/scheduler_config.json")
 
 
@@ -135,7 +139,9 @@ def planned_policy(
 
 
 def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CONFIGURATIONS) -> str:
-    """The local folder of `model.path`. Of a hub id these files, some kilobytes, come from the hub or its cache."""
+    """The local folder of `model.path`. Of a hub id these files, some kilobytes, come from the hub or its cache, and
+    where neither has them, from those that Phalanx ships.
+    """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return str(folder)
@@ -147,7 +153,28 @@ def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CON
     try:
         return snapshot_download(path, revision=revision, allow_patterns=list(patterns))
     except (HfHubHTTPError, OSError):
-        raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
+        name = path.replace("/", "--")
+        if not (_SHIPPED / f"{name}.json").is_file():
+            raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
+    folder = _unpacked() / name
+    for file, content in json.loads((_SHIPPED / f"{name}.json").read_text()).items():
+        (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        (folder / file).write_text(json.dumps(content))
+    return str(folder)
+
+
+def shipped(folder: str) -> str | None:
+    """The hub id whose shipped configurations a folder of `fetch` holds; None for another folder."""
+    found = Path(folder)
+    return found.name.replace("--", "/", 1) if found.parent == _unpacked() else None
+
+
+@cache
+def _unpacked() -> Path:
+    """Where shipped configurations become folders, as libraries want them."""
+    folder = TemporaryDirectory(prefix="phalanx-plan-")
+    atexit.register(folder.cleanup)
+    return Path(folder.name)
 
 
 def family_name(config: FlowModelConfig) -> str:

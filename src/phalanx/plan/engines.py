@@ -5,7 +5,7 @@ Of a reward model nothing is loaded: its size is in the headers of its files, or
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from phalanx.models.flow.policy import DTYPES
 from phalanx.models.headers import read_json
 from phalanx.plan.blueprint import fetch
 from phalanx.plan.layout import Layout
+from phalanx.plan.loading import Loading, loading
 
 _COMPUTED_IN = ("F64", "F32", "F16", "BF16")  # as safetensors calls what is loaded in the dtype that is asked for
 _INDEX = "model.safetensors.index.json"
@@ -30,7 +31,7 @@ class RewardModel:
     `weights`: that part; None where it cannot be found out. `share`: what vLLM takes of the GPU while it scores, its
     cache included; None for other engines, and where the GPU is not known. On the device it has `held` throughout,
     `woken` more while it scores, and of that `while_sampling` while images are sampled. The host has `loading` of it
-    while it is loaded, and `asleep` from then on.
+    while it is loaded, and `asleep` from then on. `folder` is where its size was found.
     """
 
     weights: int | None = None
@@ -38,8 +39,9 @@ class RewardModel:
     held: int = 0
     woken: int = 0
     while_sampling: int = 0
-    loading: int = 0
+    loading: Loading = field(default_factory=Loading)
     asleep: int = 0
+    folder: str | None = None
 
 
 def reward_model(cfg: FlowRunConfig, gpu_memory: int | None, width: int) -> RewardModel | None:
@@ -51,7 +53,15 @@ def reward_model(cfg: FlowRunConfig, gpu_memory: int | None, width: int) -> Rewa
     model = cfg.reward.model
     if model.path is None or not cfg.reward.functions:
         return None
-    whole, vllm = _size(model), model.engine == "vllm"
+    try:
+        folder = fetch(model.path, model.revision, [_INDEX])  # of a hub id: what is in the cache, and the index
+    except ValueError:
+        folder = None
+    whole = None if folder is None else _size(model, Path(folder))
+    vllm = model.engine == "vllm"
+    loads = Loading()
+    if folder is not None and whole is not None and not vllm:  # vLLM loads to the device, a part at a time
+        loads = loading(Path(folder), whole, DTYPES[model.dtype])
     weights = None if whole is None else -(-whole // model.tensor_parallel_size)
     share = int(gpu_memory * model.gpu_memory_utilization) if vllm and gpu_memory is not None else None
     awake = share if share is not None else weights or 0
@@ -62,8 +72,9 @@ def reward_model(cfg: FlowRunConfig, gpu_memory: int | None, width: int) -> Rewa
         held=awake - woken,
         woken=woken,
         while_sampling=woken if judged_beside(cfg, width) else 0,
-        loading=0 if vllm else whole or 0,  # vLLM loads to the device, a part at a time
+        loading=loads,
         asleep=weights or 0 if model.sleep else 0,
+        folder=folder,
     )
 
 
@@ -74,15 +85,10 @@ def engine_copy(cfg: FlowRunConfig, layout: Layout) -> int:
     return sum(w.numel for w in layout.weights if ".lora_" not in w.name) * layout.dtype.itemsize
 
 
-def _size(model: RewardModelConfig) -> int | None:
+def _size(model: RewardModelConfig, folder: Path) -> int | None:
     """Bytes of all weights in the dtype that they are loaded in, or where only their index is within reach, that they
     are stored in. None where that is not either.
     """
-    assert model.path is not None
-    try:
-        folder = Path(fetch(model.path, model.revision, [_INDEX]))  # of a hub id: what is in the cache, and the index
-    except ValueError:
-        return None
     index: dict[str, Any] = {}
     if (folder / _INDEX).is_file():
         index = read_json(folder / _INDEX, "reward.model.path")

@@ -7,11 +7,15 @@ phalanx.plan.engines. Not counted: the allocator's gaps, CUDA's context, NCCL's 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
 
 from phalanx.plan.blueprint import PlannedPolicy
 from phalanx.plan.engines import RewardModel, engine_copy, reward_model
 from phalanx.plan.layout import Weight
 from phalanx.plan.ledger import nbytes
+from phalanx.plan.loading import Loading, loading, loading_of_module
 from phalanx.plan.rehearsal import Planned
 
 
@@ -37,15 +41,14 @@ class Phase:
 class Memory:
     """Bytes of a rank: `held` on the device throughout, and `host` in the host's memory, by what they are.
 
-    `loading`: the most in the host's memory at the start, before weights go to the device. `reward`: the reward model,
-    where this rank holds a part of one; `loading_without`: `loading` of a rank that does not.
+    `loading`: what is in the host's memory at the start, before weights go to the device, one after the other.
+    `reward`: the reward model, where this rank holds a part of one; it is loaded first.
     """
 
     held: dict[str, int]
     phases: list[Phase]
     host: dict[str, int]
-    loading: int
-    loading_without: int
+    loading: list[Loading]
     reward: RewardModel | None
 
     @property
@@ -57,6 +60,14 @@ class Memory:
     def peak(self) -> int:
         """The most bytes on the device."""
         return sum(self.held.values()) + self.largest.total
+
+    def loading_of_a_node(self, ranks: int, judges: int, *, cast: bool) -> int:
+        """The most in the memory of a node while its ranks load, of which so many `judges` hold a part of the reward
+        model. `cast`: see Loading.of_a_node.
+        """
+        judge = self.reward or RewardModel()
+        models = max(stage.of_a_node(ranks, cast=cast) for stage in self.loading)
+        return max(judge.loading.of_a_node(judges, cast=cast), judge.asleep * judges + models)
 
 
 def count(p: Planned, gpu_memory: int | None = None) -> Memory:
@@ -89,12 +100,6 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
         "images": p.outputs_size,
         "sleeping reward model": judge.asleep,
     }
-    # the copy of an engine is made on the CPU, when the model has gone to the device
-    loading = max(layout.whole() + vae, engine_copy(p.cfg, layout)) + encoders
-    there = encoders + host["weights"]
-    for name, e in teachers.items():  # one after the other, each with encoders and VAE, equal ones too
-        loading = max(loading, there + e.layout.whole() + vae + theirs[name])
-        there += own[name] + host[name]
     # on GPUs, AdamW takes the roots of all second moments at once; the message to other copies was sent by then
     moved = _beside(p, trained)["optimizer's state"] - stay["optimizer's state"]
     stepping = max(layout.message(), moved + layout.kept(trained))
@@ -107,10 +112,39 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
             Phase("optimizer", gradients=gradients, other=p.samples_size + stepping),
         ],
         host={name: size for name, size in host.items() if size},
-        loading=max(judge.loading, judge.asleep + loading),
-        loading_without=loading,
+        loading=list(_loading(p)),
         reward=reward,
     )
+
+
+def _loading(p: Planned) -> Iterator[Loading]:
+    """The steps of loading: the policy, an engine's copy of it, and each teacher."""
+    encoders = _from_files(p.policy, "text_encoder")
+    yield encoders + _transformer(p.policy) + _from_files(p.policy, "vae")
+    # made on the CPU, when the model has gone to the device
+    yield encoders + Loading(own=engine_copy(p.cfg, p.policy.layout))
+    there = encoders + Loading(own=p.policy.layout.away())
+    for teacher in p.frozen.values():  # each with encoders and VAE, equal ones too
+        theirs = _from_files(teacher, "text_encoder")
+        yield there + theirs + _transformer(teacher) + _from_files(teacher, "vae")
+        there += Loading(own=teacher.layout.away())
+        if teacher.model.text_encoders is not p.policy.model.text_encoders:
+            there += theirs
+
+
+def _transformer(policy: PlannedPolicy) -> Loading:
+    """Its weights; a LoRA is new, and in no file."""
+    lora = sum(w.numel * w.kept.itemsize for w in policy.layout.weights if ".lora_" in w.name)
+    base = next(w for w in policy.layout.weights if ".lora_" not in w.name)
+    files = Path(policy.config.path) / "transformer"
+    return loading(files, policy.layout.whole() - lora, base.kept) + Loading(own=lora)
+
+
+def _from_files(policy: PlannedPolicy, kind: str) -> Loading:
+    """The parts of the pipeline whose names begin with `kind`."""
+    parts = [item for item in policy.model.pipeline.components.items() if item[0].startswith(kind)]
+    modules = [(name, part) for name, part in parts if isinstance(part, nn.Module)]
+    return sum((loading_of_module(Path(policy.config.path) / name, part) for name, part in modules), Loading())
 
 
 def _beside(p: Planned, weights: list[Weight]) -> dict[str, int]:

@@ -1,41 +1,34 @@
 """The plan in words and tables."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from phalanx.config.flow import FlowRLConfig, FlowRunConfig
 from phalanx.distributed.placement import judged_beside, place
+from phalanx.plan.blueprint import shipped
 from phalanx.plan.layout import Cluster, Traffic, traffic
 from phalanx.plan.memory import Memory, count
+from phalanx.plan.pace import Gpu, Rows, arithmetic
 from phalanx.plan.rehearsal import Planned
-from phalanx.telemetry.flops import named_peak_flops
 
-Rows = list[tuple[str, str]]
-SPARE = 0.1  # of a GPU's memory, for what is not counted
+ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
+SPARE = 0.1  # of a GPU's memory, for gaps of the allocator
 SHOWN = 4  # groups, or nodes, that are written out
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU by its name, None where it is not known, and its bytes of memory."""
-
-    name: str | None
-    memory: int
-
-
-def describe(p: Planned, gpu: Gpu | None) -> str:
+def describe(p: Planned, gpu: Gpu) -> str:
     """The plan of one size."""
-    memory, layout = count(p, None if gpu is None else gpu.memory), p.policy.layout
+    memory, layout = count(p, gpu.memory), p.policy.layout
     trained, total = (sum(w.numel for w in weights) for weights in (layout.trained, layout.weights))
+    title, rows = arithmetic(p, gpu)
     sections = [
-        [f"Plan of {words(layout.cluster)}; no GPU, process group or weights were used"],
+        [f"Plan of {words(layout.cluster)}; no GPU, process group or weights were used", *_shipped(p, memory)],
         ["Topology", *_rows(_topology(p))],
         ["Batch", *_rows(_batch(p))],
         [f"Memory of a rank ({total / 1e9:.3g} B weights, {trained / 1e9:.3g} B of them trained)", *_held(memory)],
         [*_phases(memory, gpu), *_judging(p, memory)],
         ["In the host's memory", *_rows(_host(p, memory))],
         ["Messages of a step: what a rank receives, and sends as much of", *_messages(p)],
-        ["Arithmetic", *_rows(_arithmetic(p, gpu))],
+        [title, *_rows(rows)],
         [f"warning: {warning}" for warning in _warnings(p, memory, gpu)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -57,6 +50,16 @@ def sizes(cfg: FlowRunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster
 def words(c: Cluster) -> str:
     """A cluster in words."""
     return f"{_n(c.nodes, 'node')} x {c.per_node} = {_n(c.ranks, 'rank')}"
+
+
+def _shipped(p: Planned, memory: Memory) -> Iterator[str]:
+    """The models whose own files were not within reach."""
+    folders = [policy.config.path for policy in (p.policy, *p.frozen.values())]
+    if memory.reward is not None and memory.reward.folder is not None:
+        folders.append(memory.reward.folder)
+    found = dict.fromkeys(name for folder in folders if (name := shipped(folder)) is not None)
+    if found:
+        yield f"Shapes of {' and '.join(found)} as shipped with Phalanx: no hub has them within reach"
 
 
 # -- topology and batches -----------------------------------------------------------------------------------------
@@ -158,7 +161,7 @@ def _held(memory: Memory) -> Iterator[str]:
     return _table([("held throughout", scale.unit), *((f"  {name}", scale(n)) for name, n in memory.held.items())])
 
 
-def _phases(memory: Memory, gpu: Gpu | None) -> Iterator[str]:
+def _phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
     scale, held = _Scale(memory.peak), sum(memory.held.values())
     rows: list[Sequence[str]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
     for q in memory.phases:
@@ -166,9 +169,12 @@ def _phases(memory: Memory, gpu: Gpu | None) -> Iterator[str]:
         parts = (held, q.gathered, q.activations, q.gradients, q.other, held + q.total)
         rows.append((name, *map(scale, parts)))
     yield from _table(rows)
-    if gpu is not None:
-        name = f" ({gpu.name})" if gpu.name is not None else ""
-        yield f"  peak: {scale(memory.peak)} of {scale(gpu.memory)} {scale.unit}{name}"
+    if gpu.memory is not None:
+        scale = _Scale(gpu.memory)
+        yield (
+            f"  peak: {scale.plain(memory.peak)} and {scale.plain(ALLOWED)} for CUDA and NCCL, of "
+            f"{scale.plain(gpu.memory)} {scale.unit}"
+        )
 
 
 def _judging(p: Planned, memory: Memory) -> Iterator[str]:
@@ -193,22 +199,27 @@ def _judging(p: Planned, memory: Memory) -> Iterator[str]:
 
 
 def _host(p: Planned, memory: Memory) -> Rows:
-    ranks, kept, asleep = p.policy.layout.cluster.per_node, sum(memory.host.values()), 0
-    others = 0  # ranks of a node without a part of the reward model
+    ranks, kept, judges = p.policy.layout.cluster.per_node, sum(memory.host.values()), 0
     if memory.reward is not None:
-        domains, asleep = place(p.cfg.reward.model, ranks, ranks), memory.reward.asleep
-        others = ranks - sum(len(replica) for domain in domains for replica in domain.replicas)
-    node = kept * ranks - asleep * others
-    loading = memory.loading * (ranks - others) + memory.loading_without * others
-    scale = _Scale(max(node, loading))
+        domains = place(p.cfg.reward.model, ranks, ranks)
+        judges = sum(len(replica) for domain in domains for replica in domain.replicas)
+    node = kept * ranks
+    if memory.reward is not None:
+        node -= memory.reward.asleep * (ranks - judges)
+    least, most = (memory.loading_of_a_node(ranks, judges, cast=cast) for cast in (False, True))
+    scale = _Scale(max(node, most))
     parts = ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
+    loading = f"up to {scale.plain(least)} {scale.unit} a node"
+    if most > least:
+        loading += f"; {scale.plain(most)} if files that are not here hold other dtypes, for each rank casts its own"
     return [
         ("a rank", f"{scale(kept)} {scale.unit}: {parts}"),
-        ("a node", f"{scale(node)} {scale.unit}, and up to {scale(loading)} while all ranks load"),
+        ("a node", f"{scale(node)} {scale.unit}"),
+        ("loading", loading),
     ]
 
 
-# -- messages and arithmetic --------------------------------------------------------------------------------------
+# -- messages -----------------------------------------------------------------------------------------------------
 
 
 def messages(p: Planned) -> list[Traffic]:
@@ -238,21 +249,10 @@ def _messages(p: Planned) -> Iterable[str]:
     return _table([*rows, ("together", scale(within), scale(across))])
 
 
-def _arithmetic(p: Planned, gpu: Gpu | None) -> Rows:
-    layout, flops = p.policy.layout, p.flops
-    unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
-    share = flops / layout.cluster.ranks
-    rows = [("a step", f"{flops / size:.4g} {unit}, {share / size:.4g} a rank")]
-    peak = named_peak_flops(gpu.name, layout.dtype) if gpu is not None and gpu.name is not None else None
-    if peak is not None:
-        rows.append(("at the GPU's peak", f"{share / peak:.3g} s a step, which no step reaches"))
-    return rows
-
-
 # -- warnings -----------------------------------------------------------------------------------------------------
 
 
-def _warnings(p: Planned, memory: Memory, gpu: Gpu | None) -> Iterator[str]:
+def _warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
     cluster, width, plan = p.policy.layout.cluster, p.policy.layout.width, p.plan
     crossing = [group for group in cluster.shard_groups(width) if cluster.crosses(group)]
     if crossing:  # it sends all weights over the network, many times a step
@@ -268,13 +268,12 @@ def _warnings(p: Planned, memory: Memory, gpu: Gpu | None) -> Iterator[str]:
             f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
             f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
         )
-    if gpu is not None and memory.peak > gpu.memory * (1 - SPARE):
+    needed = memory.peak + ALLOWED
+    if gpu.memory is not None and needed > gpu.memory * (1 - SPARE):
         scale = _Scale(gpu.memory)
-        much = "does not fit" if memory.peak > gpu.memory else "leaves little for the allocator, CUDA and NCCL"
-        yield (
-            f"{memory.largest.name} takes {scale(memory.peak)} of {scale(gpu.memory)} {scale.unit} and {much}; "
-            f"what helps: {', '.join(_mends(p, memory))}"
-        )
+        much = "does not fit" if needed > gpu.memory else "leaves little for gaps of the allocator"
+        takes = f"takes {scale.plain(needed)} of {scale.plain(gpu.memory)} {scale.unit} with CUDA and NCCL"
+        yield f"{memory.largest.name} {takes} and {much}; what helps: {', '.join(_mends(p, memory))}"
     reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
         return

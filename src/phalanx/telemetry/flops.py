@@ -125,6 +125,11 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     return None
 
 
+def known_gpus() -> list[str]:
+    """Names of GPUs that named_peak_flops knows; a card's name holds all words of its own."""
+    return sorted(_PEAK_TFLOPS)
+
+
 def named_peak_flops(name: str, dtype: torch.dtype) -> float | None:
     """Datasheet FLOP/s of the GPU that torch calls `name`; None if unknown, or for 64 or 8 bits."""
     words = name.upper()
