@@ -750,6 +750,19 @@ def test_all_that_is_shipped_is_known() -> None:
     assert files == {path.replace("/", "--") for path in [*SHIPPED, *JUDGES]}
 
 
+def test_nothing_stays_of_a_plan_that_is_refused(tmp_path: Path) -> None:
+    """Wan's folder is unpacked before its number of frames is refused."""
+    words = [
+        "tasks/train_flowgrpo.py",
+        "configs/flowgrpo/wan21_t2v_1_3b_ocr_lora.yaml",
+        "--plan",
+        "rollout.num_frames=2",
+    ]
+    done = run(sys.executable, *words, env={"TMPDIR": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (2, "") and "rollout.num_frames" in done.stderr
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith("phalanx-plan-")]
+
+
 def test_the_hub_goes_before_what_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(tmp_path))
     assert fetch("Qwen/Qwen-Image") == str(tmp_path)

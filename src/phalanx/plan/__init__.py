@@ -13,7 +13,7 @@ import torch
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
-from phalanx.plan.blueprint import family_name, fetch
+from phalanx.plan.blueprint import family_name, fetch, tidy
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.pace import Gpu
@@ -22,6 +22,7 @@ from phalanx.telemetry.flops import known_gpus, named_peak_flops
 from phalanx.training import flow_matching, flow_rl
 
 
+@tidy()
 def plan_job(cfg: FlowRunConfig, words: Mapping[str, str]) -> str:
     """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc), gpu, gpu_memory_gb and gpu_hour_price;
     what is missing comes from train.sh's variables, and from the GPU that is here.

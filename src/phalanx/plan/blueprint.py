@@ -3,11 +3,10 @@
 All tensors are on torch's meta device, where they have shapes and dtypes and take no memory.
 """
 
-import atexit
 import importlib
 import json
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -156,7 +155,7 @@ def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CON
         name = path.replace("/", "--")
         if not (_SHIPPED / f"{name}.json").is_file():
             raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
-    folder = _unpacked() / name
+    folder = Path(_unpacked().name) / name
     for file, content in json.loads((_SHIPPED / f"{name}.json").read_text()).items():
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).write_text(json.dumps(content))
@@ -166,15 +165,25 @@ def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CON
 def shipped(folder: str) -> str | None:
     """The hub id whose shipped configurations a folder of `fetch` holds; None for another folder."""
     found = Path(folder)
-    return found.name.replace("--", "/", 1) if found.parent == _unpacked() else None
+    return found.name.replace("--", "/", 1) if found.parent == Path(_unpacked().name) else None
+
+
+@contextmanager
+def tidy() -> Iterator[None]:
+    """Nothing that `fetch` unpacked outlives the block: a task that is refused ends without the interpreter's own
+    cleaning up.
+    """
+    try:
+        yield
+    finally:
+        _unpacked().cleanup()
+        _unpacked.cache_clear()
 
 
 @cache
-def _unpacked() -> Path:
+def _unpacked() -> TemporaryDirectory[str]:
     """Where shipped configurations become folders, as libraries want them."""
-    folder = TemporaryDirectory(prefix="phalanx-plan-")
-    atexit.register(folder.cleanup)
-    return Path(folder.name)
+    return TemporaryDirectory(prefix="phalanx-plan-")
 
 
 def family_name(config: FlowModelConfig) -> str:
