@@ -22,11 +22,12 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora test test-rest test-all test-vllm faults check lint bench learn base docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm test test-rest test-all test-vllm faults check lint bench learn base base-lm docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
 	@echo "make quickstart-lora  the same with a LoRA"
+	@echo "make quickstart-lm    train a tiny language model on word problems with GRPO, two CPU ranks, about 2 minutes"
 	@echo "make test             one test of each kind, under 10 minutes on 2 cores"
 	@echo "make test-all         all tests, about 20 minutes on 2 cores"
 	@echo "make test-vllm        tests of vLLM on the CPU, in an environment of their own, about 15 minutes"
@@ -35,6 +36,7 @@ help:
 	@echo "make bench            time and memory of a training step on the CPU"
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
+	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
 	@echo "make docs             build the documentation into site/"
 	@echo "make wheel            build the wheel into dist/"
 	@echo "make lock             write constraints.txt anew: the newest versions of all packages that work together"
@@ -45,6 +47,9 @@ quickstart: $(VENV)/.installed
 
 quickstart-lora: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_flowgrpo.py configs/flowgrpo/quickstart_lora.yaml $(ARGS)
+
+quickstart-lm: $(VENV)/.installed
+	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart.yaml $(ARGS)
 
 test: $(VENV)/.installed-test
 	@$(PYTEST) -m "not full" $(TESTS) $(ARGS)
@@ -83,6 +88,10 @@ base: $(VENV)/.installed-base
 	@$(ON_CPU) python tasks/export_checkpoint.py checkpoint=outputs/phalanx/digits_base output_dir=outputs/base/export dtype=float16
 	@rm -rf assets/digits/base && cp -R outputs/base/export assets/digits/base
 	@cp outputs/base/train.txt outputs/base/held_out.txt assets/digits/
+
+base-lm: $(VENV)/.installed
+	@$(ON_CPU) python tasks/make_base_lm.py output_dir=outputs/base_lm
+	@rm -rf assets/words && cp -R outputs/base_lm assets/words
 
 docs: $(VENV)/.installed-docs
 	@$(IN_VENV) mkdocs build --strict

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import Row, known_modules, resolve_registry, rows
 from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig, ServeRewardConfig
 
@@ -40,6 +41,9 @@ def reference() -> Iterator[str]:
         yield f"### algorithm, where its name is {name}\n"
         own = [row for row in rows(config, "algorithm.") if row.key != "algorithm.name"]
         yield from table(own)
+    yield "## Reinforcement learning of language models\n"
+    yield "All sections of `tasks/train_grpo.py`; algorithms are those above that train on tokens.\n"
+    yield from sections(LMRLConfig)
     yield "## Supervised flow matching\n"
     yield f"{sentence(FlowMatchingTaskConfig)}\n"
     yield from sections(FlowMatchingTaskConfig, without=FlowRunConfig)

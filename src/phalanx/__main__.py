@@ -142,7 +142,7 @@ def find_config(name: str, folder: str = "") -> Path:
         return known[found[0]]
     if found:
         raise ValueError(f"--config: {name} is the name of several: {', '.join(found)}; name its folder too")
-    names = [full if "/" in name else _short(full) for full in known]
+    names = list(dict.fromkeys(full if "/" in name else _short(full) for full in known))
     near = difflib.get_close_matches(name, names, 3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
     raise ValueError(f"--config: no shipped configuration is named {name}; {hint}")

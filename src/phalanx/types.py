@@ -30,13 +30,15 @@ class Prompt:
     """A prompt and what its reward needs.
 
     `group_id` numbers the prompts of one step across all ranks; `meta` holds `ground_truth`, `data_source`, and all
-    other columns of the data file. `negative` is the negative prompt, None for the model family's default.
+    other columns of the data file. `negative` is the negative prompt, None for the model family's default. `messages`
+    is the whole chat, {role, content} each, where the data has one; `text` is then its last user message.
     """
 
     text: str
     group_id: int
     meta: dict[str, Any]
     negative: str | None = None
+    messages: list[dict[str, str]] | None = None
 
 
 class Trace(Protocol):
@@ -184,6 +186,9 @@ class Rollout(Protocol):
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """rollout.val.n samples per prompt, one prompt's after the other."""
+
+    def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
+        """What there is to say of a step's samples; reward [N] is that of all ranks' samples."""
 
 
 class Algorithm(Protocol):

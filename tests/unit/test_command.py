@@ -48,7 +48,7 @@ QUICKSTART = str(ROOT / "configs/flowgrpo/quickstart.yaml")
         ("plan flowgrpo --config flowgrpo/quickstart nproc=8", "train_flowgrpo", [QUICKSTART, "nproc=8", "--plan"]),
         ("sample --config my/sample.yaml n=2", "sample", ["my/sample.yaml", "n=2"]),
         ("export checkpoint=x", "export_checkpoint", ["checkpoint=x"]),
-        ("check --config quickstart expect=2", "check_cluster", [QUICKSTART, "expect=2"]),
+        ("check --config flowgrpo/quickstart expect=2", "check_cluster", [QUICKSTART, "expect=2"]),
         ("serve port=0", "serve_reward", ["port=0"]),
     ],
 )
@@ -65,7 +65,10 @@ def test_a_command_is_a_task(
 
 def test_every_task_has_a_command() -> None:
     patterns = [row.task for row in command.COMMANDS.values() if row.task is not None]
-    tasks = {path.stem for path in (ROOT / "tasks").glob("*.py")} - {"make_base"}  # of the repository's own base
+    tasks = {path.stem for path in (ROOT / "tasks").glob("*.py")} - {
+        "make_base",
+        "make_base_lm",
+    }  # of the repository's own bases
     assert {task for task in tasks if not any(Path(task).match(pattern) for pattern in patterns)} == set()
     assert {pattern for pattern in patterns if not any(Path(task).match(pattern) for task in tasks)} == set()
 
@@ -80,10 +83,10 @@ def test_every_task_has_a_command() -> None:
         (
             "plan flowgrpo --config flogrpo/quickstart",
             "--config: no shipped configuration is named flogrpo/quickstart; did you mean flowgrpo/quickstart or "
-            "flowgrpo/quickstart_lora?",
+            "grpo/quickstart or flowgrpo/quickstart_lora?",
         ),
-        ("train flowgpo", "expected a task, one of flow_matching, flowgrpo, got flowgpo"),
-        ("train", "expected a task, one of flow_matching, flowgrpo, got none"),
+        ("train flowgpo", "expected a task, one of flow_matching, flowgrpo, grpo, got flowgpo"),
+        ("train", "expected a task, one of flow_matching, flowgrpo, grpo, got none"),
     ],
 )
 def test_a_mistake_is_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -115,7 +118,7 @@ def test_the_help_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> 
         "flowgrpo/qwen_image_ocr_lora             FlowGRPO of Qwen-Image with a LoRA: images whose text OCR can read"
         in listed
     )
-    assert command.main(["configs", "quickstart"]) == 0
+    assert command.main(["configs", "flowgrpo/quickstart"]) == 0
     assert capsys.readouterr().out == Path(QUICKSTART).read_text()
 
 

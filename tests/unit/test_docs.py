@@ -18,6 +18,7 @@ from phalanx.__main__ import COMMANDS, find_config
 from phalanx.cli import _plan_words
 from phalanx.config import load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig, ServeRewardConfig
 from phalanx.data.prompts import load_prompts
@@ -33,6 +34,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 SCHEMAS: dict[str, type] = {
     "tasks/train_flowgrpo.py": FlowRLConfig,
     "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
+    "tasks/train_grpo.py": LMRLConfig,
     "tasks/sample.py": SampleConfig,
     "tasks/export_checkpoint.py": ExportConfig,
     "tasks/check_cluster.py": CheckClusterConfig,
@@ -95,7 +97,7 @@ def test_commands() -> None:
         elif words[0] == "phalanx":
             assert words[1] in {*COMMANDS, "--help"}, (page, words)
             if "--config" in words:
-                assert find_config(words[words.index("--config") + 1]).is_file()
+                assert find_config(words[words.index("--config") + 1], words[2]).is_file()
             seen.add("phalanx")
         elif words[0] == "make":
             assert {w for w in words[1:] if "=" not in w} <= targets, (page, words)

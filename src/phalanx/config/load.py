@@ -214,7 +214,10 @@ def _with_named_sections(schema: type, user: DictConfig) -> type:
     """The schema with the keys that the user's names bring, such as those of an algorithm."""
     sections = []
     for section, registry in _registries(schema).items():
-        found = _config_of(registry, _name(schema, section, user), f"{section}.name", _hints(schema)[section])
+        name = _name(schema, section, user)
+        found = _config_of(registry, name, f"{section}.name", _hints(schema)[section])
+        if section not in user or isinstance(user[section], DictConfig):
+            OmegaConf.update(user, f"{section}.name", name)  # a job's own default, which the class need not have
         sections.append((section, found, field(default_factory=found, metadata={"registry": registry})))
     return make_dataclass(schema.__name__, sections, bases=(schema,)) if sections else schema
 
@@ -229,6 +232,7 @@ def _config_of(registry: str, name: str, key: str, base: type) -> Any:
             "(GroupRule, TransitionRule, ForwardRule are GroupAlgorithm, TransitionAlgorithm, ForwardAlgorithm)"
         )
     config = names["Config"] if "Config" in names else None
+    base = [kind for kind in base.__mro__ if is_dataclass(kind)][-1]  # a job may have a default name of its own
     if not isinstance(config, type) or not issubclass(config, base) or not is_dataclass(config):
         raise ConfigError(f"{key}: {name!r} has no Config, a dataclass of its keys derived from {base.__name__}")
     if "Algorithm" not in names:

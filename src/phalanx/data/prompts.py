@@ -35,18 +35,21 @@ _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of a data file; `negative` may be None, `meta` holds what a reward may need."""
+    """A row of a data file; `negative` may be None, `meta` holds what a reward may need; `messages`: see Prompt."""
 
     text: str
     negative: str | None
     meta: dict[str, Any]
+    messages: list[dict[str, str]] | None = None
 
 
 class DataError(ValueError):
     """A data file that cannot be used; the message is one line, with the file and line or row."""
 
 
-def load_prompts(files: list[str], key: str, images: Sequence[str] = (), prompt: str = "prompt") -> list[PromptRow]:
+def load_prompts(
+    files: list[str], key: str, images: Sequence[str] = (), prompt: str = "prompt", *, quoted: bool = True
+) -> list[PromptRow]:
     """All rows of all files, in order; `key` is the config key that lists them, for messages.
 
     `images` are columns that every row must have, as Pictures in `meta`: they are read when needed. `prompt` is the
@@ -60,8 +63,8 @@ def load_prompts(files: list[str], key: str, images: Sequence[str] = (), prompt:
 
     Of a chat (a list of `{role, content}`) the last user message is the prompt. All other columns
     go into `meta`; `meta["ground_truth"]` is, in this order, the column `ground_truth`,
-    `reward_model.ground_truth`, the first span of the prompt in double quotes (straight or
-    typographic), or absent.
+    `reward_model.ground_truth`, with `quoted` the first span of the prompt in double quotes (straight or
+    typographic), otherwise the column `answer`, or absent.
 
     Raises DataError for a file or row that cannot be used. Lines are counted from 1, rows from 0.
     """
@@ -72,7 +75,7 @@ def load_prompts(files: list[str], key: str, images: Sequence[str] = (), prompt:
         path, split = _locate(file, key)
         read = _read(path, split, f"{key}: {file}", images, prompt)
         column = "prompt" if path.suffix == ".txt" else prompt
-        found = [_row(columns, where, column) for where, columns in read]
+        found = [_row(columns, where, column, quoted) for where, columns in read]
         if not found:
             raise DataError(f"{key}: {file} has no prompts")
         rows += found
@@ -80,13 +83,18 @@ def load_prompts(files: list[str], key: str, images: Sequence[str] = (), prompt:
 
 
 def validation_sets(
-    files: list[str], limit: int | None = None, images: Sequence[str] = (), prompt: str = "prompt"
+    files: list[str],
+    limit: int | None = None,
+    images: Sequence[str] = (),
+    prompt: str = "prompt",
+    *,
+    quoted: bool = True,
 ) -> dict[str, list[Prompt]]:
     """The rows of each file of `data.val_files`, at most `limit`, by the file's name without
     ending.
 
-    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. `images`
-    and `prompt`: see `load_prompts`.
+    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. `images`,
+    `prompt` and `quoted`: see `load_prompts`.
     """
     key = "data.val_files"
     sets: dict[str, list[Prompt]] = {}
@@ -101,7 +109,7 @@ def validation_sets(
                 f"{key}: {origin[name]} and {file} would both be the validation set {name!r}; rename one of them"
             )
         origin[name] = file
-        rows = load_prompts([file], key, images, prompt)[:limit]
+        rows = load_prompts([file], key, images, prompt, quoted=quoted)[:limit]
         sets[name] = [numbered(row, i) for i, row in enumerate(rows)]
     return sets
 
@@ -140,7 +148,7 @@ def _common(some: _Rows, others: _Rows, name: Callable[[PromptRow | Prompt], Has
 
 def numbered(row: PromptRow, group_id: int) -> Prompt:
     """The row as the prompt of that number."""
-    return Prompt(text=row.text, group_id=group_id, meta=row.meta, negative=row.negative)
+    return Prompt(row.text, group_id, row.meta, row.negative, row.messages)
 
 
 def _locate(file: str, key: str) -> tuple[Path, str | None]:
@@ -332,7 +340,7 @@ def _check_columns(columns: Sequence[str], place: str, wanted: Sequence[str]) ->
             raise DataError(f"{place} has no column {name!r}; it has {', '.join(columns) or 'none'}")
 
 
-def _row(columns: dict[str, Any], where: str, prompt: str) -> PromptRow:
+def _row(columns: dict[str, Any], where: str, prompt: str, quoted: bool) -> PromptRow:
     if prompt not in columns:
         raise DataError(f"{where}: no {prompt!r}; it has {', '.join(columns) or 'no keys'}")
     text = _text(columns[prompt], prompt, where)
@@ -343,21 +351,33 @@ def _row(columns: dict[str, Any], where: str, prompt: str) -> PromptRow:
         negative = _text(negative, "negative_prompt", where)
     own = (prompt, "negative_prompt", "ground_truth")
     meta = {name: value for name, value in columns.items() if name not in own}
-    truth = _ground_truth(columns, text)
+    truth = _ground_truth(columns, text, quoted)
     if truth is not None:
         meta["ground_truth"] = truth
-    return PromptRow(text, negative, meta)
+    return PromptRow(text, negative, meta, _messages(columns[prompt], prompt, where))
 
 
-def _ground_truth(columns: dict[str, Any], text: str) -> Any:
+def _messages(value: Any, name: str, where: str) -> list[dict[str, str]] | None:
+    """A chat's messages, None for a plain text."""
+    if not isinstance(value, list):
+        return None
+    for message in value:
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise DataError(f"{where}: {name} holds a message that is not {{role, content}}, both texts")
+    return [{"role": message["role"], "content": message["content"]} for message in value]
+
+
+def _ground_truth(columns: dict[str, Any], text: str, quoted: bool) -> Any:
     """The ground truth of a row or of its prompt, None if neither has one."""
     if columns.get("ground_truth") is not None:
         return columns["ground_truth"]
     model = columns.get("reward_model")
     if isinstance(model, dict) and model.get("ground_truth") is not None:
         return model["ground_truth"]
-    quoted = _QUOTED.search(text)
-    return quoted.group(1) if quoted else None
+    if not quoted:
+        return columns.get("answer")
+    span = _QUOTED.search(text)
+    return span.group(1) if span else None
 
 
 def _text(value: Any, name: str, where: str) -> str:

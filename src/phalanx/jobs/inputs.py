@@ -3,16 +3,33 @@
 The ranks look again, and closer: at images, at classes of libraries, at tensors.
 """
 
+from pathlib import Path
+
 from phalanx.config.flow import FlowRunConfig
+from phalanx.config.lm import LMRunConfig
 from phalanx.data.prompts import load_prompts, validation_sets
-from phalanx.models.flow import headers
+from phalanx.models.flow.headers import local_index
+from phalanx.models.headers import check_weights, require
 
 
 def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
     """Raise ValueError, in one line, for files of a flow-matching job that cannot be read. With `prompts` the training
     files hold prompts, otherwise something else.
     """
-    headers.local_index(cfg.model.path)
+    local_index(cfg.model.path)
     if prompts and cfg.data.train_files:
         load_prompts(cfg.data.train_files, "data.train_files", prompt=cfg.data.prompt_key)
     validation_sets(cfg.data.val_files, prompt=cfg.data.prompt_key)
+
+
+def check_lm(cfg: LMRunConfig) -> None:
+    """Raise ValueError, in one line, for files of a language model's job that cannot be read."""
+    folder, key = Path(cfg.model.path).expanduser(), cfg.data.prompt_key
+    if folder.is_dir():
+        require(folder, "config.json")
+        check_weights(folder)
+    elif cfg.model.path.count("/") != 1 or cfg.model.path.startswith((".", "/", "~")):
+        raise ValueError(f"model.path: {cfg.model.path!r}: no such folder")
+    if cfg.data.train_files:
+        load_prompts(cfg.data.train_files, "data.train_files", prompt=key, quoted=False)
+    validation_sets(cfg.data.val_files, prompt=key, quoted=False)

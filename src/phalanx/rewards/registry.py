@@ -21,7 +21,7 @@ from phalanx.rewards.protocol import complaint
 
 log = logging.getLogger(__name__)
 
-PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.judge")
+PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.text", "phalanx.rewards.judge")
 FORMS = "module:function or path/to/file.py:function"
 TAKES = ("images", "videos", "completions")  # names of a reward's first parameter that say what it takes
 # Names that the trainer logs beside the terms, as reward/mean and so on.

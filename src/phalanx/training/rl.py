@@ -104,7 +104,8 @@ class Trainer(Run):
                         self.after_step(step + 1)
 
                 # Validate, log and save, each where it is due.
-                row |= mismatch | scores | self.performance(samples, time.perf_counter() - start)
+                row |= self.rollout.metrics(samples, reward) | mismatch | scores
+                row |= self.performance(samples, time.perf_counter() - start)
                 self.progress.samples_seen += self.plan.samples
                 del samples
                 self.end_step(step + 1, row)

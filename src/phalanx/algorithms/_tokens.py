@@ -1,0 +1,55 @@
+"""The base of algorithms on tokens: a surrogate of the ratio, a KL to the reference, a bonus for entropy."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
+from phalanx.config.load import arg
+from phalanx.functional.token_losses import KL_TYPES, kl_estimate, masked_mean
+from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.types import Batch, Policy
+
+
+@dataclass
+class TokenConfig(GroupConfig):
+    """Keys of `algorithm` that all algorithms on tokens have."""
+
+    kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
+    kl_loss_type: str = arg("k3", "estimate of that KL at each token: k1, k2 or k3 (Schulman)", choices=KL_TYPES)
+    entropy_coeff: float = arg(0.0, "weight of the entropy, which is maximised", ge=0)
+
+
+class TokenAlgorithm(GroupAlgorithm, ABC):
+    """loss = surrogate + beta KL(pi, pi_ref) - entropy_coeff H, for each token."""
+
+    config: TokenConfig
+
+    def __init__(self, config: TokenConfig) -> None:
+        super().__init__(config)
+        self.references = ("reference",) if config.kl_loss_coef > 0 else ()
+
+    @abstractmethod
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy's part of the loss [B, A], and detached scalars."""
+
+    def reference_output(self, policy: Policy, batch: Batch[TokenTrace]) -> Tensor:
+        """The log-probabilities [B, A] of the same tokens under other weights."""
+        replay: TokenReplay = policy.replay(batch.trace)
+        return replay.log_prob
+
+    def loss(self, policy: Policy, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss [B, A] per token, before its weight, and detached scalars."""
+        replay: TokenReplay = policy.replay(batch.trace)
+        loss, stats = self.surrogate(replay, batch)
+        stats["entropy"] = masked_mean(replay.entropy.detach(), batch.mask)
+        stats["self_certainty"] = masked_mean(replay.self_certainty.detach(), batch.mask)
+        if self.config.entropy_coeff > 0:
+            loss = loss - self.config.entropy_coeff * replay.entropy
+        if "reference" in batch.reference_outputs:
+            other = batch.reference_outputs["reference"]
+            kl = kl_estimate(replay.log_prob, other, self.config.kl_loss_type)
+            loss = loss + self.config.kl_loss_coef * kl
+            stats["kl_ref"] = masked_mean(kl.detach(), batch.mask)
+        return loss, stats

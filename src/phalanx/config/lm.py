@@ -1,0 +1,97 @@
+"""Keys that jobs on causal language models add to phalanx.config.run."""
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from phalanx.config.load import arg
+from phalanx.config.run import (
+    COUNT,
+    ActorConfig,
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    RLConfig,
+    RolloutConfig,
+    RunConfig,
+    ValRolloutConfig,
+)
+
+MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
+
+
+@dataclass
+class LMModelConfig(ModelConfig):
+    """The model that is trained: a causal language model's folder, as transformers writes it."""
+
+    attn_implementation: str = arg(
+        "sdpa", "attention of transformers", choices=("sdpa", "eager", "flash_attention_2", "flex_attention")
+    )
+
+
+@dataclass
+class LMDataConfig(DataConfig):
+    """Sources of the prompts."""
+
+    prompt_key: str = arg("prompt", "column of the prompts in these files: texts, or chats")
+    max_prompt_length: int = arg(1024, "longest prompt, in tokens with the chat template", **MOST_TOKENS)
+    max_response_length: int = arg(1024, "longest response, in tokens", **MOST_TOKENS)
+    overlong_prompts: str = arg(
+        "error",
+        "prompts of more than max_prompt_length tokens: error ends the job, filter leaves them out, truncate keeps "
+        "their last tokens",
+        choices=("error", "filter", "truncate"),
+    )
+    system_prompt: Optional[str] = arg(None, "system message of prompts that have none; null: none")
+
+
+@dataclass
+class LMValRolloutConfig(ValRolloutConfig):
+    """Sampling in validation."""
+
+    temperature: float = arg(0.0, "temperature; 0 takes the likeliest token", ge=0)
+    top_p: float = arg(1.0, "sample among the likeliest tokens of this probability in all", gt=0, le=1)
+    max_response_length: Optional[int] = arg(None, "longest response; null: data.max_response_length", **MOST_TOKENS)
+
+
+@dataclass
+class LMRolloutConfig(RolloutConfig):
+    """Sampling of responses for training."""
+
+    n: int = arg(8, "responses per prompt: the group that the advantage compares", ge=2, le=65536)
+    temperature: float = arg(1.0, "temperature of sampling, by which the policy's log-probs are divided as well", gt=0)
+    mask_truncated: bool = arg(False, "do not train on responses that max_response_length cut (DAPO's overlong filter)")
+    micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of a rank", **COUNT)
+    val: LMValRolloutConfig = field(default_factory=LMValRolloutConfig)
+
+
+@dataclass
+class LMAlgorithmConfig(AlgorithmConfig):
+    """The algorithm."""
+
+    name: str = arg("grpo", "module of phalanx.algorithms, a dotted module, or path/to/file.py")
+
+
+@dataclass
+class LMActorConfig(ActorConfig):
+    """Updates of the policy."""
+
+    log_prob_chunk_size: int = arg(
+        1024, "tokens whose logits over the vocabulary are in memory at once, in training too", ge=1
+    )
+
+
+@dataclass
+class LMRunConfig(RunConfig):
+    """Sections of every job that trains a language model."""
+
+    model: LMModelConfig = field(default_factory=LMModelConfig)
+    data: LMDataConfig = field(default_factory=LMDataConfig)
+    rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig)
+
+
+@dataclass
+class LMRLConfig(LMRunConfig, RLConfig):
+    """Configuration of reinforcement learning of a language model."""
+
+    algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    actor: LMActorConfig = field(default_factory=LMActorConfig)

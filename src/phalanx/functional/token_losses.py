@@ -1,0 +1,82 @@
+"""Policy losses of tokens, from the likelihood ratio rho of each.
+
+Sources: PPO's clipped surrogate (arXiv 1707.06347, equation 7), with DAPO's two clip ranges (arXiv 2503.14476, equation
+10) and the dual clip for negative advantages (arXiv 1912.09729, equation 5); the three estimates of a KL divergence of
+J. Schulman (http://joschu.net/blog/kl-approx.html).
+"""
+
+import torch
+from torch import Tensor
+
+KL_TYPES = ("k1", "k2", "k3")
+LARGEST = 20.0  # of |ln rho|, beyond which exp says no more than that the policies differ
+
+
+def clipped_tokens(
+    log_ratio: Tensor, advantage: Tensor, mask: Tensor, *, low: float, high: float, dual: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """max(-A rho, -A clip(rho, 1 - low, 1 + high)), for A < 0 at most -A dual.
+
+    Args:
+        log_ratio: [B, A] ln rho.
+        advantage: [B] (for all tokens of a sample) or [B, A].
+        mask: [B, A] bool, the real tokens, of which the scalars speak.
+
+    Returns:
+        The loss per token [B, A] float32, and detached scalars: those of `token_stats`, clipfrac_higher, clipfrac_lower
+        (the shares above and below the range), and clipfrac, that of tokens whose gradient is cut.
+    """
+    a = spread(advantage, log_ratio)
+    ratio = torch.exp(log_ratio.clamp(-LARGEST, LARGEST))
+    plain, clipped = -a * ratio, -a * ratio.clamp(1 - low, 1 + high)
+    loss = torch.maximum(plain, clipped)
+    if dual is not None:
+        loss = torch.where(a < 0, torch.minimum(loss, -a * dual), loss)
+    with torch.no_grad():
+        stats = token_stats(log_ratio, mask) | {
+            "clipfrac": masked_mean((clipped > plain).float(), mask),
+            "clipfrac_higher": masked_mean((ratio > 1 + high).float(), mask),
+            "clipfrac_lower": masked_mean((ratio < 1 - low).float(), mask),
+        }
+    return loss, stats
+
+
+def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
+    """An estimate of KL(policy, other) at each token that the policy drew, from both log-probabilities [B, A].
+
+    With d = other - log_prob: k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d.
+
+    Raises:
+        ValueError: for another kind.
+    """
+    d = (other - log_prob).clamp(-LARGEST, LARGEST)
+    if kind == "k1":
+        return -d
+    if kind == "k2":
+        return d**2 / 2
+    if kind == "k3":
+        return torch.expm1(d) - d
+    raise ValueError(f"kl_estimate: kind {kind!r} should be one of {', '.join(KL_TYPES)}")
+
+
+@torch.no_grad()
+def token_stats(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Scalars of rho over the tokens of a mask, as phalanx.functional.losses.ratio_stats has them."""
+    log_ratio = log_ratio[mask] if mask.any() else log_ratio.new_zeros(1)
+    ratio = torch.exp(log_ratio)
+    return {
+        "ratio_mean": ratio.mean(),
+        "ratio_error": (ratio - 1).abs().max(),
+        "approx_kl": (torch.expm1(log_ratio) - log_ratio).mean(),
+    }
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """The mean over the tokens of a mask; 0 where there are none."""
+    return (values * mask).sum() / mask.sum().clamp(min=1)
+
+
+def spread(advantage: Tensor, values: Tensor) -> Tensor:
+    """Advantages [B] or [B, A] in float32, without a gradient, to broadcast over values [B, A]."""
+    a = advantage.detach().float()
+    return a if a.dim() == values.dim() else a[:, None]

@@ -1,0 +1,95 @@
+"""Values of language models: what was sampled, and the log-probabilities of its tokens.
+
+Shapes: B samples of this rank, T tokens of the longest prompt with its response, A tokens of the longest response,
+V the vocabulary, N tokens of all responses of a batch, sample by sample.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from phalanx.types import Replay
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """Prompts with their responses: ids [B, T], padded behind; starts [B], the prompts' lengths; lengths [B], those of
+    the responses; `width`, A.
+
+    All ranks pad to the same T and A, so that each pass over some of the samples has one shape.
+    """
+
+    ids: Tensor
+    starts: Tensor
+    lengths: Tensor
+    width: int
+
+    def select(self, rows: Tensor) -> "TokenTrace":
+        """The samples in `rows` [b]."""
+        return replace(self, ids=self.ids[rows], starts=self.starts[rows], lengths=self.lengths[rows])
+
+    def rescored(self, replays: Sequence[Any]) -> "TokenTrace":
+        """See phalanx.types.Trace: nothing of it depends on the weights."""
+        return self
+
+    @property
+    def mask(self) -> Tensor:
+        """[B, A] bool: the tokens of the responses."""
+        return torch.arange(self.width, device=self.ids.device) < self.lengths[:, None]
+
+    @property
+    def predicting(self) -> Tensor:
+        """[B, T - 1] bool: the positions that predict a response's tokens."""
+        at = torch.arange(1, self.ids.shape[1], device=self.ids.device)
+        return (at >= self.starts[:, None]) & (at < (self.starts + self.lengths)[:, None])
+
+
+@dataclass(frozen=True)
+class TokenReplay(Replay):
+    """The policy's view of given tokens: log_prob, entropy and self_certainty, each [B, A] float32, 0 behind a
+    response's end.
+    """
+
+    entropy: Tensor
+    self_certainty: Tensor
+
+
+def token_scores(
+    hidden: Tensor, head: nn.Module, tokens: Tensor, *, temperature: float, softcap: float | None, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of `tokens` [N], and entropy and self-certainty of the distributions they are drawn from.
+
+    hidden [N, H] are the states that `head` makes logits [N, V] of, of which never more than `chunk` rows are in
+    memory, in the backward pass either, which computes them again. All results are [N] float32. The self-certainty is
+    that of Intuitor (arXiv 2505.19590): logsumexp(z) - mean(z), the mean over the vocabulary of -log p.
+    """
+    score = partial(_scores, head, temperature=temperature, softcap=softcap)
+    parts = []
+    for states, targets in zip(hidden.split(chunk), tokens.split(chunk), strict=True):
+        if len(hidden) > chunk and torch.is_grad_enabled():
+            parts.append(checkpoint(score, states, targets, use_reentrant=False))
+        else:
+            parts.append(score(states, targets))
+    if not parts:
+        empty = hidden.new_zeros(0, dtype=torch.float32)
+        return empty, empty, empty
+    log_prob, entropy, certainty = (torch.cat(values) for values in zip(*parts, strict=True))
+    return log_prob, entropy, certainty
+
+
+def _scores(
+    head: nn.Module, hidden: Tensor, tokens: Tensor, *, temperature: float, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    logits = head(hidden).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    z = logits / temperature
+    total = z.logsumexp(-1)
+    log_prob = z.gather(1, tokens[:, None]).squeeze(1) - total
+    entropy = total - (torch.softmax(z, -1) * z).sum(-1)
+    return log_prob, entropy, total - z.mean(-1)

@@ -1,0 +1,165 @@
+"""The policy: a causal language model over the mesh, and the replay of what it sampled."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import lru_cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.mesh import World
+from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer
+from phalanx.models.trained import TrainedModel
+from phalanx.telemetry.flops import forward_flops, step_flops
+from phalanx.types import Prompt, Samples
+
+# what LoRA trains unless model.target_modules says otherwise: all linear layers of a Llama-like block
+LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+class LMPolicy:
+    """See phalanx.types.Policy. `trained` has the weights, `temperature` is that of sampling."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        tokenizer: Any,
+        world: World,
+        config: LMModelConfig,
+        parallel: ParallelConfig,
+        data: LMDataConfig,
+        *,
+        temperature: float,
+        seed: int,
+    ) -> None:
+        """Raises ValueError for what the model refuses."""
+        self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
+        self.temperature = temperature
+        self.settings = model.lm.config
+        self.ends = end_tokens(model.lm, tokenizer)
+        self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self._check(model)
+        self.trained = TrainedModel(
+            model, model.blocks(), world, config, parallel, DTYPES[config.dtype], lora_targets=LORA_TARGETS, seed=seed
+        )
+
+    def _check(self, model: CausalLM) -> None:
+        rows = model.lm.get_input_embeddings().num_embeddings
+        if len(self.tokenizer) > rows:
+            raise ValueError(
+                f"model.path: {self.config.path!r}: its tokenizer has {len(self.tokenizer)} tokens, and the model "
+                f"embeds {rows}"
+            )
+        longest = self.settings.max_position_embeddings
+        wanted = self.data.max_prompt_length + self.data.max_response_length
+        if wanted > longest:
+            raise ValueError(
+                f"data.max_response_length: {self.data.max_response_length} behind data.max_prompt_length "
+                f"{self.data.max_prompt_length} is {wanted} tokens, and {self.config.path!r} has {longest} positions"
+            )
+
+    # -- text -------------------------------------------------------------------------------------
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Tokens of a prompt with the chat template, behind which a response begins."""
+        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+        system = self.data.system_prompt
+        if system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+        if self.tokenizer.chat_template is None:
+            found = self.tokenizer("\n\n".join(m["content"] for m in messages))
+        else:
+            found = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+        tokens = list(found["input_ids"])
+        if self.data.overlong_prompts == "truncate":
+            tokens = tokens[-self.data.max_prompt_length :]
+        return tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of a response, without its special tokens."""
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+    # -- replay -----------------------------------------------------------------------------------
+
+    def replay(self, trace: TokenTrace) -> TokenReplay:
+        """Every token of the responses, in one forward pass."""
+        scores = self.trained.module(trace.ids, trace.predicting, self.temperature)
+        mask = trace.mask
+        zeros = torch.zeros(mask.shape, device=mask.device)
+        return TokenReplay(*(zeros.masked_scatter(mask, values) for values in scores))
+
+    def predict(self, trace: Any, corrupted: Any) -> Tensor:
+        """Only of kinds of policy that corrupt their samples."""
+        raise AssertionError("a causal language model predicts nothing but the next token")
+
+    def corrupt(self, samples: Samples, seeds: Sequence[int], *, levels: int, distribution: str) -> Any:
+        """Only of kinds of policy that corrupt their samples."""
+        raise AssertionError("a causal language model has no corrupted samples")
+
+    # -- cost -------------------------------------------------------------------------------------
+
+    def forward_flops(self, length: float) -> float:
+        """Operations of a forward pass of `length` tokens, all logits included: a length + b length^2."""
+        short, long = self._flops(64), self._flops(128)
+        b = (long / 128 - short / 64) / 64
+        return length * (short / 64 - 64 * b) + b * length**2
+
+    @lru_cache(maxsize=4)  # noqa: B019
+    def _flops(self, length: int) -> int:
+        def build() -> Any:
+            return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(self.settings))
+
+        def inputs() -> dict[str, Any]:
+            # a mask that is made already: transformers would look at the values of others
+            mask = torch.zeros(1, 1, length, length)
+            return {"input_ids": torch.zeros(1, length, dtype=torch.long), "attention_mask": mask, "use_cache": False}
+
+        return forward_flops(build, inputs)
+
+    def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
+        """See phalanx.training.parts.TrainedPolicy. Decoding costs as much as a pass over what it decodes."""
+        trace: TokenTrace = samples.trace
+        total = sum(self.forward_flops(length) for length in (trace.starts + trace.lengths).tolist())
+        return step_flops(
+            round(total / len(trace.ids)),
+            samples=count,
+            steps=2,  # decoding, and the old log-probabilities
+            updates_per_sample=updates,
+            lora=self.trained.lora,
+            checkpointing=self.config.gradient_checkpointing,
+            references=references,
+        )
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """See TrainedModel.unsharded."""
+        return self.trained.unsharded()
+
+    def using(self, weights: str) -> AbstractContextManager[None]:
+        """See TrainedModel.using."""
+        return self.trained.using(weights)
+
+
+def build_policy(
+    config: LMModelConfig,
+    parallel: ParallelConfig,
+    data: LMDataConfig,
+    world: World,
+    *,
+    chunk: int,
+    temperature: float,
+    seed: int,
+) -> LMPolicy:
+    """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be."""
+    # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
+    dtype = DTYPES[config.dtype] if config.lora_rank > 0 else torch.float32
+    tokenizer = load_tokenizer(config)
+    model = load_model(config, dtype, chunk)
+    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed)

@@ -1,0 +1,55 @@
+"""Grade-school maths (GSM8K): the answer behind the last `####` of a solution.
+
+`strict` takes the number behind the last `#### `, `flexible` the last number at all; both of the last 300 characters,
+as verl does. Unlike there, numbers are compared as numbers: `$18`, `18.`, `18.0` and `1,018` are what they say.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, Literal
+
+_NUMBER = r"-?\$?[\d,]*\.?\d+"
+_MARKED = re.compile(rf"####\s*({_NUMBER})")
+_ANY = re.compile(_NUMBER)
+TAIL = 300
+
+
+class Gsm8k:
+    """1 where the number is that of metadata's `ground_truth`, else 0; `format_score` for a wrong number."""
+
+    def __init__(self, method: Literal["strict", "flexible"] = "strict", format_score: float = 0.0) -> None:
+        if method not in ("strict", "flexible"):
+            raise ValueError(f"method={method!r} should be strict or flexible")
+        self.method, self.format_score = method, format_score
+
+    def __call__(
+        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
+        scores = []
+        for completion, meta in zip(completions, metadata, strict=True):
+            if "ground_truth" not in meta:
+                raise ValueError("gsm8k needs a ground_truth for each prompt, a number or a solution that ends in ####")
+            said = answer(completion, self.method)
+            right = said is not None and said == truth(meta["ground_truth"])
+            scores.append(1.0 if right else 0.0 if said is None else self.format_score)
+        return scores
+
+
+def answer(text: str, method: str = "strict") -> Decimal | None:
+    """The number that a solution gives, None without one."""
+    found = (_MARKED if method == "strict" else _ANY).findall(text[-TAIL:])
+    return _number(found[-1]) if found else None
+
+
+def truth(value: Any) -> Decimal | None:
+    """A ground truth as a number: one, its text, or a solution that ends in `#### 18`."""
+    text = str(value)
+    return answer(text) if "####" in text else _number(text.strip())
+
+
+def _number(text: str) -> Decimal | None:
+    try:
+        return Decimal(text.replace(",", "").replace("$", "").rstrip("."))
+    except InvalidOperation:
+        return None

@@ -1,0 +1,1 @@
+"""Sampling engines of language models, a file each."""

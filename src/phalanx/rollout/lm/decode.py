@@ -1,0 +1,107 @@
+"""Decoding in the trained module, with a cache of keys and values.
+
+Token t of a sample is the inverse of its distribution's cumulative sum at a uniform number that belongs to the sample,
+so what is drawn depends neither on the batch nor on the rank, but for rounding.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+SHRINK = 0.75  # of the samples go on: a smaller batch then pays for the copy of the cache
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """Settings: at most `limit` tokens, fewer where one of `ends` is drawn; temperature 0 takes the likeliest token,
+    `top_p` samples among the likeliest tokens of that probability in all.
+    """
+
+    limit: int
+    temperature: float
+    ends: Sequence[int]
+    pad: int
+    top_p: float = 1.0
+
+
+@torch.no_grad()
+def decode(
+    forward: Callable[..., Any], config: Any, prompts: list[list[int]], rows: list[int], uniform: Tensor, how: Decoding
+) -> list[list[int]]:
+    """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, limit].
+
+    `forward` and `config` are the language model's.
+    """
+    device = uniform.device
+    ids, mask = _left_padded(prompts, how.pad)
+    ids, mask = ids.to(device), mask.to(device)
+    cache = DynamicCache(config=config)
+    # a prompt is read once for all of its samples
+    out = forward(
+        input_ids=ids,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    at = torch.tensor(rows, device=device)
+    cache.batch_select_indices(at)
+    logits, mask = out.logits[at, -1], mask[at]
+    position = mask.sum(1)
+    responses: list[list[int]] = [[] for _ in rows]
+    alive = torch.arange(len(rows), device=device)  # samples of the batch, some of which have ended
+    ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    ends = torch.tensor(how.ends, device=device)
+    for t in range(how.limit):
+        drawn = _draw(logits.float(), uniform[alive, t], how)
+        for sample, token, over in zip(alive.tolist(), drawn.tolist(), ended[alive].tolist(), strict=True):
+            if not over:
+                responses[sample].append(token)
+        ended[alive] |= torch.isin(drawn, ends)
+        going = ~ended[alive]
+        if t + 1 == how.limit or not going.any():
+            break
+        if int(going.sum()) < SHRINK * len(going):
+            keep = going.nonzero().squeeze(1)
+            cache.batch_select_indices(keep)
+            alive, mask, position, drawn = alive[keep], mask[keep], position[keep], drawn[keep]
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        out = forward(
+            input_ids=drawn[:, None],
+            attention_mask=mask,
+            position_ids=position[:, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        logits, position = out.logits[:, -1], position + 1
+    return responses
+
+
+def _left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """ids and mask [P, longest], int64."""
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), pad)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for i, prompt in enumerate(prompts):
+        ids[i, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[i, longest - len(prompt) :] = 1
+    return ids, mask
+
+
+def _draw(logits: Tensor, uniform: Tensor, how: Decoding) -> Tensor:
+    """Tokens [B] of logits [B, V]."""
+    if how.temperature == 0:
+        return logits.argmax(-1)
+    p = torch.softmax(logits / how.temperature, -1).double()
+    if how.top_p < 1:
+        ordered, order = p.sort(-1, descending=True)
+        before = ordered.cumsum(-1) - ordered
+        p = p.masked_fill(torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before >= how.top_p), 0.0)
+    cumulative = p.cumsum(-1)
+    at = uniform.double()[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, at, right=True).squeeze(1).clamp(max=p.shape[-1] - 1)

@@ -1,0 +1,174 @@
+"""Sampling in the very modules that are trained: no second copy, exact log-probabilities."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from phalanx.config.lm import LMDataConfig, LMRolloutConfig
+from phalanx.distributed.collectives import reduce_float, reduce_int
+from phalanx.distributed.mesh import World
+from phalanx.distributed.seed import fold_in
+from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm.policy import LMPolicy
+from phalanx.rollout.lm.decode import Decoding, decode
+from phalanx.types import Each, Prompt, Samples
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """A sample: the tokens of its prompt and of its response, its text, and whether the limit cut it."""
+
+    prompt: list[int]
+    response: list[int]
+    text: str
+    truncated: bool
+
+
+class LMRollout:
+    """See phalanx.types.Rollout."""
+
+    exact = True
+    fps = 1
+    noun = "samples"
+
+    def __init__(
+        self,
+        policy: LMPolicy,
+        config: LMRolloutConfig,
+        data: LMDataConfig,
+        world: World,
+        micro_batch_size: int,
+        replayed: int,
+    ) -> None:
+        """Samples are drawn `micro_batch_size` at a time, and their log-probabilities taken of `replayed`, as in
+        training.
+        """
+        self.policy, self.config, self.data, self.world = policy, config, data, world
+        self.micro_batch_size, self.replayed = micro_batch_size, replayed
+        limit = data.max_response_length
+        self.how = Decoding(limit, config.temperature, policy.ends, policy.pad)
+        val = config.val
+        self.val_how = Decoding(val.max_response_length or limit, val.temperature, policy.ends, policy.pad, val.top_p)
+        self._drawn: list[_Drawn] = []  # those of the last `sample`, for `resample`
+        self._seed = (0, 0)
+
+    def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
+        """Nothing is cheaper done ahead."""
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Gather the weights for as long as the rollout lasts."""
+        with torch.no_grad(), self.policy.unsharded():
+            yield
+
+    def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
+        """Sample this rank's share of `n` responses per prompt; `prompts` are those of all ranks.
+
+        The uniform numbers of response i of group g at training step k are a function of (seed, k, g, i).
+        """
+        n, share = self.config.n, len(prompts) * self.config.n // self.world.size
+        index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
+        mine = [prompts[i // n] for i in index.tolist()]
+        self._seed = (seed, step)
+        names = [(seed, step, *divmod(i, n)) for i in index.tolist()]
+        self._drawn = self._draw(mine, names, self.how, each)
+        return self._samples(mine, index)
+
+    def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
+        """The samples of the last `sample` with other prompts, for `resample` to draw from."""
+        return replace(samples, prompts=[prompts[i // self.config.n] for i in samples.index.tolist()])
+
+    def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
+        """See phalanx.types.Rollout. A new response has the numbers of response attempt x n and up of its group."""
+        n, own = self.config.n, stale[samples.index].nonzero().flatten().tolist()
+        # all ranks draw and score equally many: what one lacks is filled up, and dropped
+        places = own + [0] * (reduce_int(len(own), "max") - len(own))
+        names = []
+        for j in places:
+            group, i = divmod(int(samples.index[j]), n)
+            names.append((*self._seed, group, i + attempt * n))
+        again = self._draw([samples.prompts[j] for j in places], names, self.how, each)
+        for j, drawn in zip(own, again, strict=False):
+            self._drawn[j] = drawn
+        numbers = torch.full((len(places),), -1)
+        numbers[: len(own)] = samples.index[own]
+        return self._samples(samples.prompts, samples.index), numbers
+
+    def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
+        """rollout.val.n responses per prompt, one prompt's after the other."""
+        val = self.config.val
+        repeated = [prompt for prompt in prompts for _ in range(val.n)]
+        names = [(val.seed, 0, prompt.group_id, i) for prompt in prompts for i in range(val.n)]
+        self._draw(repeated, names, self.val_how, each)
+
+    def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
+        """response/... and prompt/... of the samples of all ranks; reward [N] is theirs."""
+        trace: TokenTrace = samples.trace
+        lengths = trace.lengths.float()
+        cut = torch.tensor([drawn.truncated for drawn in self._drawn])
+        total = reduce_int(len(cut), "sum")
+        count = reduce_int(int(cut.sum()), "sum")
+        of_cut = reduce_float(float(reward[samples.index][cut].nan_to_num().sum()), "sum")
+        row = {
+            "response/length_mean": reduce_float(float(lengths.sum()), "sum") / total,
+            "response/length_max": reduce_float(float(lengths.max()), "max"),
+            "response/length_min": -reduce_float(-float(lengths.min()), "max"),
+            "response/truncated_ratio": count / total,
+            "prompt/length_mean": reduce_float(float(trace.starts.float().sum()), "sum") / total,
+        }
+        if count:
+            row["response/truncated_reward_mean"] = of_cut / count
+        return row
+
+    # -- the work ---------------------------------------------------------------------------------
+
+    def _draw(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding, each: Each) -> list[_Drawn]:
+        """A sample for each prompt, a micro-batch after the other, each handed to `each` when it is done."""
+        found: list[_Drawn] = []
+        for start in range(0, len(prompts), self.micro_batch_size):
+            part = slice(start, start + self.micro_batch_size)
+            new = self._decode(prompts[part], names[part], how)
+            each([drawn.text for drawn in new], prompts[part])
+            found += new
+        return found
+
+    def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[_Drawn]:
+        tokens: list[list[int]] = []
+        rows: list[int] = []
+        known: dict[int, int] = {}
+        for prompt in prompts:  # neighbors often have one prompt
+            if prompt.group_id not in known:
+                known[prompt.group_id] = len(tokens)
+                tokens.append(self.policy.encode(prompt))
+            rows.append(known[prompt.group_id])
+        uniform = torch.zeros(len(names), how.limit)
+        if how.temperature > 0:
+            for i, name in enumerate(names):
+                uniform[i] = torch.rand(how.limit, generator=torch.Generator().manual_seed(fold_in(*name)))
+        forward = self.policy.trained.module
+        responses = decode(forward, self.policy.settings, tokens, rows, uniform.to(self.world.device), how)
+        return [
+            _Drawn(tokens[row], response, self.policy.decode(response), response[-1] not in how.ends)
+            for row, response in zip(rows, responses, strict=True)
+        ]
+
+    def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
+        """The samples as tensors of the same sizes on all ranks, with the policy's log-probabilities."""
+        starts = torch.tensor([len(drawn.prompt) for drawn in self._drawn])
+        lengths = torch.tensor([len(drawn.response) for drawn in self._drawn])
+        longest = reduce_int(int((starts + lengths).max()), "max")
+        ids = torch.full((len(self._drawn), longest), self.policy.pad)
+        for i, drawn in enumerate(self._drawn):
+            ids[i, : starts[i] + lengths[i]] = torch.tensor(drawn.prompt + drawn.response)
+        device, width = self.world.device, reduce_int(int(lengths.max()), "max")
+        trace = TokenTrace(ids.to(device), starts.to(device), lengths.to(device), width)
+        parts = torch.arange(len(ids), device=device).split(self.replayed)
+        log_prob = torch.cat([self.policy.replay(trace.select(part)).log_prob for part in parts])
+        mask = trace.mask
+        if self.config.mask_truncated:
+            cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
+            mask = mask & ~cut[:, None]
+        return Samples(prompts, [drawn.text for drawn in self._drawn], log_prob, mask, trace, index)

@@ -1,0 +1,117 @@
+"""Reinforcement learning of a causal language model: the loop's parts, and what must hold before."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from phalanx import algorithms
+from phalanx.algorithms._tokens import TokenAlgorithm
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.load import ConfigError
+from phalanx.data.prompts import PromptRow, held_out_overlap, load_prompts, numbered, validation_sets
+from phalanx.data.streams import PromptStream
+from phalanx.distributed import mesh
+from phalanx.distributed.placement import place
+from phalanx.models.lm.policy import LMPolicy, build_policy
+from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.telemetry.metrics import check_loggers
+from phalanx.training import batches
+from phalanx.training.batches import BatchPlan
+from phalanx.training.parts import Parts, build_rewards, start
+from phalanx.training.rl import Trainer
+from phalanx.types import Algorithm, Prompt
+
+T = TypeVar("T", bound=Trainer)
+log = logging.getLogger(__name__)
+
+
+def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ignore[assignment]
+    """The job, built by `make` on all ranks in step; a ValueError is the user's mistake."""
+    plan = check(cfg)
+    algorithm = build_algorithm(cfg)
+    data, key = cfg.data, cfg.data.prompt_key
+    rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False)
+    val_sets = validation_sets(data.val_files, prompt=key, quoted=False)
+    world = start(cfg)
+    rewards = build_rewards(cfg, world, outputs="completions")
+    policy = build_policy(
+        cfg.model,
+        cfg.parallel,
+        data,
+        world,
+        chunk=cfg.actor.log_prob_chunk_size,
+        temperature=cfg.rollout.temperature,
+        seed=cfg.trainer.seed,
+    )
+    rows = fitting(rows, "data.train_files", policy, first=world.rank == 0)
+    for name, held_out in val_sets.items():
+        fitting([as_row(prompt) for prompt in held_out], f"data.val_files ({name})", policy, first=False)
+    rollout = LMRollout(policy, cfg.rollout, data, world, plan.rollout_micro, plan.micro)
+    prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
+    trainer = make(cfg, plan, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts)
+    if world.rank == 0:
+        held_out_overlap(rows, [p for some in val_sets.values() for p in some])
+    return trainer
+
+
+def check(cfg: LMRLConfig) -> BatchPlan:
+    """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another."""
+    batches.check(cfg, build_algorithm(cfg))
+    check_loggers(cfg.trainer.logger)
+    if not cfg.parallel.rollout_unsharded:
+        raise ConfigError(
+            "parallel.rollout_unsharded: false would gather weights for each token, and ranks decode different numbers "
+            "of tokens; set it to true"
+        )
+    found = mesh.check(cfg, lambda size: plan(cfg, size))
+    if cfg.reward.model.path is not None:
+        launch = mesh.Launch.from_env()
+        place(cfg.reward.model, launch.world_size, launch.local_world_size)
+    return found
+
+
+def build_algorithm(cfg: LMRLConfig) -> Algorithm:
+    """The algorithm; ConfigError for one that is not of tokens."""
+    algorithm = algorithms.build(cfg.algorithm)
+    if not isinstance(algorithm, TokenAlgorithm):
+        raise ConfigError(f"algorithm.name: {cfg.algorithm.name} does not train language models; expected such as grpo")
+    return algorithm
+
+
+def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
+    """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
+    found = batches.plan(cfg, build_algorithm(cfg), world_size)
+    # log-probs are taken in passes of the training's shape, whatever is decoded together
+    decoded = cfg.rollout.micro_batch_size_per_gpu or found.per_rank
+    return replace(found, rollout_micro=decoded, exact=True)
+
+
+def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -> list[PromptRow]:
+    """The rows whose prompts are short enough, as data.overlong_prompts wants it; ValueError where it is `error`, or
+    where none is left.
+    """
+    limit, how = policy.data.max_prompt_length, policy.data.overlong_prompts
+    if how == "truncate":
+        return rows
+    kept = []
+    for number, row in enumerate(rows):
+        length = len(policy.encode(numbered(row, 0)))
+        if length <= limit:
+            kept.append(row)
+        elif how == "error":
+            raise ValueError(
+                f"{key}, prompt {number}: it has {length} tokens with the chat template, more than data."
+                f"max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
+            )
+    if not kept:
+        raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")
+    if first and len(kept) < len(rows):
+        gone = len(rows) - len(kept)
+        log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, gone, len(rows), limit)
+    return kept
+
+
+def as_row(prompt: Prompt) -> PromptRow:
+    """A validation prompt as the row that it came from."""
+    return PromptRow(prompt.text, prompt.negative, prompt.meta, prompt.messages)

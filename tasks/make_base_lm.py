@@ -1,0 +1,39 @@
+"""Make the tiny language model of the quickstart, and its word problems.
+
+python3 tasks/make_base_lm.py output_dir=outputs/base_lm
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from phalanx.cli import parse, run
+from phalanx.config.load import arg
+
+
+@dataclass
+class BaseLMConfig:
+    """Keys of the task."""
+
+    output_dir: str = arg("outputs/base_lm", "gets train.jsonl, val.jsonl, test.jsonl and base/")
+    steps: int = arg(225, "training steps", ge=1)
+    batch_size: int = arg(48, "rows per step, half of them word problems and half bare arithmetic", ge=2)
+    lr: float = arg(4e-3, "learning rate", gt=0)
+    seed: int = arg(0, "seed of the data and of the weights", ge=0)
+
+
+def build(cfg: BaseLMConfig) -> Callable[[], None]:
+    from phalanx.tools import tiny_lm, words
+
+    folder = Path(cfg.output_dir)
+    words.write_data(folder)
+
+    def job() -> None:
+        sizes = {"steps": cfg.steps, "batch_size": cfg.batch_size, "seed": cfg.seed}
+        tiny_lm.pretrain(folder / "base", lr=cfg.lr, **sizes)
+
+    return job
+
+
+if __name__ == "__main__":
+    run(build, parse(BaseLMConfig, __doc__ or ""))

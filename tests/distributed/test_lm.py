@@ -1,0 +1,94 @@
+"""Language models in the loop: the layout is no part of the result, and a resumed run is the run."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.jobs import assert_same_weights, rows
+from tests.lm import fit, one_step, tiny_lm_config
+from tests.ranks import run_ranks
+
+LORA = ("model.lora_rank=4",)
+KL = "algorithm.kl_loss_coef=0.04"
+
+
+def joined(parts: list[dict[str, Any]], key: str) -> Any:
+    if isinstance(parts[0][key], list):
+        return [text for part in parts for text in part[key]]
+    return torch.cat([part[key] for part in parts])
+
+
+@pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
+def test_layouts_agree(kind: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
+    """Replicas, shards and both draw the same texts, with log-probs to the last bit, and take the same step."""
+    keys = (*kind, KL)
+    (alone,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "alone", *keys))
+    assert alone["row"]["actor/first_ratio_error"] == 0
+    assert not alone["mask"].all() and alone["mask"].any(1).all()  # of different lengths
+    norm = alone["row"]["actor/grad_norm"]
+    assert norm > 1e-4
+    for ranks, shards in ((2, 1), (2, 2), (4, 2)):
+        cfg = tiny_lm_config(lm_folder, tmp_path / f"{ranks}_{shards}", *keys, f"parallel.fsdp_size={shards}")
+        parts = run_ranks(one_step, ranks, cfg)
+        assert joined(parts, "texts") == alone["texts"]
+        assert torch.equal(joined(parts, "log_prob"), alone["log_prob"])
+        assert torch.equal(parts[0]["reward"], alone["reward"])
+        for part in parts:
+            assert part["row"]["actor/first_ratio_error"] == 0
+            assert part["row"]["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+        assert_same_weights(alone["weights"], parts[0]["weights"], 1e-3)
+
+
+@pytest.mark.parametrize("keys", [("actor.loss_agg_mode=seq-mean-token-mean",), ("algorithm.importance=sequence",)])
+def test_micro_batches_are_no_part_of_the_gradient(keys: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
+    steps = []
+    for size in (1, 4):
+        cfg = tiny_lm_config(lm_folder, tmp_path / str(size), *keys, f"actor.ppo_micro_batch_size_per_gpu={size}")
+        steps += run_ranks(one_step, 1, cfg)
+    one, other = steps
+    assert one["texts"] == other["texts"]
+    assert one["row"]["actor/grad_norm"] == pytest.approx(other["row"]["actor/grad_norm"], rel=1e-5)
+    assert_same_weights(one["weights"], other["weights"], 1e-3)
+
+
+def test_gradient_checkpointing_and_chunks_change_nothing(lm_folder: Path, tmp_path: Path) -> None:
+    """Recomputed layers, and logits of 5 tokens at a time."""
+    (plain,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "plain"))
+    keys = ("model.gradient_checkpointing=true", "actor.log_prob_chunk_size=5")
+    (thrifty,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "thrifty", *keys))
+    assert plain["texts"] == thrifty["texts"]
+    assert thrifty["row"]["actor/grad_norm"] == pytest.approx(plain["row"]["actor/grad_norm"], rel=1e-5)
+    assert_same_weights(plain["weights"], thrifty["weights"], 1e-3)
+
+
+def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
+    """To the last bit, with the reference and prompts that are drawn anew."""
+    keys = (KL, "rollout.max_num_gen_batches=2", "parallel.fsdp_size=2", "trainer.save_freq=2")
+    whole = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys, "trainer.total_training_steps=4"))[0]
+    run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys, "trainer.total_training_steps=2"))
+    again = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys, "trainer.total_training_steps=4"))[0]
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    assert rows(tmp_path / "a" / "out") == rows(tmp_path / "b" / "out")
+
+
+def test_equal_rewards_are_drawn_again(lm_folder: Path, tmp_path: Path) -> None:
+    """Each attempt draws new responses, and only in groups without a difference; ranks may have different numbers."""
+    cfg = tiny_lm_config(
+        lm_folder, tmp_path, "rollout.max_draws_per_prompt=3", "trainer.total_training_steps=1", "rollout.n=2"
+    )
+    reward = "def longer(completions, prompts, metadata):\n    return [float(len(c) > 30) for c in completions]\n"
+    (tmp_path / "reward.py").write_text(reward)
+    cfg.reward.functions[0].path = f"{tmp_path}/reward.py:longer"
+    run_ranks(fit, 2, cfg)
+    (row,) = rows(tmp_path / "out")
+    assert row["rollout/resampled_ratio"] > 0
+    assert 0 < row["response/length_mean"] <= 12
+
+
+def test_truncated_responses_can_be_left_out(lm_folder: Path, tmp_path: Path) -> None:
+    (step,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path, "rollout.mask_truncated=true"))
+    lengths = step["mask"].sum(1)
+    assert (lengths == 0).any() and (lengths > 0).any()
+    assert (lengths < 12).all() or step["mask"].shape[1] <= 12

@@ -1,0 +1,58 @@
+"""The quickstart of language models, as its users start it, and mistakes in its configuration."""
+
+from pathlib import Path
+
+import pytest
+
+from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+from tests.checks import mistakes
+from tests.lm import tiny_lm_config
+from tests.ranks import run_ranks, torchrun
+
+TASK, CONFIG = "tasks/train_grpo.py", "configs/grpo/quickstart.yaml"
+
+
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    """In the first 40 of its steps greedy answers to held-out problems get right far more often."""
+    keys = ["trainer.total_training_steps=40", "trainer.save_freq=-1", f"trainer.output_dir={tmp_path}"]
+    done = torchrun([TASK, CONFIG, *keys], nproc=2, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = read_metrics(tmp_path / METRICS_FILE)
+    greedy = [row["val/test/reward/mean"] for row in rows if "val/test/reward/mean" in row]
+    assert greedy[0] < 0.5 and greedy[-1] > greedy[0] + 0.2
+    assert all(row["actor/first_ratio_error"] == 0 for row in rows[1:])
+    assert (tmp_path / "samples" / "test" / "step_000040" / "index.jsonl").is_file()
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("algorithm.name=flow_grpo", "algorithm.name: flow_grpo does not train language models; expected such as grpo"),
+        ("parallel.rollout_unsharded=false", "parallel.rollout_unsharded: false would gather weights for each token"),
+        (
+            "data.max_response_length=1000",
+            "data.max_response_length: 1000 behind data.max_prompt_length 64 is 1064 tokens",
+        ),
+        ("data.max_prompt_length=9", "data.train_files, prompt 0: it has 1"),
+        ("reward.functions=[{name: ocr}]", "reward.functions[0]: ocr takes images, and this job makes completions"),
+    ],
+)
+def test_a_mistake_is_told(key: str, message: str, lm_folder: Path, tmp_path: Path) -> None:
+    from phalanx.training.lm_rl import build
+
+    def built() -> str:
+        with pytest.raises(ValueError) as error:
+            build(tiny_lm_config(lm_folder, tmp_path, key))
+        return str(error.value)
+
+    (said,) = run_ranks(built, 1)
+    assert said.startswith(message) and "\n" not in said
+
+
+def test_files_are_looked_at_before_a_rank_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    done = torchrun([TASK, CONFIG, f"model.path={tmp_path}"], nproc=2)
+    assert (done.returncode, mistakes(done.stderr)) == (
+        2,
+        f"error: model.path: {tmp_path} has no weights (*.safetensors)\n",
+    )

@@ -1,0 +1,86 @@
+"""A tiny language model, and tiny training jobs of it, for tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from phalanx.config import load
+from phalanx.config.lm import LMRLConfig
+from tests.jobs import full_weights
+
+REWARD = """
+def evenness(completions, prompts, metadata):
+    return [sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1) for text in completions]
+"""
+
+
+def tiny_lm(folder: Path) -> Path:
+    """An untrained Qwen3 of two layers, whose responses end early at times."""
+    from phalanx.tools.tiny_lm import make_model, make_tokenizer
+
+    torch.manual_seed(0)
+    tokenizer = make_tokenizer()
+    model = make_model(tokenizer, hidden=64, layers=2, mlp=64)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[tokenizer.eos_token_id] *= 4
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_lm_config(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
+    """A job of 4 prompts x 4 responses a step in 2 updates, on the evenness of their letters."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "reward.py").write_text(REWARD)
+    rows = [{"prompt": f"Ann has {i} books" + " and more" * (i % 3) + "."} for i in range(8)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    base = [
+        f"model.path={model}",
+        "model.dtype=float32",
+        f"data.train_files=[{folder / 'prompts.jsonl'}]",
+        "data.train_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=12",
+        "rollout.n=4",
+        "rollout.micro_batch_size_per_gpu=4",
+        "actor.ppo_mini_batch_size=2",
+        "actor.ppo_micro_batch_size_per_gpu=2",
+        "optim.lr=1e-3",
+        f"reward.functions=[{{path: '{folder}/reward.py:evenness'}}]",
+        "trainer.total_training_steps=2",
+        "trainer.logger=[]",
+        "trainer.save_freq=-1",
+        f"trainer.output_dir={folder / 'out'}",
+    ]
+    return load(LMRLConfig, None, [*base, *overrides])
+
+
+def fit(cfg: LMRLConfig) -> dict[str, torch.Tensor]:
+    """Train to the end; returns the weights."""
+    from phalanx.training.lm_rl import build
+
+    trainer = build(cfg)
+    trainer.fit()
+    return full_weights(trainer.policy.trained.parameters)
+
+
+def one_step(cfg: LMRLConfig) -> dict[str, Any]:
+    """Sample, score and update once; returns this rank's samples, the row of metrics, and the weights after."""
+    from phalanx.distributed.collectives import all_gather
+    from phalanx.training.lm_rl import build
+
+    t = build(cfg)
+    with t.rollout.awake():
+        samples = t.rollout.sample(t.prompts.batch(0), seed=cfg.trainer.seed, step=0, each=t.submit)
+    reward = all_gather(t.score()[0])
+    row = t.update(samples, reward, 0)
+    return {
+        "texts": samples.outputs,
+        "log_prob": samples.log_prob,
+        "mask": samples.mask,
+        "reward": reward,
+        "row": row,
+        "weights": full_weights(t.policy.trained.parameters),
+    }

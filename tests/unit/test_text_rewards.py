@@ -1,0 +1,43 @@
+"""Rewards of texts."""
+
+import pytest
+
+from phalanx.rewards.text.gsm8k import Gsm8k
+
+
+@pytest.mark.parametrize(
+    ("completion", "strict", "flexible"),
+    [
+        ("5*8=40. 40-12=28.\n#### 28", 1, 1),
+        ("#### 28.", 1, 1),
+        ("#### 28.0", 1, 1),
+        ("####28", 1, 1),
+        ("#### $28", 1, 1),
+        ("#### 27\n#### 28", 1, 1),  # the last one counts
+        ("#### 28\n#### 27", 0, 0),
+        ("The answer is 28.", 0, 1),
+        ("#### 28 pens of 40", 1, 0),
+        ("#### 128", 0, 0),
+        ("#### -28", 0, 0),
+        ("#### ", 0, 0),
+        ("", 0, 0),
+        ("#### 28" + " " * 300, 0, 0),  # only the end is looked at
+    ],
+)
+@pytest.mark.parametrize("truth", ["28", 28, "5*8=40\n40-12=28\n#### 28"])
+def test_gsm8k(completion: str, strict: int, flexible: int, truth: object) -> None:
+    for method, score in (("strict", strict), ("flexible", flexible)):
+        assert Gsm8k(method)([completion], ["?"], [{"ground_truth": truth}]) == [score], method
+
+
+def test_gsm8k_with_thousands_and_decimals() -> None:
+    reward = Gsm8k(format_score=0.1)
+    truths = [{"ground_truth": "1,018"}, {"ground_truth": "0.5"}, {"ground_truth": "7"}, {"ground_truth": "7"}]
+    assert reward(["#### 1018", "#### .5", "#### 8", "no number"], ["?"] * 4, truths) == [1, 1, 0.1, 0]
+
+
+def test_gsm8k_without_a_ground_truth() -> None:
+    with pytest.raises(ValueError, match="gsm8k needs a ground_truth"):
+        Gsm8k()(["#### 1"], ["?"], [{}])
+    with pytest.raises(ValueError, match="method='loose' should be strict or flexible"):
+        Gsm8k("loose")  # type: ignore[arg-type]
