@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.config.flow import FlowValRolloutConfig
+from phalanx.config.flow import FlowModelConfig, FlowValRolloutConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.models.linear import prefers_onednn
+from phalanx.models.lora import add_lora
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt
 from tests.checks import refused
@@ -364,6 +365,20 @@ def test_layers_that_get_a_lora(world: World, folder: Folder) -> None:
         "img_mlp.net.2, img_mod.1, txt_mlp.net.0.proj, txt_mlp.net.2, txt_mod.1"
     ):
         make_policy(world, folder("qwen"), lora_rank=2, target_modules=["attn.q"])
+
+
+def test_a_model_may_lack_some_of_its_familys_layers() -> None:
+    """As an SD3 of one block does; a layer that the user names must be there."""
+    module = nn.ModuleDict({"to_q": nn.Linear(4, 4)})
+    config = FlowModelConfig(path="none", lora_rank=2)
+    add_lora(module, config, ("to_q", "to_add_out"), seed=0)
+    assert {name for name, p in module.named_parameters() if p.requires_grad} == {
+        "to_q.lora_A.default.weight",
+        "to_q.lora_B.default.weight",
+    }
+    config.target_modules = ["to_add_out"]
+    with refused("model.target_modules: no linear layer ends in 'to_add_out'; in a block: "):
+        add_lora(nn.ModuleDict({"to_q": nn.Linear(4, 4)}), config, ("to_q",), seed=0)
 
 
 def test_the_text_encoder_computes_in_the_dtype_of_the_model(world: World, folder: Folder) -> None:

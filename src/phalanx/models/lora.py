@@ -19,11 +19,16 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    targets = config.target_modules if config.target_modules is not None else default_targets
-    # peft asks only that some target matches; one that is misspelt would silently go untrained
     linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
-    for target in targets:
-        if not any(name == target or name.endswith("." + target) for name in linear):
+
+    def matches(target: str) -> bool:
+        return any(name == target or name.endswith("." + target) for name in linear)
+
+    # a model with few blocks may lack some of its family's layers: SD3's last block has no output for texts
+    targets = [t for t in default_targets if matches(t)] if config.target_modules is None else config.target_modules
+    # peft asks only that some target matches; one that is misspelt would silently go untrained
+    for target in targets or default_targets:
+        if not matches(target):
             in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in linear]
             leaves = ", ".join(sorted({found[1] for found in in_blocks if found}))
             raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; in a block: {leaves}")

@@ -35,7 +35,7 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     step = flops / ranks / peak / most, flops / ranks / peak / least
     if step[0] < SHORTEST:
         return "Arithmetic", [("a step", f"{counted}: too little to tell a time from")]
-    images = p.cfg.data.train_batch_size if p.plan is None else p.plan.samples
+    images = p.cfg.data.batch_size(ranks) if p.plan is None else p.plan.samples
     rate = images / step[1], images / step[0]
     total = p.cfg.trainer.total_training_steps
     steps = 1000 if total is None else total
