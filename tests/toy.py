@@ -139,6 +139,9 @@ class WordRollout:
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         raise AssertionError("not asked for here")
 
+    def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
+        return {"response/length_mean": float(samples.mask.sum(1).float().mean())}
+
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         words = self._write(prompts, [fold_in(7, prompt.group_id) for prompt in prompts])
         each(["".join(LETTERS[c] for c in row) for row in words.letters[:, words.prompt :]], prompts)

@@ -26,7 +26,7 @@ from tests.tasks import run_task
 TASK = "tasks/train_flowgrpo.py"
 LIMIT_S = 120.0  # a bad input takes a second; this is the end of a hang
 BUILT_IN = (
-    "aesthetic, clip_score, hps_v2, hps_v3, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore, preferred, "
+    "aesthetic, clip_score, gsm8k, hps_v2, hps_v3, http, jpeg_compressibility, jpeg_incompressibility, ocr, pickscore, preferred, "
     "unified_reward, vlm_ocr"
 )
 WEIGHTS = "diffusion_pytorch_model.safetensors"
@@ -169,7 +169,7 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         "unknown algorithm",
         lambda p: ["algorithm.name=flow_gpro"],
         "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cps, dance_grpo, "
-        "diffusion_dpo, diffusion_nft, flow_dppo, flow_grpo, grpo_guard, mix_grpo, opd, rwr, sft, a dotted module, or "
+        "diffusion_dpo, diffusion_nft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, rwr, sft, a dotted module, or "
         "path/to/file.py",
     ),
     (

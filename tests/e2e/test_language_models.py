@@ -28,6 +28,7 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     ("key", "message"),
     [
         ("algorithm.name=flow_grpo", "algorithm.name: flow_grpo does not train language models; expected such as grpo"),
+        ("rollout.correction=none", "rollout.correction: none has nothing to correct where rollout.engine is policy"),
         ("parallel.rollout_unsharded=false", "parallel.rollout_unsharded: false would gather weights for each token"),
         (
             "data.max_response_length=1000",

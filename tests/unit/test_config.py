@@ -276,10 +276,10 @@ ALGORITHM_FILES = [
     (HEAD, "'{file}' has no class Algorithm, which is made of its Config"),
     (HEAD + "Algorithm = 3\n", "'{file}': class Algorithm is not a class"),
     (HEAD + "class Algorithm:\n    pass\n", "'{file}': class Algorithm lacks levels, behaviour, references, averages, teachers, samples_per_unit, "
-     "needs_reward, advantage, sample_mask, units, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm or "
-     "ForwardAlgorithm of phalanx.algorithms"),
+     "needs_reward, advantage, sample_mask, units, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
+     "ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
     (HEAD + "from phalanx.algorithms import TransitionAlgorithm as T\nclass Algorithm(T):\n    pass\n", "'{file}': class Algorithm lacks surrogate; "
-     "derive it from GroupAlgorithm, TransitionAlgorithm or ForwardAlgorithm of phalanx.algorithms"),
+     "derive it from GroupAlgorithm, TransitionAlgorithm, ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
     # of the release before
     (RENAMED, "'{file}' has class Rule, which is now called Algorithm; rename it (GroupRule, TransitionRule, ForwardRule are GroupAlgorithm, "
      "TransitionAlgorithm, ForwardAlgorithm)"),

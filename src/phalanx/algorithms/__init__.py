@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx import types
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
+from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
 from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig
 from phalanx.config.load import ConfigError, resolve_registry
 from phalanx.config.messages import reason
@@ -20,6 +21,8 @@ __all__ = [
     "ForwardConfig",
     "GroupAlgorithm",
     "GroupConfig",
+    "TokenAlgorithm",
+    "TokenConfig",
     "TransitionAlgorithm",
     "TransitionConfig",
     "build",
@@ -66,8 +69,8 @@ def check_entry(module: ModuleType, name: str) -> None:
         missing += sorted(vars(found)["__abstractmethods__"])
     if missing:
         raise ConfigError(
-            f"{here} lacks {', '.join(missing)}; derive it from GroupAlgorithm, TransitionAlgorithm or "
-            "ForwardAlgorithm of phalanx.algorithms"
+            f"{here} lacks {', '.join(missing)}; derive it from GroupAlgorithm, TransitionAlgorithm, "
+            "ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"
         )
 
 

@@ -94,6 +94,8 @@ def check(cfg: FlowRLConfig) -> BatchPlan:
 def check_config(cfg: FlowRLConfig) -> None:
     """Refuse combinations that cannot work, whatever the number of ranks (ConfigError)."""
     algorithm = algorithms.build(cfg.algorithm)
+    if isinstance(algorithm, algorithms.TokenAlgorithm):
+        raise ConfigError(f"algorithm.name: {cfg.algorithm.name} trains language models; expected such as flow_grpo")
     batches.check(cfg, algorithm)
     if cfg.rollout.engine == "dataset":
         _check_pairs(cfg, algorithm)

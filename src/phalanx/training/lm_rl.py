@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from phalanx import algorithms
-from phalanx.algorithms._tokens import TokenAlgorithm
+from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.prompts import PromptRow, held_out_overlap, load_prompts, numbered, validation_sets
@@ -46,7 +46,8 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
     )
     rows = fitting(rows, "data.train_files", policy, first=world.rank == 0)
     for name, held_out in val_sets.items():
-        fitting([as_row(prompt) for prompt in held_out], f"data.val_files ({name})", policy, first=False)
+        kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=world.rank == 0)
+        val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
     rollout = LMRollout(policy, cfg.rollout, data, world, plan.rollout_micro, plan.micro)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
     trainer = make(cfg, plan, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts)
@@ -59,6 +60,11 @@ def check(cfg: LMRLConfig) -> BatchPlan:
     """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another."""
     batches.check(cfg, build_algorithm(cfg))
     check_loggers(cfg.trainer.logger)
+    if cfg.rollout.correction != "rescore":
+        raise ConfigError(
+            f"rollout.correction: {cfg.rollout.correction} has nothing to correct where rollout.engine is policy; its "
+            "log-probs are exact"
+        )
     if not cfg.parallel.rollout_unsharded:
         raise ConfigError(
             "parallel.rollout_unsharded: false would gather weights for each token, and ranks decode different numbers "

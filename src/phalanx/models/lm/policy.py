@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -44,6 +43,7 @@ class LMPolicy:
         self.settings = model.lm.config
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self._cost: tuple[float, float] | None = None  # see forward_flops
         self._check(model)
         self.trained = TrainedModel(
             model, model.blocks(), world, config, parallel, DTYPES[config.dtype], lora_targets=LORA_TARGETS, seed=seed
@@ -106,11 +106,13 @@ class LMPolicy:
 
     def forward_flops(self, length: float) -> float:
         """Operations of a forward pass of `length` tokens, all logits included: a length + b length^2."""
-        short, long = self._flops(64), self._flops(128)
-        b = (long / 128 - short / 64) / 64
-        return length * (short / 64 - 64 * b) + b * length**2
+        if self._cost is None:
+            short, long = self._flops(64), self._flops(128)
+            b = (long / 128 - short / 64) / 64
+            self._cost = short / 64 - 64 * b, b
+        a, b = self._cost
+        return a * length + b * length**2
 
-    @lru_cache(maxsize=4)  # noqa: B019
     def _flops(self, length: int) -> int:
         def build() -> Any:
             return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(self.settings))
