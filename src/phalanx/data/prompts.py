@@ -35,9 +35,7 @@ _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of a data file; `negative` may be None, `meta` holds what a reward may need; `messages`: see Prompt, kept
-    for language models alone.
-    """
+    """A row of a data file; `meta` holds what a reward may need, `messages` a language model's whole chat."""
 
     text: str
     negative: str | None
