@@ -1,7 +1,8 @@
 """Tiny training jobs for tests."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -9,6 +10,10 @@ from torch.distributed.tensor import DTensor
 from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+from phalanx.types import Samples
+
+if TYPE_CHECKING:
+    from phalanx.training.rl import Trainer
 
 PROMPTS = [
     'a sign that says "alpha"',
@@ -65,22 +70,25 @@ def base_overrides(model: Path, folder: Path) -> list[str]:
 
 def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
     """Sample, score and update once; returns this rank's samples, the row of metrics, and the weights after."""
-    from phalanx.distributed.collectives import all_gather
     from phalanx.training.flow_rl import build
+
+    samples, found = first_step(build, cfg)
+    return found | {"images": samples.outputs, "latents": samples.trace.latents.cpu()}
+
+
+def first_step(build: "Callable[[Any], Trainer]", cfg: Any) -> tuple[Samples, dict[str, Any]]:
+    """This rank's samples of a job's first step, and its log-probs, all ranks' rewards, the row of metrics and the
+    weights after.
+    """
+    from phalanx.distributed.collectives import all_gather
 
     t = build(cfg)
     with t.rollout.awake():
         samples = t.rollout.sample(t.prompts.batch(0), seed=cfg.trainer.seed, step=0, each=t.submit)
     reward = all_gather(t.score()[0])
     row = t.update(samples, reward, 0)
-    return {
-        "images": samples.outputs,
-        "latents": samples.trace.latents.cpu(),
-        "log_prob": samples.log_prob,
-        "reward": reward,
-        "row": row,
-        "weights": full_weights(t.policy.trained.parameters),
-    }
+    weights = full_weights(t.policy.trained.parameters)
+    return samples, {"log_prob": samples.log_prob, "reward": reward, "row": row, "weights": weights}
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

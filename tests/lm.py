@@ -8,7 +8,7 @@ import torch
 
 from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
-from tests.jobs import full_weights
+from tests.jobs import first_step, full_weights
 
 REWARD = """
 def evenness(completions, prompts, metadata):
@@ -68,19 +68,7 @@ def fit(cfg: LMRLConfig) -> dict[str, torch.Tensor]:
 
 def one_step(cfg: LMRLConfig) -> dict[str, Any]:
     """Sample, score and update once; returns this rank's samples, the row of metrics, and the weights after."""
-    from phalanx.distributed.collectives import all_gather
     from phalanx.training.lm_rl import build
 
-    t = build(cfg)
-    with t.rollout.awake():
-        samples = t.rollout.sample(t.prompts.batch(0), seed=cfg.trainer.seed, step=0, each=t.submit)
-    reward = all_gather(t.score()[0])
-    row = t.update(samples, reward, 0)
-    return {
-        "texts": samples.outputs,
-        "log_prob": samples.log_prob,
-        "mask": samples.mask,
-        "reward": reward,
-        "row": row,
-        "weights": full_weights(t.policy.trained.parameters),
-    }
+    samples, found = first_step(build, cfg)
+    return found | {"texts": samples.outputs, "mask": samples.mask}

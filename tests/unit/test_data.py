@@ -77,6 +77,28 @@ def test_jsonl(tmp_path: Path) -> None:
     ]
 
 
+def test_rows_of_language_models(tmp_path: Path) -> None:
+    """Chats are kept whole, and a ground truth is a column and no quotation: GSM8K's rows, and verl's."""
+    talk = [*chat("first"), {"role": "assistant", "content": "ok"}, *chat("last")]
+    content = lines(
+        {"question": 'say "a"', "answer": "1+1=2\n#### 2"},
+        {"question": talk, "reward_model": {"ground_truth": "c"}, "answer": "d"},
+        {"question": "none"},
+    )
+    rows = load_prompts([write(tmp_path / "p.jsonl", content + "\n")], KEY, prompt="question", quoted=False)
+    assert [(row.text, row.meta.get("ground_truth"), row.messages) for row in rows] == [
+        ('say "a"', "1+1=2\n#### 2", None),
+        ("last", "c", talk),
+        ("none", None, None),
+    ]
+    broken = lines({"question": [{"role": "user", "content": "x"}, {"role": "user", "content": ["y"]}]})
+    with pytest.raises(DataError, match=r"question is of type list; expected text, or a chat of texts"):
+        load_prompts([write(tmp_path / "q.jsonl", broken + "\n")], KEY, prompt="question", quoted=False)
+    broken = lines({"question": [{"role": "system"}, {"role": "user", "content": "y"}]})
+    with pytest.raises(DataError, match=r"question holds a message that is not \{role, content\}, both texts"):
+        load_prompts([write(tmp_path / "q.jsonl", broken + "\n")], KEY, prompt="question", quoted=False)
+
+
 def test_csv(tmp_path: Path) -> None:
     content = (
         '\ufeffprompt,negative_prompt,ground_truth,colour\r\n"say ""a"", twice",blurry,,red\r\n"two\nlines",,b,\r\n'

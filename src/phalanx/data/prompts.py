@@ -35,7 +35,7 @@ _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of a data file; `negative` may be None, `meta` holds what a reward may need; `messages`: see Prompt."""
+    """A row of a data file; `meta` holds what a reward may need, `messages` a language model's whole chat."""
 
     text: str
     negative: str | None
@@ -64,7 +64,7 @@ def load_prompts(
     Of a chat (a list of `{role, content}`) the last user message is the prompt. All other columns
     go into `meta`; `meta["ground_truth"]` is, in this order, the column `ground_truth`,
     `reward_model.ground_truth`, with `quoted` the first span of the prompt in double quotes (straight or
-    typographic), otherwise the column `answer`, or absent.
+    typographic), otherwise the column `answer`, or absent. Without `quoted`, for language models, a chat is kept whole.
 
     Raises DataError for a file or row that cannot be used. Lines are counted from 1, rows from 0.
     """
@@ -354,7 +354,7 @@ def _row(columns: dict[str, Any], where: str, prompt: str, quoted: bool) -> Prom
     truth = _ground_truth(columns, text, quoted)
     if truth is not None:
         meta["ground_truth"] = truth
-    return PromptRow(text, negative, meta, _messages(columns[prompt], prompt, where))
+    return PromptRow(text, negative, meta, None if quoted else _messages(columns[prompt], prompt, where))
 
 
 def _messages(value: Any, name: str, where: str) -> list[dict[str, str]] | None:
