@@ -16,27 +16,48 @@ from tests.policies import make_policy, make_rollout, sample
 
 POLICY = torch.tensor([[-1.0, -1.2], [-0.9, -1.1]])
 ENGINE = torch.tensor([[-1.0, -1.2 - 4e-4], [-0.9 + 3e-3, -1.1 - 3e-3]])
+MASK = torch.ones(2, 2, dtype=torch.bool)
 
 
 def test_truncated_importance_weights() -> None:
-    weight = correction_weight(POLICY, ENGINE, kind="truncated_is", limit=1e-3)
+    weight = correction_weight(POLICY, ENGINE, MASK, kind="truncated_is", limit=1e-3)
     expected = torch.tensor([[1.0, math.exp(4e-4)], [math.exp(-3e-3), math.exp(1e-3)]])
     torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
 
 
 def test_rejection_drops_what_is_too_far_off() -> None:
-    assert correction_weight(POLICY, ENGINE, kind="rejection", limit=1e-3).tolist() == [[1, 1], [0, 0]]
+    assert correction_weight(POLICY, ENGINE, MASK, kind="rejection", limit=1e-3).tolist() == [[1, 1], [0, 0]]
 
 
 @pytest.mark.parametrize("kind", ["rescore", "none"])
 def test_the_others_weigh_nothing(kind: str) -> None:
-    assert correction_weight(POLICY, ENGINE, kind=kind, limit=1e-3).tolist() == [[1, 1], [1, 1]]
+    assert correction_weight(POLICY, ENGINE, MASK, kind=kind, limit=1e-3).tolist() == [[1, 1], [1, 1]]
+
+
+def test_corrections_of_tokens() -> None:
+    """Ratios of 0.25, 1 and 4 in one response, 3 and 0.5 in another, whose third token is padding."""
+    rho = torch.tensor([[0.25, 1.0, 4.0], [3.0, 0.5, 9.0]])
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+
+    def weights(kind: str) -> list[list[float]]:
+        found = correction_weight(torch.log(rho), torch.zeros(2, 3), mask, kind=kind, limit=2.0)
+        return [[round(x, 5) for x in row] for row in (found * mask).tolist()]
+
+    assert weights("token_tis") == [[0.25, 1, 2], [2, 0.5, 0]]
+    assert weights("token_mask") == [[0, 1, 0], [0, 0.5, 0]]
+    assert weights("sequence_tis") == [[1, 1, 1], [1.5, 1.5, 0]]
+    assert weights("sequence_mask") == [[1, 1, 1], [1, 1, 0]]  # geometric means 1 and 1.22
+    rho[1, 0] = 30
+    assert weights("sequence_tis")[1] == [2, 2, 0] and weights("sequence_mask")[1] == [0, 0, 0]
 
 
 def test_unknown_kind() -> None:
-    message = "correction_weight: kind 'is' should be one of rescore, none, truncated_is, rejection"
+    message = (
+        "correction_weight: kind 'is' should be one of rescore, none, truncated_is, rejection, token_tis, sequence_tis, "
+        "token_mask, sequence_mask"
+    )
     with pytest.raises(ValueError, match=f"^{message}$"):
-        correction_weight(POLICY, ENGINE, kind="is", limit=1e-3)
+        correction_weight(POLICY, ENGINE, MASK, kind="is", limit=1e-3)
 
 
 def off_by(samples: Samples, error: float) -> Samples:

@@ -16,6 +16,7 @@ from phalanx.config.run import (
     ValRolloutConfig,
 )
 
+TOKEN_CORRECTIONS = ("token_tis", "sequence_tis", "token_mask", "sequence_mask")
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 
@@ -58,6 +59,28 @@ class LMRolloutConfig(RolloutConfig):
     """Sampling of responses for training."""
 
     n: int = arg(8, "responses per prompt: the group that the advantage compares", ge=2, le=65536)
+    engine: str = arg(
+        "policy",
+        "policy: in the very modules that are trained; vllm: in vLLM inside each rank, on a copy of the weights that "
+        "is proven after each renewal",
+        choices=("policy", "vllm"),
+    )
+    correction: str = arg(
+        "rescore",
+        "old log-probs of samples that vLLM drew: the policy's (rescore), also with truncated importance weights of "
+        "tokens or responses (token_tis, sequence_tis), or without tokens or responses that are too far off "
+        "(token_mask, sequence_mask), or vLLM's (none)",
+        choices=("rescore", "none", *TOKEN_CORRECTIONS),
+    )
+    correction_limit: float = arg(2.0, "largest ratio of policy and vLLM, and its inverse the smallest", gt=1)
+    tensor_parallel_size: int = arg(1, "vllm: neighboring ranks of a node that hold a copy together", ge=1)
+    gpu_memory_utilization: float = arg(
+        0.5, "vllm: fraction of a GPU's memory for its weights and cache, beside the training", gt=0, lt=1
+    )
+    sleep: bool = arg(True, "vllm: give the memory back while nothing is sampled (GPUs only)")
+    max_sync_error: float = arg(
+        0.02, "vllm: largest mean difference of log-probs to the policy, on a probe after each renewal", gt=0
+    )
     temperature: float = arg(1.0, "temperature of sampling, by which the policy's log-probs are divided as well", gt=0)
     mask_truncated: bool = arg(False, "do not train on responses that max_response_length cut (DAPO's overlong filter)")
     micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of a rank", **COUNT)

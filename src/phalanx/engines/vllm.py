@@ -45,7 +45,7 @@ class VllmEngine:
             revision=cfg.revision,
             tokenizer_revision=cfg.revision,
             tensor_parallel_size=cfg.tensor_parallel_size,
-            distributed_executor_backend=_executor(groups, rank, local_rank),
+            distributed_executor_backend=executor(groups, rank, local_rank),
             dtype=cfg.dtype,
             max_model_len=cfg.max_model_len,
             seed=cfg.seed,
@@ -95,7 +95,7 @@ class VllmEngine:
         return [output.outputs[0].text for output in outputs]
 
 
-def _executor(groups: VllmGroups, rank: int, local_rank: int) -> type:
+def executor(groups: VllmGroups, rank: int, local_rank: int) -> type:
     """An executor for ranks that the launcher has started: one worker, here, that is this rank of our world."""
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 

@@ -1,30 +1,53 @@
 """Weights of samples that another engine drew, with the policy's weights but other kernels.
 
-rho = exp(d), d = log p_policy - log p_engine of a step, both averaged over the latent's dims as all
-log-probabilities are here (a sum over 10^5 dims would make rho useless). So the limits are of the
-size of PPO's clip range, not of 1.
+rho = exp(d), d = log p_policy - log p_engine of an action.
+
+Of denoising steps both are averaged over the latent's dims, as all log-probabilities are here (a sum over 10^5 dims
+would make rho useless): the limits of `truncated_is` and `rejection` are of the size of PPO's clip range, not of 1.
+
+Of tokens the limit is a ratio. Sources: truncated importance sampling of tokens and of sequences (F. Yao et al., "Your
+efficient RL framework secretly brings you off-policy RL training", 2025; verl's rollout correction), and masks (IcePop,
+arXiv 2510.18855, section 3.1).
 """
 
 import torch
 from torch import Tensor
 
+from phalanx.config.lm import TOKEN_CORRECTIONS
 from phalanx.config.run import CORRECTIONS
 
+LARGEST = 20.0  # of |d| summed over a response, beyond which exp overflows
 
-def correction_weight(policy: Tensor, engine: Tensor, *, kind: str, limit: float) -> Tensor:
-    """Factors of the loss from the two log-probabilities [B, W] of the same steps.
 
-    `truncated_is`: rho, at most exp(limit) (truncated importance sampling); `rejection`: 1 where
-    |d| <= limit, else 0; `rescore` and `none`: 1.
+def correction_weight(policy: Tensor, engine: Tensor, mask: Tensor, *, kind: str, limit: float) -> Tensor:
+    """Factors [B, A] of the loss from the two log-probabilities [B, A] of the same actions; mask [B, A] bool.
+
+    - `rescore` and `none`: 1.
+    - `truncated_is`: rho, at most exp(limit); `rejection`: 1 where |d| <= limit, else 0.
+    - `token_tis`: rho, at most `limit`; `sequence_tis`: the product of a response's rho, at most `limit`.
+    - `token_mask`: rho where it is within 1 / limit and limit, else 0; `sequence_mask`: 1 where the geometric mean of a
+      response's rho is, else 0.
 
     Raises:
         ValueError: for an unknown kind.
     """
-    if kind not in CORRECTIONS:
-        raise ValueError(f"correction_weight: kind {kind!r} should be one of {', '.join(CORRECTIONS)}")
-    logprob_diff = policy - engine
+    d = (policy - engine) * mask
+    if kind in ("rescore", "none"):
+        return torch.ones_like(d)
     if kind == "truncated_is":
-        return torch.exp(logprob_diff.clamp(max=limit))
+        return torch.exp(d.clamp(max=limit))
     if kind == "rejection":
-        return (logprob_diff.abs() <= limit).float()
-    return torch.ones_like(logprob_diff)
+        return (d.abs() <= limit).float()
+    if kind == "token_tis":
+        return torch.exp(d.clamp(max=LARGEST)).clamp(max=limit)
+    if kind == "token_mask":
+        rho = torch.exp(d.clamp(-LARGEST, LARGEST))
+        return torch.where((rho >= 1 / limit) & (rho <= limit), rho, 0.0)
+    total = d.sum(1, keepdim=True)
+    if kind == "sequence_tis":
+        return torch.exp(total.clamp(-LARGEST, LARGEST)).clamp(max=limit).expand_as(d)
+    if kind == "sequence_mask":
+        rho = torch.exp((total / mask.sum(1, keepdim=True).clamp(min=1)).clamp(-LARGEST, LARGEST))
+        return ((rho >= 1 / limit) & (rho <= limit)).float().expand_as(d)
+    known = ", ".join((*CORRECTIONS, *TOKEN_CORRECTIONS))
+    raise ValueError(f"correction_weight: kind {kind!r} should be one of {known}")

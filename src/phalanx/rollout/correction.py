@@ -22,12 +22,16 @@ def rescore(policy: Policy, samples: Samples, config: RolloutConfig, micro: int)
     with policy.unsharded():
         replays = [policy.replay(samples.trace.select(part)) for part in rows]
     own = torch.cat([replay.log_prob for replay in replays])
-    logprob_diff = (own - samples.log_prob).abs()
-    weight = correction_weight(own, samples.log_prob, kind=config.correction, limit=config.correction_limit)
+    diff, mask = own - samples.log_prob, samples.mask
+    weight = correction_weight(own, samples.log_prob, mask, kind=config.correction, limit=config.correction_limit)
+    real = diff[mask] if mask.any() else diff.new_zeros(1)
     means = {
-        "rollout/logprob_abs_diff_mean": logprob_diff.mean().item(),
-        "rollout/correction_weight_mean": weight.mean().item(),
+        "rollout/logprob_abs_diff_mean": real.abs().mean().item(),
+        # estimates of KL(engine, policy) on what the engine drew: Schulman's k1 and k3
+        "rollout/mismatch_k1": -real.mean().item(),
+        "rollout/mismatch_k3": (torch.expm1(real) - real).mean().item(),
+        "rollout/correction_weight_mean": (weight[mask] if mask.any() else weight.new_ones(1)).mean().item(),
     }
     row = mean_rows([means])
-    row["rollout/logprob_abs_diff_max"] = reduce_float(logprob_diff.max().item(), "max")
+    row["rollout/logprob_abs_diff_max"] = reduce_float(real.abs().max().item(), "max")
     return replace(samples, log_prob=own, trace=samples.trace.rescored(replays), weight=weight), row

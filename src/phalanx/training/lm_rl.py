@@ -14,7 +14,7 @@ from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.placement import place
 from phalanx.models.lm.policy import LMPolicy, build_policy
-from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
 from phalanx.training.batches import BatchPlan
@@ -48,7 +48,7 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
     for name, held_out in val_sets.items():
         kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=world.rank == 0)
         val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
-    rollout = LMRollout(policy, cfg.rollout, data, world, plan.rollout_micro, plan.micro)
+    rollout = build_rollout(cfg, policy, world, plan.rollout_micro, plan.micro)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
     trainer = make(cfg, plan, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts)
     if world.rank == 0:
@@ -60,17 +60,8 @@ def check(cfg: LMRLConfig) -> BatchPlan:
     """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another."""
     batches.check(cfg, build_algorithm(cfg))
     check_loggers(cfg.trainer.logger)
-    if cfg.rollout.correction != "rescore":
-        raise ConfigError(
-            f"rollout.correction: {cfg.rollout.correction} has nothing to correct where rollout.engine is policy; its "
-            "log-probs are exact"
-        )
-    if not cfg.parallel.rollout_unsharded:
-        raise ConfigError(
-            "parallel.rollout_unsharded: false would gather weights for each token, and ranks decode different numbers "
-            "of tokens; set it to true"
-        )
     found = mesh.check(cfg, lambda size: plan(cfg, size))
+    check_engine(cfg)
     if cfg.reward.model.path is not None:
         launch = mesh.Launch.from_env()
         place(cfg.reward.model, launch.world_size, launch.local_world_size)

@@ -1,7 +1,7 @@
 """The policy: a causal language model over the mesh, and the replay of what it sampled."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -89,7 +89,11 @@ class LMPolicy:
 
     def replay(self, trace: TokenTrace) -> TokenReplay:
         """Every token of the responses, in one forward pass."""
-        scores = self.trained.module(trace.ids, trace.predicting, self.temperature)
+        return self.scored(trace, self.temperature)
+
+    def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
+        """As `replay`, at another temperature."""
+        scores = self.trained.module(trace.ids, trace.predicting, temperature)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
         return TokenReplay(*(zeros.masked_scatter(mask, values) for values in scores))
@@ -139,6 +143,16 @@ class LMPolicy:
         )
 
     # -- weights ----------------------------------------------------------------------------------
+
+    def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """All weights under transformers' own names, one whole tensor after the other, for an engine's copy.
+
+        All ranks must draw all of them, in step.
+        """
+        tied = self.settings.tie_word_embeddings
+        for name, tensor in self.trained.whole_weights():
+            if not (tied and name == "lm.lm_head.weight"):
+                yield name.removeprefix("lm."), tensor
 
     def unsharded(self) -> AbstractContextManager[None]:
         """See TrainedModel.unsharded."""

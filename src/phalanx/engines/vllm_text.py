@@ -1,0 +1,155 @@
+"""A language model in vLLM, inside the rank's own process, on a copy of the weights that each rollout renews."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.distributed.vllm_groups import VllmGroups
+from phalanx.engines.vllm import CPU_KV_CACHE, executor
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of a call: at most `limit` tokens, fewer where one of `ends` is drawn; temperature 0 is greedy."""
+
+    limit: int
+    temperature: float
+    top_p: float
+    ends: Sequence[int]
+
+
+@dataclass(frozen=True)
+class TextEngineConfig:
+    """What an engine is built with: `longest` tokens of a prompt with its response, `together` responses at once."""
+
+    path: str
+    revision: str | None
+    dtype: str
+    tensor_parallel_size: int
+    gpu_memory_utilization: float
+    longest: int
+    together: int
+    sleep: bool
+
+
+class TextEngine:
+    """One rank of a replica. All ranks of the replica make the same calls, each with its part of the weights."""
+
+    def __init__(self, config: TextEngineConfig, groups: VllmGroups, rank: int, local_rank: int) -> None:
+        """Build it with weights of no meaning; ValueError where vLLM refuses the model."""
+        self._groups, self._dtype = groups, getattr(torch, config.dtype)
+        cuda = torch.cuda.is_available()
+        self._sleeps = config.sleep and cuda
+        with groups.active():
+            from vllm.exceptions import VLLMError
+
+            from vllm import LLM
+
+            if not cuda:
+                torch.cpu._init_amx()
+                _keep_linears_plain()
+            try:
+                self._llm: Any = LLM(
+                    config.path,
+                    revision=config.revision,
+                    tokenizer_revision=config.revision,
+                    load_format="dummy",  # `refresh` brings them
+                    tensor_parallel_size=config.tensor_parallel_size,
+                    distributed_executor_backend=executor(groups, rank, local_rank),
+                    dtype=config.dtype,
+                    max_model_len=config.longest,
+                    max_num_seqs=config.together,
+                    max_num_batched_tokens=max(2048, config.longest),
+                    seed=0,
+                    gpu_memory_utilization=config.gpu_memory_utilization,
+                    kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
+                    enable_sleep_mode=self._sleeps,
+                    async_scheduling=False,  # so that the ranks of a replica surely take the same steps
+                    enable_chunked_prefill=cuda,  # on a CPU a seeded request that is cut in two crashes
+                    enforce_eager=not cuda,
+                    enable_prefix_caching=True,
+                    disable_custom_all_reduce=True,  # its setup waits for all ranks of the world
+                    use_tqdm_on_load=False,
+                    logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
+                )
+            except (OSError, ValueError, VLLMError) as error:
+                reason = " ".join(str(error).split())  # pydantic's have several lines
+                raise ValueError(f"rollout.engine: vLLM does not take {config.path!r} as set: {reason}") from error
+            if self._sleeps:
+                self._llm.sleep(level=2)  # without weights: each rollout brings them
+
+    @contextmanager
+    def awake(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[None]:
+        """For the time of the block the engine has these weights, which all ranks draw together, and a cache."""
+        if self._sleeps:
+            torch.cuda.empty_cache()  # vLLM takes its memory from the device, not from torch's cache
+            with self._groups.active():
+                self._llm.wake_up(tags=["weights"])
+        self.refresh(weights)
+        if self._sleeps:
+            with self._groups.active():
+                self._llm.wake_up(tags=["kv_cache"])
+        yield
+        if self._sleeps:
+            with self._groups.active():
+                self._llm.sleep(level=2)
+
+    def refresh(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Take over (name, tensor) pairs, and forget what the old weights computed."""
+        cast = ((name, tensor.to(self._dtype)) for name, tensor in weights)
+        with self._groups.active(), torch.no_grad():
+            # without an iterator vLLM would read the folder's files again
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": cast})
+            for _ in cast:  # what vLLM has no use for, such as a tied head
+                pass
+            self.forget()
+
+    def forget(self) -> None:
+        """Drop cached keys and values, which are those of other weights."""
+        with self._groups.active():
+            done = self._llm.reset_prefix_cache()
+        assert done, "requests are running"
+
+    def generate(
+        self, prompts: list[list[int]], seeds: list[int], how: Sampling
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """A response to each prompt, a function of it and its seed, and the log-probabilities of its tokens."""
+        from vllm import SamplingParams
+
+        settings = [
+            SamplingParams(
+                temperature=how.temperature,
+                top_p=how.top_p,
+                max_tokens=how.limit,
+                stop_token_ids=list(how.ends),
+                ignore_eos=not how.ends,
+                logprobs=0,
+                seed=seed % 2**63,
+                detokenize=False,
+            )
+            for seed in seeds
+        ]
+        with self._groups.active(), torch.no_grad():
+            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+            found = [request.outputs[0] for request in self._llm.generate(asked, settings, use_tqdm=False)]
+        tokens = [list(sample.token_ids) for sample in found]
+        log_probs = [
+            [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
+            for sample in found
+        ]
+        return tokens, log_probs
+
+
+def _keep_linears_plain() -> None:
+    """On a CPU vLLM packs the weights of linear layers, and a packed copy would not follow new weights."""
+    from torch.nn.functional import linear
+    from vllm.model_executor.layers import utils
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = linear
+
+    utils.dispatch_cpu_unquantized_gemm = plain

@@ -1,0 +1,105 @@
+"""Sampling by vLLM in each rank's process, on a copy of the weights that is proven after every renewal."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from phalanx.config.lm import LMDataConfig, LMRolloutConfig
+from phalanx.distributed.collectives import all_gather_object, reduce_float
+from phalanx.distributed.mesh import World
+from phalanx.distributed.seed import fold_in
+from phalanx.engines.vllm_text import Sampling, TextEngine
+from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm.policy import LMPolicy
+from phalanx.rollout.lm.decode import Decoding
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.types import JobError, Prompt, Samples
+
+PROBE_PROMPTS, PROBE_TOKENS, PROBE_RESPONSE = 4, 160, 8  # longer than a block of vLLM's cache
+
+
+class VllmRollout(LMRollout):
+    """See phalanx.types.Rollout. Log-probabilities are the engine's, which differ from the policy's by its kernels."""
+
+    exact = False
+
+    def __init__(
+        self,
+        policy: LMPolicy,
+        config: LMRolloutConfig,
+        data: LMDataConfig,
+        world: World,
+        micro_batch_size: int,
+        engine: TextEngine,
+        group: Sequence[int],
+    ) -> None:
+        """`group`: the ranks that hold the engine's weights together, this one among them."""
+        super().__init__(policy, config, data, world, micro_batch_size, 0)
+        self.engine, self.group = engine, group
+        self._probe = probe_prompts(policy, data)
+        self.sync_error = 0.0  # of the last probe
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """The engine has the policy's weights, as they are now, and is seen to have them."""
+        with torch.no_grad(), self.engine.awake(self.policy.engine_weights()):
+            self.check()
+            yield
+
+    def check(self) -> None:
+        """Compare engine and policy on the probe; raises JobError, on all ranks, where they are not one model."""
+        how = Sampling(PROBE_RESPONSE, 0.0, 1.0, [])
+        responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), how)
+        rows = [prompt + response for prompt, response in zip(self._probe, responses, strict=True)]
+        lengths = torch.tensor([len(response) for response in responses])
+        trace = TokenTrace(
+            torch.tensor(rows).to(self.world.device),
+            torch.tensor([len(prompt) for prompt in self._probe]).to(self.world.device),
+            lengths.to(self.world.device),
+            PROBE_RESPONSE,
+        )
+        own = self.policy.scored(trace, 1.0).log_prob.cpu()
+        self.sync_error = reduce_float(float((own - torch.tensor(theirs)).abs().mean()), "max")
+        if not self.sync_error <= self.config.max_sync_error:
+            raise JobError(
+                f"rollout.engine: after the weights were handed over, vLLM's log-probs of a probe differ from the "
+                f"policy's by {self.sync_error:.2g} in the mean, more than rollout.max_sync_error="
+                f"{self.config.max_sync_error:g}: it samples from another model"
+            )
+
+    def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
+        """Those of all rollouts, and how far the engine was off after the last renewal."""
+        return super().metrics(samples, reward) | {"rollout/sync_error": self.sync_error}
+
+    def _log_prob(self, trace: TokenTrace) -> Tensor:
+        """[B, A]: the engine's."""
+        found = torch.zeros(len(self._drawn), trace.width)
+        for i, drawn in enumerate(self._drawn):
+            found[i, : len(drawn.log_probs)] = torch.tensor(drawn.log_probs)
+        return found.to(trace.ids.device)
+
+    def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+        tokens = [self.policy.encode(prompt) for prompt in prompts]
+        seeds = [fold_in(*name) for name in names]
+        # ranks that hold the weights together ask for the same samples, and each takes its own
+        everyone = all_gather_object((tokens, seeds)) if len(self.group) > 1 else {self.world.rank: (tokens, seeds)}
+        parts = [everyone[rank] for rank in self.group]
+        asked = [prompt for some, _ in parts for prompt in some]
+        sampling = Sampling(how.limit, how.temperature, how.top_p, how.ends)
+        responses, log_probs = self.engine.generate(asked, [seed for _, some in parts for seed in some], sampling)
+        before = sum(len(some) for some, _ in parts[: self.group.index(self.world.rank)])
+        mine = slice(before, before + len(tokens))
+        return [
+            Drawn(prompt, response, self.policy.decode(response), response[-1] not in how.ends, tuple(log_prob))
+            for prompt, response, log_prob in zip(tokens, responses[mine], log_probs[mine], strict=True)
+        ]
+
+
+def probe_prompts(policy: LMPolicy, data: LMDataConfig) -> list[list[int]]:
+    """Prompts of no meaning, always the same, that are longer than a block of vLLM's cache where the model allows."""
+    generator = torch.Generator().manual_seed(0)
+    longest = data.max_prompt_length + data.max_response_length
+    length = min(PROBE_TOKENS, longest - PROBE_RESPONSE)
+    return torch.randint(len(policy.tokenizer), (PROBE_PROMPTS, length), generator=generator).tolist()

@@ -1,0 +1,82 @@
+"""Language models sampled by vLLM in the ranks' own processes: every renewal of its weights is proven."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.types import JobError
+from tests.jobs import rows
+from tests.lm import fit, tiny_lm_config
+from tests.ranks import run_ranks
+
+VLLM = ("rollout.engine=vllm", "data.max_prompt_length=200", "trainer.total_training_steps=2")
+
+
+@pytest.mark.parametrize(("ranks", "tp", "kind"), [(2, 1, "full"), (2, 2, "lora"), (4, 2, "full")])
+def test_the_engine_follows_the_policy(lm_folder: Path, tmp_path: Path, ranks: int, tp: int, kind: str) -> None:
+    """Sharded weights reach engines on one rank or two, and log-probs agree at every step."""
+    lora = ("model.lora_rank=4",) if kind == "lora" else ()
+    keys = (*VLLM, *lora, f"rollout.tensor_parallel_size={tp}", "parallel.fsdp_size=2", "optim.lr=1e-2")
+    run_ranks(fit, ranks, tiny_lm_config(lm_folder, tmp_path, *keys), timeout=280)
+    for row in rows(tmp_path / "out"):
+        assert row["rollout/sync_error"] < 1e-4 and row["rollout/logprob_abs_diff_max"] < 1e-3
+        assert row["actor/first_ratio_error"] == 0 and row["rollout/correction_weight_mean"] == 1
+
+
+def broken(cfg: Any, how: str) -> str:
+    """What a job says whose engine does not follow in one of the silent ways."""
+    from phalanx.engines import vllm_text
+    from phalanx.training.lm_rl import build
+
+    if how == "packed":
+        vllm_text._keep_linears_plain = lambda: None  # type: ignore[assignment]
+    trainer = build(cfg)
+    engine = trainer.rollout.engine
+    try:
+        with trainer.rollout.awake():
+            pass
+        with torch.no_grad():
+            for p in trainer.policy.trained.parameters.values():
+                p.add_(0.2 * p.std() * torch.randn_like(p))
+        if how == "stale":
+            engine.refresh = lambda weights: list(weights)
+        elif how == "cache":
+            engine.forget = lambda: None
+        with trainer.rollout.awake():
+            return "in step"
+    except JobError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("how", ["fine", "stale", "cache", "packed"])
+def test_an_engine_that_does_not_follow_ends_the_job(lm_folder: Path, tmp_path: Path, how: str) -> None:
+    """Weights that were not handed over, a cache of the old ones, and linear layers that keep a packed copy."""
+    (said,) = run_ranks(broken, 1, tiny_lm_config(lm_folder, tmp_path, *VLLM), how, timeout=200)
+    if how == "fine":
+        assert said == "in step"
+    else:
+        assert said.startswith("rollout.engine: after the weights were handed over, vLLM's log-probs of a probe differ")
+        assert "\n" not in said
+
+
+@pytest.mark.parametrize("correction", ["token_tis", "sequence_mask", "none"])
+def test_the_mismatch_is_handled(lm_folder: Path, tmp_path: Path, correction: str) -> None:
+    keys = (*VLLM, f"rollout.correction={correction}", "trainer.total_training_steps=1")
+    run_ranks(fit, 1, tiny_lm_config(lm_folder, tmp_path, *keys), timeout=200)
+    (row,) = rows(tmp_path / "out")
+    if correction == "none":
+        assert "rollout/mismatch_k3" not in row and row["actor/first_ratio_error"] < 1e-3
+    else:
+        assert abs(row["rollout/mismatch_k1"]) < 1e-4 and 0 <= row["rollout/mismatch_k3"] < 1e-6
+
+
+def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
+    """To the last bit, with a LoRA over shards, in new processes with new engines."""
+    keys = (*VLLM, "model.lora_rank=4", "parallel.fsdp_size=2", "trainer.save_freq=2", "optim.lr=1e-2")
+    more = "trainer.total_training_steps=4"
+    whole = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys, more), timeout=200)[0]
+    run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys), timeout=200)
+    again = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys, more), timeout=200)[0]
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
