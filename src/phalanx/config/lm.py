@@ -27,6 +27,9 @@ class LMModelConfig(ModelConfig):
     attn_implementation: str = arg(
         "sdpa", "attention of transformers", choices=("sdpa", "eager", "flash_attention_2", "flex_attention")
     )
+    use_remove_padding: bool = arg(
+        False, "pack the samples of a forward and backward pass into one row, without padding between them"
+    )
 
 
 @dataclass

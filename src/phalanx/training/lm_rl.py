@@ -59,6 +59,11 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
 def check(cfg: LMRLConfig) -> BatchPlan:
     """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another."""
     batches.check(cfg, build_algorithm(cfg))
+    if cfg.model.use_remove_padding and cfg.model.compile and cfg.model.attn_implementation == "sdpa":
+        raise ConfigError(
+            "model.compile: true would compile anew for the lengths of each pass, since model.use_remove_padding packs; "
+            "set one of the two to false, or model.attn_implementation=flash_attention_2"
+        )
     check_loggers(cfg.trainer.logger)
     found = mesh.check(cfg, lambda size: plan(cfg, size))
     check_engine(cfg)

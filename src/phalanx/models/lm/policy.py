@@ -93,7 +93,8 @@ class LMPolicy:
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As `replay`, at another temperature."""
-        scores = self.trained.module(trace.ids, trace.predicting, temperature)
+        lengths = trace.starts + trace.lengths if self.config.use_remove_padding else None
+        scores = self.trained.module(trace.ids, trace.predicting, temperature, lengths)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
         return TokenReplay(*(zeros.masked_scatter(mask, values) for values in scores))
