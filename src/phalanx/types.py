@@ -71,7 +71,8 @@ class Samples:
 
     `index` [B] is each sample's number in the step across all ranks; sample i belongs to group i // n. `weight` [B, A]
     are factors of the loss where another engine drew the samples. `exact`: a replay repeats log_prob to the last bit
-    where the rollout's are exact at all; False on all ranks where the shapes have changed since.
+    where the rollout's are exact at all; False on all ranks where the shapes have changed since. `tokens` [B], on the
+    CPU, are the lengths of the samples with their prompts, where they are made of tokens.
     """
 
     prompts: list[Prompt]
@@ -82,6 +83,7 @@ class Samples:
     index: Tensor
     weight: Tensor | None = None
     exact: bool = True
+    tokens: Tensor | None = None
 
 
 @dataclass(frozen=True)

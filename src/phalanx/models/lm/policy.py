@@ -36,10 +36,11 @@ class LMPolicy:
         *,
         temperature: float,
         seed: int,
+        trim: bool = False,
     ) -> None:
-        """Raises ValueError for what the model refuses."""
+        """`trim`: a pass is no wider than its longest sample. Raises ValueError for what the model refuses."""
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
-        self.temperature = temperature
+        self.temperature, self.trim = temperature, trim
         self.settings = model.lm.config
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -93,6 +94,8 @@ class LMPolicy:
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As `replay`, at another temperature."""
+        if self.trim:
+            trace = trace.trimmed()
         lengths = trace.starts + trace.lengths if self.config.use_remove_padding else None
         scores = self.trained.module(trace.ids, trace.predicting, temperature, lengths)
         mask = trace.mask
@@ -173,10 +176,11 @@ def build_policy(
     chunk: int,
     temperature: float,
     seed: int,
+    trim: bool = False,
 ) -> LMPolicy:
     """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be."""
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 else torch.float32
     tokenizer = load_tokenizer(config)
     model = load_model(config, dtype, chunk)
-    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed)
+    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, trim=trim)

@@ -8,6 +8,7 @@ from phalanx.distributed.mesh import Launch, World
 from phalanx.distributed.placement import near_divisors
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.rollout.passes import Passes
 
 
 def check_engine(cfg: LMRLConfig) -> None:
@@ -37,13 +38,13 @@ def check_engine(cfg: LMRLConfig) -> None:
         )
 
 
-def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int, replayed: int) -> LMRollout:
-    """The rollout that `rollout.engine` names; all ranks in step. `decoded` samples are drawn together, and `replayed`
-    go through a pass of the training. Raises ValueError where vLLM refuses the model.
+def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int, passes: Passes) -> LMRollout:
+    """The rollout that `rollout.engine` names; all ranks in step. `decoded` samples are drawn together; `passes` are
+    those of the training. Raises ValueError where vLLM refuses the model.
     """
     r, data = cfg.rollout, cfg.data
     if r.engine == "policy":
-        return LMRollout(policy, r, data, world, decoded, replayed)
+        return LMRollout(policy, r, data, world, decoded, passes)
     from phalanx.distributed.vllm_groups import VllmGroups
     from phalanx.engines.vllm_text import TextEngine, TextEngineConfig
     from phalanx.rollout.lm.vllm import VllmRollout
