@@ -7,10 +7,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 from phalanx.training import rl
 from phalanx.types import Batch, Samples
 from tests.jobs import assert_same_weights, full_weights
-from tests.lm import one_step, tiny_lm_config
+from tests.lm import fit, one_step, tiny_lm_config
 from tests.ranks import run_ranks
 
 KEYS = ("algorithm.kl_loss_coef=0.04", "actor.loss_agg_mode=seq-mean-token-mean")
@@ -80,3 +81,17 @@ def test_the_guard_makes_old_log_probs_exact(own: tuple[str, ...], lm_folder: Pa
     """They are then taken in the very passes that are trained."""
     for errors in run_ranks(scored_again, 2, tiny_lm_config(lm_folder, tmp_path, *own, "trainer.resume=never")):
         assert errors[0] > 1e-4 and errors[1] == 0
+
+
+def test_tokens_are_counted(lm_folder: Path, tmp_path: Path) -> None:
+    """Of both ranks, in each phase."""
+    cfg = tiny_lm_config(lm_folder, tmp_path, *BUDGET[:2], PACKED, "trainer.total_training_steps=1")
+    run_ranks(fit, 2, cfg)
+    (row,) = read_metrics(tmp_path / "out" / METRICS_FILE)
+    total = row["perf/total_num_tokens"]
+    assert total == pytest.approx(16 * (row["prompt/length_mean"] + row["response/length_mean"]))
+    assert row["perf/tokens_per_gpu_per_s"] == pytest.approx(total / 2 / row["perf/step_s"])
+    drawn = 16 * row["response/length_mean"]
+    assert row["perf/rollout_tokens_per_gpu_per_s"] == pytest.approx(drawn / 2 / row["time/rollout"])
+    trained = row["perf/update_tokens_per_gpu_per_s"] * 2 * row["time/update"]
+    assert 0 < trained <= total * 1.001 and 1 <= row["perf/token_imbalance"] < 2 and row["perf/mfu"] > 0

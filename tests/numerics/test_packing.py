@@ -15,6 +15,7 @@ from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import packing
 from phalanx.models.lm.model import CausalLM
 from phalanx.models.lm.policy import LMPolicy, build_policy
+from phalanx.types import Prompt, Samples
 from tests.policies import disturb
 
 STARTS, LENGTHS = [4, 9, 1, 2], [3, 11, 1, 7]
@@ -88,3 +89,27 @@ def test_a_sliding_window_is_kept() -> None:
     settings.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match=r"^model\.use_remove_padding: true needs layers of attention, and qwen3 has"):
         packing.check(lm)
+
+
+def test_operations_are_those_of_real_tokens(lm_folder: Path, world: World) -> None:
+    """By hand, of a step with two samples of each of two prompts."""
+    config = LMModelConfig(path=str(lm_folder), dtype="float32", use_remove_padding=True)
+    data = LMDataConfig(max_prompt_length=64, max_response_length=16)
+    policy = build_policy(config, ParallelConfig(), data, world, chunk=5, temperature=0.7, seed=0)
+    lm = policy.trained.module.lm
+    layers = 2 * sum(m.weight.numel() for m in lm.model.modules() if isinstance(m, torch.nn.Linear))
+    head = 2 * lm.lm_head.weight.numel()
+    s = lm.config
+    square = 4 * s.num_hidden_layers * s.num_attention_heads * s.head_dim
+
+    def forward(tokens: int, logits: int) -> int:
+        return layers * tokens + square * tokens**2 + head * logits
+
+    assert policy.forward_flops(7, 3) == pytest.approx(forward(7, 3), rel=1e-3)  # rotations are products, too
+    prompts, lengths = [Prompt("a", i // 2, {}) for i in range(4)], torch.tensor([[4, 3], [4, 11], [9, 1], [9, 7]])
+    samples = Samples(prompts, [], torch.zeros(4, 11), torch.ones(4, 11).bool(), None, torch.arange(4), lengths=lengths)
+    scored = sum(forward(p + r, r) for p, r in lengths.tolist())
+    decoded = scored - forward(4, 0) - forward(9, 0)
+    expected = decoded + scored * (1 + 3 * 0.5 + 1)  # half of them were trained, and all seen by a reference
+    found = policy.step_flops(samples, actions=11, count=4, updates=0.5, references=1.0)
+    assert found == pytest.approx(expected, rel=1e-3)

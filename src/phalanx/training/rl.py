@@ -26,7 +26,7 @@ from phalanx.training.batches import BatchPlan
 from phalanx.training.minibatches import MicroBatches, Units, optimizer_steps
 from phalanx.training.parts import LoadedTeacher, Parts
 from phalanx.training.run import Run, peak_memory_gb
-from phalanx.training.step_metrics import actor_metrics, reward_metrics
+from phalanx.training.step_metrics import actor_metrics, reward_metrics, token_metrics
 from phalanx.types import Algorithm, Policy, Samples
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ class Trainer(Run):
             )
         self.group_id = torch.arange(plan.samples) // cfg.rollout.n
         self._flat_steps = 0  # in a row, without any difference between rewards
-        self._trained = 0  # samples of this rank that the last step trained, once for each time
+        # samples of this rank that the last step trained, and their tokens, once for each time
+        self._trained = self._trained_tokens = 0
 
     def batch(self) -> str:
         updates = "update" if self.plan.updates == 1 else "updates"
@@ -257,16 +258,14 @@ class Trainer(Run):
         batches = MicroBatches(samples, advantage[mine], self.world.device)
         stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
         updates: list[dict[str, Any]] = []
-        self._trained = 0
+        tokens, self._trained, self._trained_tokens = samples.tokens, 0, 0
         for epoch in range(cfg.ppo_epochs if units.counted.any() else 0):
             if algorithm.levels is not None:  # each pass has noise of its own
                 batches.corrupted = algorithm.corrupt(policy, samples, self.corruption_seeds(samples, step, epoch))
             if algorithm.levels is not None or epoch == 0:
                 batches.reference_outputs = self.reference_outputs(batches, units)
             mode, constant = cfg.loss_agg_mode, cfg.loss_scale_factor
-            steps = optimizer_steps(
-                batches.mask, units, plan, self.world, mode=mode, constant=constant, tokens=samples.tokens
-            )
+            steps = optimizer_steps(batches.mask, units, plan, self.world, mode=mode, constant=constant, tokens=tokens)
             if epoch == 0 and plan.by_tokens and self.progress.rescoring:
                 batches.samples = self.rescore_in(steps, samples)
             for parts in steps:
@@ -282,6 +281,7 @@ class Trainer(Run):
                     total += loss.detach()
                     stats[-1].append(scalars)
                     self._trained += len(rows)
+                    self._trained_tokens += 0 if tokens is None else int(tokens[rows].sum())
                     self.timers.advance()
                 updates.append(self.step_optimizer(total))
         return actor_metrics(stats, updates, plan.updates * cfg.ppo_epochs)
@@ -356,7 +356,10 @@ class Trainer(Run):
                 row["perf/judge_busy_s"] = self.rewards.judge_s
         peak = peak_flops(self.world.device, self.policy.trained.dtype)
         if peak is not None:
-            row["perf/mfu"] = self.step_flops(samples) / (seconds * self.world.size * peak)
+            flops = reduce_float(float(self.step_flops(samples)), "sum") / self.world.size  # each rank goes by its own
+            row["perf/mfu"] = flops / (seconds * self.world.size * peak)
+        if samples.lengths is not None:
+            row |= token_metrics(samples.lengths, self._trained_tokens, seconds, self.timers)
         return row
 
     def step_flops(self, samples: Samples) -> int:

@@ -174,7 +174,9 @@ class LMRollout:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
             mask = mask & ~cut[:, None]
         texts = [drawn.text for drawn in self._drawn]
-        return Samples(prompts, texts, self._log_prob(trace), mask, trace, index, tokens=starts + lengths)
+        return Samples(
+            prompts, texts, self._log_prob(trace), mask, trace, index, lengths=torch.stack([starts, lengths], 1)
+        )
 
     def _log_prob(self, trace: TokenTrace) -> Tensor:
         """[B, A]: the policy's own, by passes of the training's shape."""
