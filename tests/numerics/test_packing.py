@@ -69,7 +69,7 @@ def test_other_kinds_of_attention(kind: str, lm_folder: Path, monkeypatch: pytes
     monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
     lm = AutoModelForCausalLM.from_pretrained(lm_folder, dtype=torch.float32).eval()
     found, given = [], trace()
-    for lengths in (None, given.starts + given.lengths):
+    for lengths in (None, (given.starts + given.lengths).tolist()):
         found.append(CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0, lengths)[0])
         lm.config._attn_implementation = kind
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
@@ -84,7 +84,7 @@ def test_a_sliding_window_is_kept() -> None:
     lm, given = Qwen3ForCausalLM(settings).eval(), trace()
     padded = CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0)[0]
     lm.config._attn_implementation = packing.PACKED_SDPA
-    packed = CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0, given.starts + given.lengths)[0]
+    packed = CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0, (given.starts + given.lengths).tolist())[0]
     torch.testing.assert_close(packed, padded, rtol=0, atol=1e-5)
     settings.layer_types = ["linear_attention", "full_attention"]
     with pytest.raises(ValueError, match=r"^model\.use_remove_padding: true needs layers of attention, and qwen3 has"):

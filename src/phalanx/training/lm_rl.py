@@ -57,8 +57,10 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
     return trainer
 
 
-def check(cfg: LMRLConfig) -> BatchPlan:
-    """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another."""
+def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
+    """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another. With
+    `installed` False, engines need not be here.
+    """
     batches.check(cfg, build_algorithm(cfg))
     if cfg.model.use_remove_padding and cfg.model.compile and cfg.model.attn_implementation == "sdpa":
         raise ConfigError(
@@ -73,7 +75,7 @@ def check(cfg: LMRLConfig) -> BatchPlan:
         )
     check_loggers(cfg.trainer.logger)
     found = mesh.check(cfg, lambda size: plan(cfg, size))
-    check_engine(cfg)
+    check_engine(cfg, installed=installed)
     if cfg.reward.model.path is not None:
         launch = mesh.Launch.from_env()
         place(cfg.reward.model, launch.world_size, launch.local_world_size)

@@ -1,6 +1,7 @@
 """A causal language model of transformers, and its tokenizer."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,12 +37,12 @@ class CausalLM(nn.Module):
         ids: Tensor | None = None,
         predicting: Tensor | None = None,
         temperature: float = 1.0,
-        lengths: Tensor | None = None,
+        lengths: Sequence[int] | None = None,
         **decoding: Any,
     ) -> Any:
         """Scores [N] of the tokens that follow the positions `predicting` [B, T - 1] of ids [B, T]: see token_scores.
 
-        With `lengths` [B], those of ids without padding, all samples stand in one row. With other keywords, the
+        With `lengths`, the B ones of ids without padding, all samples stand in one row. With other keywords, the
         language model's own forward.
         """
         if ids is None or predicting is None:
@@ -53,8 +54,9 @@ class CausalLM(nn.Module):
             # padding stands behind, where a causal model does not look: no mask is needed
             states = decoder(input_ids=read, use_cache=False).last_hidden_state[predicting]
         else:
-            real = torch.arange(read.shape[1], device=ids.device) < (lengths - 1)[:, None]
-            beside = packing.arguments(self.lm, (lengths - 1).tolist(), ids.device)
+            ends = [length - 1 for length in lengths]  # nothing follows the last token
+            real = (torch.arange(read.shape[1]) < torch.tensor(ends)[:, None]).to(ids.device)
+            beside = packing.arguments(self.lm, ends, ids.device)
             row = decoder(input_ids=read[real][None], use_cache=False, **beside).last_hidden_state
             states = row[0, predicting[real]]
         head = self.lm.get_output_embeddings()
@@ -77,27 +79,29 @@ class CausalLM(nn.Module):
 def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalLM:
     """Load `config.path` in `dtype`; ValueError, in one line, for what does not load."""
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
-    attention = config.attn_implementation
     log.info("loading the model %s", config.path)
     with loading(f"model.path: {config.path!r} does not load"):
-        settings = transformers.AutoConfig.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=False
-        )
         lm, info = transformers.AutoModelForCausalLM.from_pretrained(
             config.path,
             revision=config.revision,
             trust_remote_code=False,
             use_safetensors=True,
             dtype=dtype,
-            attn_implementation=packing.implementation(attention) if config.use_remove_padding else attention,
+            attn_implementation=config.attn_implementation,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
     check_weights(info, f"model.path: {config.path!r}: its weights are not whole")
-    scaled = [name for name in _SCALED if settings.to_dict().get(name) not in (None, 1, 1.0)]
+    return causal_lm(lm, config, chunk)
+
+
+def causal_lm(lm: Any, config: LMModelConfig, chunk: int) -> CausalLM:
+    """A loaded model, as `config` wants it trained; ValueError for what it cannot do."""
+    scaled = [name for name in _SCALED if lm.config.to_dict().get(name) not in (None, 1, 1.0)]
     if scaled:
         raise ValueError(f"model.path: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
     if config.use_remove_padding:
+        lm.set_attn_implementation(packing.implementation(config.attn_implementation))
         packing.check(lm)
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -26,11 +26,6 @@ def implementation(name: str) -> str:
 
 def check(lm: Any) -> None:
     """Raise ValueError for a model in which a sequence would see its neighbors all the same."""
-    if lm.config._attn_implementation == PACKED_SDPA and not lm._supports_sdpa:
-        raise ValueError(
-            f"model.attn_implementation: sdpa does not work with {lm.config.model_type}; expected eager, "
-            "flash_attention_2 or flex_attention"
-        )
     kinds = lm.config.to_dict().get("layer_types") or ()
     other = sorted({kind for kind in kinds if kind not in _ATTENDS})
     if other or lm._is_stateful:

