@@ -21,5 +21,11 @@ def check(cfg: LMRLConfig) -> None:
     check_lm(cfg)
 
 
+def plan(cfg: LMRLConfig, words: dict[str, str]) -> str:
+    from phalanx.plan import plan_job
+
+    return plan_job(cfg, words)
+
+
 if __name__ == "__main__":
-    run(build, parse(LMRLConfig, __doc__ or "", check=check))
+    run(build, parse(LMRLConfig, __doc__ or "", plan=plan, check=check))

@@ -71,7 +71,8 @@ class Samples:
 
     `index` [B] is each sample's number in the step across all ranks; sample i belongs to group i // n. `weight` [B, A]
     are factors of the loss where another engine drew the samples. `exact`: a replay repeats log_prob to the last bit
-    where the rollout's are exact at all; False on all ranks where the shapes have changed since.
+    where the rollout's are exact at all; False on all ranks where the shapes have changed since. `lengths` [B, 2], on
+    the CPU, are the tokens of each prompt and of its response, where samples are made of tokens.
     """
 
     prompts: list[Prompt]
@@ -82,6 +83,12 @@ class Samples:
     index: Tensor
     weight: Tensor | None = None
     exact: bool = True
+    lengths: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """[B] of the samples, with their prompts."""
+        return None if self.lengths is None else self.lengths.sum(1)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,9 @@ class LMModelConfig(ModelConfig):
     attn_implementation: str = arg(
         "sdpa", "attention of transformers", choices=("sdpa", "eager", "flash_attention_2", "flex_attention")
     )
+    use_remove_padding: bool = arg(
+        False, "pack the samples of a forward and backward pass into one row, without padding between them"
+    )
 
 
 @dataclass
@@ -98,6 +101,14 @@ class LMAlgorithmConfig(AlgorithmConfig):
 class LMActorConfig(ActorConfig):
     """Updates of the policy."""
 
+    use_dynamic_bsz: bool = arg(
+        False,
+        "cut forward and backward passes by their tokens, ppo_max_token_len_per_gpu, in place of "
+        "ppo_micro_batch_size_per_gpu samples each",
+    )
+    ppo_max_token_len_per_gpu: int = arg(
+        16384, "most tokens of such a pass, prompts and padding included", **MOST_TOKENS
+    )
     log_prob_chunk_size: int = arg(
         1024, "tokens whose logits over the vocabulary are in memory at once, in training too", ge=1
     )

@@ -33,6 +33,10 @@ class TokenTrace:
         """The samples in `rows` [b]."""
         return replace(self, ids=self.ids[rows], starts=self.starts[rows], lengths=self.lengths[rows])
 
+    def trimmed(self) -> "TokenTrace":
+        """The same, no wider than the longest of these samples."""
+        return replace(self, ids=self.ids[:, : int((self.starts + self.lengths).max())])
+
     def rescored(self, replays: Sequence[Any]) -> "TokenTrace":
         """See phalanx.types.Trace: nothing of it depends on the weights."""
         return self

@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
-from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.trained import TrainedModel
 
 REDUCED = torch.float32.itemsize  # of the dtype in which gradients are summed over ranks
 
@@ -91,12 +92,14 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, policy: FlowPolicy, parallel: ParallelConfig, cluster: Cluster) -> "Layout":
-        """The layout of a policy that one rank holds as a whole, were it on a cluster."""
+    def of(
+        cls, model: TrainedModel, blocks: Iterable[nn.Module], parallel: ParallelConfig, cluster: Cluster
+    ) -> "Layout":
+        """The layout of a model that one rank holds as a whole, were it on a cluster."""
         width = cluster.width(parallel)
-        named = dict(policy.model.transformer.named_parameters())
-        unit = {id(p): i for i, block in enumerate(policy.model.blocks()) for p in block.parameters()}
-        own = policy.trained.parameters
+        named = dict(model.module.named_parameters())
+        unit = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
+        own = model.parameters
         replicate = parallel.lora_sharding == "replicate" and len(own) < len(named)
         weights = []
         for name, p in named.items():
@@ -106,7 +109,7 @@ class Layout:
             number = unit[id(p)] if id(p) in unit else -1
             away = shared_by > 1 and parallel.param_offload
             weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, number, away))
-        return cls(weights, cluster, width, policy.model.dtype)
+        return cls(weights, cluster, width, model.dtype)
 
     @property
     def trained(self) -> list[Weight]:

@@ -26,7 +26,7 @@ from phalanx.training.batches import BatchPlan
 from phalanx.training.minibatches import MicroBatches, Units, optimizer_steps
 from phalanx.training.parts import LoadedTeacher, Parts
 from phalanx.training.run import Run, peak_memory_gb
-from phalanx.training.step_metrics import actor_metrics, reward_metrics
+from phalanx.training.step_metrics import actor_metrics, reward_metrics, token_metrics
 from phalanx.types import Algorithm, Policy, Samples
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,8 @@ class Trainer(Run):
             )
         self.group_id = torch.arange(plan.samples) // cfg.rollout.n
         self._flat_steps = 0  # in a row, without any difference between rewards
-        self._trained = 0  # samples of this rank that the last step trained, once for each time
+        # samples of this rank that the last step trained, and their tokens, once for each time
+        self._trained = self._trained_tokens = 0
 
     def batch(self) -> str:
         updates = "update" if self.plan.updates == 1 else "updates"
@@ -133,14 +134,15 @@ class Trainer(Run):
         """The policy's own log-probabilities of samples that an engine with other kernels drew, or whose replay is
         known to differ; rollout/... metrics.
         """
-        exact = self.rollout.exact and samples.exact and not self.progress.rescoring
-        if exact or self.algorithm.levels is not None:
+        # passes that are cut by tokens are scored again as they are trained, in `update`
+        again = self.progress.rescoring and not self.plan.by_tokens
+        if (self.rollout.exact and samples.exact and not again) or self.algorithm.levels is not None:
             return samples, {}
         config = self.cfg.rollout
         if self.rollout.exact:  # rollout.correction is of other engines
             config = replace(config, correction="rescore")
         with self.timers("rescore"):
-            samples, row = rescore(self.policy, samples, config, self.plan.micro)
+            samples, row = rescore(self.policy, samples, config, self.plan.passes_of(1))
         return replace(samples, exact=True), row
 
     def guard(self, row: dict[str, float]) -> None:
@@ -148,7 +150,9 @@ class Trainer(Run):
         more than a tenth of the clip range: ratios would then be clipped by rounding and not by what was learned.
         """
         options, error = vars(self.cfg.algorithm), "actor/first_ratio_error"
-        if self.progress.rescoring or not self.rollout.exact or "clip_ratio" not in options or error not in row:
+        if self.progress.rescoring or "clip_ratio" not in options or error not in row:
+            return
+        if not self.rollout.exact and (not self.plan.by_tokens or self.cfg.rollout.correction == "none"):
             return
         if self.algorithm.levels is not None or row[error] <= options["clip_ratio"] / 10:
             return
@@ -243,7 +247,7 @@ class Trainer(Run):
         NaN for those that are left out.
         """
         cfg, plan, algorithm, policy = self.cfg.actor, self.plan, self.algorithm, self.policy
-        self.timers.expect(cfg.ppo_epochs * plan.updates * plan.passes)
+        self.timers.expect(cfg.ppo_epochs * plan.updates * plan.passes if plan.budget is None else 0)
         if not algorithm.needs_reward:  # it trains on samples without one, too
             reward = reward.nan_to_num(0.0)
         advantage = of_scored(algorithm.advantage, reward, self.group_id, 0.0)
@@ -254,13 +258,17 @@ class Trainer(Run):
         batches = MicroBatches(samples, advantage[mine], self.world.device)
         stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
         updates: list[dict[str, Any]] = []
+        tokens, self._trained, self._trained_tokens = samples.tokens, 0, 0
         for epoch in range(cfg.ppo_epochs if units.counted.any() else 0):
             if algorithm.levels is not None:  # each pass has noise of its own
                 batches.corrupted = algorithm.corrupt(policy, samples, self.corruption_seeds(samples, step, epoch))
             if algorithm.levels is not None or epoch == 0:
                 batches.reference_outputs = self.reference_outputs(batches, units)
             mode, constant = cfg.loss_agg_mode, cfg.loss_scale_factor
-            for parts in optimizer_steps(batches.mask, units, plan, self.world, mode=mode, constant=constant):
+            steps = optimizer_steps(batches.mask, units, plan, self.world, mode=mode, constant=constant, tokens=tokens)
+            if epoch == 0 and plan.by_tokens and self.progress.rescoring:
+                batches.samples = self.rescore_in(steps, samples)
+            for parts in steps:
                 stats.append([])
                 total = torch.zeros((), device=self.world.device)
                 for i, (rows, weight) in enumerate(parts):
@@ -272,10 +280,24 @@ class Trainer(Run):
                     loss.backward()
                     total += loss.detach()
                     stats[-1].append(scalars)
+                    self._trained += len(rows)
+                    self._trained_tokens += 0 if tokens is None else int(tokens[rows].sum())
                     self.timers.advance()
                 updates.append(self.step_optimizer(total))
-        self._trained = sum(plan.first(len(micros)) for micros in stats)  # those skipped left out
         return actor_metrics(stats, updates, plan.updates * cfg.ppo_epochs)
+
+    @torch.no_grad()
+    def rescore_in(self, steps: list[list[tuple[Tensor, Tensor]]], samples: Samples) -> Samples:
+        """The samples with log-probabilities of the very passes in which they are about to be trained."""
+        start, log_prob = time.perf_counter(), samples.log_prob.clone()
+        with self.policy.unsharded():
+            for rows, _ in (part for parts in steps for part in parts):
+                at = rows.to(self.world.device)
+                log_prob[at] = self.policy.replay(samples.trace.select(at)).log_prob
+        seconds = time.perf_counter() - start
+        self.timers.add("rescore", seconds)
+        self.timers.add("update", -seconds)  # within which it runs
+        return replace(samples, log_prob=log_prob)
 
     def corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
         """A seed for each sample of this rank, a function of (trainer.seed, step, sample, epoch)."""
@@ -286,17 +308,20 @@ class Trainer(Run):
         """What the algorithm wants of other weights, about the samples of this rank's units: [B, ...] by name, with the
         samples in their places.
         """
-        found = {}
+        found, tokens = {}, batches.samples.tokens
+        passes = self.plan.passes_of(self.plan.together)
+        cut = passes.parts(len(units.mine), None if tokens is None else tokens[units.mine])
+        parts = [units.mine[rows] for rows in cut]
         for name in self.algorithm.references:
             policy, theirs, weights = self._reference(name, batches)
-            parts = []
+            results = []
             with weights, policy.unsharded():
-                for part in units.mine.split(self.plan.micro_units):
+                for part in parts:
                     batch = theirs.select(part.flatten(), torch.ones(len(part), batches.mask.shape[1]))
-                    parts.append(self.algorithm.reference_output(policy, batch))
-            outputs = torch.cat(parts)
+                    results.append(self.algorithm.reference_output(policy, batch))
+            outputs = torch.cat(results)
             found[name] = outputs.new_zeros(self.plan.per_rank, *outputs.shape[1:])
-            found[name][units.mine.flatten().to(outputs.device)] = outputs
+            found[name][torch.cat(parts).flatten().to(outputs.device)] = outputs
         return found
 
     def _reference(self, name: str, batches: MicroBatches) -> tuple[Policy, MicroBatches, AbstractContextManager[None]]:
@@ -331,7 +356,10 @@ class Trainer(Run):
                 row["perf/judge_busy_s"] = self.rewards.judge_s
         peak = peak_flops(self.world.device, self.policy.trained.dtype)
         if peak is not None:
-            row["perf/mfu"] = self.step_flops(samples) / (seconds * self.world.size * peak)
+            flops = reduce_float(float(self.step_flops(samples)), "sum") / self.world.size  # each rank goes by its own
+            row["perf/mfu"] = flops / (seconds * self.world.size * peak)
+        if samples.lengths is not None:
+            row |= token_metrics(samples.lengths, self._trained_tokens, seconds, self.timers)
         return row
 
     def step_flops(self, samples: Samples) -> int:

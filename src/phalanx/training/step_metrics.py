@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.distributed.collectives import mean_rows, reduce_float
+from phalanx.distributed.collectives import mean_rows, reduce_float, reduce_int
 from phalanx.functional.advantage import group_std, informative
+from phalanx.telemetry.metrics import Timers
 
 
 def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -> dict[str, float]:
@@ -21,6 +23,24 @@ def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -
         "reward/zero_std_ratio": 1 - informative(reward, group_id).float().mean().item(),
     }
     return row | {f"reward/{name}": values.mean().item() for name, values in terms.items()}
+
+
+def token_metrics(lengths: Tensor, trained: int, step_s: float, timers: Timers) -> dict[str, float]:
+    """perf/... of samples that are made of tokens: all of them, and by rank and second those that each phase reads or
+    makes. lengths [B, 2] are this rank's prompts and responses, of which `trained` tokens went through the update.
+    """
+    ranks = dist.get_world_size()
+    total, drawn, own = int(lengths.sum()), int(lengths[:, 1].sum()), trained
+    total, drawn, trained = (reduce_int(number, "sum") for number in (total, drawn, trained))
+    row = {
+        "perf/total_num_tokens": float(total),
+        "perf/tokens_per_gpu_per_s": total / ranks / step_s,
+        "perf/token_imbalance": reduce_int(own, "max") * ranks / trained if trained else 1.0,
+    }
+    for phase, tokens in (("rollout", drawn), ("rescore", total), ("update", trained)):
+        if timers.seconds(phase) > 0:
+            row[f"perf/{phase}_tokens_per_gpu_per_s"] = tokens / ranks / timers.seconds(phase)
+    return row
 
 
 def actor_metrics(

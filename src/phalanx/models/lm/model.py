@@ -1,6 +1,7 @@
 """A causal language model of transformers, and its tokenizer."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import token_scores
+from phalanx.models.lm import packing
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +33,32 @@ class CausalLM(nn.Module):
         self.softcap: float | None = softcap
 
     def forward(
-        self, ids: Tensor | None = None, predicting: Tensor | None = None, temperature: float = 1.0, **decoding: Any
+        self,
+        ids: Tensor | None = None,
+        predicting: Tensor | None = None,
+        temperature: float = 1.0,
+        lengths: Sequence[int] | None = None,
+        **decoding: Any,
     ) -> Any:
         """Scores [N] of the tokens that follow the positions `predicting` [B, T - 1] of ids [B, T]: see token_scores.
 
-        With other keywords, the language model's own forward.
+        With `lengths`, the B ones of ids without padding, all samples stand in one row. With other keywords, the
+        language model's own forward.
         """
         if ids is None or predicting is None:
             self._recompute(False)
             return self.lm(**decoding)
         self._recompute(torch.is_grad_enabled())
-        # padding stands behind, where a causal model does not look: no mask is needed
-        states = self.lm.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[predicting]
+        decoder, read = self.lm.get_decoder(), ids[:, :-1]
+        if lengths is None:
+            # padding stands behind, where a causal model does not look: no mask is needed
+            states = decoder(input_ids=read, use_cache=False).last_hidden_state[predicting]
+        else:
+            ends = [length - 1 for length in lengths]  # nothing follows the last token
+            real = (torch.arange(read.shape[1]) < torch.tensor(ends)[:, None]).to(ids.device)
+            beside = packing.arguments(self.lm, ends, ids.device)
+            row = decoder(input_ids=read[real][None], use_cache=False, **beside).last_hidden_state
+            states = row[0, predicting[real]]
         head = self.lm.get_output_embeddings()
         tokens = ids[:, 1:][predicting]
         return token_scores(states, head, tokens, temperature=temperature, softcap=self.softcap, chunk=self.chunk)
@@ -65,9 +81,6 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     log.info("loading the model %s", config.path)
     with loading(f"model.path: {config.path!r} does not load"):
-        settings = transformers.AutoConfig.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=False
-        )
         lm, info = transformers.AutoModelForCausalLM.from_pretrained(
             config.path,
             revision=config.revision,
@@ -79,9 +92,17 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
             ignore_mismatched_sizes=True,
         )
     check_weights(info, f"model.path: {config.path!r}: its weights are not whole")
-    scaled = [name for name in _SCALED if settings.to_dict().get(name) not in (None, 1, 1.0)]
+    return causal_lm(lm, config, chunk)
+
+
+def causal_lm(lm: Any, config: LMModelConfig, chunk: int) -> CausalLM:
+    """A loaded model, as `config` wants it trained; ValueError for what it cannot do."""
+    scaled = [name for name in _SCALED if lm.config.to_dict().get(name) not in (None, 1, 1.0)]
     if scaled:
         raise ValueError(f"model.path: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
+    if config.use_remove_padding:
+        lm.set_attn_implementation(packing.implementation(config.attn_implementation))
+        packing.check(lm)
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return CausalLM(lm, chunk, recomputes=config.gradient_checkpointing)

@@ -36,14 +36,16 @@ class LMPolicy:
         *,
         temperature: float,
         seed: int,
+        trim: bool = False,
     ) -> None:
-        """Raises ValueError for what the model refuses."""
+        """`trim`: a pass is no wider than its longest sample. Raises ValueError for what the model refuses."""
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
-        self.temperature = temperature
+        self.temperature, self.trim = temperature, trim
         self.settings = model.lm.config
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._cost: tuple[float, float] | None = None  # see forward_flops
+        self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
         self._check(model)
         self.trained = TrainedModel(
             model, model.blocks(), world, config, parallel, DTYPES[config.dtype], lora_targets=LORA_TARGETS, seed=seed
@@ -93,7 +95,10 @@ class LMPolicy:
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As `replay`, at another temperature."""
-        scores = self.trained.module(trace.ids, trace.predicting, temperature)
+        if self.trim:
+            trace = trace.trimmed()
+        lengths = (trace.starts + trace.lengths).tolist() if self.config.use_remove_padding else None
+        scores = self.trained.module(trace.ids, trace.predicting, temperature, lengths)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
         return TokenReplay(*(zeros.masked_scatter(mask, values) for values in scores))
@@ -108,14 +113,17 @@ class LMPolicy:
 
     # -- cost -------------------------------------------------------------------------------------
 
-    def forward_flops(self, length: float) -> float:
-        """Operations of a forward pass of `length` tokens, all logits included: a length + b length^2."""
+    def forward_flops(self, length: float, logits: float) -> float:
+        """Operations of a forward pass over `length` tokens, with the logits of some: a length + b length^2 + c logits.
+
+        Attention is counted whole, as if each token saw those behind it, too.
+        """
         if self._cost is None:
             short, long = self._flops(64), self._flops(128)
             b = (long / 128 - short / 64) / 64
-            self._cost = short / 64 - 64 * b, b
+            self._cost = short / 64 - 64 * b - self._head, b
         a, b = self._cost
-        return a * length + b * length**2
+        return a * length + b * length**2 + self._head * logits
 
     def _flops(self, length: int) -> int:
         def build() -> Any:
@@ -129,18 +137,27 @@ class LMPolicy:
         return forward_flops(build, inputs)
 
     def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
-        """See phalanx.training.parts.TrainedPolicy. Decoding costs as much as a pass over what it decodes."""
-        trace: TokenTrace = samples.trace
-        total = sum(self.forward_flops(length) for length in (trace.starts + trace.lengths).tolist())
-        return step_flops(
-            round(total / len(trace.ids)),
+        """See phalanx.training.parts.TrainedPolicy: of the tokens that there are, without padding.
+
+        Decoding costs as much as a pass over what it decodes, and reads each prompt once. What gradient checkpointing
+        computes again is not counted.
+        """
+        assert samples.lengths is not None, "samples of this policy have lengths"
+        prompts, responses = samples.lengths.T.tolist()
+        scored = sum(self.forward_flops(p + r, r) for p, r in zip(prompts, responses, strict=True))
+        read = {prompt.group_id: length for prompt, length in zip(samples.prompts, prompts, strict=True)}
+        again = sum(self.forward_flops(length, 0) for length in prompts)
+        decoded = scored - again + sum(self.forward_flops(length, 0) for length in read.values())
+        passes = step_flops(
+            round(scored / len(prompts)),
             samples=count,
-            steps=2,  # decoding, and the old log-probabilities
+            steps=1,  # the old log-probabilities
             updates_per_sample=updates,
             lora=self.trained.lora,
-            checkpointing=self.config.gradient_checkpointing,
+            checkpointing=False,
             references=references,
         )
+        return passes + round(decoded / len(prompts) * count)
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -172,10 +189,11 @@ def build_policy(
     chunk: int,
     temperature: float,
     seed: int,
+    trim: bool = False,
 ) -> LMPolicy:
     """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be."""
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 else torch.float32
     tokenizer = load_tokenizer(config)
     model = load_model(config, dtype, chunk)
-    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed)
+    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, trim=trim)

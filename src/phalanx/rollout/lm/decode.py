@@ -58,7 +58,7 @@ def decode(
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     ends = torch.tensor(how.ends, device=device)
     for t in range(how.limit):
-        drawn = _draw(logits.float(), uniform[alive, t], how)
+        drawn = draw(logits.float(), uniform[alive, t], how)
         for sample, token, over in zip(alive.tolist(), drawn.tolist(), ended[alive].tolist(), strict=True):
             if not over:
                 responses[sample].append(token)
@@ -93,7 +93,7 @@ def _left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _draw(logits: Tensor, uniform: Tensor, how: Decoding) -> Tensor:
+def draw(logits: Tensor, uniform: Tensor, how: Decoding) -> Tensor:
     """Tokens [B] of logits [B, V]."""
     if how.temperature == 0:
         return logits.argmax(-1)

@@ -14,6 +14,7 @@ from phalanx.distributed.seed import fold_in
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding, decode
+from phalanx.rollout.passes import Passes, in_order
 from phalanx.types import Each, Prompt, Samples
 
 
@@ -44,13 +45,13 @@ class LMRollout:
         data: LMDataConfig,
         world: World,
         micro_batch_size: int,
-        replayed: int,
+        passes: Passes,
     ) -> None:
-        """Samples are drawn `micro_batch_size` at a time, and their log-probabilities taken of `replayed`, as in
+        """Samples are drawn `micro_batch_size` at a time, and their log-probabilities taken in `passes`, as in
         training.
         """
         self.policy, self.config, self.data, self.world = policy, config, data, world
-        self.micro_batch_size, self.replayed = micro_batch_size, replayed
+        self.micro_batch_size, self.passes = micro_batch_size, passes
         limit = data.max_response_length
         self.how = Decoding(limit, config.temperature, policy.ends, policy.pad)
         val = config.val
@@ -173,9 +174,12 @@ class LMRollout:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
             mask = mask & ~cut[:, None]
         texts = [drawn.text for drawn in self._drawn]
-        return Samples(prompts, texts, self._log_prob(trace), mask, trace, index)
+        return Samples(
+            prompts, texts, self._log_prob(trace), mask, trace, index, lengths=torch.stack([starts, lengths], 1)
+        )
 
     def _log_prob(self, trace: TokenTrace) -> Tensor:
         """[B, A]: the policy's own, by passes of the training's shape."""
-        parts = torch.arange(len(trace.ids), device=trace.ids.device).split(self.replayed)
-        return torch.cat([self.policy.replay(trace.select(part)).log_prob for part in parts])
+        tokens, device = (trace.starts + trace.lengths).cpu(), trace.ids.device
+        parts = self.passes.parts(len(tokens), tokens[:, None])
+        return in_order([self.policy.replay(trace.select(part.to(device))).log_prob for part in parts], parts)

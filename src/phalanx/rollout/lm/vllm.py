@@ -15,6 +15,7 @@ from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.rollout.passes import Passes
 from phalanx.types import JobError, Prompt, Samples
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_RESPONSE = 4, 160, 8  # longer than a block of vLLM's cache
@@ -36,7 +37,7 @@ class VllmRollout(LMRollout):
         group: Sequence[int],
     ) -> None:
         """`group`: the ranks that hold the engine's weights together, this one among them."""
-        super().__init__(policy, config, data, world, micro_batch_size, 0)
+        super().__init__(policy, config, data, world, micro_batch_size, Passes(0))
         self.engine, self.group = engine, group
         self._probe = probe_prompts(policy, data)
         self.sync_error = 0.0  # of the last probe
