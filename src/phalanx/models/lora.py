@@ -89,6 +89,32 @@ def merged_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[tu
         yield name.replace(".base_layer.", "."), weight
 
 
+@torch.no_grad()
+def merge_lora(module: nn.Module) -> None:
+    """Put the LoRA into the weights of its layers, which are the base's own afterwards."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            module.set_submodule(name, layer.get_base_layer())
+
+
+def adapter_config(rank: int, alpha: float, targets: Sequence[str], base: str, revision: str | None) -> Any:
+    """The LoraConfig with which peft loads a LoRA of a language model; its `save_pretrained` writes the file."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        target_modules=list(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        revision=revision,
+        inference_mode=True,
+    )
+
+
 def _alpha(config: ModelConfig) -> float:
     return config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
 

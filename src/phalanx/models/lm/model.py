@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import token_scores
+from phalanx.models.lm.headers import check_folder
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class CausalLM(nn.Module):
 
 def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalLM:
     """Load `config.path` in `dtype`; ValueError, in one line, for what does not load."""
+    check_folder(config.path)
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     log.info("loading the model %s", config.path)
     with loading(f"model.path: {config.path!r} does not load"):
@@ -89,6 +91,7 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
 
 def load_tokenizer(config: LMModelConfig) -> Any:
     """The tokenizer of `config.path`; ValueError for one that cannot end or pad a response, or has no chat template."""
+    check_folder(config.path)
     with loading(f"model.path: the tokenizer of {config.path!r} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=False
