@@ -29,9 +29,10 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     # peft asks only that some target matches; one that is misspelt would silently go untrained
     for target in targets or default_targets:
         if not matches(target):
-            in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in linear]
+            in_blocks = [re.search(r"\w+\.\d+\.(.+)", name) for name in linear]
             leaves = ", ".join(sorted({found[1] for found in in_blocks if found}))
-            raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; in a block: {leaves}")
+            known = f"in a block: {leaves or 'none'}"
+            raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; {known}")
     inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names, where they differ
     module.requires_grad_(False)
     # All ranks begin with the same weights, without a message: peft draws them from the process's

@@ -57,8 +57,9 @@ class CausalLM(nn.Module):
                 block.training = on
 
     def blocks(self) -> list[nn.Module]:
-        """The layers, which are sharded one by one."""
-        return list(self.lm.get_decoder().layers)
+        """The layers, which are sharded one by one; they go by other names in older models."""
+        lists = [child for child in self.lm.get_decoder().children() if isinstance(child, nn.ModuleList)]
+        return list(lists[0])
 
 
 def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalLM:
@@ -81,6 +82,10 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
             ignore_mismatched_sizes=True,
         )
     check_weights(info, f"model.path: {config.path!r}: its weights are not whole")
+    if settings.to_dict().get("is_decoder") is False:
+        raise ValueError(f"model.path: {config.path!r} is an encoder; expected a causal language model")
+    if not any(isinstance(child, nn.ModuleList) for child in lm.get_decoder().children()):
+        raise ValueError(f"model.path: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
     scaled = [name for name in _SCALED if settings.to_dict().get(name) not in (None, 1, 1.0)]
     if scaled:
         raise ValueError(f"model.path: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
@@ -90,7 +95,7 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
 
 
 def load_tokenizer(config: LMModelConfig) -> Any:
-    """The tokenizer of `config.path`; ValueError for one that cannot end or pad a response, or has no chat template."""
+    """The tokenizer of `config.path`; ValueError for one that cannot end a response."""
     check_folder(config.path)
     with loading(f"model.path: the tokenizer of {config.path!r} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
@@ -98,6 +103,8 @@ def load_tokenizer(config: LMModelConfig) -> Any:
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path: {config.path!r}: its tokenizer has no eos_token, by which a response would end")
+    if tokenizer.chat_template is None:
+        log.warning("the tokenizer of %s has no chat template: prompts are texts to go on with", config.path)
     return tokenizer
 
 

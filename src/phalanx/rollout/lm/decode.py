@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from phalanx.types import JobError
+
 SHRINK = 0.75  # of the samples go on: a smaller batch then pays for the copy of the cache
 
 
@@ -34,7 +36,7 @@ def decode(
 ) -> list[list[int]]:
     """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, limit].
 
-    `forward` and `config` are the language model's.
+    `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
     """
     device = uniform.device
     ids, mask = _left_padded(prompts, how.pad)
@@ -57,7 +59,9 @@ def decode(
     alive = torch.arange(len(rows), device=device)  # samples of the batch, some of which have ended
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     ends = torch.tensor(how.ends, device=device)
+    finite = torch.ones((), dtype=torch.bool, device=device)  # looked at once, at the end: each look would wait
     for t in range(how.limit):
+        finite &= logits.amax(-1).isfinite().all()
         drawn = _draw(logits.float(), uniform[alive, t], how)
         for sample, token, over in zip(alive.tolist(), drawn.tolist(), ended[alive].tolist(), strict=True):
             if not over:
@@ -79,6 +83,11 @@ def decode(
             use_cache=True,
         )
         logits, position = out.logits[:, -1], position + 1
+    if not finite:
+        raise JobError(
+            "model.path: the logits of the model hold NaN or infinity while it decodes: its activations overflow; try "
+            "model.dtype=float32 or, where they did not before, a lower optim.lr"
+        )
     return responses
 
 
