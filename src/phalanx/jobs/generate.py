@@ -20,6 +20,7 @@ from phalanx.jobs.export import open_given
 from phalanx.models.lm.model import DTYPES, load_model, load_tokenizer
 from phalanx.models.lm.policy import LMPolicy, prompt_tokens
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.telemetry.loggers import plain
 from phalanx.types import Prompt
 
 LIMIT = 1024  # tokens of a response of a model without a run
@@ -107,7 +108,7 @@ class Generation:
         """Print a response and write its line of the file."""
         name = f"prompt {prompt.group_id}" + (f", response {number}" if self.val.n > 1 else "")
         cut = f"\n[cut after {len(drawn.response)} tokens]" if drawn.truncated else ""
-        print(f"--- {name}: {_shown(' '.join(prompt.text.split()))}\n{_shown(drawn.text)}{cut}\n", flush=True)
+        print(f"--- {name}: {plain(' '.join(prompt.text.split()))}\n{plain(drawn.text)}{cut}\n", flush=True)
         if file is not None:
             row = {"index": prompt.group_id, "response": number, "prompt": prompt.text, "text": drawn.text}
             row |= {"tokens": len(drawn.response), "truncated": drawn.truncated, "seed": self.val.seed}
@@ -133,8 +134,3 @@ def read_prompts(cfg: GenerateConfig, key: str) -> list[Prompt]:
 def _given(**values: Any) -> dict[str, Any]:
     """Those that are not null."""
     return {name: value for name, value in values.items() if value is not None}
-
-
-def _shown(text: str) -> str:
-    """A text as a terminal can show it, whatever a model has put into it."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
