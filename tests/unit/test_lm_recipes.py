@@ -78,16 +78,13 @@ def test_holds_differences_only(path: Path) -> None:
 @recipes
 def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:
     """One step on one rank, with all of the recipe's settings but the model, its lengths, the batch, the engine and the
-    reward; the policy's own certainty stays.
+    reward.
     """
     (home / "reward.py").write_text(REWARD)
-    reward = f"{{path: '{home}/reward.py:evenness'}}"
-    if any(entry.name == "self_certainty" for entry in load(LMRLConfig, str(path), []).reward.functions):
-        reward = "{name: self_certainty}, {name: math, weight: 0, kwargs: {equivalence: string}}"
     tiny = [f"model.path={lm_folder}", "rollout.engine=policy", "rollout.tensor_parallel_size=1"]
     tiny += ["data.max_prompt_length=64", "data.max_response_length=12", "rollout.n=4", "parallel.fsdp_size=1"]
     tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
-    tiny += [f"reward.functions=[{reward}]", "trainer.logger=[]"]
+    tiny += [f"reward.functions=[{{path: '{home}/reward.py:evenness'}}]", "trainer.logger=[]"]
     cfg = load(LMRLConfig, str(path), [*tiny, f"trainer.output_dir={home / 'out'}"])
     (result,) = run_ranks(one_step, 1, cfg)
     row = result["row"]
