@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import Row, known_modules, resolve_registry, rows
-from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig, ServeRewardConfig
+from phalanx.config.tasks import CheckClusterConfig, ExportConfig, GenerateConfig, SampleConfig, ServeRewardConfig
 
 PAGE = Path(__file__).parent / "configuration.md"
 MARKER = "<!-- Below this line: written by docs/generate_configuration.py -->\n"
@@ -50,6 +50,9 @@ def reference() -> Iterator[str]:
     yield "## Sampling\n"
     yield f"{sentence(SampleConfig)}\n"
     yield from task(SampleConfig)
+    yield "## Generating texts\n"
+    yield f"{sentence(GenerateConfig)}\n"
+    yield from task(GenerateConfig)
     yield "## Export\n"
     yield f"{sentence(ExportConfig)}\n"
     yield from task(ExportConfig)

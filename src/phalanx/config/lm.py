@@ -17,6 +17,7 @@ from phalanx.config.run import (
 )
 
 TOKEN_CORRECTIONS = ("token_tis", "sequence_tis", "token_mask", "sequence_mask")
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention")
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 
@@ -24,9 +25,7 @@ MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 class LMModelConfig(ModelConfig):
     """The model that is trained: a causal language model's folder, as transformers writes it."""
 
-    attn_implementation: str = arg(
-        "sdpa", "attention of transformers", choices=("sdpa", "eager", "flash_attention_2", "flex_attention")
-    )
+    attn_implementation: str = arg("sdpa", "attention of transformers", choices=ATTENTION)
     use_remove_padding: bool = arg(
         False, "pack the samples of a forward and backward pass into one row, without padding between them"
     )

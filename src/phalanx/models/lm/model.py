@@ -12,6 +12,7 @@ from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import token_scores
 from phalanx.models.lm import packing
+from phalanx.models.lm.headers import check_folder
 
 log = logging.getLogger(__name__)
 
@@ -72,12 +73,14 @@ class CausalLM(nn.Module):
                 block.training = on
 
     def blocks(self) -> list[nn.Module]:
-        """The layers, which are sharded one by one."""
-        return list(self.lm.get_decoder().layers)
+        """The layers, which are sharded one by one; they go by other names in older models."""
+        lists = [child for child in self.lm.get_decoder().children() if isinstance(child, nn.ModuleList)]
+        return list(lists[0])
 
 
 def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalLM:
     """Load `config.path` in `dtype`; ValueError, in one line, for what does not load."""
+    check_folder(config.path)
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     log.info("loading the model %s", config.path)
     with loading(f"model.path: {config.path!r} does not load"):
@@ -91,6 +94,10 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
+    if lm.config.to_dict().get("is_decoder") is False:
+        raise ValueError(f"model.path: {config.path!r} is an encoder; expected a causal language model")
+    if not any(isinstance(child, nn.ModuleList) for child in lm.get_decoder().children()):
+        raise ValueError(f"model.path: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
     check_weights(info, f"model.path: {config.path!r}: its weights are not whole")
     return causal_lm(lm, config, chunk)
 
@@ -109,13 +116,16 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int) -> CausalLM:
 
 
 def load_tokenizer(config: LMModelConfig) -> Any:
-    """The tokenizer of `config.path`; ValueError for one that cannot end or pad a response, or has no chat template."""
+    """The tokenizer of `config.path`; ValueError for one that cannot end a response."""
+    check_folder(config.path)
     with loading(f"model.path: the tokenizer of {config.path!r} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=False
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path: {config.path!r}: its tokenizer has no eos_token, by which a response would end")
+    if tokenizer.chat_template is None:
+        log.warning("the tokenizer of %s has no chat template: prompts are texts to go on with", config.path)
     return tokenizer
 
 

@@ -70,15 +70,7 @@ class LMPolicy:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt with the chat template, behind which a response begins."""
-        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-        system = self.data.system_prompt
-        if system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        if self.tokenizer.chat_template is None:
-            found = self.tokenizer("\n\n".join(m["content"] for m in messages))
-        else:
-            found = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        tokens = list(found["input_ids"])
+        tokens = prompt_tokens(self.tokenizer, prompt, self.data.system_prompt)
         if self.data.overlong_prompts == "truncate":
             tokens = tokens[-self.data.max_prompt_length :]
         return tokens
@@ -178,6 +170,18 @@ class LMPolicy:
     def using(self, weights: str) -> AbstractContextManager[None]:
         """See TrainedModel.using."""
         return self.trained.using(weights)
+
+
+def prompt_tokens(tokenizer: Any, prompt: Prompt, system: str | None) -> list[int]:
+    """Tokens of a prompt with the chat template, however many; `system`: see data.system_prompt."""
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    if tokenizer.chat_template is None:
+        found = tokenizer("\n\n".join(m["content"] for m in messages))
+    else:
+        found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(found["input_ids"])
 
 
 def build_policy(

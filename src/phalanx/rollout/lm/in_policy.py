@@ -103,10 +103,14 @@ class LMRollout:
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """rollout.val.n responses per prompt, one prompt's after the other."""
+        self.draw_validation(prompts, each=each)
+
+    def draw_validation(self, prompts: list[Prompt], *, each: Each) -> list[Drawn]:
+        """As `sample_validation`, with what was drawn."""
         val = self.config.val
         repeated = [prompt for prompt in prompts for _ in range(val.n)]
         names = [(val.seed, 0, prompt.group_id, i) for prompt in prompts for i in range(val.n)]
-        self._draw(repeated, names, self.val_how, each)
+        return self._draw(repeated, names, self.val_how, each)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """response/... and prompt/... of the samples of all ranks; reward [N] is theirs."""
