@@ -305,8 +305,8 @@ def scores_say(scores: str, reason: str, more: str = "") -> tuple[Answer, str]:
 
 
 LIES: dict[str, tuple[Answer, str]] = {
-    "too few": (says({"scores": [1.0, 2.0]}), "2 scores for 4 images"),
-    "too many": (says({"scores": [1.0] * 5}), "5 scores for 4 images"),
+    "too few": (says({"scores": [1.0, 2.0]}), "2 scores for 4 samples"),
+    "too many": (says({"scores": [1.0] * 5}), "5 scores for 4 samples"),
     "nan": scores_say("[0.5, NaN, 0, 0]", ".1=nan should be a finite number"),
     "infinity": scores_say("[0.5, 0, -1e999, 0]", ".2=-inf should be a finite number"),
     "huge": (says({"scores": [-1e7, 0, 0, 0]}), "score 0 is -10000000.0; expected numbers up to max_abs=1e+06"),
@@ -515,8 +515,8 @@ def test_it_goes_on_with_a_value_where_that_is_configured(caplog: pytest.LogCapt
             assert got == RewardOutput([0.0, 1.0, -1, -1, 4.0], {"degraded": [0, 0, 1, 1, 0]})
     assert asks.degraded == 10
     assert caplog.messages == [
-        f"{place()}: {count} images have got error_value=-1 instead of a score since the start; "
-        f"the last ones because of {server.url}: 1 scores for 2 images"
+        f"{place()}: {count} samples have got error_value=-1 instead of a score since the start; "
+        f"the last ones because of {server.url}: 1 scores for 2 samples"
         for count in (2, 4, 8)
     ]
     assert {record.levelno for record in caplog.records} == {logging.ERROR}

@@ -19,7 +19,7 @@ from phalanx.types import Replay
 @dataclass(frozen=True)
 class TokenTrace:
     """Prompts with their responses: ids [B, T], padded behind; starts [B], the prompts' lengths; lengths [B], those of
-    the responses; `width`, A.
+    the responses; `width`, A. `certainty` [B]: the mean self-certainty of each response, once the policy has said it.
 
     All ranks pad to the same T and A, so that each pass over some of the samples has one shape.
     """
@@ -28,14 +28,19 @@ class TokenTrace:
     starts: Tensor
     lengths: Tensor
     width: int
+    certainty: Tensor | None = None
 
     def select(self, rows: Tensor) -> "TokenTrace":
         """The samples in `rows` [b]."""
-        return replace(self, ids=self.ids[rows], starts=self.starts[rows], lengths=self.lengths[rows])
+        certainty = None if self.certainty is None else self.certainty[rows]
+        return TokenTrace(self.ids[rows], self.starts[rows], self.lengths[rows], self.width, certainty)
 
     def rescored(self, replays: Sequence[Any]) -> "TokenTrace":
-        """See phalanx.types.Trace: nothing of it depends on the weights."""
-        return self
+        """See phalanx.types.Trace: of its certainty alone; unchanged without replays."""
+        if not replays:
+            return self
+        values = torch.cat([replay.self_certainty for replay in replays])
+        return replace(self, certainty=values.sum(1) / self.lengths.clamp(min=1))
 
     @property
     def mask(self) -> Tensor:

@@ -11,7 +11,7 @@ from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
-from phalanx.functional.tokens import TokenTrace
+from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding, decode
 from phalanx.types import Each, Prompt, Samples
@@ -56,6 +56,7 @@ class LMRollout:
         val = config.val
         self.val_how = Decoding(val.max_response_length or limit, val.temperature, policy.ends, policy.pad, val.top_p)
         self._drawn: list[Drawn] = []  # those of the last `sample`, for `resample`
+        self._replays: list[TokenReplay] = []  # of the last samples, where the policy itself says their log-probs
         self._seed = (0, 0)
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
@@ -173,9 +174,11 @@ class LMRollout:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
             mask = mask & ~cut[:, None]
         texts = [drawn.text for drawn in self._drawn]
-        return Samples(prompts, texts, self._log_prob(trace), mask, trace, index)
+        log_prob = self._log_prob(trace)
+        return Samples(prompts, texts, log_prob, mask, trace.rescored(self._replays), index)
 
     def _log_prob(self, trace: TokenTrace) -> Tensor:
         """[B, A]: the policy's own, by passes of the training's shape."""
         parts = torch.arange(len(trace.ids), device=trace.ids.device).split(self.replayed)
-        return torch.cat([self.policy.replay(trace.select(part)).log_prob for part in parts])
+        self._replays = [self.policy.replay(trace.select(part)) for part in parts]
+        return torch.cat([replay.log_prob for replay in self._replays])
