@@ -98,6 +98,7 @@ class PrepareData:
                 answer, form = boxed(text), "boxed"
             else:
                 answer = text.strip()
+                form = "boxed" if "\\boxed" in str(row.meta.get("solution")) else form
             if not answer:
                 raise ConfigError(f"{key}: {file}: prompt {number} has a solution without an answer: {text[-80:]!r}")
             others = {name: value for name, value in row.meta.items() if name not in ("ground_truth", "reward_model")}
@@ -123,9 +124,14 @@ class PrepareData:
             return row
         prompt = row["prompt"]
         if isinstance(prompt, str):
-            return row | {"prompt": f"{prompt.rstrip()} {self.instruction}"}
-        last = prompt[-1] | {"content": f"{prompt[-1]['content'].rstrip()} {self.instruction}"}
+            return row | {"prompt": self._behind(prompt)}
+        last = prompt[-1] | {"content": self._behind(prompt[-1]["content"])}
         return row | {"prompt": [*prompt[:-1], last]}
+
+    def _behind(self, text: str) -> str:
+        """The instruction behind a text, on a line of its own where the text has several."""
+        text = text.rstrip()
+        return text + ("\n" if "\n" in text else " ") + self.instruction
 
     # -- reasoning-gym --------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,9 @@ class Verifier:
         except queue.Empty:
             child = self._start()
         assert child.stdin is not None and child.stdout is not None
-        try:
+        with suppress(BrokenPipeError):  # it is gone: told below
             child.stdin.write(json.dumps(arguments) + "\n")
             child.stdin.flush()
-        except BrokenPipeError:
-            pass  # it is gone: told below
         line = child.stdout.readline()
         if not line:
             raise VerifierError(self._end(child))
@@ -64,8 +63,11 @@ class Verifier:
 
     def _end(self, child: "subprocess.Popen[str]") -> str:
         """What became of a process, in words."""
-        with child:
-            code = child.wait()
+        code = child.wait()
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.close()
+        with suppress(BrokenPipeError):  # of the question that it did not hear
+            child.stdin.close()
         if code == -signal.SIGALRM:
             return f"no verdict within timeout_s={self._timeout_s:g}"
         return f"its process ended with {code}"
