@@ -30,10 +30,11 @@ import uvicorn
 from PIL import Image
 
 from phalanx.config import load
+from phalanx.config.run import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.exit import place
 from phalanx.jobs.reward_server import RewardServer
-from phalanx.rewards import RewardError, RewardOutput
+from phalanx.rewards import RewardError, RewardOutput, RewardSet
 from phalanx.rewards.http import MAX_ANSWER, Http, ServerError
 from phalanx.types import Prompt
 from tests.ranks import ROOT, free_port
@@ -254,6 +255,25 @@ def test_prompts_metadata_and_weights(own: Path, caplog: pytest.LogCaptureFixtur
         f"{asks.shown}: metadata 'raw' is not sent, since JSON cannot hold it (bytes)",
         f"{asks.shown}: metadata 'nan' is not sent, since JSON cannot hold it (float)",
     ]
+
+
+def test_completions_are_sent_as_they_are() -> None:
+    """In JSON whatever `encoding` says, in requests of batch_size, with a last one that is smaller."""
+    seen: list[dict[str, Any]] = []
+
+    def answer(request: "Strange", body: dict[str, Any]) -> None:
+        seen.append(body)
+        request.reply({"scores": [float(len(text)) for text in body["completions"]]})
+
+    functions = [RewardFunctionConfig(name="http")]
+    texts = ["a", "", "\x00é\n", "x" * 100_000, "b"]
+    prompts = [Prompt(f"p{i}", i, {"ground_truth": i}) for i in range(5)]
+    with strange(answer) as server:
+        functions[0].kwargs = {"url": server.url, "batch_size": 2, "concurrency": 1, "encoding": "multipart"}
+        reward = RewardSet(RewardConfig(functions=functions), "cpu", outputs="completions")
+        assert scored(reward, (texts, prompts)) == {"http": [1, 0, 3, 100_000, 1]}
+    assert [body["completions"] for body in seen] == [texts[:2], texts[2:4], texts[4:]]
+    assert seen[2] == {"completions": ["b"], "prompts": ["p4"], "metadata": [{"ground_truth": 4}]}
 
 
 def test_the_server_of_the_documentation() -> None:
