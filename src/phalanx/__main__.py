@@ -49,6 +49,7 @@ COMMANDS = {
     "export": Command("write a checkpoint for stock diffusers, or transformers", "export_checkpoint"),
     "check": Command("check, in a minute, that the machines are fit to train on", "check_cluster"),
     "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),
+    "prepare": Command("make training data of a language model", "prepare_data", one_rank=True),
     "report": Command("make RUN_DIR/report.html of a run: phalanx report RUN_DIR"),
     "configs": Command("list the shipped configurations; with a NAME, print that one"),
 }

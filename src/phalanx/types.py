@@ -47,8 +47,10 @@ class Trace(Protocol):
     def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
 
-    def rescored(self, replays: Sequence[Any]) -> Self:
-        """The trace after the policy itself has replayed all samples, in order: see phalanx.rollout.correction."""
+    def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
+        """The trace after the policy itself has replayed all samples, those in the rows `parts` one by one: see
+        phalanx.rollout.correction.
+        """
 
 
 class Corrupted(Protocol):

@@ -1,4 +1,4 @@
-"""Configuration of export_checkpoint.py, sample.py, generate.py, check_cluster.py and serve_reward.py in tasks/."""
+"""Configuration of the tasks beside training: export_checkpoint.py, sample.py, generate.py and others."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -16,6 +16,7 @@ T = TypeVar("T", bound=RunConfig)
 
 WEIGHTS = ("auto", "model", "ema")
 EXPORT_DTYPES = (*DTYPES, "float16")
+INSTRUCTIONS = ("hash", "boxed", "line", "answer", "none")
 
 
 @dataclass
@@ -166,6 +167,34 @@ class ServeRewardConfig:
     max_memory_mb: float = arg(4000.0, "memory for the pixels of all requests, in MB; further ones wait", gt=0)
     max_requests: int = arg(256, "most connections at once; further ones are told to retry", ge=1)
     read_timeout_s: float = arg(30.0, "seconds for the head of a request to arrive, and then for its body", gt=0)
+
+
+@dataclass
+class PrepareDataConfig:
+    """Configuration of tasks/prepare_data.py."""
+
+    source: Optional[str] = arg(
+        None, "file of problems with answers, such as GSM8K's .jsonl, MATH's or a .parquet of verl", path=True
+    )
+    reasoning_gym: list[str] = arg([], "in place of source: tasks of reasoning-gym, such as [chain_sum&min_terms=2]")
+    size: int = arg(1000, "rows of each of these tasks", ge=1)
+    prompt_key: Optional[str] = arg(None, "column of the prompts; null: prompt, question, problem or messages")
+    answer_key: Optional[str] = arg(
+        None, "column of the answers; null: ground_truth, reward_model.ground_truth, answer or solution"
+    )
+    test_source: Optional[str] = arg(
+        None, "file of held-out problems: becomes test.jsonl, and its prompts are left out of the others", path=True
+    )
+    instruction: Optional[str] = arg(
+        None,
+        "what is asked for behind each prompt: the answer behind ####, in \\boxed{}, in a line Answer:, in tags, or "
+        "nothing; null: what the source's own solutions have, tags for reasoning-gym",
+        choices=INSTRUCTIONS,
+    )
+    suffix: Optional[str] = arg(None, "an instruction in words of your own")
+    val_size: int = arg(200, "prompts that are held out as val.jsonl; 0: none", ge=0)
+    seed: int = arg(0, "seed of the split, and of reasoning-gym's tasks", **SEEDS)
+    output_dir: str = arg("outputs/data", "gets train.jsonl, val.jsonl and test.jsonl, which are replaced")
 
 
 def read_run(file: Path, *kinds: type[T]) -> T:

@@ -16,11 +16,11 @@ from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
 from phalanx.data.prompts import load_prompts, numbered
 from phalanx.distributed import mesh
+from phalanx.distributed.passes import Passes
 from phalanx.jobs.export import open_given
 from phalanx.models.lm.model import DTYPES, load_model, load_tokenizer
 from phalanx.models.lm.policy import LMPolicy, prompt_tokens
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
-from phalanx.rollout.passes import Passes
 from phalanx.telemetry.loggers import plain
 from phalanx.types import Prompt
 

@@ -35,6 +35,11 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False)
     world = start(cfg)
     rewards = build_rewards(cfg, world, outputs="completions")
+    if val_sets and rewards is not None and not rewards.validates:
+        raise ConfigError(
+            "data.val_files: the policy itself gives all terms of the reward, which it does in training alone; add one "
+            "to validate by, such as {name: gsm8k, weight: 0}"
+        )
     policy = build_policy(
         cfg.model,
         cfg.parallel,

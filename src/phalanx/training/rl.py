@@ -178,7 +178,7 @@ class Trainer(Run):
         if self.rewards is None:
             return samples, torch.zeros(self.plan.samples), {}
         with self.timers("reward"):  # what is left of it: the rest was scored while sampling went on
-            terms = self.gather_terms()
+            terms = self.gather_terms() | self.policy_terms(samples)
         reward, redrawn, r = self.combine(terms, step), 0, self.cfg.rollout
         rows, limit = self.prompts.numbers(step), max(r.max_num_gen_batches, r.max_draws_per_prompt)
         for attempt in range(1, limit):
@@ -196,7 +196,8 @@ class Trainer(Run):
             with self.timers("reward"):
                 again, numbers = self.gather_terms(), all_gather(numbers)
             real = numbers >= 0
-            terms = {name: values.index_copy(0, numbers[real], again[name][real]) for name, values in terms.items()}
+            drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
+            terms = drawn | self.policy_terms(samples)
             reward = self.combine(terms, step)
             redrawn += int(stale.sum())
         if redrawn > 0:
@@ -227,6 +228,12 @@ class Trainer(Run):
     def gather_terms(self) -> dict[str, Tensor]:
         """The terms of the reward [N], of all that the ranks submitted, in the order of ranks."""
         return {name: all_gather(values) for name, values in self.score()[1].items()}
+
+    def policy_terms(self, samples: Samples) -> dict[str, Tensor]:
+        """The terms of the reward [N] that the policy itself gives, of all ranks' samples."""
+        assert self.rewards is not None
+        found = self.rewards.of_policy(self.policy, samples, self.plan.passes_of(1))
+        return {name: all_gather(values) for name, values in found.items()}
 
     def combine(self, terms: dict[str, Tensor], step: int) -> Tensor:
         """The reward [N] that is trained, of its terms [N]; NaN for samples that lack one of them."""

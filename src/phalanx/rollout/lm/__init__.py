@@ -6,10 +6,10 @@ from importlib.util import find_spec
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import Launch, World
+from phalanx.distributed.passes import Passes
 from phalanx.distributed.placement import near_divisors
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.in_policy import LMRollout
-from phalanx.rollout.passes import Passes
 
 
 def check_engine(cfg: LMRLConfig, *, installed: bool = True) -> None:
