@@ -36,6 +36,7 @@ class LMPolicy:
         *,
         temperature: float,
         seed: int,
+        frozen: bool = False,
     ) -> None:
         """Raises ValueError for what the model refuses."""
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
@@ -46,7 +47,15 @@ class LMPolicy:
         self._cost: tuple[float, float] | None = None  # see forward_flops
         self._check(model)
         self.trained = TrainedModel(
-            model, model.blocks(), world, config, parallel, DTYPES[config.dtype], lora_targets=LORA_TARGETS, seed=seed
+            model,
+            model.blocks(),
+            world,
+            config,
+            parallel,
+            DTYPES[config.dtype],
+            lora_targets=LORA_TARGETS,
+            seed=seed,
+            frozen=frozen,
         )
 
     def _check(self, model: CausalLM) -> None:
@@ -172,10 +181,14 @@ def build_policy(
     chunk: int,
     temperature: float,
     seed: int,
+    frozen: bool = False,
 ) -> LMPolicy:
-    """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be."""
+    """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be.
+
+    `frozen`: a teacher, of which nothing is trained.
+    """
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
-    dtype = DTYPES[config.dtype] if config.lora_rank > 0 else torch.float32
+    dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     model = load_model(config, dtype, chunk)
-    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed)
+    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, frozen=frozen)

@@ -134,7 +134,7 @@ class LMRollout:
         for start in range(0, len(prompts), self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             new = self._decode(prompts[part], names[part], how)
-            each([drawn.text for drawn in new], prompts[part])
+            each([drawn.text for drawn in new], [measured(p, d, how) for p, d in zip(prompts[part], new, strict=True)])
             found += new
         return found
 
@@ -179,3 +179,9 @@ class LMRollout:
         """[B, A]: the policy's own, by passes of the training's shape."""
         parts = torch.arange(len(trace.ids), device=trace.ids.device).split(self.replayed)
         return torch.cat([self.policy.replay(trace.select(part)).log_prob for part in parts])
+
+
+def measured(prompt: Prompt, drawn: Drawn, how: Decoding) -> Prompt:
+    """The prompt as its reward sees it: with the tokens of the response, and their limit."""
+    lengths = {"response_length": len(drawn.response), "max_response_length": how.limit}
+    return replace(prompt, meta=prompt.meta | lengths)
