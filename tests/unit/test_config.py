@@ -301,8 +301,8 @@ def test_a_file_that_is_no_algorithm(text: str, message: str, tmp_path: Path) ->
 def test_an_algorithm_that_is_unknown(name: str) -> None:
     near = "; did you mean flow_grpo?" if name.startswith((".", "flow")) else ";"
     assert refusal(f"algorithm.name={name}") == (
-        f"algorithm.name: {name!r} is unknown{near} known: awm, cps, dance_grpo, diffusion_dpo, diffusion_nft, flow_dppo, "
-        "flow_grpo, grpo, grpo_guard, mix_grpo, opd, rwr, sft, a dotted module, or path/to/file.py"
+        f"algorithm.name: {name!r} is unknown{near} known: awm, cispo, cps, dance_grpo, diffusion_dpo, diffusion_nft, "
+        "distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, raft, rloo, rwr, sapo, sft, a dotted module, or path/to/file.py"
     )
 
 

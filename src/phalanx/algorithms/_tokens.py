@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Optional
 
 from torch import Tensor
 
@@ -19,6 +20,12 @@ class TokenConfig(GroupConfig):
     kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
     kl_loss_type: str = arg("k3", "estimate of that KL at each token: k1, k2 or k3 (Schulman)", choices=KL_TYPES)
     entropy_coeff: float = arg(0.0, "weight of the entropy, which is maximised", ge=0)
+    early_stop_imp_ratio: Optional[float] = arg(
+        None,
+        "leave out what is left of a step's updates from the one on, after the first, whose tokens have a mean ratio "
+        "above this; 5 in RLinf; null: never",
+        gt=1,
+    )
 
 
 class TokenAlgorithm(GroupAlgorithm, ABC):

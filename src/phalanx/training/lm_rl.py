@@ -18,6 +18,7 @@ from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
 from phalanx.training.batches import BatchPlan
+from phalanx.training.lm_teacher import load_teacher
 from phalanx.training.parts import Parts, build_rewards, start
 from phalanx.training.rl import Trainer
 from phalanx.types import Algorithm, Prompt
@@ -56,7 +57,8 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
         val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
     rollout = build_rollout(cfg, policy, world, plan.rollout_micro, plan.passes_of(1))
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
-    trainer = make(cfg, plan, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts)
+    teachers = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
+    trainer = make(cfg, plan, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts, teachers)
     if world.rank == 0:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some])
     return trainer

@@ -2,6 +2,8 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -15,7 +17,7 @@ from phalanx.distributed.placement import judged_beside
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
 from phalanx.training import folder_lock
-from phalanx.types import Policy, Prompt, Rollout, Samples
+from phalanx.types import Policy, Prompt, Rollout, Samples, Teacher
 
 log = logging.getLogger(__name__)
 
@@ -80,3 +82,12 @@ def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> R
         return None
     beside = judged_beside(cfg, world.shard_size)
     return RewardSet(cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside)
+
+
+@contextmanager
+def about(teacher: Teacher) -> Iterator[None]:
+    """What is said of model.path within the block is said of the teacher (ValueError)."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error

@@ -256,7 +256,7 @@ class Trainer(Run):
         cfg, plan, algorithm, policy = self.cfg.actor, self.plan, self.algorithm, self.policy
         self.timers.expect(cfg.ppo_epochs * plan.updates * plan.passes if plan.budget is None else 0)
         if not algorithm.needs_reward:  # it trains on samples without one, too
-            reward = reward.nan_to_num(0.0)
+            reward = without_gaps(reward, self.group_id)
         advantage = of_scored(algorithm.advantage, reward, self.group_id, 0.0)
         sample_mask = of_scored(algorithm.sample_mask, reward, self.group_id, False)
         numbers = algorithm.units(without_gaps(reward, self.group_id), self.group_id)
@@ -290,7 +290,12 @@ class Trainer(Run):
                     self._trained += len(rows)
                     self._trained_tokens += 0 if tokens is None else int(tokens[rows].sum())
                     self.timers.advance()
+                if updates and self.too_far(stats[-1]):
+                    self.learner.optimizer.drop_gradients()
+                    break
                 updates.append(self.step_optimizer(total))
+            if len(updates) < len(stats):
+                break
         return actor_metrics(stats, updates, plan.updates * cfg.ppo_epochs)
 
     @torch.no_grad()
@@ -305,6 +310,14 @@ class Trainer(Run):
         self.timers.add("rescore", seconds)
         self.timers.add("update", -seconds)  # within which it runs
         return replace(samples, log_prob=log_prob)
+
+    def too_far(self, scalars: list[dict[str, Any]]) -> bool:
+        """Whether the mean ratio of an update on all ranks is above algorithm.early_stop_imp_ratio."""
+        limit = vars(self.cfg.algorithm).get("early_stop_imp_ratio")
+        if limit is None or "ratio_mean" not in scalars[0]:
+            return False
+        total = sum(float(row["ratio_mean"]) for row in scalars)
+        return reduce_float(total, "sum") > limit * len(scalars) * self.world.size
 
     def corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
         """A seed for each sample of this rank, a function of (trainer.seed, step, sample, epoch)."""

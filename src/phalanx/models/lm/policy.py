@@ -37,6 +37,7 @@ class LMPolicy:
         temperature: float,
         seed: int,
         trim: bool = False,
+        frozen: bool = False,
     ) -> None:
         """`trim`: a pass is no wider than its longest sample. Raises ValueError for what the model refuses."""
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
@@ -48,7 +49,15 @@ class LMPolicy:
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
         self._check(model)
         self.trained = TrainedModel(
-            model, model.blocks(), world, config, parallel, DTYPES[config.dtype], lora_targets=LORA_TARGETS, seed=seed
+            model,
+            model.blocks(),
+            world,
+            config,
+            parallel,
+            DTYPES[config.dtype],
+            lora_targets=LORA_TARGETS,
+            seed=seed,
+            frozen=frozen,
         )
 
     def _check(self, model: CausalLM) -> None:
@@ -194,10 +203,16 @@ def build_policy(
     temperature: float,
     seed: int,
     trim: bool = False,
+    frozen: bool = False,
 ) -> LMPolicy:
-    """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be."""
+    """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be.
+
+    `frozen`: a teacher, of which nothing is trained.
+    """
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
-    dtype = DTYPES[config.dtype] if config.lora_rank > 0 else torch.float32
+    dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     model = load_model(config, dtype, chunk)
-    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, trim=trim)
+    return LMPolicy(
+        model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, trim=trim, frozen=frozen
+    )

@@ -140,7 +140,7 @@ class LMRollout:
         for start in range(0, len(prompts), self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             new = self._decode(prompts[part], names[part], how)
-            each([drawn.text for drawn in new], prompts[part])
+            each([drawn.text for drawn in new], [measured(p, d, how) for p, d in zip(prompts[part], new, strict=True)])
             found += new
         return found
 
@@ -190,3 +190,9 @@ class LMRollout:
         replays = [self.policy.replay(trace.select(part.to(trace.ids.device))) for part in parts]
         log_prob = in_order([replay.log_prob for replay in replays], parts)
         return replace(samples, log_prob=log_prob, trace=trace.rescored(replays, parts))
+
+
+def measured(prompt: Prompt, drawn: Drawn, how: Decoding) -> Prompt:
+    """The prompt as its reward sees it: with the tokens of the response, and their limit."""
+    lengths = {"response_length": len(drawn.response), "max_response_length": how.limit}
+    return replace(prompt, meta=prompt.meta | lengths)
