@@ -25,7 +25,7 @@ PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.text", "phalanx.rewards.ju
 FORMS = "module:function or path/to/file.py:function"
 TAKES = ("images", "videos", "completions")  # names of a reward's first parameter that say what it takes
 # Names that the trainer logs beside the terms, as reward/mean and so on.
-RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean")
+RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean", "kl_mean")
 
 
 @dataclass(frozen=True)

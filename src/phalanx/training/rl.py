@@ -17,17 +17,18 @@ from torch import Tensor
 from phalanx.config.load import ConfigError
 from phalanx.config.run import RLConfig
 from phalanx.data.streams import PromptStream
-from phalanx.distributed.collectives import all_gather, reduce_float
+from phalanx.distributed.collectives import all_gather, reduce_float, reduce_sum
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.advantage import informative, of_scored, without_gaps
 from phalanx.rollout.correction import rescore
 from phalanx.telemetry.flops import peak_flops
 from phalanx.training.batches import BatchPlan
+from phalanx.training.critic import CriticTrainer
 from phalanx.training.minibatches import MicroBatches, Units, optimizer_steps
 from phalanx.training.parts import LoadedTeacher, Parts
 from phalanx.training.run import Run, peak_memory_gb
-from phalanx.training.step_metrics import actor_metrics, reward_metrics
-from phalanx.types import Algorithm, Policy, Samples
+from phalanx.training.step_metrics import reward_metrics, update_metrics
+from phalanx.types import Algorithm, Policy, Samples, Scored
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +48,13 @@ class Trainer(Run):
         parts: Parts,
         prompts: PromptStream,
         teachers: Mapping[str, LoadedTeacher] | None = None,
+        critic: CriticTrainer | None = None,
     ) -> None:
-        """`teachers` are the algorithm's, loaded. Raises ConfigError for a reference that cannot follow."""
+        """`teachers` are the algorithm's, loaded, and `critic` is the one that it wants. Raises ConfigError for a
+        reference that cannot follow.
+        """
         super().__init__(cfg, parts)
-        self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
+        self.plan, self.algorithm, self.prompts, self.critic = plan, algorithm, prompts, critic
         self.teachers = dict(teachers or {})
         averages = list(algorithm.averages)
         sync = cfg.actor.ref_model_sync_steps
@@ -68,7 +72,11 @@ class Trainer(Run):
         if steps is None:
             assert cfg.trainer.total_epochs is not None
             steps = prompts.steps(cfg.trainer.total_epochs)
-        self.prepare(steps, steps * plan.updates * cfg.actor.ppo_epochs, cfg.actor.ema, averages)
+        beside, trained = {}, steps
+        if critic is not None:
+            beside["critic"] = critic.prepare(steps, offload=cfg.parallel.optimizer_offload)
+            trained = max(steps - critic.warmup, 0)
+        self.prepare(steps, trained * plan.updates * cfg.actor.ppo_epochs, cfg.actor.ema, averages, beside=beside)
         if cfg.rollout.max_num_gen_batches > 1 and self.world.rank == 0:
             log.warning(
                 "rollout.max_num_gen_batches draws new prompts, as in verl; before, it drew the same ones again, "
@@ -243,7 +251,8 @@ class Trainer(Run):
         NaN for those that are left out.
         """
         cfg, plan, algorithm, policy = self.cfg.actor, self.plan, self.algorithm, self.policy
-        self.timers.expect(cfg.ppo_epochs * plan.updates * plan.passes)
+        critic_epochs = 0 if self.critic is None else self.critic.epochs
+        self.timers.expect((cfg.ppo_epochs + critic_epochs) * plan.updates * plan.passes)
         if not algorithm.needs_reward:  # it trains on samples without one, too
             reward = reward.nan_to_num(0.0)
         advantage = of_scored(algorithm.advantage, reward, self.group_id, 0.0)
@@ -252,12 +261,19 @@ class Trainer(Run):
         units = Units.of(numbers, sample_mask, plan, self.world)
         mine = slice(self.world.rank * plan.per_rank, (self.world.rank + 1) * plan.per_rank)
         batches = MicroBatches(samples, advantage[mine], self.world.device)
+        row: dict[str, float] = {}
         stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
         updates: list[dict[str, Any]] = []
-        for epoch in range(cfg.ppo_epochs if units.counted.any() else 0):
+        epochs = cfg.ppo_epochs if units.counted.any() else 0
+        if algorithm.levels is None and epochs > 0:
+            batches.reference_outputs = self.reference_outputs(batches, units)
+        if algorithm.per_action and epochs > 0:
+            row = self.credit(batches, units, sample_mask[mine])
+        if self.critic is not None and step < self.critic.warmup:
+            epochs = 0
+        for epoch in range(epochs):
             if algorithm.levels is not None:  # each pass has noise of its own
                 batches.corrupted = algorithm.corrupt(policy, samples, self.corruption_seeds(samples, step, epoch))
-            if algorithm.levels is not None or epoch == 0:
                 batches.reference_outputs = self.reference_outputs(batches, units)
             mode, constant = cfg.loss_agg_mode, cfg.loss_scale_factor
             for parts in optimizer_steps(batches.mask, units, plan, self.world, mode=mode, constant=constant):
@@ -275,7 +291,21 @@ class Trainer(Run):
                     self.timers.advance()
                 updates.append(self.step_optimizer(total))
         self._trained = sum(plan.first(len(micros)) for micros in stats)  # those skipped left out
-        return actor_metrics(stats, updates, plan.updates * cfg.ppo_epochs)
+        return row | update_metrics("actor", stats, updates, plan.updates * cfg.ppo_epochs)
+
+    def credit(self, batches: MicroBatches, units: Units, kept: Tensor) -> dict[str, float]:
+        """Advantages of single actions in place of those of samples, and the critic's updates, if there is one; kept
+        [B] bool: the samples of this rank that count. Returns metrics.
+        """
+        samples, device = batches.samples, self.world.device
+        values = None if self.critic is None else self.critic.values(samples)
+        mask = samples.mask & kept.to(device)[:, None]
+        scored = Scored(batches.advantage.to(device), samples.log_prob, mask, batches.reference_outputs, values)
+        found = self.algorithm.credit(scored, reduce_sum)
+        batches.advantage = found.advantage
+        if self.critic is None or values is None:
+            return found.metrics
+        return found.metrics | self.critic.update(samples, units, mask, values, found.returns, self.timers.advance)
 
     def corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
         """A seed for each sample of this rank, a function of (trainer.seed, step, sample, epoch)."""
@@ -339,6 +369,8 @@ class Trainer(Run):
         plan = self.plan
         costs = [1.0 for name in self.algorithm.references if name not in self.teachers]
         costs += [teacher.relative_cost(samples) for teacher in self.teachers.values()]
+        if self.critic is not None:
+            costs.append(self.critic.relative_cost(self.policy.trained))
         references = sum(costs) * plan.reference_samples / plan.per_rank if self._trained > 0 else 0.0
         return self.policy.step_flops(
             samples,

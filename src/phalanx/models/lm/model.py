@@ -60,11 +60,11 @@ class CausalLM(nn.Module):
         return list(self.lm.get_decoder().layers)
 
 
-def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalLM:
-    """Load `config.path` in `dtype`; ValueError, in one line, for what does not load."""
+def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int, key: str = "model.path") -> CausalLM:
+    """Load `config.path` in `dtype`; ValueError, in one line with the `key` that named it, for what does not load."""
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     log.info("loading the model %s", config.path)
-    with loading(f"model.path: {config.path!r} does not load"):
+    with loading(f"{key}: {config.path!r} does not load"):
         settings = transformers.AutoConfig.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=False
         )
@@ -78,10 +78,10 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    check_weights(info, f"model.path: {config.path!r}: its weights are not whole")
+    check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
     scaled = [name for name in _SCALED if settings.to_dict().get(name) not in (None, 1, 1.0)]
     if scaled:
-        raise ValueError(f"model.path: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
+        raise ValueError(f"{key}: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return CausalLM(lm, chunk, recomputes=config.gradient_checkpointing)
