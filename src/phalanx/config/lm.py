@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from phalanx.config.critic import CriticConfig, check_critic, check_groups
 from phalanx.config.load import arg
 from phalanx.config.run import (
     COUNT,
@@ -13,6 +14,7 @@ from phalanx.config.run import (
     RLConfig,
     RolloutConfig,
     RunConfig,
+    TrainerConfig,
     ValRolloutConfig,
 )
 
@@ -60,7 +62,7 @@ class LMValRolloutConfig(ValRolloutConfig):
 class LMRolloutConfig(RolloutConfig):
     """Sampling of responses for training."""
 
-    n: int = arg(8, "responses per prompt: the group that the advantage compares", ge=2, le=65536)
+    n: int = arg(8, "responses per prompt: the group that the advantage compares, if it does", **COUNT)
     engine: str = arg(
         "policy",
         "policy: in the very modules that are trained; vllm: in vLLM inside each rank, on a copy of the weights that "
@@ -114,6 +116,13 @@ class LMActorConfig(ActorConfig):
 
 
 @dataclass
+class LMTrainerConfig(TrainerConfig):
+    """The run."""
+
+    critic_warmup: int = arg(0, "first training steps, in which the critic alone is trained", ge=0)
+
+
+@dataclass
 class LMRunConfig(RunConfig):
     """Sections of every job that trains a language model."""
 
@@ -128,3 +137,11 @@ class LMRLConfig(LMRunConfig, RLConfig):
 
     algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
     actor: LMActorConfig = field(default_factory=LMActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    trainer: LMTrainerConfig = field(default_factory=LMTrainerConfig)
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from another section, and refuse what the algorithm has no use for (ConfigError)."""
+        super().__post_init__()
+        check_groups(self)
+        check_critic(self, self.critic, self.trainer.critic_warmup)

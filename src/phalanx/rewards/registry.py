@@ -26,7 +26,7 @@ FORMS = "module:function or path/to/file.py:function"
 TAKES = ("images", "videos", "completions")  # names of a reward's first parameter that say what it takes
 EITHER = "outputs"  # or that it takes images or completions, whichever the job makes
 # Names that the trainer logs beside the terms, as reward/mean and so on.
-RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean")
+RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean", "kl_mean")
 
 
 @dataclass(frozen=True)

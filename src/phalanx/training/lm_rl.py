@@ -13,11 +13,13 @@ from phalanx.data.prompts import PromptRow, held_out_overlap, load_prompts, numb
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.placement import place
+from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
 from phalanx.training.batches import BatchPlan
+from phalanx.training.critic import CriticTrainer
 from phalanx.training.lm_teacher import load_teacher
 from phalanx.training.parts import Parts, build_rewards, start
 from phalanx.training.rl import Trainer
@@ -58,7 +60,12 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
     rollout = build_rollout(cfg, policy, world, plan.rollout_micro, plan.passes_of(1))
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
     teachers = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
-    trainer = make(cfg, plan, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts, teachers)
+    critic: CriticTrainer | None = None
+    if cfg.algorithm.needs_critic:
+        model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
+        critic = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, cfg.trainer.critic_warmup)
+    parts = Parts(world, rewards, policy, rollout, val_sets)
+    trainer = make(cfg, plan, algorithm, parts, prompts, teachers, critic)
     if world.rank == 0:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some])
     return trainer

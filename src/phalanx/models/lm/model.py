@@ -50,16 +50,7 @@ class CausalLM(nn.Module):
             self._recompute(False)
             return self.lm(**decoding)
         self._recompute(torch.is_grad_enabled())
-        decoder, read = self.lm.get_decoder(), ids[:, :-1]
-        if lengths is None:
-            # padding stands behind, where a causal model does not look: no mask is needed
-            states = decoder(input_ids=read, use_cache=False).last_hidden_state[predicting]
-        else:
-            ends = [length - 1 for length in lengths]  # nothing follows the last token
-            real = (torch.arange(read.shape[1]) < torch.tensor(ends)[:, None]).to(ids.device)
-            beside = packing.arguments(self.lm, ends, ids.device)
-            row = decoder(input_ids=read[real][None], use_cache=False, **beside).last_hidden_state
-            states = row[0, predicting[real]]
+        states = states_at(self.lm.get_decoder(), ids, predicting, lengths)
         head = self.lm.get_output_embeddings()
         tokens = ids[:, 1:][predicting]
         return token_scores(states, head, tokens, temperature=temperature, softcap=self.softcap, chunk=self.chunk)
@@ -78,12 +69,26 @@ class CausalLM(nn.Module):
         return list(lists[0])
 
 
-def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalLM:
-    """Load `config.path` in `dtype`; ValueError, in one line, for what does not load."""
+def states_at(decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    """The last layer's states [N, H] at the positions `predicting` [B, T - 1] of ids [B, T]; see CausalLM."""
+    read = ids[:, :-1]
+    if lengths is None:
+        # padding stands behind, where a causal model does not look: no mask is needed
+        states: Tensor = decoder(input_ids=read, use_cache=False).last_hidden_state
+        return states[predicting]
+    ends = [length - 1 for length in lengths]  # nothing follows the last token
+    real = (torch.arange(read.shape[1]) < torch.tensor(ends)[:, None]).to(ids.device)
+    beside = packing.arguments(decoder, ends, ids.device)
+    row: Tensor = decoder(input_ids=read[real][None], use_cache=False, **beside).last_hidden_state
+    return row[0, predicting[real]]
+
+
+def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int, key: str = "model.path") -> CausalLM:
+    """Load `config.path` in `dtype`; ValueError, in one line with the `key` that named it, for what does not load."""
     check_folder(config.path)
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     log.info("loading the model %s", config.path)
-    with loading(f"model.path: {config.path!r} does not load"):
+    with loading(f"{key}: {config.path!r} does not load"):
         lm, info = transformers.AutoModelForCausalLM.from_pretrained(
             config.path,
             revision=config.revision,
@@ -95,18 +100,18 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
             ignore_mismatched_sizes=True,
         )
     if lm.config.to_dict().get("is_decoder") is False:
-        raise ValueError(f"model.path: {config.path!r} is an encoder; expected a causal language model")
+        raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
     if not any(isinstance(child, nn.ModuleList) for child in lm.get_decoder().children()):
-        raise ValueError(f"model.path: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
-    check_weights(info, f"model.path: {config.path!r}: its weights are not whole")
-    return causal_lm(lm, config, chunk)
+        raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
+    check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
+    return causal_lm(lm, config, chunk, key)
 
 
-def causal_lm(lm: Any, config: LMModelConfig, chunk: int) -> CausalLM:
+def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path") -> CausalLM:
     """A loaded model, as `config` wants it trained; ValueError for what it cannot do."""
     scaled = [name for name in _SCALED if lm.config.to_dict().get(name) not in (None, 1, 1.0)]
     if scaled:
-        raise ValueError(f"model.path: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
+        raise ValueError(f"{key}: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
     if config.use_remove_padding:
         lm.set_attn_implementation(packing.implementation(config.attn_implementation))
         packing.check(lm)

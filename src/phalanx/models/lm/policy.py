@@ -96,13 +96,17 @@ class LMPolicy:
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As `replay`, at another temperature."""
-        if self.trim:
-            trace = trace.trimmed()
-        lengths = (trace.starts + trace.lengths).tolist() if self.config.use_remove_padding else None
+        trace, lengths = self.read(trace)
         scores = self.trained.module(trace.ids, trace.predicting, temperature, lengths)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
         return TokenReplay(*(zeros.masked_scatter(mask, values) for values in scores))
+
+    def read(self, trace: TokenTrace) -> tuple[TokenTrace, list[int] | None]:
+        """The samples of a pass, and their lengths where they are packed."""
+        if self.trim:
+            trace = trace.trimmed()
+        return trace, (trace.starts + trace.lengths).tolist() if self.config.use_remove_padding else None
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
         """Only of kinds of policy that corrupt their samples."""
