@@ -36,11 +36,12 @@ class TokenTrace:
         return TokenTrace(self.ids[rows], self.starts[rows], self.lengths[rows], self.width, certainty)
 
     def rescored(self, replays: Sequence[Any]) -> "TokenTrace":
-        """See phalanx.types.Trace: of its certainty alone; unchanged without replays."""
-        if not replays:
-            return self
-        values = torch.cat([replay.self_certainty for replay in replays])
-        return replace(self, certainty=values.sum(1) / self.lengths.clamp(min=1))
+        """See phalanx.types.Trace: nothing of it depends on the weights."""
+        return self
+
+    def certain(self, self_certainty: Tensor) -> "TokenTrace":
+        """With the means of a replay's self_certainty [B, A] of these samples."""
+        return replace(self, certainty=self_certainty.sum(1) / self.lengths.clamp(min=1))
 
     @property
     def mask(self) -> Tensor:

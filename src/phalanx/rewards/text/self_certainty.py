@@ -47,7 +47,7 @@ class SelfCertainty(PolicyReward):
             return trace.certainty
         rows = torch.arange(len(trace.ids), device=trace.ids.device).split(micro)
         with policy.unsharded():
-            replays = [policy.scored(trace.select(part), temperature) for part in rows]
-        found = trace.rescored(replays).certainty
+            parts = [policy.scored(trace.select(part), temperature).self_certainty for part in rows]
+        found = trace.certain(torch.cat(parts)).certainty
         assert found is not None
         return found

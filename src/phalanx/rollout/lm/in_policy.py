@@ -11,7 +11,7 @@ from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
-from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding, decode
 from phalanx.types import Each, Prompt, Samples
@@ -56,7 +56,7 @@ class LMRollout:
         val = config.val
         self.val_how = Decoding(val.max_response_length or limit, val.temperature, policy.ends, policy.pad, val.top_p)
         self._drawn: list[Drawn] = []  # those of the last `sample`, for `resample`
-        self._replays: list[TokenReplay] = []  # of the last samples, where the policy itself says their log-probs
+        self._certainty: Tensor | None = None  # [B, A] of the last samples, where the policy says their log-probs
         self._seed = (0, 0)
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
@@ -175,10 +175,13 @@ class LMRollout:
             mask = mask & ~cut[:, None]
         texts = [drawn.text for drawn in self._drawn]
         log_prob = self._log_prob(trace)
-        return Samples(prompts, texts, log_prob, mask, trace.rescored(self._replays), index)
+        if self._certainty is not None:
+            trace = trace.certain(self._certainty)
+        return Samples(prompts, texts, log_prob, mask, trace, index)
 
     def _log_prob(self, trace: TokenTrace) -> Tensor:
         """[B, A]: the policy's own, by passes of the training's shape."""
         parts = torch.arange(len(trace.ids), device=trace.ids.device).split(self.replayed)
-        self._replays = [self.policy.replay(trace.select(part)) for part in parts]
-        return torch.cat([replay.log_prob for replay in self._replays])
+        replays = [self.policy.replay(trace.select(part)) for part in parts]
+        self._certainty = torch.cat([replay.self_certainty for replay in replays])
+        return torch.cat([replay.log_prob for replay in replays])
