@@ -81,11 +81,11 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    check_weights(info, f"model.path: {config.path!r}: its weights are not whole")
     if settings.to_dict().get("is_decoder") is False:
         raise ValueError(f"model.path: {config.path!r} is an encoder; expected a causal language model")
     if not any(isinstance(child, nn.ModuleList) for child in lm.get_decoder().children()):
         raise ValueError(f"model.path: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
+    check_weights(info, f"model.path: {config.path!r}: its weights are not whole")
     scaled = [name for name in _SCALED if settings.to_dict().get(name) not in (None, 1, 1.0)]
     if scaled:
         raise ValueError(f"model.path: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")

@@ -54,14 +54,13 @@ def decode(
     at = torch.tensor(rows, device=device)
     cache.batch_select_indices(at)
     logits, mask = out.logits[at, -1], mask[at]
+    finite = logits.amax(-1).isfinite().all()  # looked at once, at the end: each look would wait
     position = mask.sum(1)
     responses: list[list[int]] = [[] for _ in rows]
     alive = torch.arange(len(rows), device=device)  # samples of the batch, some of which have ended
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     ends = torch.tensor(how.ends, device=device)
-    finite = torch.ones((), dtype=torch.bool, device=device)  # looked at once, at the end: each look would wait
     for t in range(how.limit):
-        finite &= logits.amax(-1).isfinite().all()
         drawn = _draw(logits.float(), uniform[alive, t], how)
         for sample, token, over in zip(alive.tolist(), drawn.tolist(), ended[alive].tolist(), strict=True):
             if not over:
@@ -83,6 +82,7 @@ def decode(
             use_cache=True,
         )
         logits, position = out.logits[:, -1], position + 1
+        finite &= logits.amax(-1).isfinite().all()
     if not finite:
         raise JobError(
             "model.path: the logits of the model hold NaN or infinity while it decodes: its activations overflow; try "
