@@ -100,6 +100,8 @@ def test_rewards_know_what_is_right(path: Path) -> None:
     reward.functions = [entry for entry in reward.functions if entry.name in ANSWERS]
     assert reward.functions, "no term says what is right"
     (entry,) = reward.functions
+    if entry.name == "math":  # without the package that compares further
+        entry.kwargs = {**entry.kwargs, "equivalence": "string"}
     text, truth = ANSWERS[str(entry.name)]
     found = RewardSet(reward, "cpu", outputs="completions")
     found.submit([text, "no"], [Prompt("p", 0, {"ground_truth": truth})] * 2)
