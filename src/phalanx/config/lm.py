@@ -129,6 +129,7 @@ class LMRunConfig(RunConfig):
     model: LMModelConfig = field(default_factory=LMModelConfig)
     data: LMDataConfig = field(default_factory=LMDataConfig)
     rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig)
+    trainer: LMTrainerConfig = field(default_factory=LMTrainerConfig)
 
 
 @dataclass
@@ -138,7 +139,6 @@ class LMRLConfig(LMRunConfig, RLConfig):
     algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
     actor: LMActorConfig = field(default_factory=LMActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
-    trainer: LMTrainerConfig = field(default_factory=LMTrainerConfig)
 
     def __post_init__(self) -> None:
         """Fill in what follows from another section, and refuse what the algorithm has no use for (ConfigError)."""
