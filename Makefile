@@ -22,7 +22,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm test test-rest test-all test-vllm faults check lint bench learn base base-lm docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm test test-rest test-all test-vllm faults check lint bench learn learn-lm base base-lm docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
@@ -36,6 +36,7 @@ help:
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
+	@echo "make learn-lm         the same of language models, about 2 hours on 2 cores"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
 	@echo "make docs             build the documentation into site/"
@@ -87,6 +88,9 @@ bench: $(VENV)/.installed
 # Tesseract (apt-get install tesseract-ocr) judges beside the training's OCR.
 learn: $(VENV)/.installed-base
 	@$(ON_CPU) python benchmarks/learn.py $(ARGS)
+
+learn-lm: $(VENV)/.installed-base
+	@$(ON_CPU) python benchmarks/learn_lm.py $(ARGS)
 
 base: $(VENV)/.installed-base
 	@$(TWO_RANKS) sh train.sh tasks/make_base.py

@@ -9,9 +9,9 @@ import torch
 
 from phalanx.config.flow import FlowRolloutConfig
 from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
 from phalanx.functional.correction import correction_weight
 from phalanx.rollout.correction import rescore
-from phalanx.rollout.passes import Passes
 from phalanx.types import Samples
 from tests.policies import make_policy, make_rollout, sample
 

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Optional
 
 from torch import Tensor
 
@@ -19,6 +20,12 @@ class TokenConfig(GroupConfig):
     kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
     kl_loss_type: str = arg("k3", "estimate of that KL at each token: k1, k2 or k3 (Schulman)", choices=KL_TYPES)
     entropy_coeff: float = arg(0.0, "weight of the entropy, which is maximised", ge=0)
+    early_stop_imp_ratio: Optional[float] = arg(
+        None,
+        "leave out what is left of a step's updates from the one on, after the first, whose tokens have a mean ratio "
+        "above this; 5 in RLinf; null: never",
+        gt=1,
+    )
 
 
 class TokenAlgorithm(GroupAlgorithm, ABC):
@@ -50,6 +57,7 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
         if "reference" in batch.reference_outputs:
             other = batch.reference_outputs["reference"]
             kl = kl_estimate(replay.log_prob, other, self.config.kl_loss_type)
-            loss = loss + self.config.kl_loss_coef * kl
+            if self.config.kl_loss_coef > 0:  # else the reference is the reward's
+                loss = loss + self.config.kl_loss_coef * kl
             stats["kl_ref"] = masked_mean(kl.detach(), batch.mask)
         return loss, stats

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
 from phalanx.config.load import arg
-from phalanx.functional.advantage import rank_in_group
+from phalanx.functional.advantage import best_of_group
 from phalanx.functional.flow import FlowBatch
 from phalanx.types import Policy
 
@@ -39,8 +39,7 @@ class Algorithm(ForwardAlgorithm):
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] bool: the best of each group whose rewards differ; of equals, the first ones."""
-        best = rank_in_group(-reward, group_id) < self.config.best
-        return super().sample_mask(reward, group_id) & best
+        return best_of_group(reward, group_id, self.config.best)
 
     def loss(self, policy: Policy, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [B, W] per sample and noise level, before its weight, and detached scalars."""

@@ -1,4 +1,4 @@
-"""Group-relative advantages (GRPO, arXiv 2402.03300; without std: Dr.GRPO, arXiv 2503.20783)."""
+"""Group-relative advantages (GRPO, arXiv 2402.03300; without std: Dr.GRPO, arXiv 2503.20783; RLOO: 2402.14740)."""
 
 from collections.abc import Callable
 
@@ -27,6 +27,17 @@ def group_advantage(
         std = torch.sqrt(((r - r.mean()) ** 2).mean()) if global_std else torch.sqrt(variance)
         centred = centred / (std + eps)
     return torch.where(informative(reward, group_id), centred, 0.0).float()
+
+
+def leave_one_out(reward: Tensor, group_id: Tensor) -> Tensor:
+    """[N] float32: each reward less the mean of the others of its group (RLOO, arXiv 2402.14740, equation 8); 0 for a
+    sample without others, and exactly where all rewards of a group are equal.
+    """
+    centred, _ = _centred(reward.double(), group_id)
+    _, inverse, counts = torch.unique(group_id, return_inverse=True, return_counts=True)
+    count = counts[inverse].double()
+    values = centred * count / (count - 1).clamp(min=1)
+    return torch.where(informative(reward, group_id), values, 0.0).float()
 
 
 def of_scored(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor, group_id: Tensor, missing: float) -> Tensor:
@@ -69,6 +80,11 @@ def informative(reward: Tensor, group_id: Tensor) -> Tensor:
 def top_and_bottom(reward: Tensor, group_id: Tensor, k: int) -> Tensor:
     """[N] bool: True for the k best and the k worst of each group; of equals, the first ones."""
     return (rank_in_group(-reward, group_id) < k) | (rank_in_group(reward, group_id) < k)
+
+
+def best_of_group(reward: Tensor, group_id: Tensor, k: int) -> Tensor:
+    """[N] bool: True for the k best of each group whose rewards differ; of equals, the first ones."""
+    return informative(reward, group_id) & (rank_in_group(-reward, group_id) < k)
 
 
 def rank_in_group(value: Tensor, group_id: Tensor) -> Tensor:

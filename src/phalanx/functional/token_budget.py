@@ -3,8 +3,10 @@
 A pass over padded samples has rows x longest tokens, one over packed samples the sum of their lengths.
 """
 
+from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
+import torch
 from torch import Tensor
 
 
@@ -22,6 +24,12 @@ def split(tokens: Tensor, parts: int, *, packed: bool) -> list[list[int]]:
     found = _packed(tokens, parts) if packed else _padded(tokens, parts)
     found.sort(key=lambda rows: (-cost(tokens, rows, packed=packed), rows))
     return found
+
+
+def in_order(values: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """The results [b, ...] of passes over parts, rows of samples [b] each, as those of all samples [B, ...]."""
+    back = torch.cat(list(parts)).argsort()
+    return torch.cat(list(values))[back.to(values[0].device)]
 
 
 def cost(tokens: Tensor, rows: list[int], *, packed: bool) -> int:

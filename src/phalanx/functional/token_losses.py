@@ -1,7 +1,8 @@
 """Policy losses of tokens, from the likelihood ratio rho of each.
 
 Sources: PPO's clipped surrogate (arXiv 1707.06347, equation 7), with DAPO's two clip ranges (arXiv 2503.14476, equation
-10) and the dual clip for negative advantages (arXiv 1912.09729, equation 5); the three estimates of a KL divergence of
+10) and the dual clip for negative advantages (arXiv 1912.09729, equation 5); CISPO's clipped weight (arXiv 2506.13585,
+equations 4 and 5); SAPO's soft gate (arXiv 2511.20347, equations 5 and 6); the three estimates of a KL divergence of
 J. Schulman (http://joschu.net/blog/kl-approx.html).
 """
 
@@ -39,6 +40,40 @@ def clipped_tokens(
             "clipfrac_lower": masked_mean((ratio < 1 - low).float(), mask),
         }
     return loss, stats
+
+
+def weighted_tokens(
+    log_prob: Tensor, log_ratio: Tensor, advantage: Tensor, mask: Tensor, *, low: float | None, high: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A w log p, with the weight w = clip(rho, 1 - low, 1 + high), which has no gradient; low None: no bound below.
+
+    Shapes and results are those of `clipped_tokens`; clipfrac is the share of tokens whose weight is clipped.
+    """
+    ratio = torch.exp(log_ratio.detach().clamp(-LARGEST, LARGEST))
+    above, below = ratio > 1 + high, ratio < (0.0 if low is None else 1 - low)
+    weight = ratio.clamp(None if low is None else 1 - low, 1 + high)
+    stats = token_stats(log_ratio, mask) | {
+        "clipfrac": masked_mean((above | below).float(), mask),
+        "clipfrac_higher": masked_mean(above.float(), mask),
+        "clipfrac_lower": masked_mean(below.float(), mask),
+    }
+    return -spread(advantage, log_ratio) * weight * log_prob, stats
+
+
+def gated_tokens(
+    log_ratio: Tensor, advantage: Tensor, mask: Tensor, *, tau_pos: float, tau_neg: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """-A f(rho), with f(rho) = 4 / tau sigmoid(tau (rho - 1)), of slope 1 at rho = 1; tau is tau_pos for A > 0.
+
+    Shapes and results are those of `clipped_tokens`; gate is the mean of f's slope, 1 where nothing is held back.
+    """
+    a = spread(advantage, log_ratio)
+    ratio = torch.exp(log_ratio.clamp(-LARGEST, LARGEST))
+    tau = torch.where(a > 0, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    with torch.no_grad():
+        stats = token_stats(log_ratio, mask) | {"gate": masked_mean(4 * gate * (1 - gate), mask)}
+    return -a * 4 / tau * gate, stats
 
 
 def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.mesh import World
 from phalanx.engines.loading import loading
+from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm.model import DTYPES, CausalLM, causal_lm
 from phalanx.models.lm.policy import LMPolicy
@@ -24,7 +25,6 @@ from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
 from phalanx.rollout.lm.decode import draw
 from phalanx.rollout.lm.in_policy import LMRollout
-from phalanx.rollout.passes import in_order
 from phalanx.types import Each, Prompt, Samples
 
 FILES = ("config.json", "generation_config.json")

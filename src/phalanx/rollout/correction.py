@@ -6,8 +6,9 @@ import torch
 
 from phalanx.config.run import RolloutConfig
 from phalanx.distributed.collectives import mean_rows, reduce_float
+from phalanx.distributed.passes import Passes
 from phalanx.functional.correction import correction_weight
-from phalanx.rollout.passes import Passes, in_order
+from phalanx.functional.token_budget import in_order
 from phalanx.types import Policy, Samples
 
 
@@ -38,4 +39,4 @@ def rescore(
     }
     row = mean_rows([means])
     row["rollout/logprob_abs_diff_max"] = reduce_float(real.abs().max().item(), "max")
-    return replace(samples, log_prob=own, trace=samples.trace.rescored(replays), weight=weight), row
+    return replace(samples, log_prob=own, trace=samples.trace.rescored(replays, parts), weight=weight), row

@@ -10,7 +10,7 @@ from phalanx.config import ConfigError
 from phalanx.config.files import kind
 from phalanx.config.messages import cut
 from phalanx.config.run import ActorConfig, DataConfig, RLConfig, RunConfig
-from phalanx.rollout.passes import Passes
+from phalanx.distributed.passes import Passes
 from phalanx.types import Algorithm
 
 

@@ -13,11 +13,14 @@ from phalanx.data.prompts import PromptRow, held_out_overlap, load_prompts, numb
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.placement import place
+from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
 from phalanx.training.batches import BatchPlan
+from phalanx.training.critic import CriticTrainer
+from phalanx.training.lm_teacher import load_teacher
 from phalanx.training.parts import Parts, build_rewards, start
 from phalanx.training.rl import Trainer
 from phalanx.types import Algorithm, Prompt
@@ -35,6 +38,11 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False)
     world = start(cfg)
     rewards = build_rewards(cfg, world, outputs="completions")
+    if val_sets and rewards is not None and not rewards.validates:
+        raise ConfigError(
+            "data.val_files: the policy itself gives all terms of the reward, which it does in training alone; add one "
+            "to validate by, such as {name: gsm8k, weight: 0}"
+        )
     policy = build_policy(
         cfg.model,
         cfg.parallel,
@@ -51,7 +59,13 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
         val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
     rollout = build_rollout(cfg, policy, world, plan.rollout_micro, plan.passes_of(1))
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
-    trainer = make(cfg, plan, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts)
+    teachers = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
+    critic: CriticTrainer | None = None
+    if cfg.algorithm.needs_critic:
+        model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
+        critic = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, cfg.trainer.critic_warmup)
+    parts = Parts(world, rewards, policy, rollout, val_sets)
+    trainer = make(cfg, plan, algorithm, parts, prompts, teachers, critic)
     if world.rank == 0:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some])
     return trainer

@@ -73,8 +73,7 @@ class Optimizer:
         norm = self.sharded.clip_gradients(self.config.grad_clip)
         lr = learning_rate(self.config, self.updates, self.total_updates)
         if not self.sharded.finite(loss, norm):
-            for p in self.sharded.parameters.values():
-                p.grad = None
+            self.drop_gradients()
             return {"grad_norm": norm, "lr": lr, "skipped": True}
         for name, p in self.sharded.parameters.items():
             part = self._parts[name]
@@ -91,6 +90,11 @@ class Optimizer:
         self.sharded.copy_to_module()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": False}
+
+    def drop_gradients(self) -> None:
+        """Forget the accumulated gradients: an update that is not made."""
+        for p in self.sharded.parameters.values():
+            p.grad = None
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """This rank's part of the state by the name of its parameter."""

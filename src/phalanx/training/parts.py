@@ -2,11 +2,14 @@
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from phalanx.config.run import RunConfig
 from phalanx.distributed import mesh
@@ -15,7 +18,7 @@ from phalanx.distributed.placement import judged_beside
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
 from phalanx.training import folder_lock
-from phalanx.types import Policy, Prompt, Rollout, Samples
+from phalanx.types import Policy, Prompt, Rollout, Samples, Teacher
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,16 @@ class LoadedTeacher(Protocol):
 
     def relative_cost(self, samples: Samples) -> float:
         """Operations of its view of a sample over those of the policy's own."""
+
+
+class Critic(Protocol):
+    """A model beside the policy that is trained to say what is to come. `trained` holds its weights."""
+
+    @property
+    def trained(self) -> TrainedModel: ...
+
+    def values(self, trace: Any) -> Tensor:
+        """[B, A] float32 of a Trace: the reward that is still to come before each action, with a gradient."""
 
 
 @dataclass(frozen=True)
@@ -80,3 +93,12 @@ def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> R
         return None
     beside = judged_beside(cfg, world.shard_size)
     return RewardSet(cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside)
+
+
+@contextmanager
+def about(teacher: Teacher) -> Iterator[None]:
+    """What is said of model.path within the block is said of the teacher (ValueError)."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error

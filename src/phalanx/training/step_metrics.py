@@ -43,27 +43,27 @@ def token_metrics(lengths: Tensor, trained: int, step_s: float, timers: Timers) 
     return row
 
 
-def actor_metrics(
-    stats: Sequence[Sequence[dict[str, Any]]], updates: Sequence[dict[str, Any]], planned: int
+def update_metrics(
+    who: str, stats: Sequence[Sequence[dict[str, Any]]], updates: Sequence[dict[str, Any]], planned: int
 ) -> dict[str, float]:
-    """actor/... of a step, on all ranks: `stats` are the loss's scalars for each optimizer step and
-    micro-batch, `updates` what each optimizer step returned, of which there would be `planned`.
+    """actor/..., or those of another model (`who`), of a step, on all ranks: `stats` are the loss's scalars for each
+    optimizer step and micro-batch, `updates` what each optimizer step returned, of which there would be `planned`.
     """
     skipped = planned - len(updates)
     if not stats:
-        return {"actor/updates_skipped": float(skipped)}
+        return {f"{who}/updates_skipped": float(skipped)}
     plain = []
     for update in stats:
         for row in update:
             plain.append({name: float(value) for name, value in row.items()})
     means = mean_rows(plain)
-    out = {f"actor/{name}": value for name, value in means.items() if name != "ratio_error"}
+    out = {f"{who}/{name}": value for name, value in means.items() if name != "ratio_error"}
     if "ratio_error" in plain[0]:
         # of the first optimizer step: 0 to the last bit if rollout and replay run at equal shapes
         error = max(row["ratio_error"] for row in plain[: len(stats[0])])
-        out["actor/first_ratio_error"] = reduce_float(error, "max")
-    out["actor/grad_norm"] = sum(float(update["grad_norm"]) for update in updates) / len(updates)
-    out["actor/lr"] = float(updates[-1]["lr"])
-    out["actor/updates_skipped"] = float(skipped)
-    out["actor/updates_non_finite"] = float(sum(bool(update["skipped"]) for update in updates))
+        out[f"{who}/first_ratio_error"] = reduce_float(error, "max")
+    out[f"{who}/grad_norm"] = sum(float(update["grad_norm"]) for update in updates) / len(updates)
+    out[f"{who}/lr"] = float(updates[-1]["lr"])
+    out[f"{who}/updates_skipped"] = float(skipped)
+    out[f"{who}/updates_non_finite"] = float(sum(bool(update["skipped"]) for update in updates))
     return out

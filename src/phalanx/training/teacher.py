@@ -1,7 +1,5 @@
 """Frozen models beside the policy, whose outputs for its samples an algorithm wants: teachers."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +13,7 @@ from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.training.parts import about
 from phalanx.types import Samples, Teacher
 
 
@@ -97,12 +96,3 @@ def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, at
         if not all(torch.allclose(a[name].float(), b[name].float(), rtol, atol) for name in a):
             return False
     return True
-
-
-@contextmanager
-def about(teacher: Teacher) -> Iterator[None]:
-    """What is said of model.path within the block is said of the teacher (ValueError)."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error

@@ -37,6 +37,7 @@ class LMPolicy:
         temperature: float,
         seed: int,
         trim: bool = False,
+        frozen: bool = False,
     ) -> None:
         """`trim`: a pass is no wider than its longest sample. Raises ValueError for what the model refuses."""
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
@@ -48,7 +49,15 @@ class LMPolicy:
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
         self._check(model)
         self.trained = TrainedModel(
-            model, model.blocks(), world, config, parallel, DTYPES[config.dtype], lora_targets=LORA_TARGETS, seed=seed
+            model,
+            model.blocks(),
+            world,
+            config,
+            parallel,
+            DTYPES[config.dtype],
+            lora_targets=LORA_TARGETS,
+            seed=seed,
+            frozen=frozen,
         )
 
     def _check(self, model: CausalLM) -> None:
@@ -70,15 +79,7 @@ class LMPolicy:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt with the chat template, behind which a response begins."""
-        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-        system = self.data.system_prompt
-        if system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        if self.tokenizer.chat_template is None:
-            found = self.tokenizer("\n\n".join(m["content"] for m in messages))
-        else:
-            found = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        tokens = list(found["input_ids"])
+        tokens = prompt_tokens(self.tokenizer, prompt, self.data.system_prompt)
         if self.data.overlong_prompts == "truncate":
             tokens = tokens[-self.data.max_prompt_length :]
         return tokens
@@ -95,13 +96,17 @@ class LMPolicy:
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As `replay`, at another temperature."""
-        if self.trim:
-            trace = trace.trimmed()
-        lengths = (trace.starts + trace.lengths).tolist() if self.config.use_remove_padding else None
+        trace, lengths = self.read(trace)
         scores = self.trained.module(trace.ids, trace.predicting, temperature, lengths)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
         return TokenReplay(*(zeros.masked_scatter(mask, values) for values in scores))
+
+    def read(self, trace: TokenTrace) -> tuple[TokenTrace, list[int] | None]:
+        """The samples of a pass, and their lengths where they are packed."""
+        if self.trim:
+            trace = trace.trimmed()
+        return trace, (trace.starts + trace.lengths).tolist() if self.config.use_remove_padding else None
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
         """Only of kinds of policy that corrupt their samples."""
@@ -180,6 +185,18 @@ class LMPolicy:
         return self.trained.using(weights)
 
 
+def prompt_tokens(tokenizer: Any, prompt: Prompt, system: str | None) -> list[int]:
+    """Tokens of a prompt with the chat template, however many; `system`: see data.system_prompt."""
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    if tokenizer.chat_template is None:
+        found = tokenizer("\n\n".join(m["content"] for m in messages))
+    else:
+        found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(found["input_ids"])
+
+
 def build_policy(
     config: LMModelConfig,
     parallel: ParallelConfig,
@@ -190,10 +207,16 @@ def build_policy(
     temperature: float,
     seed: int,
     trim: bool = False,
+    frozen: bool = False,
 ) -> LMPolicy:
-    """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be."""
+    """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be.
+
+    `frozen`: a teacher, of which nothing is trained.
+    """
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
-    dtype = DTYPES[config.dtype] if config.lora_rank > 0 else torch.float32
+    dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     model = load_model(config, dtype, chunk)
-    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, trim=trim)
+    return LMPolicy(
+        model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, trim=trim, frozen=frozen
+    )

@@ -6,14 +6,14 @@ from importlib.util import find_spec
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import Launch, World
+from phalanx.distributed.passes import Passes
 from phalanx.distributed.placement import near_divisors
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.in_policy import LMRollout
-from phalanx.rollout.passes import Passes
 
 
 def check_engine(cfg: LMRLConfig, *, installed: bool = True) -> None:
-    """Raise ConfigError for what an engine cannot do on these ranks, or for one that is to be `installed` and is not."""
+    """Raise ConfigError for what an engine cannot do on these ranks, or one that should be `installed` and is not."""
     r, node = cfg.rollout, Launch.from_env().local_world_size
     if r.engine == "policy":
         if r.correction != "rescore":

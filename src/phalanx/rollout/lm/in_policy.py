@@ -10,11 +10,12 @@ from torch import Tensor
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
+from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding, decode
-from phalanx.rollout.passes import Passes, in_order
 from phalanx.types import Each, Prompt, Samples
 
 
@@ -103,10 +104,14 @@ class LMRollout:
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """rollout.val.n responses per prompt, one prompt's after the other."""
+        self.draw_validation(prompts, each=each)
+
+    def draw_validation(self, prompts: list[Prompt], *, each: Each) -> list[Drawn]:
+        """As `sample_validation`, with what was drawn."""
         val = self.config.val
         repeated = [prompt for prompt in prompts for _ in range(val.n)]
         names = [(val.seed, 0, prompt.group_id, i) for prompt in prompts for i in range(val.n)]
-        self._draw(repeated, names, self.val_how, each)
+        return self._draw(repeated, names, self.val_how, each)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """response/... and prompt/... of the samples of all ranks; reward [N] is theirs."""
@@ -135,7 +140,7 @@ class LMRollout:
         for start in range(0, len(prompts), self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             new = self._decode(prompts[part], names[part], how)
-            each([drawn.text for drawn in new], prompts[part])
+            each([drawn.text for drawn in new], [measured(p, d, how) for p, d in zip(prompts[part], new, strict=True)])
             found += new
         return found
 
@@ -174,12 +179,20 @@ class LMRollout:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
             mask = mask & ~cut[:, None]
         texts = [drawn.text for drawn in self._drawn]
-        return Samples(
-            prompts, texts, self._log_prob(trace), mask, trace, index, lengths=torch.stack([starts, lengths], 1)
-        )
+        lengths = torch.stack([starts, lengths], 1)
+        return self._scored(Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths))
 
-    def _log_prob(self, trace: TokenTrace) -> Tensor:
-        """[B, A]: the policy's own, by passes of the training's shape."""
-        tokens, device = (trace.starts + trace.lengths).cpu(), trace.ids.device
+    def _scored(self, samples: Samples) -> Samples:
+        """The samples with the policy's own log-probabilities, by passes of the training's shape."""
+        trace, tokens = samples.trace, samples.tokens
+        assert tokens is not None
         parts = self.passes.parts(len(tokens), tokens[:, None])
-        return in_order([self.policy.replay(trace.select(part.to(device))).log_prob for part in parts], parts)
+        replays = [self.policy.replay(trace.select(part.to(trace.ids.device))) for part in parts]
+        log_prob = in_order([replay.log_prob for replay in replays], parts)
+        return replace(samples, log_prob=log_prob, trace=trace.rescored(replays, parts))
+
+
+def measured(prompt: Prompt, drawn: Drawn, how: Decoding) -> Prompt:
+    """The prompt as its reward sees it: with the tokens of the response, and their limit."""
+    lengths = {"response_length": len(drawn.response), "max_response_length": how.limit}
+    return replace(prompt, meta=prompt.meta | lengths)

@@ -42,9 +42,3 @@ class Passes:
                 break
             number = agreed
         return [torch.tensor(part) for part in split(rows, number, packed=self.packed)]
-
-
-def in_order(values: list[Tensor], parts: list[Tensor]) -> Tensor:
-    """The results [b, ...] of passes over parts, as those of all samples [B, ...]."""
-    back = torch.cat(parts).argsort()
-    return torch.cat(values)[back.to(values[0].device)]

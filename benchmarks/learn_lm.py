@@ -1,0 +1,68 @@
+"""Does each algorithm on tokens learn? All on the quickstart's task, with equally many samples, over several seeds.
+
+    make learn-lm
+    python benchmarks/learn_lm.py grpo cispo --seeds 0 --steps 40 --no-docs
+
+Each recipe of learn_lm.yaml is trained on one CPU process, `--jobs` of them side by side. Greedy answers to val.jsonl,
+on which options are chosen, and test.jsonl, which is what is reported, are validated as it trains. Results go to
+docs/learning_lm.json, the table and the curves to docs/language-models.md. A run whose result is there is not repeated,
+and with `--keep` no run that docs/learning_lm.json has. The teacher of a recipe is the quickstart's model, which is
+trained first.
+"""
+
+import statistics
+from pathlib import Path
+
+from learning import Rows, Subject, main, metrics, task
+
+CONFIG = "configs/grpo/quickstart.yaml"
+VAL, TEST = "val/val/reward/gsm8k", "val/test/reward/gsm8k"
+LAST = 10  # steps, the mean of which is said of the samples
+
+
+def base(output: Path) -> dict[str, float]:
+    """What is said of the base: a run without a step."""
+    folder = output / "base"
+    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
+    task("train_grpo", [CONFIG, *BOTH, *(f"trainer.{key}" for key in keys)], output / "base.log")
+    return validated(metrics(folder))
+
+
+def after(folder: Path, rows: Rows) -> dict[str, float]:
+    """What is said of a run at its end."""
+    steps = [row for row in rows if row["step"] > 0][-LAST:]
+    said = {"length": "response/length_mean", "entropy": "actor/entropy"}
+    return validated(rows) | {key: statistics.fmean(row[name] for row in steps) for key, name in said.items()}
+
+
+def validated(rows: Rows) -> dict[str, float]:
+    """Shares of right answers in the last validation."""
+    last = [row for row in rows if TEST in row][-1]
+    return {"test": last[TEST], "val": last[VAL]}
+
+
+BOTH = ["data.val_files=[assets/words/val.jsonl,assets/words/test.jsonl]"]
+SUBJECT = Subject(
+    name="learn_lm",
+    task="train_grpo",
+    config=CONFIG,
+    fixed=BOTH,
+    results="learning_lm.json",
+    page="language-models.md",
+    picture="learning_lm.png",
+    mark="learning",
+    validation=TEST,
+    scale="right answers to test.jsonl",
+    noun="samples",
+    samples=128,  # of every recipe
+    steps=120,
+    test_freq=10,
+    target=0.8,
+    spreads={"test": "test", "val": "val"},
+    means={"length": "tokens", "entropy": "entropy"},
+    base=base,
+    after=after,
+)
+
+if __name__ == "__main__":
+    main(SUBJECT, __doc__)

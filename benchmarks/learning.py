@@ -1,0 +1,272 @@
+"""What the two tables of learning have in common: see learn.py, of flow models, and learn_lm.py, of language models."""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+TEACHER = "{teacher}"  # in a recipe: the folder of the model that the configuration's whole run ends with
+TEACHING = threading.Lock()
+Rows = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is compared: recipes of the file `<name>.yaml`, each on top of `config` and `fixed`, trained by `task`.
+
+    `results` and `page` are files below docs/, and `picture` is the page's; the table stands between the page's marks
+    `<!-- mark: begin -->` and `<!-- mark: end -->`. `validation` is the metric of the curves, called `scale`, which is
+    to reach `target`; a step samples `samples` of `noun`. `base(output)` and `after(folder, rows)`, of a finished
+    run's folder and rows of metrics, say what the table has of a model; its columns, titles by key, are the means of
+    all seeds with the smallest and the largest (`spreads`), or the means alone (`means`).
+    """
+
+    name: str
+    task: str
+    config: str
+    fixed: list[str]
+    results: str
+    page: str
+    picture: str
+    mark: str
+    validation: str
+    scale: str
+    noun: str
+    samples: int
+    steps: int
+    test_freq: int
+    target: float
+    spreads: dict[str, str]
+    means: dict[str, str]
+    base: Callable[[Path], dict[str, float]]
+    after: Callable[[Path, Rows], dict[str, float]]
+
+
+def main(subject: Subject, description: str | None) -> None:
+    """Train what is missing, then write the table and the curves."""
+    recipes: dict[str, list[str]] = yaml.safe_load((ROOT / "benchmarks" / f"{subject.name}.yaml").read_text())
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help=f"recipes of {subject.name}.yaml (all)")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=subject.steps,
+        help=f"training steps of {subject.samples} {subject.noun} ({subject.steps})",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="runs at once, a CPU core each (2)")
+    parser.add_argument("--output", type=Path, default=ROOT / "outputs" / subject.name)
+    parser.add_argument("--keep", action="store_true", help=f"take the results of docs/{subject.results} as they are")
+    parser.add_argument("--no-docs", action="store_true", help="print the table, write nothing below docs/")
+    args = parser.parse_args()
+    unknown = sorted(set(args.names) - set(recipes))
+    if unknown:
+        sys.exit(f"{subject.name}.py: unknown recipe {unknown[0]!r}; known: {', '.join(recipes)}")
+    names = args.names or list(recipes)
+    runs = [(name, seed) for seed in args.seeds for name in names]
+    args.output.mkdir(parents=True, exist_ok=True)
+    if args.keep:
+        keep(subject, args.output)
+    base = remembered(args.output / "base" / "scores.json", lambda: subject.base(args.output))
+    with ThreadPoolExecutor(args.jobs) as pool:
+        jobs = [
+            pool.submit(trained, subject, args.output, name, recipes[name], seed, args.steps) for name, seed in runs
+        ]
+        done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+        if any(job.exception() is not None for job in done):
+            pool.shutdown(cancel_futures=True)
+        results = [job.result() for job in jobs]
+    lines = table(subject, base, results)
+    print("\n".join(lines))
+    if not args.no_docs:
+        docs = ROOT / "docs"
+        (docs / subject.results).write_text(json.dumps({"base": base, "runs": results}, indent=1) + "\n")
+        curves(subject, results, docs / "images" / subject.picture)
+        insert(docs / subject.page, subject.mark, lines)
+
+
+def keep(subject: Subject, output: Path) -> None:
+    """Lay the results that docs/ has where those of runs are looked for; newer ones stay."""
+    known = json.loads((ROOT / "docs" / subject.results).read_text())
+    for folder, file, result in [
+        (output / "base", "scores.json", known["base"]),
+        *((output / f"{slug(run['name'])}-{run['seed']}", "result.json", run) for run in known["runs"]),
+    ]:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / file).is_file():
+            (folder / file).write_text(json.dumps(result, indent=1) + "\n")
+
+
+def remembered(file: Path, find: Callable[[], dict[str, float]]) -> dict[str, float]:
+    """What a file says, which is written where it is not there yet."""
+    if not file.is_file():
+        found = find()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found) + "\n")
+    known: dict[str, float] = json.loads(file.read_text())
+    return known
+
+
+def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: int, steps: int) -> dict[str, Any]:
+    """The result of one run, which is trained where it is not there yet."""
+    folder = output / f"{slug(name)}-{seed}"
+    file = folder / "result.json"
+    wanted = {"name": name, "recipe": recipe, "seed": seed, "steps": steps}
+    if file.is_file():
+        result: dict[str, Any] = json.loads(file.read_text())
+        if {key: result[key] for key in wanted} == wanted:
+            return result
+    shutil.rmtree(folder, ignore_errors=True)
+    keys = [f"total_training_steps={steps}", f"test_freq={subject.test_freq}", "log_val_generations=0", f"seed={seed}"]
+    keys += ["resume=never", f"output_dir={folder}", f"save_freq={steps}", "logger=[]"]
+    recipe = [part.replace(TEACHER, str(teacher(subject, output))) if TEACHER in part else part for part in recipe]
+    arguments = [subject.config, *subject.fixed, *recipe, *(f"trainer.{key}" for key in keys)]
+    start = time.perf_counter()
+    cpu_s = task(subject.task, arguments, output / f"{slug(name)}-{seed}.log")
+    share = cpu_s / (time.perf_counter() - start)  # of a core: what else the machine does must not count
+    rows = metrics(folder)
+    curve, seconds = [], 0.0
+    for row in rows:
+        seconds += row.get("perf/step_s", 0.0) * share
+        if subject.validation in row:
+            curve.append([row["step"], round(row[subject.validation], 4), round(seconds, 1)])
+    result = wanted | {"curve": curve, "seconds": round(cpu_s, 1), "after": subject.after(folder, rows)}
+    file.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{name}, seed {seed}: {curve[0][1]:.3f} -> {curve[-1][1]:.3f} in {result['seconds']:.0f} CPU s", flush=True)
+    return result
+
+
+def metrics(folder: Path) -> Rows:
+    """The rows of a run."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def teacher(subject: Subject, output: Path) -> Path:
+    """The folder of the model that the configuration's whole run ends with, which the first that asks trains."""
+    folder = output / "teacher"
+    with TEACHING:
+        if not (folder / "export").is_dir():
+            keys = ["resume=never", f"output_dir={folder}", "log_val_generations=0", "logger=[]"]
+            task(subject.task, [subject.config, *(f"trainer.{key}" for key in keys)], output / "teacher.log")
+            keys = [f"checkpoint={folder}", f"output_dir={folder / 'export'}"]
+            task("export_checkpoint", keys, output / "export.log")
+    return folder / "export"
+
+
+def slug(name: str) -> str:
+    """A recipe's name as a file's."""
+    return name.replace(", ", "-").replace(" ", "_")
+
+
+def task(name: str, arguments: Sequence[str], log: Path) -> float:
+    """Run a task on one CPU process; what it says goes to `log`, and ends this program where it fails. Returns the
+    CPU seconds that it took.
+    """
+    environment = os.environ | {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with log.open("w") as file:
+        command = ["sh", "train.sh", f"tasks/{name}.py", *arguments]
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)  # with its children
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        sys.exit(f"learn.py: {' '.join(command)}\nended with {process.returncode}; see {log}")
+    return usage.ru_utime + usage.ru_stime
+
+
+def table(subject: Subject, base: dict[str, float], results: Iterable[dict[str, Any]]) -> list[str]:
+    """The results as Markdown: means over the seeds, with the smallest and the largest."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for result in results:
+        runs.setdefault(result["name"], []).append(result)
+    reaching = [f"{subject.noun} to {subject.target:g}", f"CPU seconds to {subject.target:g}"]
+    titles = ["recipe", "seeds", *subject.spreads.values(), *reaching, *subject.means.values()]
+
+    def of_base(keys: Iterable[str]) -> list[str]:
+        return [f"{base[key]:.3f}" if key in base else "" for key in keys]
+
+    cells = ["the base", "", *of_base(subject.spreads), "", "", *of_base(subject.means)]
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", f"| {' | '.join(cells)} |".replace("  ", " ")]
+    for name, found in runs.items():
+        samples, seconds = zip(*(reached(subject, run["curve"]) for run in found), strict=True)
+        cells = [spread([run["after"][key] for run in found], "{:.3f}") for key in subject.spreads]
+        cells += [spread(samples, "{:.0f}"), spread(seconds, "{:.0f}")]
+        cells += [f"{statistics.fmean(run['after'][key] for run in found):.3f}" for key in subject.means]
+        lines.append(f"| `{name}` | {len(found)} | {' | '.join(cells)} |")
+    return lines
+
+
+def reached(subject: Subject, curve: list[list[float]]) -> tuple[float | None, float | None]:
+    """Samples and seconds until the validation first reaches the target; None where it never does."""
+    for step, value, seconds in curve:
+        if value >= subject.target:
+            return step * subject.samples, seconds
+    return None, None
+
+
+def spread(values: Sequence[float | None], form: str) -> str:
+    """`mean (smallest to largest)`; where some runs never got there, how many did."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return "never"
+    text = form.format(statistics.fmean(there))
+    if len(there) > 1:
+        text += f" ({form.format(min(there))} to {form.format(max(there))})"
+    return text if len(there) == len(values) else f"{text}, {len(there)} of {len(values)} runs"
+
+
+def curves(subject: Subject, results: Iterable[dict[str, Any]], file: Path) -> None:
+    """Validation over the sampled images, a panel for each recipe, all seeds in it and the others behind."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    runs: dict[str, list[list[list[float]]]] = {}
+    for result in results:
+        runs.setdefault(result["name"], []).append(result["curve"])
+    columns = min(4, len(runs))
+    rows = -(-len(runs) // columns)
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(3 * columns, 2.3 * rows), sharex=True, sharey=True, squeeze=False
+    )
+    draw: Callable[..., Any]
+    for panel, (name, own) in zip(axes.flat, runs.items(), strict=False):
+        draw = panel.plot
+        for curve in (c for others in runs.values() for c in others):
+            draw(*axes_of(subject, curve), color="0.87", linewidth=0.8)
+        for curve in own:
+            draw(*axes_of(subject, curve), color="tab:blue", linewidth=1.4)
+        panel.set_title(name, fontsize=9)
+        panel.axhline(subject.target, color="0.6", linewidth=0.6, linestyle=":")
+        panel.tick_params(labelsize=7)
+    for panel in list(axes.flat)[len(runs) :]:
+        panel.set_visible(False)
+    figure.supxlabel(f"{subject.noun} sampled", fontsize=8)
+    figure.supylabel(subject.scale, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def axes_of(subject: Subject, curve: list[list[float]]) -> tuple[list[float], list[float]]:
+    """Samples and scores of a run's validations."""
+    return [step * subject.samples for step, _, _ in curve], [value for _, value, _ in curve]
+
+
+def insert(page: Path, mark: str, lines: list[str]) -> None:
+    """Put the table between its marks on a page."""
+    text, marks = page.read_text(), [f"<!-- {mark}: {end} -->" for end in ("begin", "end")]
+    begin, end = (text.index(m) for m in marks)
+    page.write_text(text[: begin + len(marks[0])] + "\n" + "\n".join(lines) + "\n" + text[end:])

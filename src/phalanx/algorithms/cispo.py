@@ -1,0 +1,47 @@
+"""CISPO: clipped importance weights of tokens (MiniMax-M1, https://arxiv.org/abs/2506.13585).
+
+    L = sum over tokens of  -w A sg[clip(rho, 1 - eps_low, 1 + eps_high)] log pi
+
+with rho the likelihood ratio of a token, A the group-relative advantage of its response, sg a value without a gradient,
+and w the weight that actor.loss_agg_mode gives the token. The weight is clipped and not the update: every token has a
+gradient, however far its ratio is off.
+
+Deviation from the paper: samples of a group whose rewards are all equal have weight 0 and leave the denominator.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+from torch import Tensor
+
+from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
+from phalanx.config.load import arg
+from phalanx.functional.token_losses import weighted_tokens
+from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.types import Batch
+
+
+@dataclass
+class Config(TokenConfig):
+    """Keys of `algorithm` where its name is cispo."""
+
+    clip_ratio_low: Optional[float] = arg(
+        None, "eps below 1: the importance weight is at least 1 - this; null: no bound, as in the paper", gt=0, le=1
+    )
+    clip_ratio_high: float = arg(
+        0.28, "eps above 1: the importance weight is at most 1 + this; the paper does not say its own", gt=0
+    )
+
+
+class Algorithm(TokenAlgorithm):
+    """The algorithm, pure: see phalanx.types.Algorithm."""
+
+    config: Config
+
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The weighted log-likelihood [B, A], and its scalars."""
+        c = self.config
+        log_ratio = (replay.log_prob - batch.log_prob) * batch.mask
+        return weighted_tokens(
+            replay.log_prob, log_ratio, batch.advantage, batch.mask, low=c.clip_ratio_low, high=c.clip_ratio_high
+        )

@@ -1,0 +1,80 @@
+"""On-policy distillation of language models: a student learns from a frozen teacher on its own responses
+(https://arxiv.org/abs/2306.13649; as a policy gradient https://thinkingmachines.ai/blog/on-policy-distillation/).
+
+The teacher says the log-probability log pi_T of each token that the student drew. With c = distillation_loss_coef,
+`loss_type` chooses what pulls log pi there:
+
+    k1:  A - c (log pi_old - log pi_T) is each token's advantage in grpo's clipped surrogate: the policy gradient of the
+         reverse KL of each token
+    k2:  grpo's loss + c (log pi - log pi_T)^2 / 2, in the first update of a step of the same gradient as k1
+    k3:  grpo's loss + c (pi_T / pi - 1 - log(pi_T / pi)), whose gradient is that of the forward KL in the mean
+
+A is the group-relative advantage of the response; without a reward, or with use_task_rewards false, it is 0.
+
+Deviation from the papers: the KL is estimated at the drawn tokens, and never summed over the vocabulary.
+"""
+
+from dataclasses import dataclass
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from phalanx.algorithms import grpo
+from phalanx.config.load import arg
+from phalanx.functional.token_losses import KL_TYPES, kl_estimate, masked_mean, spread
+from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.types import Batch, Teacher
+
+TEACHER = "teacher"
+
+
+@dataclass
+class Config(grpo.Config):
+    """Keys of `algorithm` where its name is distillation."""
+
+    teacher_path: str = arg("???", "the teacher: a folder (or hub id) of a causal LM with the same tokens", path=True)
+    teacher_revision: Optional[str] = arg(None, "commit, tag or branch of the teacher's hub id; null: its main branch")
+    loss_type: str = arg(
+        "k1",
+        "KL to the teacher at each drawn token: in the advantage (k1), or as an estimate in the loss (k2, k3)",
+        choices=KL_TYPES,
+    )
+    distillation_loss_coef: float = arg(1.0, "weight of that KL, beside advantages of rewards", gt=0)
+    use_task_rewards: bool = arg(True, "learn from rewards as well, where there are any; false only reports them")
+
+
+class Algorithm(grpo.Algorithm):
+    """See phalanx.types.Algorithm. All samples count, whatever their rewards."""
+
+    config: Config
+    needs_reward = False
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.references = (*self.references, TEACHER)
+        self.teachers = (
+            Teacher(TEACHER, config.teacher_path, "algorithm.teacher_path", revision=config.teacher_revision),
+        )
+
+    def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[N] of the rewards; zeros where these teach nothing."""
+        if not self.config.use_task_rewards:
+            return torch.zeros(len(reward))
+        return super().advantage(reward, group_id)
+
+    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[N] bool: all."""
+        return torch.ones(len(reward), dtype=torch.bool)
+
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The clipped surrogate [B, A] with the teacher's part, and its scalars."""
+        c, teacher = self.config, batch.reference_outputs[TEACHER]
+        advantage = spread(batch.advantage, replay.log_prob)
+        if c.loss_type == "k1":
+            advantage = advantage - c.distillation_loss_coef * kl_estimate(batch.log_prob, teacher, "k1")
+        loss, stats = self.clipped(replay, batch, advantage)
+        if c.loss_type != "k1":
+            loss = loss + c.distillation_loss_coef * kl_estimate(replay.log_prob, teacher, c.loss_type)
+        stats["teacher_kl"] = masked_mean(kl_estimate(replay.log_prob.detach(), teacher, "k1"), batch.mask)
+        return loss, stats

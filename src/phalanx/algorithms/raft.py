@@ -1,0 +1,47 @@
+"""RAFT: supervised fine-tuning on the policy's own best responses (https://arxiv.org/abs/2304.06767).
+
+    L = sum over tokens of the best responses of each prompt of  -w log pi
+
+with w the weight that actor.loss_agg_mode gives a token: rejection sampling, as a baseline.
+
+Deviation from the paper: prompts whose responses all have one reward are left out, since none of them is the best.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
+from phalanx.config.load import arg
+from phalanx.functional.advantage import best_of_group
+from phalanx.functional.token_losses import masked_mean
+from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.types import Batch
+
+
+@dataclass
+class Config(TokenConfig):
+    """Keys of `algorithm` where its name is raft."""
+
+    unused: ClassVar[tuple[str, ...]] = (
+        "adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k",
+        "early_stop_imp_ratio",
+    )  # fmt: skip
+
+    best: int = arg(1, "responses of each prompt that are trained on: those of the highest rewards", ge=1)
+
+
+class Algorithm(TokenAlgorithm):
+    """The algorithm, pure: see phalanx.types.Algorithm."""
+
+    config: Config
+
+    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[N] bool: the best of each group whose rewards differ; of equals, the first ones."""
+        return best_of_group(reward, group_id, self.config.best)
+
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The negative log-likelihood [B, A]."""
+        loss = -replay.log_prob
+        return loss, {"nll": masked_mean(loss.detach(), batch.mask)}

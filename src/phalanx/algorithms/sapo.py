@@ -1,0 +1,44 @@
+"""SAPO: soft adaptive policy optimisation (https://arxiv.org/abs/2511.20347).
+
+    L = sum over tokens of  -w A 4 / tau sigmoid(tau (rho - 1))
+
+with rho the likelihood ratio of a token, A the group-relative advantage of its response, w the weight that
+actor.loss_agg_mode gives the token (by default the paper's: each response's mean alike), and tau a temperature, one for
+A > 0 and one for other A. The gradient is that of -A rho at rho = 1, and fades as the ratio leaves it, where a clip
+would cut it off.
+
+Deviation from the paper: samples of a group whose rewards are all equal have weight 0 and leave the denominator.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
+from phalanx.config.load import arg
+from phalanx.functional.token_losses import gated_tokens
+from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.types import Batch
+
+
+@dataclass
+class Config(TokenConfig):
+    """Keys of `algorithm` where its name is sapo."""
+
+    DEFAULTS: ClassVar[dict[str, Any]] = {"actor.loss_agg_mode": "seq-mean-token-mean"}
+
+    tau_pos: float = arg(1.0, "temperature of the gate where the advantage is positive: larger ones close sooner", gt=0)
+    tau_neg: float = arg(1.05, "temperature of the gate where it is not", gt=0)
+
+
+class Algorithm(TokenAlgorithm):
+    """The algorithm, pure: see phalanx.types.Algorithm."""
+
+    config: Config
+
+    def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The gated surrogate [B, A], and its scalars."""
+        c = self.config
+        log_ratio = (replay.log_prob - batch.log_prob) * batch.mask
+        return gated_tokens(log_ratio, batch.advantage, batch.mask, tau_pos=c.tau_pos, tau_neg=c.tau_neg)

@@ -1,0 +1,56 @@
+"""Frozen language models beside the policy, which score its responses: teachers."""
+
+from dataclasses import replace
+
+from phalanx.config.lm import LMRLConfig
+from phalanx.distributed.mesh import World
+from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm.model import load_tokenizer
+from phalanx.models.lm.policy import LMPolicy, build_policy
+from phalanx.training.parts import about
+from phalanx.types import Samples, Teacher
+
+
+class LoadedLMTeacher:
+    """A teacher over the mesh, in model.dtype; its weights are gathered layer by layer, never all at once."""
+
+    def __init__(self, student: LMPolicy, policy: LMPolicy) -> None:
+        self.student, self.policy = student, policy
+
+    def relative_cost(self, samples: Samples) -> float:
+        """Operations of the teacher's pass over a sample, relative to those of the policy's own."""
+        trace: TokenTrace = samples.trace
+        scored = float(trace.lengths.float().mean())
+        length = float(trace.starts.float().mean()) + scored
+        return self.policy.forward_flops(length, scored) / self.student.forward_flops(length, scored)
+
+    def samples(self, samples: Samples) -> Samples:
+        """The policy's samples as they are: the teacher reads the same tokens."""
+        return samples
+
+
+def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: World) -> LoadedLMTeacher:
+    """Load a teacher on all ranks, in step. Raises ValueError for a model that does not know the policy's tokens."""
+    path, revision = teacher.path, teacher.revision
+    model = replace(cfg.model, path=path, revision=revision, lora_rank=0, gradient_checkpointing=False)
+    with about(teacher):
+        theirs, own = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()
+        if theirs != own:
+            raise ValueError(
+                f"{path!r} has another tokenizer than model.path, {len(theirs)} tokens and not these {len(own)}; the "
+                "teacher must know the policy's tokens by the same numbers"
+            )
+        policy = build_policy(
+            model,
+            replace(cfg.parallel, rollout_unsharded=False),  # all ranks make equally many passes
+            cfg.data,
+            world,
+            chunk=cfg.actor.log_prob_chunk_size,
+            temperature=cfg.rollout.temperature,
+            seed=cfg.trainer.seed,
+            frozen=True,
+        )
+        rows, needed = policy.settings.vocab_size, student.settings.vocab_size
+        if rows < needed:
+            raise ValueError(f"{path!r} has logits of {rows} tokens, and the policy may draw any of {needed}")
+    return LoadedLMTeacher(student, policy)
