@@ -12,7 +12,7 @@ from phalanx.rollout.passes import Passes
 
 
 def check_engine(cfg: LMRLConfig, *, installed: bool = True) -> None:
-    """Raise ConfigError for what an engine cannot do on these ranks, or for one that is to be `installed` and is not."""
+    """Raise ConfigError for what an engine cannot do on these ranks, or one that is to be `installed` and is not."""
     r, node = cfg.rollout, Launch.from_env().local_world_size
     if r.engine == "policy":
         if r.correction != "rescore":
