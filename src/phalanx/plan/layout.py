@@ -142,8 +142,8 @@ class Layout:
 
     def unsharded(self, *, throughout: bool) -> int:
         """Gathered weights: all of them `throughout`, or the root's, a block's and the message of the next block."""
-        units = self.units()
-        return sum(units) if throughout else units[-1] + 2 * max(units)
+        *blocks, root = self.units()
+        return sum(blocks) + root if throughout else root + 2 * max(blocks)
 
     def stored(self) -> int:
         """The sharded weights, whole, in the dtype that they are kept in."""
@@ -153,9 +153,15 @@ class Layout:
         """What stays of a gradient: this rank's reduced part, or while passes are `summed`, the whole in float32."""
         return w.numel * REDUCED if w.sharded and summed else w.part * w.kept.itemsize
 
-    def reducing(self) -> int:
-        """A unit's gradients on the way to their parts: as they were computed, and as the message."""
-        return max(self._by_unit(self.trained)) * (self.dtype.itemsize + REDUCED)
+    def reducing(self, activations: int, *, summed: bool) -> int:
+        """A block's gradients on the way to their parts, as they were computed and as the message, beside those of the
+        root, unless whole gradients are `summed` anyway. The root's own way begins when the `activations` are gone:
+        what is more than these counts.
+        """
+        *blocks, root = self._by_unit(self.trained)
+        both = self.dtype.itemsize + REDUCED
+        waiting = 0 if summed else root * self.dtype.itemsize
+        return max(max(blocks) * both + waiting, root * both - activations)
 
     def message(self) -> int:
         """The gradients of replicated weights as one message."""

@@ -216,8 +216,9 @@ def _phases(p: Planned, trained: int, reward: RewardModel | None, engine: int) -
             other += reward.while_sampling
         if drawn:
             other += engine
-        gradients = took.gradients + p.policy.layout.reducing() if name == "update" else 0
-        yield Phase(name, _gathered(p, name), took.peak - took.before - took.gradients, gradients, other)
+        activations, summed = took.peak - took.before - took.gradients, p.micro_batches > p.updates
+        gradients = took.gradients + p.policy.layout.reducing(activations, summed=summed) if name == "update" else 0
+        yield Phase(name, _gathered(p, name), activations, gradients, other)
 
 
 def _gathered(p: Planned, name: str) -> int:

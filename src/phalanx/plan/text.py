@@ -11,6 +11,7 @@ from phalanx.plan.layout import Cluster, Traffic, traffic
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu, Rows, arithmetic
 from phalanx.plan.rehearsal import LMRehearsal, Planned
+from phalanx.plan.tables import Scale, listed, table
 
 ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
 SPARE = 0.1  # of a GPU's memory, for gaps of the allocator
@@ -24,13 +25,13 @@ def describe(p: Planned, gpu: Gpu) -> str:
     title, rows = arithmetic(p, gpu)
     sections = [
         [f"Plan of {words(layout.cluster)}; no GPU, process group or weights were used", *_shipped(p, memory)],
-        ["Topology", *_rows(_topology(p))],
-        ["Batch", *_rows(_batch(p))],
+        ["Topology", *listed(_topology(p))],
+        ["Batch", *listed(_batch(p))],
         [f"Memory of a rank ({total / 1e9:.3g} B weights, {trained / 1e9:.3g} B of them trained)", *_held(memory)],
         [*_phases(memory, gpu), *_judging(p, memory)],
-        ["In the host's memory", *_rows(_host(p, memory))],
+        ["In the host's memory", *listed(_host(p, memory))],
         ["Messages of a step: what a rank receives, and sends as much of", *_messages(p)],
-        [title, *_rows(rows)],
+        [title, *listed(rows)],
         [f"warning: {warning}" for warning in _warnings(p, memory, gpu)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
@@ -47,7 +48,7 @@ def sizes(cfg: RunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, st
         else:
             share = cfg.data.batch_size(c.ranks) * each // c.ranks
             rows.append((words(c), f"{share} {noun} a rank, {_copies(c, c.width(cfg.parallel))}"))
-    return "\n".join(["Sizes", *_rows(rows)])
+    return "\n".join(["Sizes", *listed(rows)])
 
 
 def words(c: Cluster) -> str:
@@ -199,20 +200,20 @@ def _span(ranks: range) -> str:
 
 
 def _held(memory: Memory) -> Iterator[str]:
-    scale = _Scale(memory.peak)
-    return _table([("held throughout", scale.unit), *((f"  {name}", scale(n)) for name, n in memory.held.items())])
+    scale = Scale(memory.peak)
+    return table([("held throughout", scale.unit), *((f"  {name}", scale(n)) for name, n in memory.held.items())])
 
 
 def _phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
-    scale, held = _Scale(memory.peak), sum(memory.held.values())
+    scale, held = Scale(memory.peak), sum(memory.held.values())
     rows: list[Sequence[str]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
     for q in memory.phases:
         name = f"{q.name} (peak)" if q is memory.largest else q.name
         parts = (held, q.gathered, q.activations, q.gradients, q.other, held + q.total)
         rows.append((name, *map(scale, parts)))
-    yield from _table(rows)
+    yield from table(rows)
     if gpu.memory is not None:
-        scale = _Scale(gpu.memory)
+        scale = Scale(gpu.memory)
         yield (
             f"  peak: {scale.plain(memory.peak)} and {scale.plain(ALLOWED)} for CUDA and NCCL, of "
             f"{scale.plain(gpu.memory)} {scale.unit}"
@@ -249,7 +250,7 @@ def _host(p: Planned, memory: Memory) -> Rows:
     if memory.reward is not None:
         node -= memory.reward.asleep * (ranks - judges)
     least, most = (memory.loading_of_a_node(ranks, judges, cast=cast) for cast in (False, True))
-    scale = _Scale(max(node, most))
+    scale = Scale(max(node, most))
     parts = ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
     loading = f"up to {scale.plain(least)} {scale.unit} a node"
     if most > least:
@@ -285,11 +286,11 @@ def _messages(p: Planned) -> Iterable[str]:
     found = messages(p)
     if not found:
         return ["  none"]
-    scale = _Scale(max(t.size for t in found))
+    scale = Scale(max(t.size for t in found))
     rows = [(scale.unit, "within a node", "across nodes")]
     rows += [(t.what, scale(t.size * (not t.nodes)), scale(t.size * t.nodes)) for t in found]
     within, across = (sum(t.size for t in found if t.nodes is nodes) for nodes in (False, True))
-    return _table([*rows, ("together", scale(within), scale(across))])
+    return table([*rows, ("together", scale(within), scale(across))])
 
 
 # -- warnings -----------------------------------------------------------------------------------------------------
@@ -313,7 +314,7 @@ def _warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
         )
     needed = memory.peak + ALLOWED
     if gpu.memory is not None and needed > gpu.memory * (1 - SPARE):
-        scale = _Scale(gpu.memory)
+        scale = Scale(gpu.memory)
         much = "does not fit" if needed > gpu.memory else "leaves little for gaps of the allocator"
         takes = f"takes {scale.plain(needed)} of {scale.plain(gpu.memory)} {scale.unit} with CUDA and NCCL"
         yield f"{memory.largest.name} {takes} and {much}; what helps: {', '.join(_mends(p, memory))}"
@@ -326,7 +327,7 @@ def _warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
             "weights are not counted"
         )
     elif reward.share is not None and reward.weights >= reward.share:
-        scale = _Scale(reward.weights)
+        scale = Scale(reward.weights)
         yield (
             f"reward.model.gpu_memory_utilization: {model.gpu_memory_utilization:g} of the GPU is "
             f"{scale.plain(reward.share)} {scale.unit}, and a rank's part of the weights "
@@ -369,35 +370,3 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
         "a LoRA (model.lora_rank)": cfg.model.lora_rank == 0,
     }
     return [mend for mend, helps in mends.items() if helps]
-
-
-# -- layout of the text -------------------------------------------------------------------------------------------
-
-
-class _Scale:
-    """Sizes as numbers of one unit, GB (10^9 bytes) or MB (10^6), the one that fits `largest`."""
-
-    def __init__(self, largest: int) -> None:
-        self.unit, self._bytes = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
-
-    def __call__(self, size: int) -> str:
-        """In a table, where what rounds to nothing is a dash."""
-        return self.plain(size) if size >= self._bytes / 200 else "-"
-
-    def plain(self, size: int) -> str:
-        """In a sentence."""
-        return f"{size / self._bytes:.2f}"
-
-
-def _rows(rows: Rows) -> Iterator[str]:
-    """Names and what is to be said of them."""
-    longest = max(len(name) for name, _ in rows)
-    return (f"  {name:<{longest}}  {text}" for name, text in rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns: the first to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *rest in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
-        yield "  ".join([f"  {first:<{widths[0]}}", *cells]).rstrip()
