@@ -34,7 +34,7 @@ RENAMED = {
     "reward.custom_reward_function.name": "path of an entry of reward.functions, as file.py:name",
     "reward_model.overlong_buffer.len": "the overlong_buffer_len of the reward overlong, in reward.functions",
     "reward_model.overlong_buffer.penalty_factor": "the weight of the reward overlong, in reward.functions",
-    "reward.reward_kwargs.overlong_buffer_cfg.len": "the overlong_buffer_len of the reward overlong, in reward.functions",
+    "reward.reward_kwargs.overlong_buffer_cfg.len": "the overlong_buffer_len of the reward overlong",
     "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor": "the weight of the reward overlong, in reward.functions",
     "reward.reward_functions": "reward.functions, a list",
     "reward.reward_model.enable": "reward.model.path, null without one",
