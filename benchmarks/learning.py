@@ -198,7 +198,8 @@ def table(subject: Subject, base: dict[str, float], results: Iterable[dict[str, 
         return [f"{base[key]:.3f}" if key in base else "" for key in keys]
 
     cells = ["the base", "", *of_base(subject.spreads), "", "", *of_base(subject.means)]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", f"| {' | '.join(cells)} |".replace("  ", " ")]
+    of_none = "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", of_none]
     for name, found in runs.items():
         samples, seconds = zip(*(reached(subject, run["curve"]) for run in found), strict=True)
         cells = [spread([run["after"][key] for run in found], "{:.3f}") for key in subject.spreads]

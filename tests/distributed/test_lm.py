@@ -88,7 +88,11 @@ def test_equal_rewards_are_drawn_again(lm_folder: Path, tmp_path: Path) -> None:
 
 
 def test_truncated_responses_can_be_left_out(lm_folder: Path, tmp_path: Path) -> None:
-    (step,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path, "rollout.mask_truncated=true"))
-    lengths = step["mask"].sum(1)
-    assert (lengths == 0).any() and (lengths > 0).any()
-    assert (lengths < 12).all() or step["mask"].shape[1] <= 12
+    """Those of all tokens but no end of one; the others keep all of theirs."""
+    (plain,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "plain"))
+    (step,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "masked", "rollout.mask_truncated=true"))
+    before, lengths = plain["mask"].sum(1), step["mask"].sum(1)
+    gone = lengths == 0
+    assert gone.any() and (lengths > 0).any()
+    assert (before[gone] == 12).all() and torch.equal(lengths[~gone], before[~gone])
+    assert step["row"]["actor/grad_norm"] != plain["row"]["actor/grad_norm"]
