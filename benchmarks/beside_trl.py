@@ -3,10 +3,10 @@
     pip install trl
     python benchmarks/beside_trl.py [--steps 20] [--runs 3]
 
-One process each, on one thread: the same model, prompts, reward and batch (16 prompts x 8 responses of at most 40 tokens, one
-update a step), sampling without vLLM, no gradient checkpointing. A figure is CPU seconds of the process from the end of
-the first step to the end of the last, per 1,000 tokens of responses, which are sampled and trained once. The last line is
-JSON.
+One process each, on one thread: the same model, prompts, reward and batch (16 prompts x 8 responses of at most 40 tokens,
+one update a step), sampling without vLLM, no gradient checkpointing. A figure is CPU seconds of the process from the end
+of the first step to the end of the last, per 1,000 tokens of responses, which are sampled and trained once. The last
+line is JSON.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def trl(steps: int, folder: Path) -> dict[str, float]:
     def reward(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
         lengths.append(sum(map(len, completion_ids)))
         texts = [completion[0]["content"] for completion in completions]
-        return [score for score in Gsm8k()(texts, texts, [{"ground_truth": text} for text in answer])]
+        return list(Gsm8k()(texts, texts, [{"ground_truth": text} for text in answer]))
 
     ends: list[float] = []
 
@@ -156,9 +156,7 @@ def main() -> None:
         for side in SIDES:
             found[side].append(turn(side, args.steps))
             print(f"run {run + 1}, {side}: {found[side][-1]}", flush=True)
-    medians = {
-        side: statistics.median(run["cpu_s_per_1000_tokens"] for run in runs) for side, runs in found.items()
-    }
+    medians = {side: statistics.median(run["cpu_s_per_1000_tokens"] for run in runs) for side, runs in found.items()}
     print(json.dumps(medians | {"ratio": medians["trl"] / medians["phalanx"]}))
 
 
