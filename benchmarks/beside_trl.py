@@ -3,10 +3,10 @@
     pip install trl
     python benchmarks/beside_trl.py [--steps 20] [--runs 3]
 
-One process each, on one thread: the same model, prompts, reward and batch (16 prompts x 8 responses of at most 40 tokens,
-one update a step), sampling without vLLM, no gradient checkpointing. A figure is CPU seconds of the process from the end
-of the first step to the end of the last, per 1,000 tokens of responses, which are sampled and trained once. The last
-line is JSON.
+One process each, on one thread: the same model, prompts, reward and batch (16 prompts x 8 responses of at most 40
+tokens, one update a step), sampling without vLLM, no gradient checkpointing. A figure is CPU seconds of the process
+from the end of the first step to the end of the last, per 1,000 tokens of responses, which are sampled and trained
+once. The last line is JSON.
 """
 
 import argparse
