@@ -16,9 +16,11 @@ def build(cfg: LMRLConfig) -> Callable[[], None]:
 
 
 def check(cfg: LMRLConfig) -> None:
-    from phalanx.jobs.inputs import check_lm
+    from phalanx.jobs.inputs import check_lm, check_lm_folder
 
     check_lm(cfg)
+    if cfg.critic.model.path is not None:
+        check_lm_folder(cfg.critic.model.path, "critic.model.path")
 
 
 if __name__ == "__main__":

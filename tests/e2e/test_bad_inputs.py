@@ -169,8 +169,8 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         "unknown algorithm",
         lambda p: ["algorithm.name=flow_gpro"],
         "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cps, dance_grpo, "
-        "diffusion_dpo, diffusion_nft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, rwr, sft, a dotted module, or "
-        "path/to/file.py",
+        "diffusion_dpo, diffusion_nft, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, "
+        "reinforce_plus_plus, rwr, sft, a dotted module, or path/to/file.py",
     ),
     (
         "a key of another algorithm",

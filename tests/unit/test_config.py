@@ -12,6 +12,7 @@ import pytest
 from phalanx.cli import parse
 from phalanx.config import ConfigError, aliases, load, save
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import arg, help_text, resolve_registry, rows
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import SampleConfig, read_run
@@ -276,7 +277,7 @@ ALGORITHM_FILES = [
     (HEAD, "'{file}' has no class Algorithm, which is made of its Config"),
     (HEAD + "Algorithm = 3\n", "'{file}': class Algorithm is not a class"),
     (HEAD + "class Algorithm:\n    pass\n", "'{file}': class Algorithm lacks levels, behaviour, references, averages, teachers, samples_per_unit, "
-     "needs_reward, advantage, sample_mask, units, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
+     "needs_reward, per_action, advantage, sample_mask, units, credit, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
      "ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
     (HEAD + "from phalanx.algorithms import TransitionAlgorithm as T\nclass Algorithm(T):\n    pass\n", "'{file}': class Algorithm lacks surrogate; "
      "derive it from GroupAlgorithm, TransitionAlgorithm, ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
@@ -301,7 +302,7 @@ def test_an_algorithm_that_is_unknown(name: str) -> None:
     near = "; did you mean flow_grpo?" if name.startswith((".", "flow")) else ";"
     assert refusal(f"algorithm.name={name}") == (
         f"algorithm.name: {name!r} is unknown{near} known: awm, cps, dance_grpo, diffusion_dpo, diffusion_nft, flow_dppo, "
-        "flow_grpo, grpo, grpo_guard, mix_grpo, opd, rwr, sft, a dotted module, or path/to/file.py"
+        "flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, reinforce_plus_plus, rwr, sft, a dotted module, or path/to/file.py"
     )
 
 
@@ -652,7 +653,7 @@ def test_every_key_of_another_trainers_recipe_says_what_it_is_called_here(key: s
 
 
 def test_aliases_are_keys() -> None:
-    text = help_text(FlowRLConfig, "", None, [])
+    text = help_text(FlowRLConfig, "", None, []) + help_text(LMRLConfig, "", None, ["algorithm.name=ppo"])
     for name in aliases.RENAMED.values():
         first = name.split(",")[0].split(" ")[0]
         assert f"\n  {first}: " in text or first in ("the", "path"), name

@@ -24,12 +24,18 @@ def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
 
 def check_lm(cfg: LMRunConfig) -> None:
     """Raise ValueError, in one line, for files of a language model's job that cannot be read."""
-    folder, key = Path(cfg.model.path).expanduser(), cfg.data.prompt_key
-    if folder.is_dir():
-        require(folder, "config.json")
-        check_weights(folder)
-    elif cfg.model.path.count("/") != 1 or cfg.model.path.startswith((".", "/", "~")):
-        raise ValueError(f"model.path: {cfg.model.path!r}: no such folder")
+    key = cfg.data.prompt_key
+    check_lm_folder(cfg.model.path, "model.path")
     if cfg.data.train_files:
         load_prompts(cfg.data.train_files, "data.train_files", prompt=key, quoted=False)
     validation_sets(cfg.data.val_files, prompt=key, quoted=False)
+
+
+def check_lm_folder(path: str, key: str) -> None:
+    """Raise ValueError, in one line with the path's `key`, for a folder that holds no language model."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        require(folder, "config.json", key=key)
+        check_weights(folder, key)
+    elif path.count("/") != 1 or path.startswith((".", "/", "~")):
+        raise ValueError(f"{key}: {path!r}: no such folder")
