@@ -17,8 +17,11 @@ def build(cfg: LMRLConfig) -> Callable[[], None]:
 
 def check(cfg: LMRLConfig) -> None:
     from phalanx.jobs.inputs import check_lm
+    from phalanx.models.lm.headers import check_folder
 
     check_lm(cfg)
+    if cfg.critic.model.path is not None:
+        check_folder(cfg.critic.model.path, "critic.model.path")
 
 
 def plan(cfg: LMRLConfig, words: dict[str, str]) -> str:

@@ -15,6 +15,21 @@ from tests.jobs import assert_same_weights, first_step, full_weights, rows
 from tests.lm import tiny_lm_config
 from tests.ranks import run_ranks
 
+SPREAD = """
+from phalanx.algorithms import grpo
+from phalanx.types import Credit
+
+Config = grpo.Config
+
+
+class Algorithm(grpo.Algorithm):
+    per_action = True
+
+    def credit(self, scored, total):
+        assert total(scored.mask.sum().double()[None]) > 0 and scored.values is None
+        advantage = scored.advantage[:, None] * scored.mask
+        return Credit(advantage, advantage, {"spread": 1.0})
+"""
 PPO = (
     "algorithm.name=ppo",
     "algorithm.gamma=0.95",
@@ -93,6 +108,18 @@ def test_layouts_agree(keys: tuple[str, ...], lm_folder: Path, tmp_path: Path) -
                 assert part["row"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
             for model, values in alone["after"].items():
                 assert_same_weights(values, part["after"][model], 1e-3)
+
+
+def test_advantages_of_samples_are_those_of_their_tokens(lm_folder: Path, tmp_path: Path) -> None:
+    """To the last bit: what GRPO says of a sample may be said of each of its tokens."""
+    (tmp_path / "spread.py").write_text(SPREAD)
+    steps = []
+    for name in ("grpo", f"{tmp_path}/spread.py"):
+        steps += run_ranks(one_step, 2, tiny_lm_config(lm_folder, tmp_path / "run", f"algorithm.name={name}"))[:1]
+    one, other = steps
+    assert other["row"].pop("spread") == 1.0
+    assert one["row"] == other["row"]
+    assert all(torch.equal(value, other["after"]["policy"][k]) for k, value in one["after"]["policy"].items())
 
 
 def test_micro_batches_and_checkpointing_are_no_part_of_the_gradient(lm_folder: Path, tmp_path: Path) -> None:

@@ -169,8 +169,8 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         "unknown algorithm",
         lambda p: ["algorithm.name=flow_gpro"],
         "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cispo, cps, dance_grpo, "
-        "diffusion_dpo, diffusion_nft, distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, raft, rloo, rwr, "
-        "sapo, sft, a dotted module, or path/to/file.py",
+        "diffusion_dpo, diffusion_nft, distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, "
+        "reinforce_plus_plus, rloo, rwr, sapo, sft, a dotted module, or path/to/file.py",
     ),
     (
         "a key of another algorithm",

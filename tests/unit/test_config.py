@@ -277,7 +277,7 @@ ALGORITHM_FILES = [
     (HEAD, "'{file}' has no class Algorithm, which is made of its Config"),
     (HEAD + "Algorithm = 3\n", "'{file}': class Algorithm is not a class"),
     (HEAD + "class Algorithm:\n    pass\n", "'{file}': class Algorithm lacks levels, behaviour, references, averages, teachers, samples_per_unit, "
-     "needs_reward, advantage, sample_mask, units, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
+     "needs_reward, per_action, advantage, sample_mask, units, credit, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
      "ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
     (HEAD + "from phalanx.algorithms import TransitionAlgorithm as T\nclass Algorithm(T):\n    pass\n", "'{file}': class Algorithm lacks surrogate; "
      "derive it from GroupAlgorithm, TransitionAlgorithm, ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
@@ -302,7 +302,8 @@ def test_an_algorithm_that_is_unknown(name: str) -> None:
     near = "; did you mean flow_grpo?" if name.startswith((".", "flow")) else ";"
     assert refusal(f"algorithm.name={name}") == (
         f"algorithm.name: {name!r} is unknown{near} known: awm, cispo, cps, dance_grpo, diffusion_dpo, diffusion_nft, "
-        "distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, raft, rloo, rwr, sapo, sft, a dotted module, or path/to/file.py"
+        "distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, reinforce_plus_plus, rloo, rwr, "
+        "sapo, sft, a dotted module, or path/to/file.py"
     )
 
 
@@ -700,11 +701,11 @@ def test_verls_keys_of_language_models_say_what_they_are_called_here(key: str) -
 
 
 def test_aliases_are_keys() -> None:
-    text = help_text(LMRLConfig, "", None, [])
+    text = help_text(LMRLConfig, "", None, ["algorithm.name=ppo"])
     for name in aliases.OF_LANGUAGE_MODELS.values():
         first = name.split(",")[0].split(" ")[0].rstrip(";")
         assert f"\n  {first}: " in text or first == "path", name
-    text = help_text(FlowRLConfig, "", None, [])
+    text += help_text(FlowRLConfig, "", None, [])
     for name in aliases.RENAMED.values():
         first = name.split(",")[0].split(" ")[0]
         assert f"\n  {first}: " in text or first in ("the", "path"), name

@@ -29,6 +29,9 @@ RENAMED = {
     "trainer.resume_from_path": "trainer.resume",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_checkpoints",
     "algorithm.adv_estimator": "algorithm.name",
+    "algorithm.use_kl_in_reward": "algorithm.kl_reward_coef of ppo and reinforce_plus_plus, 0 without a KL",
+    "algorithm.kl_penalty": "algorithm.kl_reward_type of ppo and reinforce_plus_plus",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef of ppo and reinforce_plus_plus",
     "algorithm.filter_groups.enable": "rollout.max_num_gen_batches",
     "algorithm.filter_groups.max_num_gen_batches": "rollout.max_num_gen_batches",
     "reward.custom_reward_function.path": "path of an entry of reward.functions",
@@ -50,6 +53,12 @@ RENAMED = {
     "reward.reward_model.enable_resource_pool": "reward.model.placement",
     "reward.reward_model.nnodes": "reward.model.placement",
     "reward.reward_model.n_gpus_per_node": "reward.model.placement",
+    "critic.grad_clip": "critic.optim.grad_clip",
+    "critic.optim.clip_grad": "critic.optim.grad_clip",
+    "critic.optim.lr_scheduler_type": "critic.optim.lr_scheduler",
+    "critic.model.enable_gradient_checkpointing": "critic.model.gradient_checkpointing",
+    "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size, of policy and critic",
+    "critic.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu, of policy and critic",
     "actor_rollout_ref.model.algorithm": "algorithm.name",
     "actor_rollout_ref.model.lora_init_weights": "model.lora_init",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "model.gradient_checkpointing",
@@ -147,6 +156,10 @@ NOTHING_TO_SET = (
     "actor_rollout_ref.rollout.name",
     "actor_rollout_ref.rollout.step_execution",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "critic.enable",
+    "critic.forward_micro_batch_size_per_gpu",
+    "critic.shuffle",
+    "critic.strategy",
     "data.return_raw_chat",
     "data.reward_fn_key",
     "data.shuffle",
@@ -161,6 +174,8 @@ NOTHING_TO_SET = (
 
 def alias(key: str, known: Collection[str]) -> str | None:
     """What became of a key of another trainer, in words, where `known` are the keys here; None for any other key."""
+    if key.startswith("critic.") and "critic.optim.lr" not in known:
+        return None  # of a job that has no critic
     renamed = RENAMED | OF_LANGUAGE_MODELS if "data.max_response_length" in known else RENAMED
     if key in renamed:
         return f"here it is {renamed[key]}"

@@ -42,7 +42,7 @@ def check_groups(cfg: RLConfig) -> None:
     if cfg.algorithm.needs_groups:
         raise ConfigError(
             f"rollout.n: 1 leaves algorithm.name={cfg.algorithm.name} nothing to compare a sample with; set it to at "
-            "least 2, or an algorithm that needs no groups, such as ppo"
+            "least 2, or algorithm.name=ppo, which needs no groups"
         )
     compares = {
         f"reward.normalize={cfg.reward.normalize}": cfg.reward.normalize != "none",

@@ -85,7 +85,7 @@ def states_at(decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[i
 
 def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int, key: str = "model.path") -> CausalLM:
     """Load `config.path` in `dtype`; ValueError, in one line with the `key` that named it, for what does not load."""
-    check_folder(config.path)
+    check_folder(config.path, key)
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     log.info("loading the model %s", config.path)
     with loading(f"{key}: {config.path!r} does not load"):
