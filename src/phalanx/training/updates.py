@@ -54,14 +54,13 @@ class Updates(Run):
         stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
         updates: list[dict[str, Any]] = []
         tokens, self._trained, self._trained_tokens = samples.tokens, 0, 0
-        epochs = cfg.ppo_epochs if units.counted.any() else 0
-        if algorithm.levels is None and epochs > 0:
+        learns = bool(units.counted.any())
+        if learns and algorithm.levels is None:
             batches.reference_outputs = self.reference_outputs(batches, units)
-        if algorithm.per_action and epochs > 0:
+        if learns and algorithm.per_action:
             row = self.credit(batches, units, sample_mask[mine])
-        if self.critic is not None and step < self.critic.warmup:
-            epochs = 0
-        for epoch in range(epochs):
+        critic_alone = self.critic is not None and step < self.critic.warmup
+        for epoch in range(cfg.ppo_epochs if learns and not critic_alone else 0):
             if algorithm.levels is not None:  # each pass has noise of its own
                 batches.corrupted = algorithm.corrupt(policy, samples, self.corruption_seeds(samples, step, epoch))
                 batches.reference_outputs = self.reference_outputs(batches, units)
