@@ -36,7 +36,7 @@ help:
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
-	@echo "make learn-lm         the same of language models, about 2 hours on 2 cores"
+	@echo "make learn-lm         the same of language models, about an hour on 2 cores"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
 	@echo "make docs             build the documentation into site/"

@@ -27,8 +27,8 @@ from phalanx.training import flow_rl, lm_rl
 from phalanx.training.batches import BatchPlan
 from phalanx.training.flow_matching import ENCODED_TOGETHER
 from phalanx.training.flow_parts import FlowParts
-from phalanx.training.parts import Parts
-from phalanx.training.teacher import LoadedFlowTeacher, about, check_kind, teacher_model, teacher_rollout
+from phalanx.training.parts import Parts, about
+from phalanx.training.teacher import LoadedFlowTeacher, check_kind, teacher_model, teacher_rollout
 from phalanx.types import Teacher
 
 
