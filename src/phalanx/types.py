@@ -74,7 +74,8 @@ class Samples:
     `index` [B] is each sample's number in the step across all ranks; sample i belongs to group i // n. `weight` [B, A]
     are factors of the loss where another engine drew the samples. `exact`: a replay repeats log_prob to the last bit
     where the rollout's are exact at all; False on all ranks where the shapes have changed since. `lengths` [B, 2], on
-    the CPU, are the tokens of each prompt and of its response, where samples are made of tokens.
+    the CPU, are the tokens of each prompt and of its response, where samples are made of tokens. `on_policy`: each of
+    them is trained once, by the weights that drew it, so that log_prob is that of the pass that trains it, NaN here.
     """
 
     prompts: list[Prompt]
@@ -86,6 +87,7 @@ class Samples:
     weight: Tensor | None = None
     exact: bool = True
     lengths: Tensor | None = None
+    on_policy: bool = False
 
     @property
     def tokens(self) -> Tensor | None:
@@ -112,6 +114,7 @@ class Batch(Generic[T]):
     sample, or the samples that the algorithm's `units` trains together): it already holds the denominator over all
     ranks, and is 0 for what does not count.
     `reference_outputs` holds what the algorithm's `reference_output` returned for these samples, by names of weights.
+    `on_policy`: see `Samples`.
     """
 
     trace: T
@@ -121,6 +124,7 @@ class Batch(Generic[T]):
     weight: Tensor
     reference_outputs: dict[str, Tensor]
     corrupted: Any = None  # a Corrupted
+    on_policy: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The base of algorithms on tokens: a surrogate of the ratio, a KL to the reference, a bonus for entropy."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from torch import Tensor
@@ -49,6 +49,8 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
     def loss(self, policy: Policy, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss [B, A] per token, before its weight, and detached scalars."""
         replay: TokenReplay = policy.replay(batch.trace)
+        if batch.on_policy:
+            batch = replace(batch, log_prob=replay.log_prob.detach())
         loss, stats = self.surrogate(replay, batch)
         stats["entropy"] = masked_mean(replay.entropy.detach(), batch.mask)
         stats["self_certainty"] = masked_mean(replay.self_certainty.detach(), batch.mask)

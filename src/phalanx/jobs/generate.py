@@ -16,7 +16,6 @@ from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
 from phalanx.data.prompts import load_prompts, numbered
 from phalanx.distributed import mesh
-from phalanx.distributed.passes import Passes
 from phalanx.jobs.export import open_given
 from phalanx.models.lm.model import DTYPES, load_model, load_tokenizer
 from phalanx.models.lm.policy import LMPolicy, prompt_tokens
@@ -61,7 +60,7 @@ class Generation:
         settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
         self.val = replace(run.rollout.val, **settings, max_response_length=limit)
         rollout = replace(run.rollout, val=self.val)
-        self.rollout = LMRollout(self.policy, rollout, data, self.world, cfg.micro_batch_size_per_gpu, Passes(1))
+        self.rollout = LMRollout(self.policy, rollout, data, self.world, cfg.micro_batch_size_per_gpu, None)
 
     def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int) -> int:
         """The longest response, in tokens; ConfigError where it does not fit behind the longest prompt."""

@@ -69,7 +69,8 @@ def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
 def _lm(cfg: LMRLConfig, cluster: Cluster) -> LMRehearsal:
     plan, algorithm = lm_rl.plan(cfg, cluster.ranks), lm_rl.build_algorithm(cfg)
     policy = planned_lm_policy(cfg, cluster, Ledger(), rank=_busiest(plan, cfg.rollout.n, cluster.ranks))
-    rollout = PlannedLMRollout(policy, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, plan.passes_of(1))
+    passes = lm_rl.scoring(plan, algorithm)
+    rollout = PlannedLMRollout(policy, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, passes)
     rollout.exact = cfg.rollout.engine == "policy"
     with policy.ledger, policy.ledger.uncounted():
         parts = Parts(policy.world, None, policy, rollout, {})

@@ -80,13 +80,14 @@ class PlannedLMRollout(LMRollout):
         sizes = [torch.full((share,), size, device=META) for size in (before, limit)]
         trace = TokenTrace(ids, sizes[0], sizes[1], limit)
         log_prob = torch.zeros(share, limit, device=META)
-        if self.exact:
+        if self.exact and self.passes is not None:
             with self.policy.ledger.during("rollout: log-probs"):
                 parts = self.passes.parts(share, torch.full((share, 1), before + limit))
                 log_prob = in_order([self.policy.replay(trace.select(part)).log_prob for part in parts], parts)
         lengths = torch.tensor([[before, limit]]).repeat(share, 1)
         mine = [prompts[i // n] for i in index.tolist()]
-        return Samples(mine, [], log_prob, trace.mask, trace, index, lengths=lengths)
+        on_policy = self.exact and self.passes is None
+        return Samples(mine, [], log_prob, trace.mask, trace, index, lengths=lengths, on_policy=on_policy)
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         val = self.config.val

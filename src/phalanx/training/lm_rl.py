@@ -12,6 +12,7 @@ from phalanx.config.load import ConfigError
 from phalanx.data.prompts import PromptRow, held_out_overlap, load_prompts, numbered, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
+from phalanx.distributed.passes import Passes
 from phalanx.distributed.placement import place
 from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
@@ -57,7 +58,7 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
     for name, held_out in val_sets.items():
         kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=world.rank == 0)
         val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
-    rollout = build_rollout(cfg, policy, world, plan.rollout_micro, plan.passes_of(1))
+    rollout = build_rollout(cfg, policy, world, plan.rollout_micro, scoring(plan, algorithm))
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
     teachers = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
     critic: CriticTrainer | None = None
@@ -112,6 +113,17 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     # log-probs are taken in passes of the training's shape, whatever is decoded together
     decoded, exact = cfg.rollout.micro_batch_size_per_gpu or found.per_rank, budget is None and not packed
     return replace(found, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)
+
+
+def scoring(plan: BatchPlan, algorithm: Algorithm) -> Passes | None:
+    """The passes that take old log-probabilities; None where each sample is trained once, by the weights that drew it:
+    then they are those of the very pass that trains it.
+    """
+    once = plan.updates * plan.epochs == 1
+    # advantages of single actions may want them before, and so may a user's own loss
+    if once and not algorithm.per_action and type(algorithm).loss is TokenAlgorithm.loss:
+        return None
+    return plan.passes_of(1)
 
 
 def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -> list[PromptRow]:

@@ -47,6 +47,7 @@ class MicroBatches:
             weight=weights if samples.weight is None else weights * samples.weight[at],
             reference_outputs={name: values[at] for name, values in self.reference_outputs.items()},
             corrupted=None if self.corrupted is None else self.corrupted.select(at),
+            on_policy=samples.on_policy,
         )
 
 

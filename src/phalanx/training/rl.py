@@ -138,7 +138,9 @@ class Trainer(Updates):
         """
         # passes that are cut by tokens are scored again as they are trained, in `update`
         again = self.progress.rescoring and not self.plan.by_tokens
-        if (self.rollout.exact and samples.exact and not again) or self.algorithm.levels is not None:
+        if samples.on_policy or (self.rollout.exact and samples.exact and not again):
+            return samples, {}
+        if self.algorithm.levels is not None:
             return samples, {}
         config = self.cfg.rollout
         if self.rollout.exact:  # rollout.correction is of other engines

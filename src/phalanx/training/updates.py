@@ -66,7 +66,7 @@ class Updates(Run):
                 batches.reference_outputs = self.reference_outputs(batches, units)
             mode, constant = cfg.loss_agg_mode, cfg.loss_scale_factor
             steps = optimizer_steps(batches.mask, units, plan, self.world, mode=mode, constant=constant, tokens=tokens)
-            if epoch == 0 and plan.by_tokens and self.progress.rescoring:
+            if epoch == 0 and plan.by_tokens and self.progress.rescoring and not samples.on_policy:
                 batches.samples = self.rescore_in(steps, samples)
             for parts in steps:
                 stats.append([])

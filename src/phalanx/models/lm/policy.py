@@ -156,7 +156,7 @@ class LMPolicy:
         passes = step_flops(
             round(scored / len(prompts)),
             samples=count,
-            steps=1,  # the old log-probabilities
+            steps=0 if samples.on_policy else 1,  # the old log-probabilities
             updates_per_sample=updates,
             lora=self.trained.lora,
             checkpointing=False,

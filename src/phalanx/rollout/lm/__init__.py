@@ -45,7 +45,7 @@ def check_engine(cfg: LMRLConfig, *, installed: bool = True) -> None:
         )
 
 
-def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int, passes: Passes) -> LMRollout:
+def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int, passes: Passes | None) -> LMRollout:
     """The rollout that `rollout.engine` names; all ranks in step. `decoded` samples are drawn together; `passes` are
     those of the training. Raises ValueError where vLLM refuses the model.
     """

@@ -46,10 +46,10 @@ class LMRollout:
         data: LMDataConfig,
         world: World,
         micro_batch_size: int,
-        passes: Passes,
+        passes: Passes | None,
     ) -> None:
         """Samples are drawn `micro_batch_size` at a time, and their log-probabilities taken in `passes`, as in
-        training.
+        training; None: they are trained on-policy, which takes them by itself.
         """
         self.policy, self.config, self.data, self.world = policy, config, data, world
         self.micro_batch_size, self.passes = micro_batch_size, passes
@@ -184,6 +184,8 @@ class LMRollout:
 
     def _scored(self, samples: Samples) -> Samples:
         """The samples with the policy's own log-probabilities, by passes of the training's shape."""
+        if self.passes is None:
+            return replace(samples, log_prob=torch.full(samples.mask.shape, torch.nan), on_policy=True)
         trace, tokens = samples.trace, samples.tokens
         assert tokens is not None
         parts = self.passes.parts(len(tokens), tokens[:, None])

@@ -10,7 +10,6 @@ from torch import Tensor
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import all_gather_object, reduce_float
 from phalanx.distributed.mesh import World
-from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.engines.vllm_text import Sampling, TextEngine
 from phalanx.functional.tokens import TokenTrace
@@ -38,7 +37,7 @@ class VllmRollout(LMRollout):
         group: Sequence[int],
     ) -> None:
         """`group`: the ranks that hold the engine's weights together, this one among them."""
-        super().__init__(policy, config, data, world, micro_batch_size, Passes(0))
+        super().__init__(policy, config, data, world, micro_batch_size, None)
         self.engine, self.group = engine, group
         self._probe = probe_prompts(policy, data)
         self.sync_error = 0.0  # of the last probe
