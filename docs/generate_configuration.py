@@ -11,7 +11,14 @@ from typing import Any, get_type_hints
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import Row, known_modules, resolve_registry, rows
-from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig, ServeRewardConfig
+from phalanx.config.tasks import (
+    CheckClusterConfig,
+    ExportConfig,
+    GenerateConfig,
+    PrepareDataConfig,
+    SampleConfig,
+    ServeRewardConfig,
+)
 
 PAGE = Path(__file__).parent / "configuration.md"
 MARKER = "<!-- Below this line: written by docs/generate_configuration.py -->\n"
@@ -50,6 +57,9 @@ def reference() -> Iterator[str]:
     yield "## Sampling\n"
     yield f"{sentence(SampleConfig)}\n"
     yield from task(SampleConfig)
+    yield "## Generating texts\n"
+    yield f"{sentence(GenerateConfig)}\n"
+    yield from task(GenerateConfig)
     yield "## Export\n"
     yield f"{sentence(ExportConfig)}\n"
     yield from task(ExportConfig)
@@ -59,6 +69,9 @@ def reference() -> Iterator[str]:
     yield "## Serving rewards\n"
     yield f"{sentence(ServeRewardConfig)}\n"
     yield from task(ServeRewardConfig)
+    yield "## Preparing data\n"
+    yield f"{sentence(PrepareDataConfig)}\n"
+    yield from task(PrepareDataConfig)
 
 
 def sections(schema: type, without: type | None = None) -> Iterator[str]:

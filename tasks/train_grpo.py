@@ -17,9 +17,18 @@ def build(cfg: LMRLConfig) -> Callable[[], None]:
 
 def check(cfg: LMRLConfig) -> None:
     from phalanx.jobs.inputs import check_lm
+    from phalanx.models.lm.headers import check_folder
 
     check_lm(cfg)
+    if cfg.critic.model.path is not None:
+        check_folder(cfg.critic.model.path, "critic.model.path")
+
+
+def plan(cfg: LMRLConfig, words: dict[str, str]) -> str:
+    from phalanx.plan import plan_job
+
+    return plan_job(cfg, words)
 
 
 if __name__ == "__main__":
-    run(build, parse(LMRLConfig, __doc__ or "", check=check))
+    run(build, parse(LMRLConfig, __doc__ or "", plan=plan, check=check))

@@ -15,6 +15,7 @@ from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.models.flow.policy import FlowPolicy, build_policy
+from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.flow.denoise import Job
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Prompt, Samples
@@ -52,7 +53,7 @@ def make_policy(
     return build_policy(config, ParallelConfig(), data, world, seed=0, detach_uncond=detach_uncond)
 
 
-def disturb(policy: FlowPolicy, std: float = 0.05, seed: int = 0) -> None:
+def disturb(policy: FlowPolicy | LMPolicy, std: float = 0.05, seed: int = 0) -> None:
     """Move every trained weight, so that a LoRA, whose B begins at 0, does something."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -69,7 +69,7 @@ class Words:
     def select(self, rows: Tensor) -> "Words":
         return Words(self.letters[rows], self.prompt)
 
-    def rescored(self, replays: Sequence[Any]) -> "Words":
+    def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> "Words":
         return self
 
 

@@ -45,9 +45,11 @@ COMMANDS = {
     "train": Command("train a model: phalanx train TASK --config NAME [key=value ...]", "train_*"),
     "plan": Command("what a training job would need on a cluster; nothing is trained", "train_*", ("--plan",)),
     "sample": Command("sample from a checkpoint or a model folder", "sample"),
-    "export": Command("write a checkpoint for stock diffusers", "export_checkpoint"),
+    "generate": Command("have a language model write, from a checkpoint or its folder", "generate", one_rank=True),
+    "export": Command("write a checkpoint for stock diffusers, or transformers", "export_checkpoint"),
     "check": Command("check, in a minute, that the machines are fit to train on", "check_cluster"),
     "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),
+    "prepare": Command("make training data of a language model", "prepare_data", one_rank=True),
     "report": Command("make RUN_DIR/report.html of a run: phalanx report RUN_DIR"),
     "configs": Command("list the shipped configurations; with a NAME, print that one"),
 }

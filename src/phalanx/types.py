@@ -47,8 +47,10 @@ class Trace(Protocol):
     def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
 
-    def rescored(self, replays: Sequence[Any]) -> Self:
-        """The trace after the policy itself has replayed all samples, in order: see phalanx.rollout.correction."""
+    def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
+        """The trace after the policy itself has replayed all samples, those in the rows `parts` one by one: see
+        phalanx.rollout.correction.
+        """
 
 
 class Corrupted(Protocol):
@@ -71,7 +73,8 @@ class Samples:
 
     `index` [B] is each sample's number in the step across all ranks; sample i belongs to group i // n. `weight` [B, A]
     are factors of the loss where another engine drew the samples. `exact`: a replay repeats log_prob to the last bit
-    where the rollout's are exact at all; False on all ranks where the shapes have changed since.
+    where the rollout's are exact at all; False on all ranks where the shapes have changed since. `lengths` [B, 2], on
+    the CPU, are the tokens of each prompt and of its response, where samples are made of tokens.
     """
 
     prompts: list[Prompt]
@@ -82,6 +85,12 @@ class Samples:
     index: Tensor
     weight: Tensor | None = None
     exact: bool = True
+    lengths: Tensor | None = None
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """[B] of the samples, with their prompts."""
+        return None if self.lengths is None else self.lengths.sum(1)
 
 
 @dataclass(frozen=True)
@@ -99,8 +108,9 @@ class Batch(Generic[T]):
     """Samples of one forward and backward pass.
 
     log_prob and mask [B, A] are those of `Samples` (of `corrupted` for forward-process algorithms, without log_prob);
-    advantage [B]. weight [U, A] is that of each action of each unit (a sample, or the samples that the algorithm's
-    `units` trains together): it already holds the denominator over all ranks, and is 0 for what does not count.
+    advantage [B], or [B, A] of an algorithm with `per_action`. weight [U, A] is that of each action of each unit (a
+    sample, or the samples that the algorithm's `units` trains together): it already holds the denominator over all
+    ranks, and is 0 for what does not count.
     `reference_outputs` holds what the algorithm's `reference_output` returned for these samples, by names of weights.
     """
 
@@ -111,6 +121,33 @@ class Batch(Generic[T]):
     weight: Tensor
     reference_outputs: dict[str, Tensor]
     corrupted: Any = None  # a Corrupted
+
+
+@dataclass(frozen=True)
+class Scored:
+    """All samples of this rank once they have rewards, before any of them is trained.
+
+    `advantage` [B] is what `Algorithm.advantage` says of them. The others are [B, A]: log_prob; mask bool, the actions
+    that are trained, of samples that count; `reference_outputs` by names of weights; the critic's `values`, None
+    without one.
+    """
+
+    advantage: Tensor
+    log_prob: Tensor
+    mask: Tensor
+    reference_outputs: dict[str, Tensor]
+    values: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What each action is worth: advantage [B, A]; returns [B, A], which a critic learns; and metrics, equal on all
+    ranks.
+    """
+
+    advantage: Tensor
+    returns: Tensor
+    metrics: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -200,7 +237,8 @@ class Algorithm(Protocol):
     `levels` before that of each pass), "reference", or names of `averages` or `teachers`. `teachers`: frozen models
     beside the policy. `averages`: copies of the weights that the algorithm keeps, in the checkpoint too; after training
     step number `step` (from 1) each becomes decay * itself + (1 - decay) * the policy's. `samples_per_unit`: samples of
-    a prompt that are trained as one. `needs_reward`: False where nothing is learned from rewards.
+    a prompt that are trained as one. `needs_reward`: False where nothing is learned from rewards. `per_action`: each
+    action has an advantage of its own, which `credit` gives.
     """
 
     levels: int | None
@@ -210,6 +248,7 @@ class Algorithm(Protocol):
     teachers: tuple[Teacher, ...]
     samples_per_unit: int
     needs_reward: bool
+    per_action: bool
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] float32."""
@@ -219,6 +258,9 @@ class Algorithm(Protocol):
 
     def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[U, samples_per_unit] numbers of samples: each row is trained as one, its samples side by side in a Batch."""
+
+    def credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
+        """With `per_action`: what this rank's actions are worth; `total` sums a CPU tensor over all ranks."""
 
     def decay(self, name: str, step: int) -> float:
         """See `averages`."""

@@ -106,7 +106,7 @@ def with_critic(cfg: RLConfig, stop: int) -> dict[str, Any]:
     from phalanx.training.rl import Trainer
 
     class WithCritic(Trainer):
-        def prepare(self, *args: Any) -> None:
+        def prepare(self, *args: Any, **_: Any) -> None:
             model = small(Critic, self.world, cfg, 5)
             critic = Learner(model, replace(cfg.optim, lr=3e-3), 100, averages=("slow",))
             super().prepare(*args, beside={"critic": critic})

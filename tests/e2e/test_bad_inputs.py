@@ -26,8 +26,8 @@ from tests.tasks import run_task
 TASK = "tasks/train_flowgrpo.py"
 LIMIT_S = 120.0  # a bad input takes a second; this is the end of a hang
 BUILT_IN = (
-    "aesthetic, clip_score, gsm8k, hps_v2, hps_v3, http, jpeg_compressibility, jpeg_incompressibility, ocr, "
-    "overlong, pickscore, preferred, unified_reward, vlm_ocr"
+    "aesthetic, clip_score, dapo, format, gsm8k, hps_v2, hps_v3, http, jpeg_compressibility, jpeg_incompressibility, "
+    "length, llm_judge, math, ocr, overlong, pickscore, preferred, reasoning_gym, self_certainty, unified_reward, vlm_ocr"
 )
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 FOUR_CATS = "a cat\n" * 4
@@ -169,8 +169,8 @@ CONFIG: list[tuple[str, Arguments, str]] = [
         "unknown algorithm",
         lambda p: ["algorithm.name=flow_gpro"],
         "algorithm.name: 'flow_gpro' is unknown; did you mean flow_grpo? known: awm, cispo, cps, dance_grpo, "
-        "diffusion_dpo, diffusion_nft, distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, raft, rloo, rwr, "
-        "sapo, sft, a dotted module, or path/to/file.py",
+        "diffusion_dpo, diffusion_nft, distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, "
+        "reinforce_plus_plus, rloo, rwr, sapo, sft, a dotted module, or path/to/file.py",
     ),
     (
         "a key of another algorithm",

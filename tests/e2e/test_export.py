@@ -317,6 +317,9 @@ def test_other_mistakes(copy: Path, tmp_path: Path) -> None:
         "checkpoint is not set; give checkpoint=...: a run's output_dir, for its newest complete checkpoint, or a "
         "folder step_NNNNNN"
     )
+    assert refused(f"checkpoint={copy}", "merge_lora=true") == (
+        "merge_lora: only a language model's LoRA is merged; leave it out"
+    )
     assert refused(f"checkpoint={copy}", "dtype=int8") == (
         "dtype: expected one of float32, bfloat16, float16, got 'int8'"
     )

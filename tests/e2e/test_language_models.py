@@ -10,6 +10,7 @@ from tests.lm import tiny_lm_config
 from tests.ranks import run_ranks, torchrun
 
 TASK, CONFIG = "tasks/train_grpo.py", "configs/grpo/quickstart.yaml"
+PPO = "configs/ppo/quickstart.yaml"
 
 
 def test_the_quickstart_learns(tmp_path: Path) -> None:
@@ -24,6 +25,18 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     assert (tmp_path / "samples" / "test" / "step_000040" / "index.jsonl").is_file()
 
 
+def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
+    """A few steps of it, at a quarter of its size."""
+    small = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "actor.ppo_micro_batch_size_per_gpu=16"]
+    keys = ["trainer.total_training_steps=4", "trainer.test_freq=-1", "trainer.critic_warmup=2", *small]
+    done = torchrun([TASK, PPO, *keys, f"trainer.output_dir={tmp_path}"], nproc=2, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in read_metrics(tmp_path / METRICS_FILE) if row["step"] > 0]
+    assert ["actor/grad_norm" in row for row in rows] == [False, False, True, True]
+    assert rows[0]["critic/values_mean"] == 0 != rows[-1]["critic/values_mean"]
+    assert all(row["critic/updates_non_finite"] == 0 for row in rows)
+
+
 @pytest.mark.parametrize(
     ("key", "message"),
     [
@@ -33,6 +46,10 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
         (
             "data.max_response_length=1000",
             "data.max_response_length: 1000 behind data.max_prompt_length 64 is 1064 tokens",
+        ),
+        (
+            "critic.model.path=nowhere/at/all",
+            "critic.model.path: nowhere/at/all is of a critic, which algorithm.name=grpo",
         ),
         ("data.max_prompt_length=9", "data.train_files, prompt 0: it has 1"),
         ("reward.functions=[{name: ocr}]", "reward.functions[0]: ocr takes images, and this job makes completions"),
@@ -56,4 +73,9 @@ def test_files_are_looked_at_before_a_rank_starts(tmp_path: Path) -> None:
     assert (done.returncode, mistakes(done.stderr)) == (
         2,
         f"error: model.path: {tmp_path} has no weights (*.safetensors)\n",
+    )
+    done = torchrun([TASK, PPO, f"critic.model.path={tmp_path}"], nproc=2)
+    assert (done.returncode, mistakes(done.stderr)) == (
+        2,
+        f"error: critic.model.path: {tmp_path} has no weights (*.safetensors)\n",
     )

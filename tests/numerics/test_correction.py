@@ -9,6 +9,7 @@ import torch
 
 from phalanx.config.flow import FlowRolloutConfig
 from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
 from phalanx.functional.correction import correction_weight
 from phalanx.rollout.correction import rescore
 from phalanx.types import Samples
@@ -74,7 +75,7 @@ def test_rescored_samples_have_the_policys_log_probs(world: World, sd3_folder: P
     policy = make_policy(world, sd3_folder)
     samples = sample(make_rollout(policy, 6))
     config = FlowRolloutConfig(correction=correction)
-    rescored, row = rescore(policy, off_by(samples, 2e-3), config, 3)
+    rescored, row = rescore(policy, off_by(samples, 2e-3), config, Passes(3))
     assert samples.log_prob is not None and rescored.log_prob is not None and rescored.weight is not None
     assert rescored.log_prob.equal(samples.log_prob)
     second = {"rescore": 1.0, "truncated_is": math.exp(-2e-3), "rejection": 0.0}[correction]
@@ -89,4 +90,4 @@ def test_rescored_samples_have_the_policys_log_probs(world: World, sd3_folder: P
 def test_none_keeps_the_engines_log_probs(world: World, sd3_folder: Path) -> None:
     policy = make_policy(world, sd3_folder)
     samples = sample(make_rollout(policy, 6))
-    assert rescore(policy, samples, FlowRolloutConfig(correction="none"), 3) == (samples, {})
+    assert rescore(policy, samples, FlowRolloutConfig(correction="none"), Passes(3)) == (samples, {})

@@ -377,7 +377,7 @@ def test_a_model_may_lack_some_of_its_familys_layers() -> None:
         "to_q.lora_B.default.weight",
     }
     config.target_modules = ["to_add_out"]
-    with refused("model.target_modules: no linear layer ends in 'to_add_out'; in a block: "):
+    with refused("model.target_modules: no linear layer ends in 'to_add_out'; in a block: none"):
         add_lora(nn.ModuleDict({"to_q": nn.Linear(4, 4)}), config, ("to_q",), seed=0)
 
 

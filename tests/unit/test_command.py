@@ -48,8 +48,10 @@ QUICKSTART = str(ROOT / "configs/flowgrpo/quickstart.yaml")
         ("plan flowgrpo --config flowgrpo/quickstart nproc=8", "train_flowgrpo", [QUICKSTART, "nproc=8", "--plan"]),
         ("sample --config my/sample.yaml n=2", "sample", ["my/sample.yaml", "n=2"]),
         ("export checkpoint=x", "export_checkpoint", ["checkpoint=x"]),
+        ("generate checkpoint=x n=2", "generate", ["checkpoint=x", "n=2"]),
         ("check --config flowgrpo/quickstart expect=2", "check_cluster", [QUICKSTART, "expect=2"]),
         ("serve port=0", "serve_reward", ["port=0"]),
+        ("prepare source=x", "prepare_data", ["source=x"]),
     ],
 )
 def test_a_command_is_a_task(
@@ -60,7 +62,8 @@ def test_a_command_is_a_task(
     argv, env = launched
     assert argv == ["sh", str(ROOT / "train.sh"), str(ROOT / "tasks" / f"{task}.py"), *words]
     assert env["PATH"].split(":")[0] == str(Path(sys.executable).parent)
-    assert env.get("NPROC_PER_NODE") == ("1" if task == "serve_reward" else None)
+    alone = task in ("serve_reward", "generate", "prepare_data")
+    assert env.get("NPROC_PER_NODE") == ("1" if alone else None)
 
 
 def test_every_task_has_a_command() -> None:

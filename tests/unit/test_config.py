@@ -12,6 +12,7 @@ import pytest
 from phalanx.cli import parse
 from phalanx.config import ConfigError, aliases, load, save
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import arg, help_text, resolve_registry, rows
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import SampleConfig, read_run
@@ -276,7 +277,7 @@ ALGORITHM_FILES = [
     (HEAD, "'{file}' has no class Algorithm, which is made of its Config"),
     (HEAD + "Algorithm = 3\n", "'{file}': class Algorithm is not a class"),
     (HEAD + "class Algorithm:\n    pass\n", "'{file}': class Algorithm lacks levels, behaviour, references, averages, teachers, samples_per_unit, "
-     "needs_reward, advantage, sample_mask, units, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
+     "needs_reward, per_action, advantage, sample_mask, units, credit, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
      "ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
     (HEAD + "from phalanx.algorithms import TransitionAlgorithm as T\nclass Algorithm(T):\n    pass\n", "'{file}': class Algorithm lacks surrogate; "
      "derive it from GroupAlgorithm, TransitionAlgorithm, ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
@@ -301,7 +302,8 @@ def test_an_algorithm_that_is_unknown(name: str) -> None:
     near = "; did you mean flow_grpo?" if name.startswith((".", "flow")) else ";"
     assert refusal(f"algorithm.name={name}") == (
         f"algorithm.name: {name!r} is unknown{near} known: awm, cispo, cps, dance_grpo, diffusion_dpo, diffusion_nft, "
-        "distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, raft, rloo, rwr, sapo, sft, a dotted module, or path/to/file.py"
+        "distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, reinforce_plus_plus, rloo, rwr, "
+        "sapo, sft, a dotted module, or path/to/file.py"
     )
 
 
@@ -651,8 +653,59 @@ def test_every_key_of_another_trainers_recipe_says_what_it_is_called_here(key: s
     assert said.startswith(f"unknown key {key}; here "), said
 
 
+# The keys of verl's examples of GRPO on GSM8K, and of its documentation's, in each of their old and new spellings.
+VERL = {
+    "actor_rollout_ref.rollout.n": "rollout.n",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.name": "rollout.engine",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel_size",
+    "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.response_length": "data.max_response_length",
+    "actor_rollout_ref.rollout.val_kwargs.top_p": "rollout.val.top_p",
+    "actor_rollout_ref.actor.optim.lr": "optim.lr",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps, a number of updates",
+    "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_loss_coef",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_loss_type, k1, k2 or k3 (low_var_kl)",
+    "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl_loss_coef, 0 without a KL",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coeff",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_ratio_high",
+    "actor_rollout_ref.actor.loss_agg_mode": "actor.loss_agg_mode",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.fsdp_config.param_offload": "parallel.param_offload",
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.model.enable_gradient_checkpointing": "model.gradient_checkpointing",
+    "actor_rollout_ref.model.lora_rank": "model.lora_rank",
+    "algorithm.adv_estimator": "algorithm.name",
+    "algorithm.filter_groups.enable": "rollout.max_num_gen_batches",
+    "data.filter_overlong_prompts": "data.overlong_prompts",
+    "data.truncation": "data.overlong_prompts",
+    "custom_reward_function.path": "path of an entry of reward.functions",
+    "trainer.n_gpus_per_node": "the environment variable NPROC_PER_NODE",
+    "trainer.default_local_dir": "trainer.output_dir",
+}
+NOTHING = (
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu actor_rollout_ref.rollout.log_prob_micro_batch_size "
+    "actor_rollout_ref.ref.fsdp_config.param_offload actor_rollout_ref.rollout.enforce_eager "
+    "actor_rollout_ref.model.use_shm data.shuffle data.val_batch_size trainer.balance_batch "
+    "actor_rollout_ref.actor.fsdp_config.grad_offload"
+)
+
+
+@pytest.mark.parametrize("key", [*VERL, *NOTHING.split()])
+def test_verls_keys_of_language_models_say_what_they_are_called_here(key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(LMRLConfig, None, ["model.path=x", f"{key}=1"])
+    here = f"here it is {VERL[key]}" if key in VERL else "here there is nothing to set for it"
+    assert str(error.value) == f"unknown key {key}; {here}"
+
+
 def test_aliases_are_keys() -> None:
-    text = help_text(FlowRLConfig, "", None, [])
+    text = help_text(LMRLConfig, "", None, ["algorithm.name=ppo"])
+    for name in aliases.OF_LANGUAGE_MODELS.values():
+        first = name.split(",")[0].split(" ")[0].rstrip(";")
+        assert f"\n  {first}: " in text or first == "path", name
+    text += help_text(FlowRLConfig, "", None, [])
     for name in aliases.RENAMED.values():
         first = name.split(",")[0].split(" ")[0]
         assert f"\n  {first}: " in text or first in ("the", "path"), name

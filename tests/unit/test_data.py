@@ -91,6 +91,11 @@ def test_rows_of_language_models(tmp_path: Path) -> None:
         ("last", "c", talk),
         ("none", None, None),
     ]
+    broken = lines({"question": [{"role": "system", "content": "s"}, *talk]}, {"question": talk[: -len(chat("last"))]})
+    with refused(
+        f"{KEY}: {tmp_path}/q.jsonl:2: question ends in an answer of the assistant; expected a message that it is to answer"
+    ):
+        load_prompts([write(tmp_path / "q.jsonl", broken + "\n")], KEY, prompt="question", quoted=False)
     broken = lines({"question": [{"role": "user", "content": "x"}, {"role": "user", "content": ["y"]}]})
     with pytest.raises(DataError, match=r"question is of type list; expected text, or a chat of texts"):
         load_prompts([write(tmp_path / "q.jsonl", broken + "\n")], KEY, prompt="question", quoted=False)
@@ -181,6 +186,21 @@ def verl_expected(i: int) -> PromptRow:
 def test_parquet_of_verl_omni(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "train.parquet", verl_rows(3))
     assert load_prompts([str(file)], KEY) == [verl_expected(i) for i in range(3)]
+
+
+def test_rows_of_verl_for_language_models(tmp_path: Path) -> None:
+    """GSM8K and MATH as verl's scripts write them, with a system message, in Parquet and in JSON lines."""
+    talk = [{"role": "system", "content": "Be brief."}, *chat("1+1?")]
+    row = {
+        "data_source": "openai/gsm8k",
+        "prompt": talk,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "2"},
+        "extra_info": {"split": "train", "index": 0, "answer": "1+1=2 #### 2", "question": "1+1?"},
+    }
+    files = [str(write_parquet(tmp_path / "t.parquet", [row])), write(tmp_path / "t.jsonl", lines(row) + "\n")]
+    meta = {key: value for key, value in row.items() if key != "prompt"} | {"ground_truth": "2"}
+    assert load_prompts(files, KEY, quoted=False) == [PromptRow("1+1?", None, meta, talk)] * 2
 
 
 def test_parquet_with_plain_columns_and_nulls(tmp_path: Path) -> None:

@@ -20,7 +20,14 @@ from phalanx.config import load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import RewardConfig, RewardFunctionConfig
-from phalanx.config.tasks import CheckClusterConfig, ExportConfig, SampleConfig, ServeRewardConfig
+from phalanx.config.tasks import (
+    CheckClusterConfig,
+    ExportConfig,
+    GenerateConfig,
+    PrepareDataConfig,
+    SampleConfig,
+    ServeRewardConfig,
+)
 from phalanx.data.prompts import load_prompts
 from phalanx.models.flow.folder import model_index
 from phalanx.plan import clusters
@@ -36,9 +43,11 @@ SCHEMAS: dict[str, type] = {
     "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
     "tasks/train_grpo.py": LMRLConfig,
     "tasks/sample.py": SampleConfig,
+    "tasks/generate.py": GenerateConfig,
     "tasks/export_checkpoint.py": ExportConfig,
     "tasks/check_cluster.py": CheckClusterConfig,
     "tasks/serve_reward.py": ServeRewardConfig,
+    "tasks/prepare_data.py": PrepareDataConfig,
 }
 FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -58,7 +58,17 @@ def records(count: int = 3, height: int = 6, width: int = 9) -> list[Record]:
 
 def texts(count: int = 2) -> list[Record]:
     """Completions of some lines, with characters that markdown, HTML and JSON give a meaning."""
-    return [Record(f"What is {i} + *1*?", i / 4, f"# {i}\n\n  <b>{i + 1}</b> \\ | 二", i) for i in range(count)]
+    return [
+        Record(
+            f"What is {i} + *1*?",
+            i / 4,
+            f"# {i}\n\n  <b>{i + 1}</b> \\ | 二",
+            i,
+            scores={"exact": i / 2},
+            ground_truth=f"*{i + 1}*",
+        )
+        for i in range(count)
+    ]
 
 
 class TestTimers:
@@ -347,6 +357,7 @@ class TestTensorBoard:
         # code blocks, in which markdown means nothing
         assert shown[1] == (
             "**prompt**\n\n    What is 1 + *1*?\n\n**reward 0.250**\n\n    # 1\n\n      <b>2</b> \\ | 二"
+            "\n\n**ground truth**\n\n    *2*"
         )
         assert len(shown) == 2
 
@@ -391,8 +402,11 @@ class TestWandb:
         wandb.teardown()
         (file,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/math_*.table.json")
         table = json.loads(file.read_text())
-        assert table["columns"] == ["step", "prompt", "text", "reward"]
-        assert table["data"] == [[3, record.prompt, record.output, record.reward] for record in texts()]
+        assert table["columns"] == ["step", "prompt", "text", "ground_truth", "reward", "reward/exact"]
+        assert table["data"] == [
+            [3, record.prompt, record.output, record.ground_truth, record.reward, record.scores["exact"]]
+            for record in texts()
+        ]
 
     def test_no_account_is_told_in_a_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import wandb
@@ -471,20 +485,35 @@ class TestImages:
         folder = save_records(tmp_path, 1, "ocr", [])
         assert [p.name for p in folder.iterdir()] == ["index.jsonl"]
 
+    def test_long_texts_and_escapes_are_harmless_on_the_console(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with start(tmp_path, "console") as log:
+            log.records(1, "math", [Record("\x1b[2Jp", 0.5, "a" * 3000 + "end", 0)])
+        said = capsys.readouterr().out
+        assert "    \\x1b[2Jp\n" in said and " […] " in said and said.endswith("aaaend\n") and len(said) < 800
+
     def test_texts_stand_in_the_index(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """And the first one on the console."""
         given = [Record("a", float("nan"), "", 9), *texts()]
         with start(tmp_path, "console") as log:
             log.records(10, "math", given)
-        assert capsys.readouterr() == ("", "")
+        assert capsys.readouterr().out == (
+            "step 10/4  math, prompt 0, reward 0.000:\n    What is 0 + *1*?\n    # 0\n\n      <b>1</b> \\ | 二\n"
+            "    ground truth: *1*\n"
+        )
         assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "samples"]
         folder = tmp_path / "samples/math/step_000010"
         assert [p.name for p in folder.iterdir()] == ["index.jsonl"]
         lines = (folder / "index.jsonl").read_text(encoding="utf-8").splitlines()
         assert lines[0] == (
-            r'{"index": 0, "prompt": "What is 0 + *1*?", "reward": 0.0, "text": "# 0\n\n  <b>1</b> \\ | 二"}'
+            r'{"index": 0, "prompt": "What is 0 + *1*?", "reward": 0.0, "scores": {"exact": 0.0}, '
+            r'"ground_truth": "*1*", "text": "# 0\n\n  <b>1</b> \\ | 二"}'
         )
         assert [json.loads(line) for line in lines[1:]] == [
-            {"index": 1, "prompt": "What is 1 + *1*?", "reward": 0.25, "text": texts()[1].output},
+            json.loads(lines[0])
+            | {"index": 1, "prompt": "What is 1 + *1*?", "reward": 0.25, "text": texts()[1].output}
+            | {"scores": {"exact": 0.5}, "ground_truth": "*2*"},
             {"index": 9, "prompt": "a", "reward": None, "text": ""},
         ]
         assert read_index(folder, "text") == [json.loads(line) for line in lines]

@@ -3,8 +3,9 @@
 import pytest
 
 from phalanx.config import ConfigError
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import RewardModelConfig
-from phalanx.distributed.placement import Domain, place
+from phalanx.distributed.placement import Domain, judged_beside, place
 
 
 def section(tp: int, placement: str = "colocate") -> RewardModelConfig:
@@ -69,3 +70,11 @@ def test_what_does_not_divide_is_refused(tp: int, placement: str, message: str) 
 def test_eight_ranks_of_two_nodes_are_not_one_node() -> None:
     with pytest.raises(ConfigError, match="8 does not divide the 4 ranks of a node; nearest that does: 4"):
         place(section(8), world_size=8, local_world_size=4)
+
+
+@pytest.mark.parametrize(("engine", "beside"), [("policy", True), ("vllm", False)])
+def test_a_judge_answers_beside_the_sampling_but_not_beside_vllm(engine: str, beside: bool) -> None:
+    """vLLM's state is one a process."""
+    cfg = LMRLConfig()
+    cfg.reward.model, cfg.rollout.engine = section(1, "ranks 1-1"), engine
+    assert judged_beside(cfg, shard_size=1) is beside

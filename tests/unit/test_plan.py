@@ -35,6 +35,7 @@ from phalanx.training import flow_rl
 from tests.jobs import base_overrides, tiny_config
 from tests.ranks import ROOT, launch_environment
 from tests.tiny import load_pipeline
+from tests.unit.test_plan_lm import SHIPPED_LM
 
 QUICKSTART = str(ROOT / "configs" / "flowgrpo" / "quickstart.yaml")
 GB = 10**9
@@ -161,7 +162,8 @@ def test_parts_are_filled_up() -> None:
     assert sum(sharded.gradient(w) for w in sharded.trained) == 2 * 4 + 2 * 10 * 4
     assert sum(sharded.gradient(w, summed=True) for w in sharded.trained) == (5 + 2 * 30) * 4
     assert sharded.reduced() == 4 * (2 + 2 * 10) * 4
-    assert sharded.reducing() == 4 * 10 * (2 + 4)
+    assert sharded.reducing(999, summed=True) == 4 * 10 * (2 + 4)
+    assert sharded.reducing(999, summed=False) == 4 * 10 * (2 + 4) + 8 * 2  # the bias waits for its turn
     assert (sharded.copies(), sharded.message()) == (0, 0)
 
 
@@ -747,7 +749,7 @@ def test_shipped_judges(sd3_folder: Path, tmp_path: Path) -> None:
 
 def test_all_that_is_shipped_is_known() -> None:
     files = {file.stem for file in (ROOT / "src" / "phalanx" / "plan" / "models").iterdir()}
-    assert files == {path.replace("/", "--") for path in [*SHIPPED, *JUDGES]}
+    assert files == {path.replace("/", "--") for path in [*SHIPPED, *JUDGES, *SHIPPED_LM]}
 
 
 def test_nothing_stays_of_a_plan_that_is_refused(tmp_path: Path) -> None:

@@ -173,6 +173,15 @@ def test_texts_stand_side_by_side_as_they_are(tmp_path: Path) -> None:
     assert "No validation samples" not in page.words()
 
 
+def test_ground_truths_of_texts_stand_below_their_prompts(tmp_path: Path) -> None:
+    with logger(tmp_path) as log:
+        for step in range(2):
+            log.records(step, "math", [Record("1 + 1?", 0.5, "two", 0, ground_truth="<2>\n#### 2")])
+        log.log(1, {"reward/mean": 0.5})
+    page = Page(write_report(tmp_path))
+    assert "two Step 0 0.500 two Step 1 0.500 1 + 1? ground truth: <2> #### 2" in page.words()
+
+
 def test_large_images_are_scaled(tmp_path: Path) -> None:
     with logger(tmp_path) as log:
         log.records(0, "ocr", [Record("a", 0.5, picture(0, 1024, 512), 0)])

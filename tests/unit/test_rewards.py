@@ -20,8 +20,8 @@ from tests.ranks import ROOT
 from tests.rewards import entry, rewards, scored, told
 
 BUILT_IN = (
-    "aesthetic, clip_score, gsm8k, hps_v2, hps_v3, http, jpeg_compressibility, jpeg_incompressibility, ocr, "
-    "overlong, pickscore, preferred, unified_reward, vlm_ocr"
+    "aesthetic, clip_score, dapo, format, gsm8k, hps_v2, hps_v3, http, jpeg_compressibility, jpeg_incompressibility, "
+    "length, llm_judge, math, ocr, overlong, pickscore, preferred, reasoning_gym, self_certainty, unified_reward, vlm_ocr"
 )
 FORMS = "module:function or path/to/file.py:function"
 HERE = __name__

@@ -30,10 +30,11 @@ import uvicorn
 from PIL import Image
 
 from phalanx.config import load
+from phalanx.config.run import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.exit import place
 from phalanx.jobs.reward_server import RewardServer
-from phalanx.rewards import RewardError, RewardOutput
+from phalanx.rewards import RewardError, RewardOutput, RewardSet
 from phalanx.rewards.http import MAX_ANSWER, Http, ServerError
 from phalanx.types import Prompt
 from tests.ranks import ROOT, free_port
@@ -256,6 +257,25 @@ def test_prompts_metadata_and_weights(own: Path, caplog: pytest.LogCaptureFixtur
     ]
 
 
+def test_completions_are_sent_as_they_are() -> None:
+    """In JSON whatever `encoding` says, in requests of batch_size, with a last one that is smaller."""
+    seen: list[dict[str, Any]] = []
+
+    def answer(request: "Strange", body: dict[str, Any]) -> None:
+        seen.append(body)
+        request.reply({"scores": [float(len(text)) for text in body["completions"]]})
+
+    functions = [RewardFunctionConfig(name="http")]
+    texts = ["a", "", "\x00é\n", "x" * 100_000, "b"]
+    prompts = [Prompt(f"p{i}", i, {"ground_truth": i}) for i in range(5)]
+    with strange(answer) as server:
+        functions[0].kwargs = {"url": server.url, "batch_size": 2, "concurrency": 1, "encoding": "multipart"}
+        reward = RewardSet(RewardConfig(functions=functions), "cpu", outputs="completions")
+        assert scored(reward, (texts, prompts)) == {"http": [1, 0, 3, 100_000, 1]}
+    assert [body["completions"] for body in seen] == [texts[:2], texts[2:4], texts[4:]]
+    assert seen[2] == {"completions": ["b"], "prompts": ["p4"], "metadata": [{"ground_truth": 4}]}
+
+
 def test_the_server_of_the_documentation() -> None:
     page = (ROOT / "docs" / "serving-rewards.md").read_text()
     source = page.partition('```python title="scorer.py"\n')[2].partition("```")[0]
@@ -305,8 +325,8 @@ def scores_say(scores: str, reason: str, more: str = "") -> tuple[Answer, str]:
 
 
 LIES: dict[str, tuple[Answer, str]] = {
-    "too few": (says({"scores": [1.0, 2.0]}), "2 scores for 4 images"),
-    "too many": (says({"scores": [1.0] * 5}), "5 scores for 4 images"),
+    "too few": (says({"scores": [1.0, 2.0]}), "2 scores for 4 samples"),
+    "too many": (says({"scores": [1.0] * 5}), "5 scores for 4 samples"),
     "nan": scores_say("[0.5, NaN, 0, 0]", ".1=nan should be a finite number"),
     "infinity": scores_say("[0.5, 0, -1e999, 0]", ".2=-inf should be a finite number"),
     "huge": (says({"scores": [-1e7, 0, 0, 0]}), "score 0 is -10000000.0; expected numbers up to max_abs=1e+06"),
@@ -515,8 +535,8 @@ def test_it_goes_on_with_a_value_where_that_is_configured(caplog: pytest.LogCapt
             assert got == RewardOutput([0.0, 1.0, -1, -1, 4.0], {"degraded": [0, 0, 1, 1, 0]})
     assert asks.degraded == 10
     assert caplog.messages == [
-        f"{place()}: {count} images have got error_value=-1 instead of a score since the start; "
-        f"the last ones because of {server.url}: 1 scores for 2 images"
+        f"{place()}: {count} samples have got error_value=-1 instead of a score since the start; "
+        f"the last ones because of {server.url}: 1 scores for 2 samples"
         for count in (2, 4, 8)
     ]
     assert {record.levelno for record in caplog.records} == {logging.ERROR}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phalanx.config.run import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import DeviceReward, Judge, RewardError, RewardOutput, RewardSet, RewardWithExtras
+from phalanx.rewards.judge.llm_judge import LlmJudge
 from phalanx.types import Prompt
 from tests.rewards import scored, told
 
@@ -136,3 +137,117 @@ def test_a_call_that_does_not_fit_names_what_the_reward_takes() -> None:
         "reward.functions[0].kwargs: exact(completions, prompts, metadata, **kwargs): got an unexpected keyword argument "
         "'cased'; its kwargs: case"
     )
+
+
+# --- user verifiers that hang or raise, and what is made of bad completions
+
+
+def hangs(completions: list[str], prompts: list[str], metadata: Meta) -> list[float]:
+    threading.Event().wait(60)  # in a daemon thread, for which nothing waits
+    return []
+
+
+def raises(completions: list[str], prompts: list[str], metadata: Meta) -> list[float]:
+    raise KeyError("no\nsuch")
+
+
+def text_rewards(name: str, **settings: Any) -> RewardSet:
+    entry = RewardFunctionConfig(path=f"{HERE}:{name}")
+    return RewardSet(RewardConfig(functions=[entry], **settings), "cpu", outputs="completions")
+
+
+def test_a_verifier_that_hangs_or_raises() -> None:
+    batch = (["a", "b"], prompts("a", "b"))
+    assert told(RewardError, scored, text_rewards("hangs", timeout_s=0.2), batch) == (
+        "reward 'hangs' ran longer than reward.timeout_s=0.2 seconds on the prompt \"p\""
+    )
+    assert told(RewardError, scored, text_rewards("raises"), batch) == (
+        "reward 'raises' raised KeyError: 'no\\nsuch' on the prompt \"p\""
+    )
+    lenient = text_rewards("raises", on_error="zero")
+    assert str(scored(lenient, batch)) == "{'raises': [nan, nan]}"
+    assert lenient.problem == "reward 'raises' raised KeyError: 'no\\nsuch' on the prompt \"p\""
+    # a call that hangs ends the job whatever reward.on_error says
+    assert "timeout_s=0.2" in told(RewardError, scored, text_rewards("hangs", timeout_s=0.2, on_error="zero"), batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [("gsm8k", {}), ("math", {"equivalence": "string"}), ("dapo", {}), ("format", {}), ("length", {})],
+)
+def test_completions_of_any_kind_are_scored(name: str, kwargs: dict[str, Any]) -> None:
+    cfg = RewardConfig(functions=[RewardFunctionConfig(name=name, kwargs=kwargs)])
+    odd = ["", "\x00", "\ud800", "####" * 300_000, "\\boxed{" * 100_000, "<answer>" * 100_000, "Answer:" * 100_000]
+    begin = time.monotonic()
+    found = scored(RewardSet(cfg, "cpu", outputs="completions"), (odd, prompts(*["1"] * 7)))[name]
+    assert len(found) == 7 and (name == "length" or max(found) <= 0)
+    assert time.monotonic() - begin < 10
+
+
+def either(outputs: Any, prompts: list[str], metadata: Meta) -> list[float]:
+    return [float(len(output)) for output in outputs]
+
+
+def test_a_reward_of_outputs_takes_what_the_job_makes() -> None:
+    assert scored(rewards("either"), (["ab"], prompts(""))) == {"either": [2]}
+    image = torch.zeros(1, 3, 4, 4), prompts("")
+    assert scored(rewards("either", outputs="images"), image) == {"either": [3]}
+
+
+def why(completions: list[str], prompts: list[str], metadata: Meta) -> RewardOutput:
+    return RewardOutput([1.0, float("nan")], problem="it was too late")
+
+
+def test_a_reward_says_why_scores_are_missing() -> None:
+    batch = (["a", "b"], prompts("a", "b"))
+    assert told(RewardError, scored, text_rewards("why"), batch) == (
+        "reward 'why' has no score for 1 of 2 completions on the prompt \"p\": it was too late"
+    )
+    lenient = text_rewards("why", on_error="skip")
+    assert str(scored(lenient, batch)) == "{'why': [1.0, nan]}"
+    assert lenient.problem == "reward 'why' has no score on the prompt \"p\": it was too late"
+
+
+# --- terms of the policy, and judges
+
+
+def test_the_policys_own_term_is_of_texts_in_training_alone() -> None:
+    entry = RewardFunctionConfig(name="self_certainty")
+    cfg = RewardConfig(functions=[entry])
+    assert not RewardSet(cfg, "cpu", outputs="completions").validates
+    assert told(ValueError, RewardSet, cfg, "cpu") == (
+        "reward.functions[0]: self_certainty takes completions, and this job makes images"
+    )
+    both = RewardConfig(functions=[entry, RewardFunctionConfig(name="length", weight=0.5)])
+    reward = RewardSet(both, "cpu", outputs="completions")
+    rows = scored(reward, (["ab"], prompts("")))
+    assert reward.validates and rows == {"length": [2]}
+    assert reward.weighted({"length": torch.tensor([2.0])}).tolist() == [1]
+    assert reward.weighted({"length": torch.tensor([2.0]), "self_certainty": torch.tensor([3.0])}).tolist() == [4]
+
+
+def test_the_judge_of_texts() -> None:
+    judge = LlmJudge()
+    asked = judge.question("1+1?", {"completion": "2 {prompt}", "ground_truth": "2"})
+    assert (
+        "The task:\n1+1?\n" in asked and "The answer:\n2 {prompt}\n" in asked and "from 0 (worst) to 10 (best)" in asked
+    )
+    answers = ["Score: 5", "score 3, no: **Score:** 10", "Score: 11", "5", ""]
+    assert [judge.parse(answer, "", {}) for answer in answers] == [0.5, 1.0, None, None, None]
+    last = LlmJudge("Is {completion} equal to {ground_truth}? Say 1 or 0.", highest=1, read="last")
+    assert last.question("?", {"completion": "2", "ground_truth": 2}) == "Is 2 equal to 2? Say 1 or 0."
+    assert [last.parse(answer, "", {}) for answer in ("1", "0 or 1? 0", "-1", "?")] == [1, 0, None, None]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "problem"),
+    [
+        ({"template": "?"}, "template has no {completion}, the text that is judged"),
+        ({"lowest": 1, "highest": 1}, "lowest=1 and highest=1 should be numbers, the smaller one first"),
+        ({"read": "first"}, "read='first' should be score or last"),
+    ],
+)
+def test_mistakes_of_the_judge_of_texts(kwargs: dict[str, Any], problem: str) -> None:
+    cfg = RewardConfig(functions=[RewardFunctionConfig(name="llm_judge", kwargs=kwargs)])
+    message = f"reward.functions[0] (llm_judge): {problem}"
+    assert told(ValueError, RewardSet, cfg, "cpu", 60.0, outputs="completions") == message

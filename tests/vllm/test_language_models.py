@@ -34,16 +34,16 @@ def broken(cfg: Any, how: str) -> str:
         vllm_text._keep_linears_plain = lambda: None  # type: ignore[assignment]
     trainer = build(cfg)
     engine = trainer.rollout.engine
-    with trainer.rollout.awake():
-        pass
-    with torch.no_grad():
-        for p in trainer.policy.trained.parameters.values():
-            p.add_(0.2 * p.std() * torch.randn_like(p))
-    if how == "stale":
-        engine.refresh = lambda weights: list(weights)
-    elif how == "cache":
-        engine.forget = lambda: None
     try:
+        with trainer.rollout.awake():
+            pass
+        with torch.no_grad():
+            for p in trainer.policy.trained.parameters.values():
+                p.add_(0.2 * p.std() * torch.randn_like(p))
+        if how == "stale":
+            engine.refresh = lambda weights: list(weights)
+        elif how == "cache":
+            engine.forget = lambda: None
         with trainer.rollout.awake():
             return "in step"
     except JobError as error:
@@ -70,3 +70,13 @@ def test_the_mismatch_is_handled(lm_folder: Path, tmp_path: Path, correction: st
         assert "rollout/mismatch_k3" not in row and row["actor/first_ratio_error"] < 1e-3
     else:
         assert abs(row["rollout/mismatch_k1"]) < 1e-4 and 0 <= row["rollout/mismatch_k3"] < 1e-6
+
+
+def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
+    """To the last bit, with a LoRA over shards, in new processes with new engines."""
+    keys = (*VLLM, "model.lora_rank=4", "parallel.fsdp_size=2", "trainer.save_freq=2", "optim.lr=1e-2")
+    more = "trainer.total_training_steps=4"
+    whole = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys, more), timeout=200)[0]
+    run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys), timeout=200)
+    again = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys, more), timeout=200)[0]
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())

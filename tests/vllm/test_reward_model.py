@@ -10,6 +10,8 @@ from phalanx.config.run import RewardModelConfig
 from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from tests.judged import RAGGED, ask, converted, expected, mistake, refused
+from tests.judged_text import BASE, SHARES, plain
+from tests.judged_text import ask as ask_texts
 from tests.ranks import run_ranks
 
 
@@ -33,6 +35,13 @@ def test_answers_are_right_wherever_the_model_stands(judge_model: Path, world: i
     got = run_ranks(ask, world, section(judge_model, **settings), shares, timeout=200)
     for answers, share in zip(got, shares, strict=True):
         assert answers == [expected(share)] * 2
+
+
+@pytest.mark.parametrize(("world", "settings"), [(2, {"tensor_parallel_size": 2}), (3, {"placement": "ranks 1-1"})])
+def test_a_judge_of_texts_answers_wherever_it_stands(world: int, settings: dict[str, Any]) -> None:
+    """As the same language model does in transformers, by itself."""
+    got = run_ranks(ask_texts, world, section(BASE, max_tokens=8, **settings), SHARES[world], timeout=200)
+    assert [answer for share in got for answer in share] == plain(BASE)
 
 
 def test_sampled_answers_depend_on_the_question_and_the_seed_alone(judge_model: Path) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx import types
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
+from phalanx.algorithms._returns import ReturnsAlgorithm, ReturnsConfig
 from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
 from phalanx.algorithms._transitions import TransitionAlgorithm, TransitionConfig
 from phalanx.config.load import ConfigError, resolve_registry
@@ -21,6 +22,8 @@ __all__ = [
     "ForwardConfig",
     "GroupAlgorithm",
     "GroupConfig",
+    "ReturnsAlgorithm",
+    "ReturnsConfig",
     "TokenAlgorithm",
     "TokenConfig",
     "TransitionAlgorithm",

@@ -1,6 +1,6 @@
 """The common part of all algorithms: advantages within groups, and which samples are trained on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Optional
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from phalanx.config.load import ConfigError, arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, informative, top_and_bottom
-from phalanx.types import Batch, Policy, Samples, Teacher
+from phalanx.types import Batch, Credit, Policy, Samples, Scored, Teacher
 
 
 @dataclass
@@ -51,6 +51,7 @@ class GroupAlgorithm:
     teachers: tuple[Teacher, ...] = ()
     samples_per_unit = 1
     needs_reward = True
+    per_action = False
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -71,6 +72,10 @@ class GroupAlgorithm:
     def units(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N, 1]: each sample for itself."""
         return torch.arange(len(reward))[:, None]
+
+    def credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
+        """Only algorithms with `per_action` are asked."""
+        raise AssertionError("the actions of a sample share its advantage")
 
     def decay(self, name: str, step: int) -> float:
         """Only algorithms with `averages` are asked."""

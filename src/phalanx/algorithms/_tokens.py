@@ -57,6 +57,7 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
         if "reference" in batch.reference_outputs:
             other = batch.reference_outputs["reference"]
             kl = kl_estimate(replay.log_prob, other, self.config.kl_loss_type)
-            loss = loss + self.config.kl_loss_coef * kl
+            if self.config.kl_loss_coef > 0:  # else the reference is the reward's
+                loss = loss + self.config.kl_loss_coef * kl
             stats["kl_ref"] = masked_mean(kl.detach(), batch.mask)
         return loss, stats

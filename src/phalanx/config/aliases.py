@@ -1,6 +1,7 @@
 """Keys of other trainers, and what they are called here: verl and VeRL-Omni, and flow_grpo.
 
-docs/coming-from-verl-omni.md says where a key of the same meaning has another default or unit.
+docs/coming-from-verl-omni.md and docs/coming-from-language-model-trainers.md say where a key of the same meaning has
+another default or unit.
 """
 
 from collections.abc import Collection
@@ -28,6 +29,9 @@ RENAMED = {
     "trainer.resume_from_path": "trainer.resume",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_checkpoints",
     "algorithm.adv_estimator": "algorithm.name",
+    "algorithm.use_kl_in_reward": "algorithm.kl_reward_coef of ppo and reinforce_plus_plus, 0 without a KL",
+    "algorithm.kl_penalty": "algorithm.kl_reward_type of ppo and reinforce_plus_plus",
+    "algorithm.kl_ctrl.kl_coef": "algorithm.kl_reward_coef of ppo and reinforce_plus_plus",
     "algorithm.filter_groups.enable": "rollout.max_num_gen_batches",
     "algorithm.filter_groups.max_num_gen_batches": "rollout.max_num_gen_batches",
     "reward.custom_reward_function.path": "path of an entry of reward.functions",
@@ -49,6 +53,12 @@ RENAMED = {
     "reward.reward_model.enable_resource_pool": "reward.model.placement",
     "reward.reward_model.nnodes": "reward.model.placement",
     "reward.reward_model.n_gpus_per_node": "reward.model.placement",
+    "critic.grad_clip": "critic.optim.grad_clip",
+    "critic.optim.clip_grad": "critic.optim.grad_clip",
+    "critic.optim.lr_scheduler_type": "critic.optim.lr_scheduler",
+    "critic.model.enable_gradient_checkpointing": "critic.model.gradient_checkpointing",
+    "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size, of policy and critic",
+    "critic.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu, of policy and critic",
     "actor_rollout_ref.model.algorithm": "algorithm.name",
     "actor_rollout_ref.model.lora_init_weights": "model.lora_init",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "model.gradient_checkpointing",
@@ -82,38 +92,95 @@ RENAMED = {
     "train.max_grad_norm": "optim.grad_clip",
 }
 
+# verl's, in jobs that train language models.
+OF_LANGUAGE_MODELS = {
+    "actor_rollout_ref.actor.clip_ratio_c": "algorithm.clip_ratio_c",
+    "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_ratio_high",
+    "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_ratio_low",
+    "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coeff",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_loss_type, k1, k2 or k3 (low_var_kl)",
+    "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps, a number of updates",
+    "actor_rollout_ref.actor.optim.warmup_style": "optim.lr_scheduler",
+    "actor_rollout_ref.actor.policy_loss.loss_mode": "algorithm.name",
+    "actor_rollout_ref.actor.ppo_micro_batch_size": "actor.ppo_micro_batch_size_per_gpu",
+    "actor_rollout_ref.actor.use_torch_compile": "model.compile",
+    "actor_rollout_ref.rollout.free_cache_engine": "rollout.sleep",
+    "actor_rollout_ref.rollout.max_model_len": "data.max_prompt_length and data.max_response_length",
+    "actor_rollout_ref.rollout.name": "rollout.engine",
+    "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
+    "actor_rollout_ref.rollout.response_length": "data.max_response_length",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel_size",
+    "actor_rollout_ref.rollout.top_p": "rollout.val.top_p; training samples from the whole distribution",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample": "rollout.val.temperature, 0 takes the likeliest token",
+    "algorithm.rollout_correction.rollout_is": "rollout.correction",
+    "algorithm.rollout_correction.rollout_is_threshold": "rollout.correction_limit",
+    "custom_reward_function.name": "path of an entry of reward.functions, as file.py:name",
+    "custom_reward_function.path": "path of an entry of reward.functions",
+    "data.filter_overlong_prompts": "data.overlong_prompts",
+    "data.truncation": "data.overlong_prompts",
+    "reward_model.enable": "reward.model.path, null without one",
+    "reward_model.model.path": "reward.model.path",
+    "reward_model.reward_manager": "reward.functions, a list",
+    "reward.reward_manager.name": "reward.functions, a list",
+}
 
 # Of verl and VeRL-Omni, where the rollout is an engine beside the trainer.
 NOTHING_TO_SET = (
+    "actor_rollout_ref.actor.checkpoint.",
+    "actor_rollout_ref.actor.fsdp_config.forward_prefetch",
+    "actor_rollout_ref.actor.fsdp_config.grad_offload",
     "actor_rollout_ref.actor.fsdp_config.offload_policy",
+    "actor_rollout_ref.actor.fsdp_config.wrap_policy.",
+    "actor_rollout_ref.actor.shuffle",
     "actor_rollout_ref.actor.strategy",
     "actor_rollout_ref.hybrid_engine",
+    "actor_rollout_ref.model.trust_remote_code",
+    "actor_rollout_ref.model.use_fused_kernels",
+    "actor_rollout_ref.model.use_shm",
     "actor_rollout_ref.ref.",
     "actor_rollout_ref.rollout.agent.",
+    "actor_rollout_ref.rollout.calculate_log_probs",
     "actor_rollout_ref.rollout.data_parallel_size",
+    "actor_rollout_ref.rollout.disable_log_stats",
+    "actor_rollout_ref.rollout.dtype",
+    "actor_rollout_ref.rollout.enable_chunked_prefill",
+    "actor_rollout_ref.rollout.enforce_eager",
     "actor_rollout_ref.rollout.engine_kwargs.",
     "actor_rollout_ref.rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.layered_summon",
     "actor_rollout_ref.rollout.load_format",
-    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_",
+    "actor_rollout_ref.rollout.max_num_batched_tokens",
+    "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.mode",
     "actor_rollout_ref.rollout.name",
     "actor_rollout_ref.rollout.step_execution",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
+    "critic.enable",
+    "critic.forward_micro_batch_size_per_gpu",
+    "critic.shuffle",
+    "critic.strategy",
+    "data.return_raw_chat",
+    "data.reward_fn_key",
+    "data.shuffle",
+    "data.trust_remote_code",
+    "data.val_batch_size",
     "ray_kwargs.",
+    "trainer.balance_batch",
+    "trainer.default_hdfs_dir",
     "trainer.use_v1",
 )
 
 
 def alias(key: str, known: Collection[str]) -> str | None:
     """What became of a key of another trainer, in words, where `known` are the keys here; None for any other key."""
-    if key in RENAMED:
-        return f"here it is {RENAMED[key]}"
-    if key.startswith(NOTHING_TO_SET):
-        return "here there is nothing to set for it"
-    heads = [head for head in PREFIXES if key.startswith(head)]
-    if not heads:
-        return None
-    head = max(heads, key=len)
-    ours = PREFIXES[head] + key.removeprefix(head)
-    return f"here it is {ours}" if ours in known else None
+    if key.startswith("critic.") and "critic.optim.lr" not in known:
+        return None  # of a job that has no critic
+    renamed = RENAMED | OF_LANGUAGE_MODELS if "data.max_response_length" in known else RENAMED
+    if key in renamed:
+        return f"here it is {renamed[key]}"
+    head = max((head for head in PREFIXES if key.startswith(head)), key=len, default=None)
+    ours = None if head is None else PREFIXES[head] + key.removeprefix(head)
+    if ours in known:
+        return f"here it is {ours}"
+    return "here there is nothing to set for it" if key.startswith(NOTHING_TO_SET) else None

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from phalanx.config.critic import CriticConfig, check_critic, check_groups
 from phalanx.config.load import arg
 from phalanx.config.run import (
     COUNT,
@@ -13,10 +14,12 @@ from phalanx.config.run import (
     RLConfig,
     RolloutConfig,
     RunConfig,
+    TrainerConfig,
     ValRolloutConfig,
 )
 
 TOKEN_CORRECTIONS = ("token_tis", "sequence_tis", "token_mask", "sequence_mask")
+ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention")
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 
@@ -24,8 +27,9 @@ MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 class LMModelConfig(ModelConfig):
     """The model that is trained: a causal language model's folder, as transformers writes it."""
 
-    attn_implementation: str = arg(
-        "sdpa", "attention of transformers", choices=("sdpa", "eager", "flash_attention_2", "flex_attention")
+    attn_implementation: str = arg("sdpa", "attention of transformers", choices=ATTENTION)
+    use_remove_padding: bool = arg(
+        False, "pack the samples of a forward and backward pass into one row, without padding between them"
     )
 
 
@@ -58,7 +62,7 @@ class LMValRolloutConfig(ValRolloutConfig):
 class LMRolloutConfig(RolloutConfig):
     """Sampling of responses for training."""
 
-    n: int = arg(8, "responses per prompt: the group that the advantage compares", ge=2, le=65536)
+    n: int = arg(8, "responses per prompt: the group that the advantage compares, if it does", **COUNT)
     engine: str = arg(
         "policy",
         "policy: in the very modules that are trained; vllm: in vLLM inside each rank, on a copy of the weights that "
@@ -98,9 +102,24 @@ class LMAlgorithmConfig(AlgorithmConfig):
 class LMActorConfig(ActorConfig):
     """Updates of the policy."""
 
+    use_dynamic_bsz: bool = arg(
+        False,
+        "cut forward and backward passes by their tokens, ppo_max_token_len_per_gpu, in place of "
+        "ppo_micro_batch_size_per_gpu samples each",
+    )
+    ppo_max_token_len_per_gpu: int = arg(
+        16384, "most tokens of such a pass, prompts and padding included", **MOST_TOKENS
+    )
     log_prob_chunk_size: int = arg(
         1024, "tokens whose logits over the vocabulary are in memory at once, in training too", ge=1
     )
+
+
+@dataclass
+class LMTrainerConfig(TrainerConfig):
+    """The run."""
+
+    critic_warmup: int = arg(0, "first training steps, in which the critic alone is trained", ge=0)
 
 
 @dataclass
@@ -110,6 +129,7 @@ class LMRunConfig(RunConfig):
     model: LMModelConfig = field(default_factory=LMModelConfig)
     data: LMDataConfig = field(default_factory=LMDataConfig)
     rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig)
+    trainer: LMTrainerConfig = field(default_factory=LMTrainerConfig)
 
 
 @dataclass
@@ -118,3 +138,10 @@ class LMRLConfig(LMRunConfig, RLConfig):
 
     algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
     actor: LMActorConfig = field(default_factory=LMActorConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from another section, and refuse what the algorithm has no use for (ConfigError)."""
+        super().__post_init__()
+        check_groups(self)
+        check_critic(self, self.critic, self.trainer.critic_warmup)

@@ -119,6 +119,16 @@ class AlgorithmConfig:
 
     name: str = arg("flow_grpo", "module of phalanx.algorithms, a dotted module, or path/to/file.py")
 
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the samples of a prompt are compared, of which there must be two then."""
+        return True
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether it wants a critic's values."""
+        return False
+
     def check(self, rollout: Any) -> None:
         """Raise ConfigError for settings of the rollout that the algorithm cannot work with."""
 

@@ -1,4 +1,4 @@
-"""Configuration of export_checkpoint.py, sample.py, check_cluster.py and serve_reward.py in tasks/."""
+"""Configuration of the tasks beside training: export_checkpoint.py, sample.py, generate.py and others."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -8,6 +8,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from phalanx.config.flow import SDE_TYPES, FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
+from phalanx.config.lm import ATTENTION, MOST_TOKENS
 from phalanx.config.load import ConfigError, arg, build
 from phalanx.config.run import COUNT, DTYPES, SEEDS, TIMES, ParallelConfig, RunConfig
 
@@ -15,6 +16,7 @@ T = TypeVar("T", bound=RunConfig)
 
 WEIGHTS = ("auto", "model", "ema")
 EXPORT_DTYPES = (*DTYPES, "float16")
+INSTRUCTIONS = ("hash", "boxed", "line", "answer", "none")
 
 
 @dataclass
@@ -25,8 +27,12 @@ class ExportConfig:
     output_dir: Optional[str] = arg(None, "new folder for the export; null: export/step_NNNNNN in the run's output_dir")
     weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
     dtype: Optional[str] = arg(
-        None, "null: a LoRA as trained, a whole transformer as in the base model folder", choices=EXPORT_DTYPES
+        None,
+        "null: a LoRA as trained, a whole transformer as in the base model folder, a whole language model in the run's "
+        "model.dtype",
+        choices=EXPORT_DTYPES,
     )
+    merge_lora: bool = arg(False, "a language model's LoRA: a whole folder with it in the weights, not an adapter")
     model_path: Optional[str] = arg(None, "the base model, where it is no longer at the run's model.path", path=True)
     push_to_hub: Optional[str] = arg(None, "hub repository (user/name) for the export; it is created if needed")
 
@@ -88,6 +94,46 @@ class SampleConfig:
 
 
 @dataclass
+class GenerateModelConfig:
+    """The model that writes. LoRA settings are always those of the checkpoint's run."""
+
+    path: Optional[str] = arg(None, "language model's folder or hub id; null: the checkpoint's base model", path=True)
+    revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: the run's for its own model, or main")
+    dtype: Optional[str] = arg(None, "dtype that the model computes in; null: the run's, or bfloat16", choices=DTYPES)
+    attn_implementation: Optional[str] = arg(
+        None, "attention of transformers; null: the run's, or sdpa", choices=ATTENTION
+    )
+
+
+@dataclass
+class GenerateConfig:
+    """Configuration of tasks/generate.py. Settings that are null are those of the run's validation."""
+
+    model: GenerateModelConfig = field(default_factory=GenerateModelConfig)
+    checkpoint: Optional[str] = arg(
+        None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
+    )
+    weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
+    prompts: list[str] = arg([], "prompts, such as '[Why is the sky blue?]'; quote one that has commas")
+    prompt_file: Optional[str] = arg(
+        None, "prompts: .txt, .jsonl, .csv, .parquet or a Hugging Face dataset folder", path=True
+    )
+    prompt_key: Optional[str] = arg(None, "column of the prompts in prompt_file; null: the run's, or prompt")
+    system_prompt: Optional[str] = arg(None, "system message of prompts that have none; null: the run's, or none")
+    n: Optional[int] = arg(None, "responses per prompt; null: the run's, or 1", **COUNT)
+    temperature: Optional[float] = arg(None, "temperature; 0 takes the likeliest token; null: the run's, or 0", ge=0)
+    top_p: Optional[float] = arg(
+        None, "sample among the likeliest tokens of this probability in all; null: the run's, or 1", gt=0, le=1
+    )
+    max_response_length: Optional[int] = arg(
+        None, "longest response, in tokens; null: the run's, or 1024 where the model has room for them", **MOST_TOKENS
+    )
+    seed: Optional[int] = arg(None, "seed of the sampling; null: that of the run's validation, or 1234", **SEEDS)
+    micro_batch_size_per_gpu: int = arg(8, "responses decoded together", **COUNT)
+    output_file: Optional[str] = arg(None, "JSON lines of the prompts and responses, replaced; null: print them alone")
+
+
+@dataclass
 class CheckedModelConfig(FlowModelConfig):
     """The model of a training job, but not required."""
 
@@ -123,6 +169,34 @@ class ServeRewardConfig:
     read_timeout_s: float = arg(30.0, "seconds for the head of a request to arrive, and then for its body", gt=0)
 
 
+@dataclass
+class PrepareDataConfig:
+    """Configuration of tasks/prepare_data.py."""
+
+    source: Optional[str] = arg(
+        None, "file of problems with answers, such as GSM8K's .jsonl, MATH's or a .parquet of verl", path=True
+    )
+    reasoning_gym: list[str] = arg([], "in place of source: tasks of reasoning-gym, such as [chain_sum&min_terms=2]")
+    size: int = arg(1000, "rows of each of these tasks", ge=1)
+    prompt_key: Optional[str] = arg(None, "column of the prompts; null: prompt, question, problem or messages")
+    answer_key: Optional[str] = arg(
+        None, "column of the answers; null: ground_truth, reward_model.ground_truth, answer or solution"
+    )
+    test_source: Optional[str] = arg(
+        None, "file of held-out problems: becomes test.jsonl, and its prompts are left out of the others", path=True
+    )
+    instruction: Optional[str] = arg(
+        None,
+        "what is asked for behind each prompt: the answer behind ####, in \\boxed{}, in a line Answer:, in tags, or "
+        "nothing; null: what the source's own solutions have, tags for reasoning-gym",
+        choices=INSTRUCTIONS,
+    )
+    suffix: Optional[str] = arg(None, "an instruction in words of your own")
+    val_size: int = arg(200, "prompts that are held out as val.jsonl; 0: none", ge=0)
+    seed: int = arg(0, "seed of the split, and of reasoning-gym's tasks", **SEEDS)
+    output_dir: str = arg("outputs/data", "gets train.jsonl, val.jsonl and test.jsonl, which are replaced")
+
+
 def read_run(file: Path, *kinds: type[T]) -> T:
     """The sections that all jobs of a kind share, from the config.yaml of a run's output_dir.
 
@@ -136,12 +210,13 @@ def read_run(file: Path, *kinds: type[T]) -> T:
         raise ConfigError(f"{file} is missing; it says which model the checkpoints belong to") from None
     except (UnicodeDecodeError, yaml.YAMLError):
         content = None
-    reason = f"{file} is not the configuration of a training run"
+    reason = None
     for kind in kinds:
         names = [f.name for f in fields(kind)]
         if isinstance(content, dict) and content.keys() >= set(names):
             try:
                 return build(kind, OmegaConf.create({name: content[name] for name in names}))
-            except ConfigError as error:
-                reason = f"{file}: {error}"
-    raise ConfigError(reason)
+            except ConfigError as error:  # a key that another kind knows says the least
+                if reason is None or not str(error).startswith("unknown key"):
+                    reason = f"{file}: {error}"
+    raise ConfigError(reason or f"{file} is not the configuration of a training run")

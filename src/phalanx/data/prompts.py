@@ -56,15 +56,14 @@ def load_prompts(
     column of the prompts, in formats that have columns.
 
     - `.txt`: one prompt per line; blank lines are skipped.
-    - `.jsonl`: one object per line, with `prompt` (text, or a chat) and optionally
-      `negative_prompt`.
+    - `.jsonl`: one object per line, with `prompt` (text, or a chat) and optionally `negative_prompt`.
     - `.csv`: the same as columns, which the first line names; an empty cell is no value.
     - `.parquet` and Hugging Face datasets: the same as columns; VeRL-Omni's files need no changes.
 
-    Of a chat (a list of `{role, content}`) the last user message is the prompt. All other columns
-    go into `meta`; `meta["ground_truth"]` is, in this order, the column `ground_truth`,
-    `reward_model.ground_truth`, with `quoted` the first span of the prompt in double quotes (straight or
-    typographic), otherwise the column `answer`, or absent. Without `quoted`, for language models, a chat is kept whole.
+    Of a chat (a list of `{role, content}`) the last user message is the prompt. All other columns go into `meta`;
+    `meta["ground_truth"]` is, in this order, the column `ground_truth`, `reward_model.ground_truth`, with `quoted` the
+    first span of the prompt in double quotes (straight or typographic), otherwise the column `answer`, or absent.
+    Without `quoted`, for language models, a chat is kept whole.
 
     Raises DataError for a file or row that cannot be used. Lines are counted from 1, rows from 0.
     """
@@ -90,11 +89,10 @@ def validation_sets(
     *,
     quoted: bool = True,
 ) -> dict[str, list[Prompt]]:
-    """The rows of each file of `data.val_files`, at most `limit`, by the file's name without
-    ending.
+    """The rows of each file of `data.val_files`, at most `limit`, by the file's name without ending.
 
-    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. `images`,
-    `prompt` and `quoted`: see `load_prompts`.
+    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. For `images`, `prompt` and
+    `quoted` see `load_prompts`.
     """
     key = "data.val_files"
     sets: dict[str, list[Prompt]] = {}
@@ -364,6 +362,8 @@ def _messages(value: Any, name: str, where: str) -> list[dict[str, str]] | None:
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise DataError(f"{where}: {name} holds a message that is not {{role, content}}, both texts")
+    if value[-1]["role"] == "assistant":
+        raise DataError(f"{where}: {name} ends in an answer of the assistant; expected a message that it is to answer")
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
 

@@ -45,6 +45,13 @@ def reduce_float(value: float, op: str) -> float:
     return float(box)
 
 
+def reduce_sum(values: Tensor) -> Tensor:
+    """The sum of all ranks' CPU tensors of one shape."""
+    summed = values.clone()
+    dist.all_reduce(summed)
+    return summed
+
+
 def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """The mean of all ranks' rows, key by key; each needs the same keys and as many rows."""
     keys = sorted(rows[0])

@@ -44,7 +44,7 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
 
 
 def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
-    """True where the reward model answers on a thread while images are sampled, as reward.overlap asks for.
+    """True where the reward model answers on a thread while the policy samples, as reward.overlap asks for.
 
     Not where it stands on all ranks, and nobody would sample meanwhile; nor where the rollout's engine is vLLM's too,
     whose state is one a process; nor where both would send over NCCL at a time, which may block: a model that is
@@ -54,7 +54,7 @@ def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
     return (
         cfg.reward.overlap
         and model.placement != "colocate"
-        and cfg.rollout.engine != "vllm_omni"
+        and cfg.rollout.engine not in ("vllm", "vllm_omni")
         and (alone or model.tensor_parallel_size == 1)
     )
 

@@ -1,6 +1,6 @@
 """Loading what was downloaded: files that are cut short, broken or of another model are told in one line."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,3 +37,15 @@ def check_weights(info: dict[str, Any], what: str) -> None:
     if other:
         name, found, right = other[0]
         raise ValueError(f"{what}: its {name} is {list(found)} rather than {list(right)}")
+
+
+def special_tokens(tokenizer: Any) -> list[str]:
+    """Tokens that a tokenizer does not read as text, such as <|im_end|>."""
+    return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+
+
+def as_text(question: str, special: Sequence[str]) -> str:
+    """A question in which no special token is left: a completion that holds one would end it, and answer itself."""
+    for token in special:
+        question = question.replace(token, f"{token[:1]} {token[1:]}")
+    return question

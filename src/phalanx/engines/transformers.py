@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from phalanx.config.run import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
-from phalanx.engines.loading import check_weights, loading
+from phalanx.engines.loading import as_text, check_weights, loading, special_tokens
 from phalanx.engines.sleeping import Sleeping
 from phalanx.media.pictures import pil_image
 
@@ -24,17 +24,20 @@ class TransformersEngine:
     of the weights; the first one chooses the tokens, so that all take the same steps.
     """
 
-    def __init__(self, cfg: RewardModelConfig, mesh: DeviceMesh | None) -> None:
-        """Load the model; `mesh` holds the ranks of the replica, None: this one alone. ValueError for a model that
-        cannot be loaded, or not be divided among the ranks.
+    def __init__(self, cfg: RewardModelConfig, mesh: DeviceMesh | None, *, text: bool = False) -> None:
+        """Load the model; `mesh` holds the ranks of the replica, None: this one alone. `text`: a language model, which
+        is asked without images. ValueError for a model that cannot be loaded, or not be divided among the ranks.
         """
         assert cfg.path is not None
         self._cfg, self._group = cfg, None if mesh is None else mesh.get_group()
         cuda = torch.cuda.is_available()
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         with _randomness_kept():
-            self._processor = load_processor(cfg.path, cfg.revision)
-            self._model = _load_model(cfg.path, cfg.dtype, cfg.revision)
+            # of a language model the tokenizer is all of it
+            self._processor = (load_tokenizer if text else load_processor)(cfg.path, cfg.revision)
+            self._tokenizer = self._processor if text else self._processor.tokenizer
+            self._model = _load_model(cfg.path, cfg.dtype, cfg.revision, text=text)
+        self._special = special_tokens(self._tokenizer)
         if mesh is not None:
             parallelize(self._model, tensor_parallel_plan(self._model, mesh.size()), mesh)
         self._limit = cfg.max_model_len or self._model.config.get_text_config(decoder=True).max_position_embeddings
@@ -47,7 +50,7 @@ class TransformersEngine:
         """Which tokens end an answer and fill a batch; of the model's settings of generation no others are used."""
         from transformers import GenerationConfig
 
-        tokenizer, known = self._processor.tokenizer, self._model.generation_config.eos_token_id
+        tokenizer, known = self._tokenizer, self._model.generation_config.eos_token_id
         ends = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
         if not ends:
             raise ValueError(f"reward.model.path: {path!r} names no token that ends an answer (eos_token_id)")
@@ -60,8 +63,8 @@ class TransformersEngine:
         return nullcontext() if self._sleeping is None else self._sleeping.awake()
 
     @torch.no_grad()
-    def answer(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
-        """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers.
+    def answer(self, images: Tensor | None, questions: Sequence[Question]) -> list[str]:
+        """Images uint8 [N, 3, H, W], or None, and questions, each about the image of its number -> the answers.
 
         ValueError for a question that leaves no room for an answer within reward.model.max_model_len.
         """
@@ -73,26 +76,27 @@ class TransformersEngine:
             for first in range(0, len(order), size):
                 batch = order[first : first + size]
                 # judges may ask several questions about an image, which is made a picture once
-                numbers = {questions[i][0] for i in batch}
-                pictures = {number: pil_image(images[number]) for number in numbers}
-                said = self._answer([(pictures[questions[i][0]], questions[i][1]) for i in batch])
+                numbers = {questions[i][0] for i in batch} if images is not None else set()
+                pictures = {number: pil_image(images[number]) for number in numbers} if images is not None else {}
+                said = self._answer([(pictures.get(questions[i][0]), questions[i][1]) for i in batch])
                 for i, text in zip(batch, said, strict=True):
                     answers[i] = text
         return answers
 
     def _answer(self, batch: list[tuple[Any, str]]) -> list[str]:
-        """A batch of pictures and questions -> the answers."""
+        """A batch of pictures, None each where texts are judged, and questions -> the answers."""
         cfg, asked = self._cfg, self._tokens(batch)
         lengths: list[int] = asked["attention_mask"].sum(1).tolist()
         if max(lengths) >= self._limit:
+            its, smaller = ("", "shorter") if batch[0][0] is None else (" with its image", "or images smaller")
             raise ValueError(
-                f"reward.model.max_model_len: a question with its image has {max(lengths)} tokens, and {self._limit} "
-                "are allowed with the answer; raise it, or make questions or images smaller"
+                f"reward.model.max_model_len: a question{its} has {max(lengths)} tokens, and {self._limit} "
+                f"are allowed with the answer; raise it, or make questions {smaller}"
             )
         begin = asked["input_ids"].shape[1]
         # it runs until the shortest question is at the limit; answers to longer ones are cut to theirs below
         tokens = self._model.generate(
-            **asked.to(self._device, dtype=self._model.dtype),
+            **asked,
             max_new_tokens=min(cfg.max_tokens, self._limit - min(lengths)),
             do_sample=False,
             logits_processor=[Choice(cfg.temperature, cfg.seed, begin, self._group)],  # which samples, if it is to
@@ -103,19 +107,23 @@ class TransformersEngine:
 
     def _tokens(self, batch: list[tuple[Any, str]]) -> Any:
         """The model's inputs: `input_ids` and `attention_mask` [B, S], padded on the left, and pixels."""
+        if batch[0][0] is None:
+            talks = [[{"role": "user", "content": as_text(question, self._special)}] for _, question in batch]
+            form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
+            return self._tokenizer.apply_chat_template(talks, **form).to(self._device)
         texts = []
         for _, question in batch:
             content = [{"type": "image"}, {"type": "text", "text": question}]
             talk = [{"role": "user", "content": content}]
             texts.append(self._processor.apply_chat_template(talk, add_generation_prompt=True))
-        first = self._processor.tokenizer.bos_token
+        first = self._tokenizer.bos_token
         return self._processor(
             text=texts,
             images=[[picture] for picture, _ in batch],
             padding=True,
             return_tensors="pt",
             add_special_tokens=not (first and texts[0].startswith(first)),  # templates may bring them
-        )
+        ).to(self._device, dtype=self._model.dtype)
 
 
 class Choice:
@@ -164,17 +172,28 @@ def load_processor(path: str, revision: str | None = None) -> Any:
     return processor
 
 
-def _load_model(path: str, dtype: str, revision: str | None = None) -> Any:
-    """The whole model on the CPU, frozen."""
-    from transformers import AutoModelForImageTextToText
+def load_tokenizer(path: str, revision: str | None = None) -> Any:
+    """The tokenizer of a language model; ValueError where there is none that can be used."""
+    from transformers import AutoTokenizer
 
+    at = {} if revision is None else {"revision": revision}
+    with loading(f"reward.model.path: {path!r} does not load"):
+        tokenizer = AutoTokenizer.from_pretrained(path, **at)
+    if tokenizer.chat_template is None:
+        raise ValueError(f"reward.model.path: {path!r} has no chat template, so that it cannot be asked")
+    return tokenizer
+
+
+def _load_model(path: str, dtype: str, revision: str | None = None, *, text: bool = False) -> Any:
+    """The whole model on the CPU, frozen."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    kind = AutoModelForCausalLM if text else AutoModelForImageTextToText
     told: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     if revision is not None:
         told["revision"] = revision
     with loading(f"reward.model.path: {path!r} does not load"):
-        model, info = AutoModelForImageTextToText.from_pretrained(
-            path, dtype=getattr(torch, dtype), use_safetensors=True, **told
-        )
+        model, info = kind.from_pretrained(path, dtype=getattr(torch, dtype), use_safetensors=True, **told)
     check_weights(info, f"reward.model.path: {path!r} is not a whole model")
     return model.requires_grad_(False).eval()
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from phalanx.config.run import RewardModelConfig
 from phalanx.distributed.vllm_groups import VllmGroups
+from phalanx.engines.loading import as_text, special_tokens
 from phalanx.media.pictures import pil_image
 
 CPU_KV_CACHE = 2**30  # bytes; on GPUs it is what gpu_memory_utilization leaves
@@ -21,8 +22,10 @@ class VllmEngine:
     of the weights; vLLM schedules alike on all of them.
     """
 
-    def __init__(self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int) -> None:
-        """Load the model; ValueError where vLLM refuses it."""
+    def __init__(
+        self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, *, text: bool = False
+    ) -> None:
+        """Load the model, with `text` one that is asked without images; ValueError where vLLM refuses it."""
         assert cfg.path is not None
         self._groups = groups
         cuda = torch.cuda.is_available()
@@ -31,12 +34,14 @@ class VllmEngine:
             from vllm.exceptions import VLLMError
 
             try:
-                self._load(cfg, groups, rank, local_rank, cuda)
+                self._load(cfg, groups, rank, local_rank, cuda, text)
             except (OSError, SafetensorError, ValueError, VLLMError) as error:
                 reason = " ".join(str(error).split())  # pydantic's have several lines
                 raise ValueError(f"reward.model: vLLM does not take {cfg.path!r} as it is set: {reason}") from error
 
-    def _load(self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool) -> None:
+    def _load(
+        self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool, text: bool
+    ) -> None:
         from vllm import LLM, SamplingParams
 
         self._sampling = SamplingParams(temperature=cfg.temperature, max_tokens=cfg.max_tokens, seed=cfg.seed)
@@ -57,8 +62,7 @@ class VllmEngine:
             enable_prefix_caching=False,  # an answer must not depend on what was asked before
             disable_custom_all_reduce=True,  # its setup waits for all ranks of the world
             use_tqdm_on_load=False,
-            limit_mm_per_prompt={"image": 1, "video": 0},
-            mm_processor_cache_gb=0,
+            **({} if text else {"limit_mm_per_prompt": {"image": 1, "video": 0}, "mm_processor_cache_gb": 0}),
         )
         if self._sleeps:
             self._llm.sleep(level=1)
@@ -76,16 +80,19 @@ class VllmEngine:
         with self._groups.active():
             self._llm.sleep(level=1)
 
-    def answer(self, images: Tensor, questions: Sequence[tuple[int, str]]) -> list[str]:
-        """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers."""
+    def answer(self, images: Tensor | None, questions: Sequence[tuple[int, str]]) -> list[str]:
+        """Images uint8 [N, 3, H, W], or None, and questions, each about the image of its number -> the answers."""
         from vllm.exceptions import VLLMError
 
         # judges may ask several questions about an image, which is made a picture once
         numbers = {number for number, _ in questions}
-        pictures = {number: pil_image(images[number]) for number in numbers}
+        special = special_tokens(self._llm.get_tokenizer()) if images is None else []
+        pictures = {} if images is None else {number: pil_image(images[number]) for number in numbers}
         talks = []
         for number, question in questions:
-            content = [{"type": "image_pil", "image_pil": pictures[number]}, {"type": "text", "text": question}]
+            content: list[dict[str, Any]] = [{"type": "text", "text": as_text(question, special)}]
+            if images is not None:
+                content.insert(0, {"type": "image_pil", "image_pil": pictures[number]})
             talks.append([{"role": "user", "content": content}])
         with self._groups.active():
             try:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from phalanx.functional.token_budget import in_order
 from phalanx.types import Batch, Replay
 
 
@@ -96,9 +97,9 @@ class FlowTrace:
             prompt_index=self.prompt_index[rows],
         )
 
-    def rescored(self, replays: Sequence[FlowReplay]) -> "FlowTrace":
-        """The trace with the means of `replays`, which hold all B samples in order."""
-        return replace(self, means=torch.cat([replay.mean for replay in replays]))
+    def rescored(self, replays: Sequence[FlowReplay], parts: Sequence[Tensor]) -> "FlowTrace":
+        """The trace with the means of `replays`, which hold the samples in the rows `parts`."""
+        return replace(self, means=in_order([replay.mean for replay in replays], parts))
 
 
 @dataclass(frozen=True)

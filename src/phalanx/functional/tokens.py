@@ -13,13 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from phalanx.functional.token_budget import in_order
 from phalanx.types import Replay
 
 
 @dataclass(frozen=True)
 class TokenTrace:
     """Prompts with their responses: ids [B, T], padded behind; starts [B], the prompts' lengths; lengths [B], those of
-    the responses; `width`, A.
+    the responses; `width`, A. `certainty` [B]: the mean self-certainty of each response, once the policy has said it.
 
     All ranks pad to the same T and A, so that each pass over some of the samples has one shape.
     """
@@ -28,14 +29,21 @@ class TokenTrace:
     starts: Tensor
     lengths: Tensor
     width: int
+    certainty: Tensor | None = None
 
     def select(self, rows: Tensor) -> "TokenTrace":
         """The samples in `rows` [b]."""
-        return replace(self, ids=self.ids[rows], starts=self.starts[rows], lengths=self.lengths[rows])
+        certainty = None if self.certainty is None else self.certainty[rows]
+        return TokenTrace(self.ids[rows], self.starts[rows], self.lengths[rows], self.width, certainty)
 
-    def rescored(self, replays: Sequence[Any]) -> "TokenTrace":
-        """See phalanx.types.Trace: nothing of it depends on the weights."""
-        return self
+    def trimmed(self) -> "TokenTrace":
+        """The same, no wider than the longest of these samples."""
+        return replace(self, ids=self.ids[:, : int((self.starts + self.lengths).max())])
+
+    def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> "TokenTrace":
+        """The trace with the policy's certainty: nothing else depends on the weights."""
+        values = in_order([replay.self_certainty for replay in replays], parts)
+        return replace(self, certainty=values.sum(1) / self.lengths.clamp(min=1))
 
     @property
     def mask(self) -> Tensor:

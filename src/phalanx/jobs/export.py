@@ -2,13 +2,15 @@
 
 Of a flow-matching model a LoRA becomes `pytorch_lora_weights.safetensors`, which `load_lora_weights` of the stock
 pipeline reads, with rank and alpha in its metadata, and a fully trained transformer becomes a whole diffusers folder.
+Of a language model a LoRA becomes an adapter of peft, or with `merge_lora` a folder of transformers, as all weights do.
 """
 
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,11 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from phalanx.config.flow import FlowRunConfig
+from phalanx.config.flow import FlowModelConfig, FlowRunConfig
+from phalanx.config.lm import LMRunConfig
+from phalanx.config.load import ConfigError
+from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.distributed.mesh import Launch
 from phalanx.models.flow.policy import DTYPES, family_of
-from phalanx.models.lora import add_lora
+from phalanx.models.lm import export as language_models
+from phalanx.models.lora import add_lora, merge_lora
 from phalanx.training.checkpoint import complete, damaged, find, read_meta
 from phalanx.training.checkpoint_reader import Reader
 from phalanx.types import JobError
@@ -33,11 +39,11 @@ from phalanx.types import JobError
 class Trained:
     """A complete checkpoint, and the configuration of its run.
 
-    `weights` is "model" or "ema"; `entries` describes its tensors by the names of the transformer's parameters.
+    `weights` is "model" or "ema"; `entries` describes its tensors by the names of the module's parameters.
     """
 
     folder: Path
-    run: FlowRunConfig
+    run: RunConfig
     weights: str
     entries: dict[str, TensorStorageMetadata]
 
@@ -77,7 +83,7 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
     Raises ValueError where there is none, it is incomplete, or it has no such weights.
     """
     folder = _locate(checkpoint)
-    run = read_run(folder.parent.parent / "config.yaml", FlowRunConfig)
+    run = read_run(folder.parent.parent / "config.yaml", LMRunConfig, FlowRunConfig)
     held_rank = read_meta(folder)["signature"]["lora_rank"]
     if held_rank != run.model.lora_rank:
         raise ValueError(
@@ -94,6 +100,17 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
     prefix = f"{weights}."
     chosen = {name.removeprefix(prefix): entry for name, entry in tensors.items() if name.startswith(prefix)}
     return Trained(folder, run, weights, chosen)
+
+
+def open_given(checkpoint: str | None, weights: str, model_path: str | None) -> Trained | None:
+    """The checkpoint of a task that samples, None for the model folder alone; ConfigError where there is neither."""
+    if checkpoint is not None:
+        return open_checkpoint(checkpoint, weights)
+    if model_path is None:
+        raise ConfigError("neither model.path nor checkpoint is set; give one of them")
+    if weights == "ema":
+        raise ConfigError("weights: ema needs a checkpoint; a model folder has its own weights only")
+    return None
 
 
 def _locate(given: str) -> Path:
@@ -120,6 +137,23 @@ def _locate(given: str) -> Path:
 # -- exporting --------------------------------------------------------------------------------------------------------
 
 
+class Family(Protocol):
+    """What knows the files of a kind of model."""
+
+    @property
+    def lora_targets(self) -> Sequence[str]:
+        """Layers that get a LoRA unless the configuration names others."""
+
+    def load_base(self, config: Any, dtype: torch.dtype | None) -> nn.Module:
+        """The module that is trained, from the base folder, on the CPU."""
+
+    def export_model(self, folder: Path, config: Any, module: Any) -> None:
+        """Write the whole model."""
+
+    def export_lora(self, folder: Path, config: Any, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
+        """Write a LoRA; `layers` have peft's names without an adapter."""
+
+
 class Export:
     """`Export(cfg)` checks everything (a ValueError is the user's mistake), `run()` writes. Only rank 0 works.
 
@@ -133,12 +167,15 @@ class Export:
         self.trained = open_checkpoint(cfg.checkpoint, cfg.weights)
         folder, model = self.trained.folder, self.trained.run.model
         self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path, revision=None)
-        self.family = family_of(self.model)
+        self.family = _family(self.model)
+        if cfg.merge_lora and isinstance(self.model, FlowModelConfig):
+            raise ValueError("merge_lora: only a language model's LoRA is merged; leave it out")
         self.output_dir = Path(cfg.output_dir or folder.parent.parent / "export" / folder.name).expanduser()
         if self.output_dir.exists():
             raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
         self.dtype: torch.dtype | None = None if cfg.dtype is None else getattr(torch, cfg.dtype)
-        plain_lora = self.model.lora_rank > 0 and self.model.lora_init != "pissa"  # needs nothing of the base
+        # needs nothing of the base
+        plain_lora = self.model.lora_rank > 0 and self.model.lora_init != "pissa" and not cfg.merge_lora
         self.base: nn.Module | None = None if plain_lora else self._base()
         if cfg.push_to_hub is not None:
             make_repository(cfg.push_to_hub)
@@ -160,11 +197,14 @@ class Export:
         part = self.output_dir.with_name(self.output_dir.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        if self.model.lora_rank > 0:
+        if self.model.lora_rank > 0 and not self.cfg.merge_lora:
             self._write_lora(part)
         else:
             assert self.base is not None
             self.trained.read_into(_trained_parameters(self.base))
+            if self.model.lora_rank > 0:
+                self.base.to(dtype=self.dtype)
+                merge_lora(self.base)
             self.family.export_model(part, self.model, self.base)
         part.rename(self.output_dir)
         what = "the moving average" if self.trained.weights == "ema" else "the weights"
@@ -182,7 +222,13 @@ class Export:
             tensors = _without_start(tensors, _trained_parameters(self.base))
             rank, alpha = 2 * rank, 2 * alpha
         layers = {name.replace(".default.", "."): t.to(self.dtype or t.dtype) for name, t in tensors.items()}
-        self.family.export_lora(folder, layers, rank, alpha)
+        self.family.export_lora(folder, self.model, layers, rank, alpha)
+
+
+def _family(config: ModelConfig) -> Family:
+    if isinstance(config, FlowModelConfig):
+        return family_of(config)
+    return language_models
 
 
 def _trained_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -3,13 +3,11 @@
 The ranks look again, and closer: at images, at classes of libraries, at tensors.
 """
 
-from pathlib import Path
-
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.lm import LMRunConfig
 from phalanx.data.prompts import load_prompts, validation_sets
 from phalanx.models.flow.headers import local_index
-from phalanx.models.headers import check_weights, require
+from phalanx.models.lm.headers import check_folder
 
 
 def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
@@ -24,12 +22,8 @@ def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
 
 def check_lm(cfg: LMRunConfig) -> None:
     """Raise ValueError, in one line, for files of a language model's job that cannot be read."""
-    folder, key = Path(cfg.model.path).expanduser(), cfg.data.prompt_key
-    if folder.is_dir():
-        require(folder, "config.json")
-        check_weights(folder)
-    elif cfg.model.path.count("/") != 1 or cfg.model.path.startswith((".", "/", "~")):
-        raise ValueError(f"model.path: {cfg.model.path!r}: no such folder")
+    check_folder(cfg.model.path)
+    key = cfg.data.prompt_key
     if cfg.data.train_files:
         load_prompts(cfg.data.train_files, "data.train_files", prompt=key, quoted=False)
     validation_sets(cfg.data.val_files, prompt=key, quoted=False)

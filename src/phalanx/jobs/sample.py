@@ -23,7 +23,7 @@ from phalanx.data.prompts import load_prompts
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object, gather_object
 from phalanx.functional.frames import evenly_spaced
-from phalanx.jobs.export import Trained, open_checkpoint
+from phalanx.jobs.export import open_checkpoint, open_given
 from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, standing
 from phalanx.media.videos import write_video
 from phalanx.models.flow.family import FlowModel
@@ -48,8 +48,11 @@ class Generator:
         self.output_dir = Path(cfg.output_dir).expanduser()
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
-        self.trained = self._open()
-        self.base = self.trained.run if self.trained is not None else FlowRunConfig()
+        self.trained = open_given(cfg.checkpoint, cfg.weights, cfg.model.path)
+        run = self.trained.run if self.trained is not None else FlowRunConfig()
+        if not isinstance(run, FlowRunConfig):
+            raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a language model; use tasks/generate.py")
+        self.base = run
         given = _given(cfg.model, *asdict(cfg.model))
         if "path" in given:  # the run's revision is of its own model
             given = {"revision": None} | given
@@ -73,15 +76,6 @@ class Generator:
             self.rollout = PolicyRollout(self.policy, settings, self.world, cfg.micro_batch_size_per_gpu)
         except ValueError as error:  # in a run's configuration these keys are in the section rollout
             raise ConfigError(str(error).removeprefix("rollout.")) from None
-
-    def _open(self) -> Trained | None:
-        if self.cfg.checkpoint is not None:
-            return open_checkpoint(self.cfg.checkpoint, self.cfg.weights)
-        if self.cfg.model.path is None:
-            raise ConfigError("neither model.path nor checkpoint is set; give one of them")
-        if self.cfg.weights == "ema":
-            raise ConfigError("weights: ema needs a checkpoint; a model folder has its own weights only")
-        return None
 
     def _policy(self, family: type[FlowModel]) -> FlowPolicy:
         """The model over the mesh, its weights in the dtype that it computes in: none is trained."""

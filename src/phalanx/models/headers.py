@@ -28,26 +28,28 @@ def read_json(file: Path, key: str = "model.path") -> Any:
         raise ValueError(f"{key}: {file} is not valid JSON: {error}") from None
 
 
-def require(part: Path, *names: str) -> None:
-    """Raise ValueError where a folder has none of these files."""
+def require(part: Path, *names: str, key: str = "model.path") -> None:
+    """Raise ValueError where a folder, which `key` names, has none of these files."""
     if not any((part / name).is_file() for name in names):
-        raise ValueError(f"model.path: {part} has no {' or '.join(names)}")
+        raise ValueError(f"{key}: {part} has no {' or '.join(names)}")
 
 
-def check_weights(part: Path) -> None:
-    """Raise ValueError where a component's weights are missing, damaged, cut short, or are not floating point."""
+def check_weights(part: Path, key: str = "model.path") -> None:
+    """Raise ValueError, which begins with the folder's `key`, where a component's weights are missing, damaged, cut
+    short, or are not floating point.
+    """
     for file in part.glob("*.safetensors.index.json"):
-        shards = read_json(file).get("weight_map")
+        shards = read_json(file, key).get("weight_map")
         if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-            raise ValueError(f"model.path: {file} has no weight_map, an object that names the file of each tensor")
+            raise ValueError(f"{key}: {file} has no weight_map, an object that names the file of each tensor")
         for shard in sorted(set(shards.values())):
             if Path(shard).name != shard or not (part / shard).is_file():
-                raise ValueError(f"model.path: {part} lacks {shard}, which its {file.name} names")
+                raise ValueError(f"{key}: {part} lacks {shard}, which its {file.name} names")
     files = sorted(part.glob("*.safetensors"))
     if not files:
         pickles = sorted(part.glob("*.bin"))
         hint = f"; {pickles[0].name} is a pickle, which is not read: save it with safe_serialization" if pickles else ""
-        raise ValueError(f"model.path: {part} has no weights (*.safetensors){hint}")
+        raise ValueError(f"{key}: {part} has no weights (*.safetensors){hint}")
     for file in files:
         try:
             if kind(file) != "file":
@@ -55,10 +57,10 @@ def check_weights(part: Path) -> None:
             with safe_open(file, "np") as tensors:  # reads the header, and compares the file's length with it
                 dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"model.path: {file} is damaged or cut short: {error}") from None
+            raise ValueError(f"{key}: {file} is damaged or cut short: {error}") from None
         for name, dtype in dtypes.items():
             if name.endswith((".weight", ".bias")) and dtype[0] in "IUB" and dtype != "BF16":
-                raise ValueError(f"model.path: {file}: {name} is of dtype {dtype}; expected floating point")
+                raise ValueError(f"{key}: {file}: {name} is of dtype {dtype}; expected floating point")
 
 
 def check_numbers(value: Any, place: str) -> None:

@@ -29,9 +29,10 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     # peft asks only that some target matches; one that is misspelt would silently go untrained
     for target in targets or default_targets:
         if not matches(target):
-            in_blocks = [re.fullmatch(r"\w+\.\d+\.(.+)", name) for name in linear]
+            in_blocks = [re.search(r"\w+\.\d+\.(.+)", name) for name in linear]
             leaves = ", ".join(sorted({found[1] for found in in_blocks if found}))
-            raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; in a block: {leaves}")
+            known = f"in a block: {leaves or 'none'}"
+            raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; {known}")
     inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names, where they differ
     module.requires_grad_(False)
     # All ranks begin with the same weights, without a message: peft draws them from the process's
@@ -87,6 +88,32 @@ def merged_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[tu
             # in float32: the receiver rounds the sum, once
             weight = weight.float() + scale * (up.float() @ down.float())
         yield name.replace(".base_layer.", "."), weight
+
+
+@torch.no_grad()
+def merge_lora(module: nn.Module) -> None:
+    """Put the LoRA into the weights of its layers, which are the base's own afterwards."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, BaseTunerLayer):
+            layer.merge()
+            module.set_submodule(name, layer.get_base_layer())
+
+
+def adapter_config(rank: int, alpha: float, targets: Sequence[str], base: str, revision: str | None) -> Any:
+    """The LoraConfig with which peft loads a LoRA of a language model; its `save_pretrained` writes the file."""
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
+        target_modules=list(targets),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base,
+        revision=revision,
+        inference_mode=True,
+    )
 
 
 def _alpha(config: ModelConfig) -> float:

@@ -13,17 +13,19 @@ import torch
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
+from phalanx.config.lm import LMRLConfig
 from phalanx.plan.blueprint import family_name, fetch, tidy
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
+from phalanx.plan.lm import FILES
 from phalanx.plan.pace import Gpu
 from phalanx.plan.text import describe, sizes
 from phalanx.telemetry.flops import known_gpus, named_peak_flops
-from phalanx.training import flow_matching, flow_rl
+from phalanx.training import flow_matching, flow_rl, lm_rl
 
 
 @tidy()
-def plan_job(cfg: FlowRunConfig, words: Mapping[str, str]) -> str:
+def plan_job(cfg: FlowRunConfig | LMRLConfig, words: Mapping[str, str]) -> str:
     """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc), gpu, gpu_memory_gb and gpu_hour_price;
     what is missing comes from train.sh's variables, and from the GPU that is here.
 
@@ -33,8 +35,11 @@ def plan_job(cfg: FlowRunConfig, words: Mapping[str, str]) -> str:
     asked, gpu = clusters(words, os.environ), gpu_of(words)
     cfg = deepcopy(cfg)
     cfg.trainer.output_dir = "."  # that of the cluster need not be here
-    cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
-    cfg.model.family = family_name(cfg.model)
+    if isinstance(cfg, LMRLConfig):
+        cfg.model.path = fetch(cfg.model.path, cfg.model.revision, FILES)
+    else:
+        cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
+        cfg.model.family = family_name(cfg.model)
     refused: dict[Cluster, str] = {}
     for cluster in asked:
         try:
@@ -94,10 +99,12 @@ def _number(name: str, words: Mapping[str, str], expected: str) -> float | None:
     return float(text)
 
 
-def check(cfg: FlowRunConfig, cluster: Cluster) -> None:
+def check(cfg: FlowRunConfig | LMRLConfig, cluster: Cluster) -> None:
     """What the job itself checks before it starts, on this cluster; raises its ConfigError."""
     with patch.dict(os.environ, WORLD_SIZE=str(cluster.ranks), LOCAL_WORLD_SIZE=str(cluster.per_node)):
-        if isinstance(cfg, FlowRLConfig):
+        if isinstance(cfg, LMRLConfig):
+            lm_rl.check(cfg, installed=False)
+        elif isinstance(cfg, FlowRLConfig):
             flow_rl.check(cfg)
         else:
             assert isinstance(cfg, FlowMatchingTaskConfig)

@@ -133,7 +133,7 @@ def planned_policy(
         )
     assert isinstance(policy, PlannedPolicy)
     policy.trained.config = cfg.model  # PiSSA's reference is a copy
-    policy.ledger, policy.layout = ledger, Layout.of(policy, cfg.parallel, cluster)
+    policy.ledger, policy.layout = ledger, Layout.of(policy.trained, policy.model.blocks(), cfg.parallel, cluster)
     return policy
 
 

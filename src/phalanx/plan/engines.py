@@ -11,8 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from phalanx.config.flow import FlowRunConfig
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.run import RewardModelConfig, RunConfig
 from phalanx.distributed.placement import judged_beside
 from phalanx.models.flow.policy import DTYPES
 from phalanx.models.headers import read_json
@@ -44,7 +44,7 @@ class RewardModel:
     folder: str | None = None
 
 
-def reward_model(cfg: FlowRunConfig, gpu_memory: int | None, width: int) -> RewardModel | None:
+def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardModel | None:
     """The reward model of a job on GPUs of `gpu_memory` bytes (None: not known), `width` of which share the policy's
     weights; None for a job without one.
 
@@ -78,11 +78,19 @@ def reward_model(cfg: FlowRunConfig, gpu_memory: int | None, width: int) -> Rewa
     )
 
 
-def engine_copy(cfg: FlowRunConfig, layout: Layout) -> int:
-    """Bytes of the transformer that a sampling engine holds for itself: whole, the LoRA merged into it."""
-    if cfg.rollout.engine != "vllm_omni":
+def engine_copy(cfg: RunConfig, layout: Layout) -> int:
+    """Bytes of the model that a sampling engine holds for itself on a rank, the LoRA merged into it."""
+    if cfg.rollout.engine not in ("vllm_omni", "vllm"):
         return 0
-    return sum(w.numel for w in layout.weights if ".lora_" not in w.name) * layout.dtype.itemsize
+    whole = sum(w.numel for w in layout.weights if ".lora_" not in w.name) * layout.dtype.itemsize
+    return -(-whole // cfg.rollout.tensor_parallel_size) if isinstance(cfg, LMRLConfig) else whole
+
+
+def engine_share(cfg: RunConfig, gpu_memory: int | None, layout: Layout) -> int:
+    """Bytes that an engine takes on the device while it samples: of vLLM its share of the GPU, with the cache in it."""
+    if isinstance(cfg, LMRLConfig) and cfg.rollout.engine == "vllm" and gpu_memory is not None:
+        return int(gpu_memory * cfg.rollout.gpu_memory_utilization)
+    return engine_copy(cfg, layout)
 
 
 def _size(model: RewardModelConfig, folder: Path) -> int | None:

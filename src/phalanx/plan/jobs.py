@@ -10,6 +10,8 @@ from torch import Tensor
 
 from phalanx import algorithms
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.run import RunConfig
 from phalanx.data.prompts import PromptRow
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
@@ -17,27 +19,28 @@ from phalanx.models.flow.folder import read_index
 from phalanx.plan.blueprint import PlannedPolicy, fetch, planned_policy
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger, fused_attention, tensors
-from phalanx.plan.rehearsal import FlowMatchingRehearsal, Planned, RLRehearsal
+from phalanx.plan.lm import PlannedLMPolicy, PlannedLMRollout, planned_lm_policy
+from phalanx.plan.rehearsal import FlowMatchingRehearsal, LMRehearsal, Planned, RLRehearsal
 from phalanx.rollout.flow.dataset import PAIR, DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.training import flow_rl
+from phalanx.training import flow_rl, lm_rl
 from phalanx.training.batches import BatchPlan
 from phalanx.training.flow_matching import ENCODED_TOGETHER
 from phalanx.training.flow_parts import FlowParts
-from phalanx.training.parts import about
+from phalanx.training.parts import Parts, about
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, teacher_model, teacher_rollout
 from phalanx.types import Teacher
 
 
-def planned(cfg: FlowRunConfig, cluster: Cluster) -> Planned:
+def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
     """The job on a cluster that it can run on, after a step; seconds.
 
-    `cfg.model.path` is a local folder (`fetch`) and `cfg.model.family` is set (`family_name`). Raises ValueError for a
-    model folder that cannot be read.
+    `cfg.model.path` is a local folder (`fetch`); of a flow model, `cfg.model.family` is set (`family_name`). Raises
+    ValueError for a model folder that cannot be read.
     """
     due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
     with mesh.alone(), fused_attention():
-        job = _rl(cfg, cluster) if isinstance(cfg, FlowRLConfig) else _flow_matching(cfg, cluster)
+        job = _job(cfg, cluster)
         with job.ledger:
             if due and cfg.data.val_files and cfg.reward.functions:
                 few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
@@ -46,14 +49,36 @@ def planned(cfg: FlowRunConfig, cluster: Cluster) -> Planned:
     return job
 
 
-def _rl(cfg: FlowRLConfig, cluster: Cluster) -> RLRehearsal:
-    plan, algorithm, n = flow_rl.plan(cfg, cluster.ranks), algorithms.build(cfg.algorithm), cfg.rollout.n
+def _job(cfg: RunConfig, cluster: Cluster) -> Planned:
+    if isinstance(cfg, LMRLConfig):
+        return _lm(cfg, cluster)
+    assert isinstance(cfg, FlowRunConfig)
+    return _rl(cfg, cluster) if isinstance(cfg, FlowRLConfig) else _flow_matching(cfg, cluster)
+
+
+def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
+    """The rank with most prompts."""
 
     def more_prompts(rank: int) -> int:
         """Prompts of a rank after its first one."""
         return ((rank + 1) * plan.per_rank - 1) // n - rank * plan.per_rank // n
 
-    rank = max(range(cluster.ranks), key=more_prompts)
+    return max(range(ranks), key=more_prompts)
+
+
+def _lm(cfg: LMRLConfig, cluster: Cluster) -> LMRehearsal:
+    plan, algorithm = lm_rl.plan(cfg, cluster.ranks), lm_rl.build_algorithm(cfg)
+    policy = planned_lm_policy(cfg, cluster, Ledger(), rank=_busiest(plan, cfg.rollout.n, cluster.ranks))
+    rollout = PlannedLMRollout(policy, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, plan.passes_of(1))
+    rollout.exact = cfg.rollout.engine == "policy"
+    with policy.ledger, policy.ledger.uncounted():
+        parts = Parts(policy.world, None, policy, rollout, {})
+        return LMRehearsal(cfg, plan, algorithm, parts, _prompts(policy, plan.samples // cfg.rollout.n))
+
+
+def _rl(cfg: FlowRLConfig, cluster: Cluster) -> RLRehearsal:
+    plan, algorithm, n = flow_rl.plan(cfg, cluster.ranks), algorithms.build(cfg.algorithm), cfg.rollout.n
+    rank = _busiest(plan, n, cluster.ranks)
     policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=cfg.actor.detach_uncond)
     rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, plan.samples // n)
     teachers = {teacher.name: _teacher(teacher, cfg, policy, rollout) for teacher in algorithm.teachers}
@@ -107,9 +132,9 @@ def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedPolicy, rollou
     return LoadedFlowTeacher(student, policy, PolicyRollout(policy, settings, policy.world, rollout.micro_batch_size))
 
 
-def _prompts(policy: PlannedPolicy, count: int) -> PromptStream:
+def _prompts(policy: PlannedPolicy | PlannedLMPolicy, count: int) -> PromptStream:
     """Prompts, with all images that a job could look for beside them."""
-    column = policy.model.image_column
+    column = policy.model.image_column if isinstance(policy, PlannedPolicy) else None
     columns = [*PAIR, *([] if column is None else [column])]
     rows = [PromptRow(f"prompt {i}", None, dict.fromkeys(columns, _Picture())) for i in range(count)]
     return PromptStream(rows, count, seed=0)

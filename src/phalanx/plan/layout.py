@@ -5,10 +5,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
-from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.trained import TrainedModel
 
 REDUCED = torch.float32.itemsize  # of the dtype in which gradients are summed over ranks
 
@@ -91,12 +92,14 @@ class Layout:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, policy: FlowPolicy, parallel: ParallelConfig, cluster: Cluster) -> "Layout":
-        """The layout of a policy that one rank holds as a whole, were it on a cluster."""
+    def of(
+        cls, model: TrainedModel, blocks: Iterable[nn.Module], parallel: ParallelConfig, cluster: Cluster
+    ) -> "Layout":
+        """The layout of a model that one rank holds as a whole, were it on a cluster."""
         width = cluster.width(parallel)
-        named = dict(policy.model.transformer.named_parameters())
-        unit = {id(p): i for i, block in enumerate(policy.model.blocks()) for p in block.parameters()}
-        own = policy.trained.parameters
+        named = dict(model.module.named_parameters())
+        unit = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
+        own = model.parameters
         replicate = parallel.lora_sharding == "replicate" and len(own) < len(named)
         weights = []
         for name, p in named.items():
@@ -106,7 +109,7 @@ class Layout:
             number = unit[id(p)] if id(p) in unit else -1
             away = shared_by > 1 and parallel.param_offload
             weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, number, away))
-        return cls(weights, cluster, width, policy.model.dtype)
+        return cls(weights, cluster, width, model.dtype)
 
     @property
     def trained(self) -> list[Weight]:
@@ -139,8 +142,8 @@ class Layout:
 
     def unsharded(self, *, throughout: bool) -> int:
         """Gathered weights: all of them `throughout`, or the root's, a block's and the message of the next block."""
-        units = self.units()
-        return sum(units) if throughout else units[-1] + 2 * max(units)
+        *blocks, root = self.units()
+        return sum(blocks) + root if throughout else root + 2 * max(blocks)
 
     def stored(self) -> int:
         """The sharded weights, whole, in the dtype that they are kept in."""
@@ -150,9 +153,15 @@ class Layout:
         """What stays of a gradient: this rank's reduced part, or while passes are `summed`, the whole in float32."""
         return w.numel * REDUCED if w.sharded and summed else w.part * w.kept.itemsize
 
-    def reducing(self) -> int:
-        """A unit's gradients on the way to their parts: as they were computed, and as the message."""
-        return max(self._by_unit(self.trained)) * (self.dtype.itemsize + REDUCED)
+    def reducing(self, activations: int, *, summed: bool) -> int:
+        """A block's gradients on the way to their parts, as they were computed and as the message, beside those of the
+        root, unless whole gradients are `summed` anyway. The root's own way begins when the `activations` are gone:
+        what is more than these counts.
+        """
+        *blocks, root = self._by_unit(self.trained)
+        both = self.dtype.itemsize + REDUCED
+        waiting = 0 if summed else root * self.dtype.itemsize
+        return max(max(blocks) * both + waiting, root * both - activations)
 
     def message(self) -> int:
         """The gradients of replicated weights as one message."""

@@ -1,7 +1,7 @@
 """Counts what a job's phases take, while they run on tensors of torch's meta device: shapes without memory."""
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,8 @@ class Ledger(TorchDispatchMode):
     """Bytes of the meta tensors that are made while it is active: `live` now, and the most of each phase.
 
     What goes to the CPU stays a meta tensor that does not count, and so does what is computed of such tensors alone.
-    Numbers that the host asks for: those that it sent there itself come back, a mask is all true, others are zeros.
+    Numbers that the host asks for: those that it sent there itself come back, a mask is all true (but for those of
+    `mask`), others are zeros.
     """
 
     def __init__(self) -> None:
@@ -54,6 +55,7 @@ class Ledger(TorchDispatchMode):
         self._sizes: dict[int, int] = {}  # of storages, as far as they count
         self._on_host: set[int] = set()
         self._numbers: dict[int, Tensor] = {}  # by the storage of their copy on the device
+        self._true: dict[int, int] = {}  # elements of masks that are true, by their storage
         self._known: dict[Hashable, tuple[int, torch.Size, torch.dtype, bool]] = {}
         self._results: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}  # of operators
 
@@ -64,6 +66,13 @@ class Ledger(TorchDispatchMode):
         moves = func is aten._to_copy.default and kwargs.get("device") is not None
         if moves and args[0].is_meta and kwargs["device"].type == "cpu":
             return self._to_host(args[0], kwargs)
+        true: int | None = None
+        if func is aten.index.Tensor and args[0].is_meta:
+            # what is left of a mask by another one has all that is true in it
+            true = self._true.get(args[0].untyped_storage()._cdata)
+            args = args[0], self._numbered(args[1])
+        elif func is aten.masked_scatter_backward.default:  # torch's own would look for what is true
+            func, args = aten.new_empty.default, (args[0], args[2])
         # results that are views of an argument, or the argument itself, are nothing new
         new = any(returned.alias_info is None for returned in func._schema.returns)
         out = self._compute(func, args, kwargs) if new else func(*args, **kwargs)
@@ -72,8 +81,16 @@ class Ledger(TorchDispatchMode):
             on_host = bool(inputs) and all(storage._cdata in self._on_host for storage in inputs)
             for storage in made:
                 self._enter(storage, on_host=on_host)
+                if true is not None:
+                    self._true[storage._cdata] = true
             if moves and made and not args[0].is_meta and not args[0].is_floating_point():
                 self._numbers[made[0]._cdata] = args[0]
+        return out
+
+    def mask(self, shape: tuple[int, ...], true: int) -> Tensor:
+        """A mask of which so many elements are true."""
+        out = torch.ones(shape, dtype=torch.bool, device=META)
+        self._true[out.untyped_storage()._cdata] = true
         return out
 
     @contextmanager
@@ -126,6 +143,18 @@ class Ledger(TorchDispatchMode):
         """After an optimizer step."""
         self.live, self.gradients = self.live - self.gradients, 0
 
+    def _numbered(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Indices of which a mask is as many numbers as it has true elements."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype is not torch.bool:
+                found.append(index)
+                continue
+            key = index.untyped_storage()._cdata
+            count = self._true[key] if key in self._true else index.numel()
+            found += [torch.empty(count, dtype=torch.long, device=META)] * index.dim()
+        return found
+
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A new result; the second one of equal inputs is as the first, which torch may have worked out in Python."""
         key = func, _form(args), _form(tuple(kwargs.items()))
@@ -163,6 +192,7 @@ class Ledger(TorchDispatchMode):
         self.live -= self._sizes.pop(key)
         self._on_host.discard(key)
         self._numbers.pop(key, None)
+        self._true.pop(key, None)
 
     def _add(self, size: int) -> None:
         self.live += size

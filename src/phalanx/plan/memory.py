@@ -11,10 +11,12 @@ from pathlib import Path
 
 from torch import nn
 
+from phalanx.config.lm import LMRLConfig
 from phalanx.plan.blueprint import PlannedPolicy
-from phalanx.plan.engines import RewardModel, engine_copy, reward_model
+from phalanx.plan.engines import RewardModel, engine_copy, engine_share, reward_model
 from phalanx.plan.layout import Weight
 from phalanx.plan.ledger import nbytes
+from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.plan.loading import Loading, loading, loading_of_module
 from phalanx.plan.rehearsal import Planned
 
@@ -74,14 +76,15 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
     """The memory of a job on GPUs of `gpu_memory` bytes (None: not known). Of the ranks, it is one that holds a part of
     the reward model, where there is one.
     """
-    layout, model, teachers = p.policy.layout, p.policy.model, p.frozen
+    layout, teachers = p.policy.layout, p.frozen
     reward = reward_model(p.cfg, gpu_memory, layout.width)
     judge = reward or RewardModel()
     trained = [w for w in layout.trained if not w.away]
     beside, stay = _beside(p, layout.trained), _beside(p, [] if p.cfg.parallel.optimizer_offload else trained)
-    vae, encoders = nbytes(model.vae), nbytes(*model.text_encoders)
+    vae, encoders = _parts_beside(p.policy)
+    engine, sleeps = engine_share(p.cfg, gpu_memory, layout), _engine_sleeps(p)
     theirs = {name: nbytes(*teacher.model.text_encoders) for name, teacher in teachers.items()}
-    own = {name: theirs[name] * (e.model.text_encoders is not model.text_encoders) for name, e in teachers.items()}
+    own = {name: theirs[name] * _reads_alone(p, e) for name, e in teachers.items()}
     held = {
         "frozen weights": layout.kept(w for w in layout.weights if not w.trained and not w.away),
         "trained weights": layout.kept(trained) + layout.copies(),
@@ -90,6 +93,7 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
         "VAE": vae,
         **{name: e.layout.here() + _buffers(e) for name, e in teachers.items()},
         "reward model": judge.held,
+        "vLLM": 0 if sleeps else engine,
     }
     host = {
         "text encoders": encoders + sum(own.values()),
@@ -107,8 +111,8 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
     return Memory(
         held={name: size for name, size in held.items() if size},
         phases=[
-            Phase("encode prompts", other=max([encoders, *own.values()])),
-            *_phases(p, layout.kept(trained), reward),
+            *([Phase("encode prompts", other=max([encoders, *own.values()]))] if encoders else []),
+            *_phases(p, layout.kept(trained), reward, engine if sleeps else 0),
             Phase("optimizer", gradients=gradients, other=p.samples_size + stepping),
         ],
         host={name: size for name, size in host.items() if size},
@@ -119,6 +123,9 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
 
 def _loading(p: Planned) -> Iterator[Loading]:
     """The steps of loading: the policy, an engine's copy of it, and each teacher."""
+    if isinstance(p.policy, PlannedLMPolicy):
+        yield _weights(p.policy, Path(p.policy.config.path))
+        return
     encoders = _from_files(p.policy, "text_encoder")
     yield encoders + _transformer(p.policy) + _from_files(p.policy, "vae")
     # made on the CPU, when the model has gone to the device
@@ -128,15 +135,36 @@ def _loading(p: Planned) -> Iterator[Loading]:
         theirs = _from_files(teacher, "text_encoder")
         yield there + theirs + _transformer(teacher) + _from_files(teacher, "vae")
         there += Loading(own=teacher.layout.away())
-        if teacher.model.text_encoders is not p.policy.model.text_encoders:
+        if _reads_alone(p, teacher):
             there += theirs
 
 
+def _parts_beside(policy: PlannedPolicy | PlannedLMPolicy) -> tuple[int, int]:
+    """Bytes of the VAE and of the text encoders; a language model has neither."""
+    if isinstance(policy, PlannedLMPolicy):
+        return 0, 0
+    return nbytes(policy.model.vae), nbytes(*policy.model.text_encoders)
+
+
+def _reads_alone(p: Planned, teacher: PlannedPolicy) -> bool:
+    """Whether a teacher has text encoders of its own."""
+    assert isinstance(p.policy, PlannedPolicy), "flow models alone have teachers"
+    return teacher.model.text_encoders is not p.policy.model.text_encoders
+
+
+def _engine_sleeps(p: Planned) -> bool:
+    """Whether a sampling engine's memory is free between rollouts: vLLM-omni's always is."""
+    return not isinstance(p.cfg, LMRLConfig) or p.cfg.rollout.sleep
+
+
 def _transformer(policy: PlannedPolicy) -> Loading:
-    """Its weights; a LoRA is new, and in no file."""
+    return _weights(policy, Path(policy.config.path) / "transformer")
+
+
+def _weights(policy: PlannedPolicy | PlannedLMPolicy, files: Path) -> Loading:
+    """The weights in these files; a LoRA is new, and in none."""
     lora = sum(w.numel * w.kept.itemsize for w in policy.layout.weights if ".lora_" in w.name)
     base = next(w for w in policy.layout.weights if ".lora_" not in w.name)
-    files = Path(policy.config.path) / "transformer"
     return loading(files, policy.layout.whole() - lora, base.kept) + Loading(own=lora)
 
 
@@ -162,30 +190,35 @@ def _beside(p: Planned, weights: list[Weight]) -> dict[str, int]:
     }
 
 
-def _buffers(policy: PlannedPolicy) -> int:
-    return sum(buffer.nbytes for buffer in policy.model.transformer.buffers())
+def _buffers(policy: PlannedPolicy | PlannedLMPolicy) -> int:
+    return sum(buffer.nbytes for buffer in policy.trained.module.buffers())
 
 
-def _phases(p: Planned, trained: int, reward: RewardModel | None) -> Iterator[Phase]:
+def _phases(p: Planned, trained: int, reward: RewardModel | None, engine: int) -> Iterator[Phase]:
     """What ran, in the order of a step. Of the `trained` bytes a copy is made where other weights take their place; a
-    reward model may be there beside.
+    reward model may be there beside, and while samples are drawn `engine` bytes of an engine.
     """
-    order = ["rollout: sample", "rollout: decode", "validation: sample", "validation: decode", "judge", "rescore"]
+    order = ["rollout: sample", "rollout: decode", "rollout: log-probs", "validation: sample", "validation: decode"]
+    order += ["judge", "rescore"]
     for name in [*order, "reference", *p.frozen, "encode images", "update"]:
         if name == "judge" and reward is not None:
             yield Phase(name, other=p.samples_size + reward.woken)
         if name not in p.ledger.phases:
             continue
         took = p.ledger.phases[name]
-        if not took.passes and name.endswith(("sample", "rescore")):  # there was nothing to do
+        drawn = isinstance(p.cfg, LMRLConfig) and name.endswith("sample")  # an engine's passes are its own
+        if not took.passes and name.endswith(("sample", "rescore")) and not (drawn and engine):  # nothing to do
             continue
         other = took.before + trained * took.aside
         # the data's images are scored as sampled ones are
         scored = name == "encode images" and p.cfg.rollout.engine == "dataset"
         if reward is not None and (scored or name.endswith(("sample", "decode"))):
             other += reward.while_sampling
-        gradients = took.gradients + p.policy.layout.reducing() if name == "update" else 0
-        yield Phase(name, _gathered(p, name), took.peak - took.before - took.gradients, gradients, other)
+        if drawn:
+            other += engine
+        activations, summed = took.peak - took.before - took.gradients, p.micro_batches > p.updates
+        gradients = took.gradients + p.policy.layout.reducing(activations, summed=summed) if name == "update" else 0
+        yield Phase(name, _gathered(p, name), activations, gradients, other)
 
 
 def _gathered(p: Planned, name: str) -> int:
@@ -197,6 +230,8 @@ def _gathered(p: Planned, name: str) -> int:
         return layout.unsharded(throughout=not parallel.reshard_after_forward)
     if name.endswith(("sample", "decode")) and p.cfg.rollout.engine == "vllm_omni":
         return engine_copy(p.cfg, layout)
+    if name.endswith("sample") and p.cfg.rollout.engine == "vllm":
+        return 0
     if name.endswith("decode") and not parallel.rollout_unsharded:
         return layout.units()[-1]
     if name in p.frozen:

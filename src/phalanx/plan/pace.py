@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.rehearsal import LMRehearsal, Planned
 from phalanx.telemetry.flops import named_peak_flops
 
 CARD = "H100"  # where no GPU is named, nor here
@@ -35,6 +35,7 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     step = flops / ranks / peak / most, flops / ranks / peak / least
     if step[0] < SHORTEST:
         return "Arithmetic", [("a step", f"{counted}: too little to tell a time from")]
+    noun = "responses" if isinstance(p, LMRehearsal) else "images"
     images = p.cfg.data.batch_size(ranks) if p.plan is None else p.plan.samples
     rate = images / step[1], images / step[0]
     total = p.cfg.trainer.total_training_steps
@@ -43,14 +44,20 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     whole = _times(hours, ranks)
     rows = [
         ("a step", f"{counted}: {_range(step)} s"),
-        ("images", f"{_range(rate)} a second, {_range(_times(rate, 1 / ranks))} on a GPU"),
+        (noun, f"{_range(rate)} a second, {_range(_times(rate, 1 / ranks))} on a GPU"),
         ("1000 steps" if total is None else "the job", f"{_range(hours)} hours, {_range(whole)} GPU-hours"),
     ]
     if total is not None:
         rows[-1] = ("the job", f"{steps} steps: {rows[-1][1]}")
+    left_out = "rewards, validation, checkpoints, text encoders, VAE, waiting for the slowest rank"
+    if isinstance(p, LMRehearsal):
+        data = p.cfg.data
+        tokens = _times(rate, (data.max_prompt_length + data.max_response_length) / ranks)
+        rows.insert(2, ("tokens", f"{_range(tokens)} a second on a GPU, were all prompts and responses the longest"))
+        left_out = "that decoding waits for memory, rewards, validation, checkpoints, the slowest rank"
     if gpu.price is not None:
         rows.append(("cost", f"{_range(_times(whole, gpu.price))}, at {gpu.price:g} for a GPU-hour"))
-    rows.append(("left out", "rewards, validation, checkpoints, text encoders, VAE, waiting for the slowest rank"))
+    rows.append(("left out", left_out))
     kind = str(dtype).removeprefix("torch.")
     title = f"Arithmetic and time, assumed that {card} does {least * 100:.0f} to {most * 100:.0f} %"
     return f"{title} of its {peak / 1e12:.0f} TFLOP/s in {kind}", rows

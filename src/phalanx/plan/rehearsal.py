@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from phalanx.config.flow import FlowRLConfig
-from phalanx.config.run import EmaConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.run import EmaConfig, RLConfig
 from phalanx.plan.blueprint import PlannedPolicy
+from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.rewards import RewardError
-from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.telemetry.flops import step_flops
 from phalanx.training.checkpoint import Progress
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
@@ -30,8 +30,7 @@ from phalanx.types import Policy, Prompt, Samples
 class Rehearsal(Run):
     """A job whose gradients are counted and dropped, and whose ranks have nothing to say to one another."""
 
-    policy: PlannedPolicy
-    rollout: PolicyRollout
+    policy: PlannedPolicy | PlannedLMPolicy
     samples_size = 0  # bytes of the step's samples on the device
     outputs_size = 0  # bytes of their images on the host
     copies_reference = False  # whether the reference is a copy of the weights as they were at first
@@ -90,7 +89,7 @@ class Rehearsal(Run):
 class RLRehearsal(Rehearsal, Trainer):
     """Reinforcement learning. `samples` are those of the step."""
 
-    cfg: FlowRLConfig
+    cfg: RLConfig
     samples: Samples
 
     @property
@@ -108,7 +107,8 @@ class RLRehearsal(Rehearsal, Trainer):
             self.samples, _ = self.rescore(drawn)
         del drawn
         self.samples_size = self.ledger.live
-        self.outputs_size = cast(Tensor, self.samples.outputs).nbytes
+        outputs = self.samples.outputs
+        self.outputs_size = outputs.nbytes if isinstance(outputs, Tensor) else 0  # texts are next to nothing
         with self.ledger.during("update"):
             self.update(self.samples, reward.float(), 0)
 
@@ -126,10 +126,18 @@ class RLRehearsal(Rehearsal, Trainer):
         return policy, theirs, phase
 
 
-class FlowMatchingRehearsal(Rehearsal, FlowMatching):  # type: ignore[misc]
+class LMRehearsal(RLRehearsal):
+    """Reinforcement learning of a language model."""
+
+    cfg: LMRLConfig
+    policy: PlannedLMPolicy
+
+
+class FlowMatchingRehearsal(Rehearsal, FlowMatching):
     """Supervised flow matching, which has neither samples nor teachers."""
 
     plan = samples = None
+    policy: PlannedPolicy
 
     def run_step(self) -> None:
         """Encode images, where latents are cached, and train."""
@@ -151,4 +159,4 @@ class FlowMatchingRehearsal(Rehearsal, FlowMatching):  # type: ignore[misc]
         )
 
 
-Planned = RLRehearsal | FlowMatchingRehearsal
+Planned = RLRehearsal | LMRehearsal | FlowMatchingRehearsal

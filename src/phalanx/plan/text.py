@@ -2,13 +2,16 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from phalanx.config.flow import FlowRLConfig, FlowRunConfig
+from phalanx.config.flow import FlowRunConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.placement import judged_beside, place
-from phalanx.plan.blueprint import shipped
+from phalanx.plan.blueprint import PlannedPolicy, shipped
 from phalanx.plan.layout import Cluster, Traffic, traffic
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu, Rows, arithmetic
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.rehearsal import LMRehearsal, Planned
+from phalanx.plan.tables import Scale, listed, table
 
 ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
 SPARE = 0.1  # of a GPU's memory, for gaps of the allocator
@@ -22,29 +25,30 @@ def describe(p: Planned, gpu: Gpu) -> str:
     title, rows = arithmetic(p, gpu)
     sections = [
         [f"Plan of {words(layout.cluster)}; no GPU, process group or weights were used", *_shipped(p, memory)],
-        ["Topology", *_rows(_topology(p))],
-        ["Batch", *_rows(_batch(p))],
+        ["Topology", *listed(_topology(p))],
+        ["Batch", *listed(_batch(p))],
         [f"Memory of a rank ({total / 1e9:.3g} B weights, {trained / 1e9:.3g} B of them trained)", *_held(memory)],
         [*_phases(memory, gpu), *_judging(p, memory)],
-        ["In the host's memory", *_rows(_host(p, memory))],
+        ["In the host's memory", *listed(_host(p, memory))],
         ["Messages of a step: what a rank receives, and sends as much of", *_messages(p)],
-        [title, *_rows(rows)],
+        [title, *listed(rows)],
         [f"warning: {warning}" for warning in _warnings(p, memory, gpu)],
     ]
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
-def sizes(cfg: FlowRunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, str]) -> str:
+def sizes(cfg: RunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, str]) -> str:
     """A line for each number of nodes: what a rank gets, or why the job is refused."""
-    each = cfg.rollout.n if isinstance(cfg, FlowRLConfig) else 1
+    each = cfg.rollout.n if isinstance(cfg, RLConfig) else 1
+    noun = "responses" if isinstance(cfg, LMRLConfig) else "images"
     rows = []
     for c in asked:
         if c in refused:
             rows.append((words(c), f"refused: {refused[c]}"))
         else:
             share = cfg.data.batch_size(c.ranks) * each // c.ranks
-            rows.append((words(c), f"{share} images a rank, {_copies(c, c.width(cfg.parallel))}"))
-    return "\n".join(["Sizes", *_rows(rows)])
+            rows.append((words(c), f"{share} {noun} a rank, {_copies(c, c.width(cfg.parallel))}"))
+    return "\n".join(["Sizes", *listed(rows)])
 
 
 def words(c: Cluster) -> str:
@@ -73,7 +77,7 @@ def _topology(p: Planned) -> Rows:
         rows.append(("shard groups", _groups(cluster.shard_groups(width))))
     if 1 < width < cluster.ranks:
         rows.append(("replicate groups", _groups(cluster.replicate_groups(width))))
-    rows.append(("rewards", f"{names}: on every rank, for its own images" if names else "none"))
+    rows.append(("rewards", f"{names}: on every rank, for its own {_noun(p)}" if names else "none"))
     if model.path is not None:  # a replica never crosses a node: `place` refuses it
         domains = place(model, cluster.ranks, cluster.per_node)
         replicas = [range(r[0], r[-1] + 1) for domain in domains for r in domain.replicas]
@@ -81,14 +85,53 @@ def _topology(p: Planned) -> Rows:
     return rows
 
 
-def _batch(p: Planned) -> Rows:
-    """The arithmetic of a step."""
-    cfg, model, ranks = p.cfg, p.policy.model, p.policy.layout.cluster.ranks
-    size, total = cfg.data.batch_size(ranks), cfg.trainer.total_training_steps
+def _noun(p: Planned) -> str:
+    """What a job samples."""
+    return "responses" if isinstance(p, LMRehearsal) else "images"
+
+
+def _forward(p: Planned) -> str:
+    """The passes of a step on a rank."""
     said = {"rollout: sample": "to sample", "rescore": "to score samples again", "reference": "of the reference"}
     said |= {name: f"of the {name}" for name in p.frozen} | {"update": "to train"}
+    if isinstance(p, LMRehearsal):  # it decodes in as many as a response has tokens
+        said = {"rollout: log-probs": "of old log-probs"} | said
+        del said["rollout: sample"]
     passes = {name: p.ledger.phases[name].passes for name in said if name in p.ledger.phases}
-    forward = ", ".join(f"{number} {said[name]}" for name, number in passes.items() if number)
+    return ", ".join(f"{number} {said[name]}" for name, number in passes.items() if number)
+
+
+def _lm_batch(p: LMRehearsal) -> Rows:
+    """The arithmetic of a step of a language model."""
+    cfg, plan, total = p.cfg, p.plan, p.cfg.trainer.total_training_steps
+    longest, n = cfg.data.max_prompt_length + cfg.data.max_response_length, cfg.rollout.n
+    inner = f"{_n(plan.first(1), 'response')} of {longest} tokens"
+    if plan.budget is not None:
+        inner = f"at most {plan.budget} tokens, {plan.budget // longest} of the longest responses"
+    engine = "" if cfg.rollout.engine == "policy" else f", in {cfg.rollout.engine}"
+    run = f"as many steps as trainer.total_epochs={cfg.trainer.total_epochs} and the prompts make"
+    if total is not None:
+        run = f"{_n(total, 'step')}, {_n(total * plan.updates * plan.epochs, 'optimizer step')}"
+    prompts = len({prompt.group_id for prompt in p.samples.prompts})
+    return [
+        ("a step", f"{plan.samples // n} prompts x {n} responses = {plan.samples} responses"),
+        ("a rank", f"{_n(plan.per_rank, 'response')} of {_n(prompts, 'prompt')}"),
+        ("rollout", f"{plan.rollout_micro} responses together{engine}"),
+        ("updates", f"{plan.updates * plan.epochs} a step, of {_n(p.micro_batches, 'micro-batch')} in all"),
+        ("micro-batch", f"{inner}{', in one row' if plan.packed else ''}"),
+        ("tokens", f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length}, the most that there can be"),
+        ("forward passes", f"{_forward(p)}, a rank and step"),
+        ("run", run),
+    ]
+
+
+def _batch(p: Planned) -> Rows:
+    """The arithmetic of a step."""
+    if isinstance(p, LMRehearsal):
+        return _lm_batch(p)
+    assert isinstance(p.cfg, FlowRunConfig) and isinstance(p.policy, PlannedPolicy)
+    cfg, model, ranks, forward = p.cfg, p.policy.model, p.policy.layout.cluster.ranks, _forward(p)
+    size, total = cfg.data.batch_size(ranks), cfg.trainer.total_training_steps
     length = model.most_tokens(cfg.data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)
     texts = [
         ("texts", f"{_n(length, 'token')}, the most that there can be"),
@@ -157,20 +200,20 @@ def _span(ranks: range) -> str:
 
 
 def _held(memory: Memory) -> Iterator[str]:
-    scale = _Scale(memory.peak)
-    return _table([("held throughout", scale.unit), *((f"  {name}", scale(n)) for name, n in memory.held.items())])
+    scale = Scale(memory.peak)
+    return table([("held throughout", scale.unit), *((f"  {name}", scale(n)) for name, n in memory.held.items())])
 
 
 def _phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
-    scale, held = _Scale(memory.peak), sum(memory.held.values())
+    scale, held = Scale(memory.peak), sum(memory.held.values())
     rows: list[Sequence[str]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
     for q in memory.phases:
         name = f"{q.name} (peak)" if q is memory.largest else q.name
         parts = (held, q.gathered, q.activations, q.gradients, q.other, held + q.total)
         rows.append((name, *map(scale, parts)))
-    yield from _table(rows)
+    yield from table(rows)
     if gpu.memory is not None:
-        scale = _Scale(gpu.memory)
+        scale = Scale(gpu.memory)
         yield (
             f"  peak: {scale.plain(memory.peak)} and {scale.plain(ALLOWED)} for CUDA and NCCL, of "
             f"{scale.plain(gpu.memory)} {scale.unit}"
@@ -207,13 +250,13 @@ def _host(p: Planned, memory: Memory) -> Rows:
     if memory.reward is not None:
         node -= memory.reward.asleep * (ranks - judges)
     least, most = (memory.loading_of_a_node(ranks, judges, cast=cast) for cast in (False, True))
-    scale = _Scale(max(node, most))
+    scale = Scale(max(node, most))
     parts = ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
     loading = f"up to {scale.plain(least)} {scale.unit} a node"
     if most > least:
         loading += f"; {scale.plain(most)} if files that are not here hold other dtypes, for each rank casts its own"
     return [
-        ("a rank", f"{scale(kept)} {scale.unit}: {parts}"),
+        ("a rank", f"{scale(kept)} {scale.unit}: {parts}" if parts else "nothing that counts"),
         ("a node", f"{scale(node)} {scale.unit}"),
         ("loading", loading),
     ]
@@ -225,9 +268,10 @@ def _host(p: Planned, memory: Memory) -> Rows:
 def messages(p: Planned) -> list[Traffic]:
     """The messages of a training step."""
     layout, parallel, phases = p.policy.layout, p.cfg.parallel, p.ledger.phases
-    gathered = {"weights, gathered for the engine": layout.stored() * (p.cfg.rollout.engine == "vllm_omni")}
+    gathered = {"weights, gathered for the engine": layout.stored() * (p.cfg.rollout.engine != "policy")}
     for name, what, of in (
         ("rollout: sample", "weights, gathered to sample", layout),
+        ("rollout: log-probs", "weights, gathered to score samples", layout),
         ("rescore", "weights, gathered to score samples", layout),
         ("reference", "weights, gathered for the reference", layout),
         *((name, f"weights of the {name}, gathered", teacher.layout) for name, teacher in p.frozen.items()),
@@ -242,11 +286,11 @@ def _messages(p: Planned) -> Iterable[str]:
     found = messages(p)
     if not found:
         return ["  none"]
-    scale = _Scale(max(t.size for t in found))
+    scale = Scale(max(t.size for t in found))
     rows = [(scale.unit, "within a node", "across nodes")]
     rows += [(t.what, scale(t.size * (not t.nodes)), scale(t.size * t.nodes)) for t in found]
     within, across = (sum(t.size for t in found if t.nodes is nodes) for nodes in (False, True))
-    return _table([*rows, ("together", scale(within), scale(across))])
+    return table([*rows, ("together", scale(within), scale(across))])
 
 
 # -- warnings -----------------------------------------------------------------------------------------------------
@@ -263,14 +307,14 @@ def _warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
             f"ranks {_span(group)} share one copy of the weights and are on nodes {first} to {last}: every gather "
             f"of weights goes through the network; parallel.fsdp_size={inside} keeps it within a node"
         )
-    if plan is not None and not plan.exact:
+    if plan is not None and not plan.exact and not isinstance(p, LMRehearsal):
         yield (
             f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
             f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
         )
     needed = memory.peak + ALLOWED
     if gpu.memory is not None and needed > gpu.memory * (1 - SPARE):
-        scale = _Scale(gpu.memory)
+        scale = Scale(gpu.memory)
         much = "does not fit" if needed > gpu.memory else "leaves little for gaps of the allocator"
         takes = f"takes {scale.plain(needed)} of {scale.plain(gpu.memory)} {scale.unit} with CUDA and NCCL"
         yield f"{memory.largest.name} {takes} and {much}; what helps: {', '.join(_mends(p, memory))}"
@@ -283,7 +327,7 @@ def _warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
             "weights are not counted"
         )
     elif reward.share is not None and reward.weights >= reward.share:
-        scale = _Scale(reward.weights)
+        scale = Scale(reward.weights)
         yield (
             f"reward.model.gpu_memory_utilization: {model.gpu_memory_utilization:g} of the GPU is "
             f"{scale.plain(reward.share)} {scale.unit}, and a rank's part of the weights "
@@ -298,22 +342,27 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
     update, judge = largest.name == "update", largest.name == "judge"
     sample, decode = "sample" in largest.name, "decode" in largest.name
     micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else "flow_matching.micro_batch_size_per_gpu"
+    if p.plan is not None and p.plan.budget is not None:
+        micro = "actor.ppo_max_token_len_per_gpu"
     whole = largest.gradients > largest.activations and p.micro_batches > p.updates and sharded
     held = {name for name, size in memory.held.items() if size > memory.peak / 20}
     divided = bool(held & {"frozen weights", "trained weights", "optimizer's state", *p.frozen})
     share = reward is not None and reward.share is not None
+    may_reshard = parallel.rollout_unsharded and not isinstance(p, LMRehearsal)
     mends = {
         "model.gradient_checkpointing=true": update and not cfg.model.gradient_checkpointing,
         f"a larger {micro} (gradients are whole between the passes of an update)": update and whole,
         f"a smaller {micro}": update and not whole,
         "parallel.reshard_after_forward=true": update and not parallel.reshard_after_forward and sharded,
-        "parallel.rollout_unsharded=false": not update and largest.gathered and parallel.rollout_unsharded,
-        "a smaller rollout.micro_batch_size_per_gpu": sample,
+        "parallel.rollout_unsharded=false": not update and largest.gathered and may_reshard,
+        "a smaller rollout.micro_batch_size_per_gpu": sample and cfg.rollout.engine != "vllm",
         "a smaller rollout.vae_batch_size": decode,
         "reward.overlap=false": (sample or decode) and reward is not None and reward.while_sampling,
         "a smaller reward.model.gpu_memory_utilization": judge and share,
         "a larger reward.model.tensor_parallel_size": judge and not share,
         "reward.model.sleep=true": "reward model" in held,
+        "a smaller actor.log_prob_chunk_size": isinstance(p, LMRehearsal) and (update or largest.name == "rescore"),
+        "a smaller rollout.gpu_memory_utilization": sample and cfg.rollout.engine == "vllm",
         "rollout.engine=policy": sample and cfg.rollout.engine == "vllm_omni",
         "parallel.optimizer_offload=true": "optimizer's state" in held and largest.name != "optimizer",
         "a larger parallel.fsdp_size": divided and layout.width < layout.cluster.per_node,
@@ -321,35 +370,3 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
         "a LoRA (model.lora_rank)": cfg.model.lora_rank == 0,
     }
     return [mend for mend, helps in mends.items() if helps]
-
-
-# -- layout of the text -------------------------------------------------------------------------------------------
-
-
-class _Scale:
-    """Sizes as numbers of one unit, GB (10^9 bytes) or MB (10^6), the one that fits `largest`."""
-
-    def __init__(self, largest: int) -> None:
-        self.unit, self._bytes = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
-
-    def __call__(self, size: int) -> str:
-        """In a table, where what rounds to nothing is a dash."""
-        return self.plain(size) if size >= self._bytes / 200 else "-"
-
-    def plain(self, size: int) -> str:
-        """In a sentence."""
-        return f"{size / self._bytes:.2f}"
-
-
-def _rows(rows: Rows) -> Iterator[str]:
-    """Names and what is to be said of them."""
-    longest = max(len(name) for name, _ in rows)
-    return (f"  {name:<{longest}}  {text}" for name, text in rows)
-
-
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns: the first to the left, numbers to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *rest in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
-        yield "  ".join([f"  {first:<{widths[0]}}", *cells]).rstrip()

@@ -2,8 +2,8 @@
 
 Outputs are images, videos or completions; the name of the first parameter says which (see phalanx.rewards.base).
 
-Every module of `image` and `judge` whose name has no leading underscore is a built-in reward, and its name is the
-reward's name. The module holds either a class of that name in CamelCase (`clip_score.py`: `ClipScore`), which is
+Every module of `image`, `text` and `judge` whose name has no leading underscore is a built-in reward, and its name is
+the reward's name. The module holds either a class of that name in CamelCase (`clip_score.py`: `ClipScore`), which is
 instantiated once with the configured kwargs, or a function of that name (`jpeg_compressibility.py`:
 `jpeg_compressibility`), which gets the kwargs at each call. A new reward is one new file. A class derived from Judge
 asks the reward model instead.
@@ -13,13 +13,14 @@ import logging
 from typing import Any
 
 from phalanx.media.pictures import to_uint8
-from phalanx.rewards.base import DeviceReward, RewardError, RewardFunction, RewardOutput, RewardWithExtras
+from phalanx.rewards.base import DeviceReward, PolicyReward, RewardError, RewardFunction, RewardOutput, RewardWithExtras
 from phalanx.rewards.judge._base import Judge
 from phalanx.rewards.runner import RewardSet
 
 __all__ = [
     "DeviceReward",
     "Judge",
+    "PolicyReward",
     "RewardError",
     "RewardFunction",
     "RewardOutput",

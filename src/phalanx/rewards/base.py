@@ -1,18 +1,20 @@
 """The common parts of rewards: the signature, the error that ends the job, and the base classes.
 
 A reward says what it takes of a policy's outputs by the name of its first parameter: `images` float32 [B, 3, H, W],
-`videos` float32 [B, F, 3, H, W], both in 0..1 on the CPU, or `completions`, B texts. Any other name stands for images.
+`videos` float32 [B, F, 3, H, W], both in 0..1 on the CPU, or `completions`, B texts. `outputs` stands for images or
+completions, whichever the job makes, and any other name for images.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from numpy.typing import NDArray
 from torch import Tensor
 
-from phalanx.types import JobError
+from phalanx.distributed.passes import Passes
+from phalanx.types import JobError, Samples
 
 Scores = Sequence[float] | NDArray[Any] | Tensor
 
@@ -24,11 +26,12 @@ class RewardError(JobError):
 @dataclass(frozen=True)
 class RewardOutput:
     """The scores of B outputs, and by name what else there is to say of each: B numbers, such as 1 where one could not
-    be scored and 0 where it could.
+    be scored and 0 where it could. `problem`: why some scores are NaN, in words that end a line.
     """
 
     scores: Scores
-    extras: Mapping[str, Scores]
+    extras: Mapping[str, Scores] = field(default_factory=dict)
+    problem: str | None = None
 
 
 class RewardWithExtras:
@@ -63,6 +66,19 @@ class DeviceReward(ABC):
     @abstractmethod
     def __call__(self, outputs: Any, prompts: list[str], metadata: list[dict[str, Any]], /) -> Scores | RewardOutput:
         """Images, videos or completions, as its first parameter's name says -> B numbers."""
+
+
+class PolicyReward(ABC):
+    """Base class of a reward that the policy itself gives its samples in training, such as how sure it was of them.
+
+    It is asked on all ranks at the same point, once all samples of a step are drawn, and never in validation.
+    """
+
+    takes = "completions"
+
+    @abstractmethod
+    def __call__(self, policy: Any, samples: Samples, passes: Passes, /) -> Tensor:
+        """This rank's samples -> float32 [B], without a gradient; `passes` cuts them as the training does."""
 
 
 def copied(value: Any) -> Any:

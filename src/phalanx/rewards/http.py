@@ -1,4 +1,4 @@
-"""Reward: scores of a server, which gets the images as PNG over HTTP; docs/serving-rewards.md has the protocol.
+"""Reward: scores of a server, which gets images as PNG, or texts, over HTTP; docs/serving-rewards.md has the protocol.
 
 The event loop of a call lives in that call alone: rewards are called from several threads, in forked processes as well.
 """
@@ -26,6 +26,7 @@ from phalanx.exit import place
 from phalanx.media.pictures import pil_image, to_uint8
 from phalanx.rewards.base import RewardOutput, RewardWithExtras
 from phalanx.rewards.protocol import Refusal, ScoreAnswer, complaint
+from phalanx.types import Outputs
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ MAX_ANSWER = 4 * 2**20  # bytes: no honest answer comes near
 MAX_PAUSE_S = 30.0
 _SHOWN = 200  # characters of an answer in a message
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)  # a url may hold a password
-Scored = tuple[float, bool]  # an image's score, and whether it is error_value instead of the server's
+Scored = tuple[float, bool]  # a sample's score, and whether it is error_value instead of the server's
 
 
 class ServerError(RuntimeError):
@@ -46,18 +47,18 @@ class _Again(Exception):
 
 @dataclass(config=_STRICT, eq=False, repr=False)
 class Http(RewardWithExtras):
-    """Asks a server for scores; with on_error=value, the extra `degraded` is 1 for images that got error_value.
+    """Asks a server for scores; with on_error=value, the extra `degraded` is 1 for samples that got error_value.
 
     url: where to post, e.g. http://127.0.0.1:8077/score; redirects are not followed, proxies not used.
-    encoding: `json` with images in base64, or `multipart`, a quarter smaller.
-    batch_size: images per request; concurrency: requests at once, of one call of the reward.
+    encoding: `json` with images in base64, or `multipart`, a quarter smaller; completions always go in JSON.
+    batch_size: samples per request; concurrency: requests at once, of one call of the reward.
     connect_timeout_s: seconds for a connection.
     read_timeout_s: seconds for the next bytes of an answer; below the server's own limit, slow scores are lost.
     timeout_s: seconds for a call with all its requests and retries; keep it below reward.timeout_s.
     retries: further tries of a request that met no connection, a broken one, a time limit, 5xx or 429.
     backoff_s: seconds before the first of them, doubled for each further one, and up to half more or less by chance.
     token_env: the environment variable that holds the server's token; null: none is sent.
-    on_error: what a request without usable scores does: `raise` ends the job, `value` scores its images error_value.
+    on_error: what a request without usable scores does: `raise` ends the job, `value` scores its samples error_value.
     max_abs: a score whose size is larger is not usable.
     """
 
@@ -82,8 +83,8 @@ class Http(RewardWithExtras):
             raise ValueError("on_error=value and error_value, a number, go together; give both or neither")
         if self.error_value is not None:
             self.extras = ("degraded",)
-        self.degraded = 0  # images that got error_value, since the start
-        self._told = 0  # degraded images at the last warning
+        self.degraded = 0  # samples that got error_value, since the start
+        self._told = 0  # degraded samples at the last warning
         self._left_out: set[str] = set()  # keys of metadata that JSON cannot hold
         self._lock = threading.Lock()  # of the three above
         self._headers = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "phalanx"}
@@ -96,15 +97,16 @@ class Http(RewardWithExtras):
         self._chance = random.Random()  # its own: retries leave the job's random numbers alone
 
     def __call__(
-        self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]
+        self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]
     ) -> list[float] | RewardOutput:
-        """Images [B, 3, H, W] in 0..1, sent with 8 bits a channel -> B scores. Raises ServerError, one line."""
-        found = asyncio.run(self._ask(to_uint8(images), prompts, [self._plain(meta) for meta in metadata]))
+        """Images [B, 3, H, W] in 0..1, sent with 8 bits a channel, or B texts -> B scores. ServerError is one line."""
+        sent = to_uint8(outputs) if isinstance(outputs, Tensor) else outputs
+        found = asyncio.run(self._ask(sent, prompts, [self._plain(meta) for meta in metadata]))
         scores = [score for score, _ in found]
         return RewardOutput(scores, {"degraded": [float(bad) for _, bad in found]}) if self.extras else scores
 
-    async def _ask(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
-        """The scores of all images, batch_size of them per request and `concurrency` requests at once."""
+    async def _ask(self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
+        """The scores of all samples, batch_size of them per request and `concurrency` requests at once."""
         deadline = asyncio.get_running_loop().time() + self.timeout_s
         free = asyncio.Semaphore(self.concurrency)
         limits = httpx2.Timeout(self.read_timeout_s, connect=self.connect_timeout_s, pool=None)
@@ -116,16 +118,16 @@ class Http(RewardWithExtras):
                 own = slice(first, first + self.batch_size)
                 async with free:
                     # in a thread: PNG takes time, during which other requests go on
-                    body = await asyncio.to_thread(encode, images[own], prompts[own], metadata[own], self.encoding)
-                    return await self._batch(client, deadline, body, len(images[own]))
+                    body = await asyncio.to_thread(encode, outputs[own], prompts[own], metadata[own], self.encoding)
+                    return await self._batch(client, deadline, body, len(prompts[own]))
 
-            parts = await asyncio.gather(*(part(first) for first in range(0, len(images), self.batch_size)))
+            parts = await asyncio.gather(*(part(first) for first in range(0, len(prompts), self.batch_size)))
         return [score for scores in parts for score in scores]
 
     async def _batch(
         self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any], count: int
     ) -> list[Scored]:
-        """The scores of one request's images, or error_value for each of them."""
+        """The scores of one request's samples, or error_value for each of them."""
         try:
             content = await self._answer(client, deadline, body)
             return [(score, False) for score in self._scores(content, count)]
@@ -195,14 +197,14 @@ class Http(RewardWithExtras):
             reason = self._printable(complaint(error, values=True))
             raise self._error(f"its answer is not usable, {reason}: {self._said(content)}") from None
         if len(scores) != count:
-            raise self._error(f"{len(scores)} scores for {count} images")
+            raise self._error(f"{len(scores)} scores for {count} samples")
         for i, score in enumerate(scores):
             if abs(score) > self.max_abs:
                 raise self._error(f"score {i} is {score}; expected numbers up to max_abs={self.max_abs:g}")
         return scores
 
     def _degrade(self, count: int, error: ServerError) -> None:
-        """Count images that get error_value, and warn of the first ones, and whenever their number has doubled."""
+        """Count samples that get error_value, and warn of the first ones, and whenever their number has doubled."""
         with self._lock:
             self.degraded += count
             if self.degraded < 2 * self._told:
@@ -210,7 +212,8 @@ class Http(RewardWithExtras):
             self._told = self.degraded
             # an error, since only this rank may see it; warnings are shown of rank 0 alone
             log.error(
-                "%s: %d images have got error_value=%g instead of a score since the start; the last ones because of %s",
+                "%s: %d samples have got error_value=%g instead of a score since the start; "
+                "the last ones because of %s",
                 place(),
                 self.degraded,
                 self.error_value,
@@ -218,7 +221,7 @@ class Http(RewardWithExtras):
             )
 
     def _plain(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """The part of an image's metadata that JSON has; what it lacks is left out, with a warning for each key."""
+        """The part of a sample's metadata that JSON has; what it lacks is left out, with a warning for each key."""
         kept = {}
         for key, value in meta.items():
             try:
@@ -252,14 +255,16 @@ class Http(RewardWithExtras):
         return f"{line[:_SHOWN]}…" if len(line) > _SHOWN else line or "nothing"
 
 
-def encode(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]], encoding: str) -> dict[str, Any]:
-    """Images uint8 [B, 3, H, W] with their prompts and metadata as the body of a request: arguments for httpx2."""
+def encode(outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]], encoding: str) -> dict[str, Any]:
+    """Images uint8 [B, 3, H, W] or texts with their prompts and metadata as a request's body: arguments for httpx2."""
+    texts: dict[str, Any] = {"prompts": prompts, "metadata": metadata}
+    if not isinstance(outputs, Tensor):
+        return {"json": {"completions": outputs, **texts}}
     files = []
-    for image in images:
+    for image in outputs:
         buffer = BytesIO()
         pil_image(image).save(buffer, format="PNG", compress_level=1)  # fast, hardly larger
         files.append(buffer.getvalue())
-    texts = {"prompts": prompts, "metadata": metadata}
     if encoding == "json":
         return {"json": {"images": [base64.b64encode(file).decode() for file in files], **texts}}
     return {

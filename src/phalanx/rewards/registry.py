@@ -15,7 +15,7 @@ from phalanx.config.load import ConfigError, import_dotted, known_modules, resol
 from phalanx.config.messages import nearest, reason
 from phalanx.config.run import RewardFunctionConfig
 from phalanx.functional.rewards import Share
-from phalanx.rewards.base import DeviceReward, RewardWithExtras
+from phalanx.rewards.base import DeviceReward, PolicyReward, RewardWithExtras
 from phalanx.rewards.judge._base import Judge, ParsedAnswers
 from phalanx.rewards.protocol import complaint
 
@@ -24,8 +24,9 @@ log = logging.getLogger(__name__)
 PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.text", "phalanx.rewards.judge")
 FORMS = "module:function or path/to/file.py:function"
 TAKES = ("images", "videos", "completions")  # names of a reward's first parameter that say what it takes
+EITHER = "outputs"  # or that it takes images or completions, whichever the job makes
 # Names that the trainer logs beside the terms, as reward/mean and so on.
-RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean")
+RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean", "kl_mean")
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,13 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
     if name in RESERVED:
         raise ConfigError(f"{key}: {name!r} is the name of another metric; give the term another name")
     is_judge = isinstance(found, type) and issubclass(found, Judge)
-    takes = "images" if is_judge else _takes(found, key, label)
+    takes = _takes(found, key, label, outputs)
     if (takes == "completions") != (outputs == "completions"):
         what = f"the judge {label}" if is_judge else label
         raise ConfigError(f"{key}: {what} takes {takes}, and this job makes {outputs}")
 
-    arguments = (takes, "prompts", "metadata")
+    of_policy = isinstance(found, type) and issubclass(found, PolicyReward)
+    arguments = ("policy", "samples", "micro") if of_policy else (takes, "prompts", "metadata")
     on_device = isinstance(found, type) and issubclass(found, DeviceReward)
     function: Callable[..., Any]
     if not isinstance(found, type):
@@ -129,13 +131,17 @@ def _extras(function: Callable[..., Any], label: str) -> tuple[str, ...]:
     return function.extras
 
 
-def _takes(found: Callable[..., Any], key: str, label: str) -> str:
+def _takes(found: Callable[..., Any], key: str, label: str, outputs: str) -> str:
     """Tell what a reward takes: the name of its first parameter, or "images" where that says nothing.
 
     Of a class it is read before an instance is made, which may load a model.
     """
+    if isinstance(found, type) and issubclass(found, Judge | PolicyReward):
+        return found.takes
     names = _signature(found.__call__ if isinstance(found, type) else found, key, label).parameters
     first = next((name for name in names if name != "self"), "")
+    if first == EITHER:
+        return outputs
     return first if first in TAKES else "images"
 
 

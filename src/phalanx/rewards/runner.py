@@ -16,14 +16,15 @@ from torch import Tensor
 
 from phalanx.config.messages import reason
 from phalanx.config.run import RewardConfig
+from phalanx.distributed.passes import Passes
 from phalanx.functional.rewards import combine
-from phalanx.rewards.base import RewardError, RewardOutput, copied
+from phalanx.rewards.base import PolicyReward, RewardError, RewardOutput, copied
 from phalanx.rewards.frames import mean_of_frames, seen_by
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge._pool import JudgePool
 from phalanx.rewards.registry import Term, build_terms, judged_frames
 from phalanx.rewards.threads import DaemonPool
-from phalanx.types import Outputs, Prompt
+from phalanx.types import Outputs, Policy, Prompt, Samples
 
 _POLL_S = 0.05  # how often it is looked whether a call is overdue
 _SHOWN = 120  # characters of a prompt in a message
@@ -57,6 +58,7 @@ class RewardSet:
         """
         unparseable_score = None if group_timeout_s is None else cfg.model.unparseable_score
         self.terms = build_terms(cfg.functions, device, unparseable_score, outputs)
+        self._scored = [term for term in self.terms if not isinstance(term.function, PolicyReward)]
         self.busy_s = 0.0
         self.spans: list[tuple[float, float]] = []
         self.problem: str | None = None  # the first one that the last `collect` forgave
@@ -74,7 +76,9 @@ class RewardSet:
         self._judge_frames = 1  # of each sample, as the last micro-batch had them
         self._judges: JudgePool | None = None
         if judges and group_timeout_s is not None:
-            self._judges = JudgePool(judges, cfg.model, group_timeout_s, device=self._device, beside=beside)
+            self._judges = JudgePool(
+                judges, cfg.model, group_timeout_s, outputs=outputs, device=self._device, beside=beside
+            )
         self._asked = False
 
         # the threads start with the first call
@@ -94,8 +98,8 @@ class RewardSet:
             assert outputs.ndim in (4, 5) and outputs.shape[-3] == 3, outputs.shape
             assert outputs.device.type == "cpu", outputs.device
         for term in self.terms:
-            if isinstance(term.function, ParsedAnswers):
-                continue  # called with the answers, once they are there: see `ask`
+            if isinstance(term.function, ParsedAnswers | PolicyReward):
+                continue  # called with the answers, once they are there, or by the policy: see `ask`, `of_policy`
             seen, whose = seen_by(term.takes, outputs, prompts, term.frames)
             call = Call(term, seen, whose, len(whose) // len(prompts), forgives=self._forgives)
             self._calls.append(call)
@@ -103,10 +107,14 @@ class RewardSet:
                 self._start(call)
         if self._judges is not None:
             seen, whose = seen_by("images", outputs, prompts, self._max_judge_frames)
-            assert isinstance(seen, Tensor)  # judges are refused where completions are made
             self._judges.submit(seen, whose)
             self._judge_frames = len(whose) // len(prompts)
         self._raise_failures(self._calls)
+
+    @property
+    def validates(self) -> bool:
+        """True where there are terms in validation, too: those that the policy itself gives are of training alone."""
+        return bool(self._scored)
 
     @property
     def must_ask(self) -> bool:
@@ -153,7 +161,7 @@ class RewardSet:
         self.busy_s = sum(end - start for start, end in self.spans)
 
         # also of terms without a call: all ranks gather the same rows
-        found: dict[str, list[Tensor]] = {row: [] for term in self.terms for row in term.rows}
+        found: dict[str, list[Tensor]] = {row: [] for term in self._scored for row in term.rows}
         self.problem = None
         for call in calls:
             scored, problem = call.outcome()
@@ -162,10 +170,24 @@ class RewardSet:
                 found[row].append(values)
         return {row: torch.cat(parts) if parts else torch.zeros(0) for row, parts in found.items()}
 
+    @torch.no_grad()
+    def of_policy(self, policy: Policy, samples: Samples, passes: Passes) -> Rows:
+        """The terms [B] that the policy gives this rank's samples; a collective of all ranks. See PolicyReward."""
+        found = {}
+        for term in self.terms:
+            if isinstance(term.function, PolicyReward):
+                found[term.name] = term.function(policy, samples, passes).float().cpu()
+        return found
+
     def weighted(self, terms: Rows, step: int | None = None, group_id: Tensor | None = None) -> Tensor:
-        """The reward [B] of the terms [B]; see phalanx.functional.rewards.combine."""
-        shares = [term.share for term in self.terms]
-        return combine([terms[term.name] for term in self.terms], shares, step=step, group_id=group_id)
+        """The reward [B] of the terms [B], without those that the policy gives where `terms` lacks them; see
+        phalanx.functional.rewards.combine.
+        """
+        there = [term for term in self.terms if term in self._scored or term.name in terms]
+        if not there:
+            return torch.zeros(0)
+        shares = [term.share for term in there]
+        return combine([terms[term.name] for term in there], shares, step=step, group_id=group_id)
 
     def _start(self, call: "Call") -> None:
         if call.term.on_device:
@@ -217,6 +239,7 @@ class Call:
         self.future: Future[Rows] | None = None
         self._frames = frames
         self.subject: Outputs | None = subject
+        self._problem: str | None = None  # what the function says of scores that are missing
 
     def overdue(self, limit_s: float) -> bool:
         """Tell whether it has been running for longer than `limit_s`; the time in the queue does not count."""
@@ -244,7 +267,9 @@ class Call:
         if not lost.any():
             return rows, None
         whose = [self.prompts[i * self._frames] for i in lost.nonzero().flatten().tolist()]
-        problem = f"reward {self.term.name!r} returned NaN or infinity on {on_prompts(whose)}"
+        what = "returned NaN or infinity" if self._problem is None else "has no score"
+        why = "" if self._problem is None else f": {self._problem}"
+        problem = f"reward {self.term.name!r} {what} on {on_prompts(whose)}{why}"
         return {row: values.masked_fill(lost, torch.nan) for row, values in rows.items()}, problem
 
     def _told(self, error: BaseException) -> RewardError:
@@ -265,14 +290,15 @@ class Call:
         subject = self.own(subject)
         metadata = [copied(prompt.meta) for prompt in self.prompts]
         returned = self.term.function(subject, [p.text for p in self.prompts], metadata)
-        checked = _rows(returned, self.term, self.prompts, forgives=self._forgives)
+        output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned)
+        self._problem = output.problem
+        checked = _rows(output, self.term, self.prompts, forgives=self._forgives)
         self.end = time.perf_counter()
         return mean_of_frames(checked, self._frames)
 
 
-def _rows(returned: Any, term: Term, prompts: list[Prompt], *, forgives: bool) -> Rows:
+def _rows(output: RewardOutput, term: Term, prompts: list[Prompt], *, forgives: bool) -> Rows:
     """The term's rows of what a reward returned; RewardError for other extras than it names, and see `_check`."""
-    output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned, {})
     if output.extras.keys() != set(term.extras):
         found = ", ".join(sorted(output.extras)) or "none"
         named = ", ".join(sorted(term.extras)) or "none"
@@ -283,13 +309,13 @@ def _rows(returned: Any, term: Term, prompts: list[Prompt], *, forgives: bool) -
     values = (output.scores, *(output.extras[extra] for extra in term.extras))
     rows = {}
     for row, each in zip(term.rows, values, strict=True):
-        rows[row] = _check(each, row, term.takes, prompts, forgives=forgives)
+        rows[row] = _check(each, row, term.takes, prompts, output.problem, forgives=forgives)
     return rows
 
 
-def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], *, forgives: bool) -> Tensor:
+def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: str | None, *, forgives: bool) -> Tensor:
     """The scores as float32 [B] on the CPU; RewardError for another number of them and, unless it `forgives`, for NaN
-    or infinity.
+    or infinity, of which `problem` is the reason.
     """
     expected = f"expected {len(prompts)} numbers: a list, an array or a tensor"
     if isinstance(scores, Tensor):
@@ -307,9 +333,11 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], *, forgive
         )
     bad = (~values.isfinite()).nonzero().flatten().tolist()
     if bad and not forgives:
+        count, whose = f"{len(bad)} of {len(prompts)} {takes}", on_prompts([prompts[i] for i in bad])
+        if problem is not None:
+            raise RewardError(f"reward {name!r} has no score for {count} on {whose}: {problem}")
         raise RewardError(
-            f"reward {name!r} returned {values[bad[0]].item()} for {len(bad)} of {len(prompts)} {takes} "
-            f"on {on_prompts([prompts[i] for i in bad])}; expected finite numbers"
+            f"reward {name!r} returned {values[bad[0]].item()} for {count} on {whose}; expected finite numbers"
         )
     return values
 

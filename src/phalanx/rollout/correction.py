@@ -6,22 +6,27 @@ import torch
 
 from phalanx.config.run import RolloutConfig
 from phalanx.distributed.collectives import mean_rows, reduce_float
+from phalanx.distributed.passes import Passes
 from phalanx.functional.correction import correction_weight
+from phalanx.functional.token_budget import in_order
 from phalanx.types import Policy, Samples
 
 
 @torch.no_grad()
-def rescore(policy: Policy, samples: Samples, config: RolloutConfig, micro: int) -> tuple[Samples, dict[str, float]]:
-    """Replay all samples, `micro` at a time as in training; returns them with the policy's
+def rescore(
+    policy: Policy, samples: Samples, config: RolloutConfig, passes: Passes
+) -> tuple[Samples, dict[str, float]]:
+    """Replay all samples in `passes` as those of the training; returns them with the policy's
     log-probabilities and the correction's weights, and how far the engine's were off. Unchanged
     with rollout.correction=none.
     """
     if config.correction == "none":
         return samples, {}
-    rows = torch.arange(len(samples.log_prob), device=samples.log_prob.device).split(micro)
+    tokens = None if samples.tokens is None else samples.tokens[:, None]
+    parts, device = passes.parts(len(samples.log_prob), tokens), samples.log_prob.device
     with policy.unsharded():
-        replays = [policy.replay(samples.trace.select(part)) for part in rows]
-    own = torch.cat([replay.log_prob for replay in replays])
+        replays = [policy.replay(samples.trace.select(part.to(device))) for part in parts]
+    own = in_order([replay.log_prob for replay in replays], parts)
     diff, mask = own - samples.log_prob, samples.mask
     weight = correction_weight(own, samples.log_prob, mask, kind=config.correction, limit=config.correction_limit)
     real = diff[mask] if mask.any() else diff.new_zeros(1)
@@ -34,4 +39,4 @@ def rescore(policy: Policy, samples: Samples, config: RolloutConfig, micro: int)
     }
     row = mean_rows([means])
     row["rollout/logprob_abs_diff_max"] = reduce_float(real.abs().max().item(), "max")
-    return replace(samples, log_prob=own, trace=samples.trace.rescored(replays), weight=weight), row
+    return replace(samples, log_prob=own, trace=samples.trace.rescored(replays, parts), weight=weight), row

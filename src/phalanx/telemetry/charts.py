@@ -107,6 +107,7 @@ CHARTS = (
     Chart("KL to the policy that sampled", "actor/approx_kl"),
     Chart("KL to the reference", "actor/kl_ref"),
     Chart("Throughput (images per second and rank)", "perf/images_per_gpu_per_s", zero=True),
+    Chart("Throughput (tokens per second and rank)", "perf/(?:.+_)?tokens_per_gpu_per_s", zero=True),
     Chart(
         "Seconds by phase",
         "time/(.+)",

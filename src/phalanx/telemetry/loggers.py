@@ -31,6 +31,7 @@ CONSOLE_KEYS = (
     "actor/kl_ref",
     "perf/step_s",
 )
+CONSOLE_CHARACTERS = 600  # of a prompt, a text or a ground truth
 GIF_FRAMES = 16  # of a video in tensorboard: a GIF compresses badly
 _ETA_STEPS = 20  # the ETA follows the last steps, as a window or a checkpoint changes their length
 
@@ -66,6 +67,16 @@ class ConsoleLines(Backend):
         if parts:
             self.show("  ".join([f"step {step}/{self.total}  validation", *parts]))
 
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
+        """The first sample, where they are texts."""
+        if kind_of(records) != SAMPLES:
+            return
+        first, parts = records[0], [records[0].prompt, str(records[0].output)]
+        if first.ground_truth is not None:
+            parts.append(f"ground truth: {first.ground_truth}")
+        words = "\n".join(indent(plain(_middle_out(part)), "    ") for part in parts)
+        self.show(f"step {step}/{self.total}  {set_name}, prompt {first.index}, reward {first.reward:.3f}:\n{words}")
+
     def show(self, line: str) -> None:
         print(line, flush=True)
 
@@ -77,6 +88,17 @@ class ConsoleLines(Backend):
             return "-"
         seconds = (end - start) / (last - first) * (self.total - step)
         return str(timedelta(seconds=round(seconds)))
+
+
+def _middle_out(text: str) -> str:
+    """A text without its middle, where it is long: an answer stands at its end."""
+    half = CONSOLE_CHARACTERS // 2
+    return text if len(text) <= CONSOLE_CHARACTERS else f"{text[:half]} […] {text[-half:]}"
+
+
+def plain(text: str) -> str:
+    """A text without what would steer a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 class ConsoleLive(ConsoleLines):
@@ -141,6 +163,8 @@ class TensorBoard(Backend):
                 # each as it is: indented, as markdown wants what it should not read
                 prompt, text = indent(record.prompt, "    "), indent(record.output, "    ")
                 parts.append(f"**prompt**\n\n{prompt}\n\n**reward {record.reward:.3f}**\n\n{text}")
+                if record.ground_truth is not None:
+                    parts[-1] += f"\n\n**ground truth**\n\n{indent(record.ground_truth, '    ')}"
             self._writer.add_text(f"{SAMPLES}/{set_name}", "\n\n---\n\n".join(parts), step)
             return
         picture = np.asarray(Image.open(folder / "grid.png").convert("RGB"))
@@ -196,8 +220,13 @@ class Wandb(Backend):
 
     def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
         if kind_of(records) == SAMPLES:
-            rows = [[step, record.prompt, record.output, record.reward] for record in records]
-            table = self._wandb.Table(columns=["step", "prompt", "text", "reward"], data=rows)
+            terms = list(records[0].scores)
+            rows = [
+                [step, r.prompt, r.output, r.ground_truth, r.reward, *(r.scores[term] for term in terms)]
+                for r in records
+            ]
+            columns = ["step", "prompt", "text", "ground_truth", "reward", *(f"reward/{term}" for term in terms)]
+            table = self._wandb.Table(columns=columns, data=rows)
             self._run.log({f"{SAMPLES}/{set_name}": table}, step=step)
             return
         kind, shown = "videos" if records[0].is_video else IMAGES, []

@@ -83,6 +83,10 @@ class Timers:
         """Add time that was measured elsewhere, as by a worker thread; call it from the main thread."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
+    def seconds(self, name: str) -> float:
+        """Those of a phase since the last `pop`."""
+        return self._seconds.get(name, 0.0)
+
     def pop(self) -> dict[str, float]:
         """`{"time/<phase>": seconds}` since the last call, in the order of first use; starts anew."""
         seconds, self._seconds = self._seconds, {}

@@ -95,7 +95,7 @@ def _set(kept: list[Kept], share: int) -> str:
     cards = []
     for key in keys:
         pair = "".join(_side(each, chosen, key, movies) for each, chosen in sides)
-        cards.append(f'<figure><div class="pair">{pair}</div><figcaption>{escape(key[1])}</figcaption></figure>')
+        cards.append(f'<figure><div class="pair">{pair}</div>{_caption(kept[0].steps[steps[0][-1]][key])}</figure>')
     stops = sorted({step for _, chosen in sides if len(chosen) > 1 for step in chosen})
     notes = notes_html(_notes(kept, steps, shared))
     return (
@@ -163,7 +163,7 @@ def _extremes(kept: Kept, movies: bool) -> str:
         cards = ""
         for key in keys:
             side = f'<div class="side">{_frame(kept, kept.last, key, movies)}</div>'
-            cards += f"<figure>{side}<figcaption>{escape(key[1])}</figcaption></figure>"
+            cards += f"<figure>{side}{_caption(rows[key])}</figure>"
         groups.append(f"<div><h4>{word}</h4><div class='cards few'>{cards}</div></div>")
     title = kept.run.titled(f"{kept.folder.name}: best and worst of the {len(order)} samples of step {kept.last}")
     return f"<h3>{escape(title)}</h3><div class='extremes {kept.folder.parent.name}'>{''.join(groups)}</div>"
@@ -194,6 +194,12 @@ def _frame(kept: Kept, step: int, key: Key, movies: bool) -> str:
         terms = {}  # the only one says what the reward says
     scores = " · ".join(f"{name} {value:.4g}" for name, value in terms.items() if value is not None)
     return f'<div class="frame">{sample}{caption}{f"<p class=n>{escape(scores)}</p>" if scores else ""}</div>'
+
+
+def _caption(row: dict[str, Any]) -> str:
+    """The prompt, and what its data says of the answer."""
+    truth = f"<p class=n>ground truth: {escape(str(row['ground_truth']))}</p>" if "ground_truth" in row else ""
+    return f"<figcaption>{escape(row['prompt'])}{truth}</figcaption>"
 
 
 def _movies(shown: list[tuple[Kept, int]], keys: list[Key], share: int) -> bool:

@@ -10,6 +10,7 @@ from phalanx.config import ConfigError
 from phalanx.config.files import kind
 from phalanx.config.messages import cut
 from phalanx.config.run import ActorConfig, DataConfig, RLConfig, RunConfig
+from phalanx.distributed.passes import Passes
 from phalanx.types import Algorithm
 
 
@@ -22,7 +23,8 @@ class BatchPlan:
     and replay run at equal shapes, so that their log-probs agree to the last bit. epochs: passes over the samples;
     forward: each of them trains on samples that are corrupted anew.
 
-    A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one.
+    A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one. `budget`: in place of
+    `micro`, the most tokens of a forward and backward pass. `packed`: its samples stand in one row, without padding.
     """
 
     samples: int
@@ -36,6 +38,17 @@ class BatchPlan:
     together: int = 1
     epochs: int = 1
     forward: bool = False
+    budget: int | None = None
+    packed: bool = False
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether the shape of a pass depends on which samples it has."""
+        return self.budget is not None or self.packed
+
+    def passes_of(self, together: int) -> Passes:
+        """How units of so many samples are cut into passes."""
+        return Passes(max(self.micro // together, 1), self.budget, self.packed)
 
     @property
     def micro_units(self) -> int:
@@ -63,10 +76,13 @@ class BatchPlan:
         return min(passes * self.micro_units, self.units // self.updates) * self.together
 
 
-def plan(cfg: RLConfig, algorithm: Algorithm, world_size: int, *, actions: int = 1) -> BatchPlan:
+def plan(
+    cfg: RLConfig, algorithm: Algorithm, world_size: int, *, actions: int = 1, micro: int | None = None
+) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven.
 
     `actions`: rows of a forward pass for each sample in training, where rollout and replay are to have equal shapes.
+    `micro`: samples of a pass in place of the configuration's.
     """
     numbers = _Numbers(
         world=world_size,
@@ -74,7 +90,7 @@ def plan(cfg: RLConfig, algorithm: Algorithm, world_size: int, *, actions: int =
         prompts=cfg.data.batch_size(world_size),
         n=cfg.rollout.n,
         mini=cfg.actor.mini_batch_size(world_size),
-        micro=cfg.actor.ppo_micro_batch_size_per_gpu,
+        micro=cfg.actor.ppo_micro_batch_size_per_gpu if micro is None else micro,
         rollout=cfg.rollout.micro_batch_size_per_gpu,
         together=algorithm.samples_per_unit,
         per_gpu=_per_gpu(cfg),

@@ -13,11 +13,13 @@ from phalanx.data.prompts import PromptRow, held_out_overlap, load_prompts, numb
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.placement import place
+from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
 from phalanx.training.batches import BatchPlan
+from phalanx.training.critic import CriticTrainer
 from phalanx.training.lm_teacher import load_teacher
 from phalanx.training.parts import Parts, build_rewards, start
 from phalanx.training.rl import Trainer
@@ -36,6 +38,11 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False)
     world = start(cfg)
     rewards = build_rewards(cfg, world, outputs="completions")
+    if val_sets and rewards is not None and not rewards.validates:
+        raise ConfigError(
+            "data.val_files: the policy itself gives all terms of the reward, which it does in training alone; add one "
+            "to validate by, such as {name: gsm8k, weight: 0}"
+        )
     policy = build_policy(
         cfg.model,
         cfg.parallel,
@@ -44,26 +51,45 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
         chunk=cfg.actor.log_prob_chunk_size,
         temperature=cfg.rollout.temperature,
         seed=cfg.trainer.seed,
+        trim=cfg.actor.use_dynamic_bsz,
     )
     rows = fitting(rows, "data.train_files", policy, first=world.rank == 0)
     for name, held_out in val_sets.items():
         kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=world.rank == 0)
         val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
-    rollout = build_rollout(cfg, policy, world, plan.rollout_micro, plan.micro)
+    rollout = build_rollout(cfg, policy, world, plan.rollout_micro, plan.passes_of(1))
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
     teachers = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
-    trainer = make(cfg, plan, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts, teachers)
+    critic: CriticTrainer | None = None
+    if cfg.algorithm.needs_critic:
+        model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
+        critic = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, cfg.trainer.critic_warmup)
+    parts = Parts(world, rewards, policy, rollout, val_sets)
+    trainer = make(cfg, plan, algorithm, parts, prompts, teachers, critic)
     if world.rank == 0:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some])
     return trainer
 
 
-def check(cfg: LMRLConfig) -> BatchPlan:
-    """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another."""
+def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
+    """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another. With
+    `installed` False, engines need not be here.
+    """
     batches.check(cfg, build_algorithm(cfg))
+    if cfg.model.use_remove_padding and cfg.model.compile and cfg.model.attn_implementation == "sdpa":
+        raise ConfigError(
+            "model.compile: true would compile anew for the lengths of each pass that model.use_remove_padding packs; "
+            "set one of the two to false, or model.attn_implementation=flash_attention_2"
+        )
+    actor, longest = cfg.actor, cfg.data.max_prompt_length + cfg.data.max_response_length
+    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
+        raise ConfigError(
+            f"actor.ppo_max_token_len_per_gpu: {actor.ppo_max_token_len_per_gpu} tokens do not hold a sample, which "
+            f"may have data.max_prompt_length + data.max_response_length = {longest}"
+        )
     check_loggers(cfg.trainer.logger)
     found = mesh.check(cfg, lambda size: plan(cfg, size))
-    check_engine(cfg)
+    check_engine(cfg, installed=installed)
     if cfg.reward.model.path is not None:
         launch = mesh.Launch.from_env()
         place(cfg.reward.model, launch.world_size, launch.local_world_size)
@@ -80,10 +106,12 @@ def build_algorithm(cfg: LMRLConfig) -> Algorithm:
 
 def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
-    found = batches.plan(cfg, build_algorithm(cfg), world_size)
+    budget = cfg.actor.ppo_max_token_len_per_gpu if cfg.actor.use_dynamic_bsz else None
+    packed = cfg.model.use_remove_padding
+    found = batches.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
     # log-probs are taken in passes of the training's shape, whatever is decoded together
-    decoded = cfg.rollout.micro_batch_size_per_gpu or found.per_rank
-    return replace(found, rollout_micro=decoded, exact=True)
+    decoded, exact = cfg.rollout.micro_batch_size_per_gpu or found.per_rank, budget is None and not packed
+    return replace(found, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)
 
 
 def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -> list[PromptRow]:

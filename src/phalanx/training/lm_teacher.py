@@ -20,8 +20,9 @@ class LoadedLMTeacher:
     def relative_cost(self, samples: Samples) -> float:
         """Operations of the teacher's pass over a sample, relative to those of the policy's own."""
         trace: TokenTrace = samples.trace
-        length = float((trace.starts + trace.lengths).float().mean())
-        return self.policy.forward_flops(length) / self.student.forward_flops(length)
+        scored = float(trace.lengths.float().mean())
+        length = float(trace.starts.float().mean()) + scored
+        return self.policy.forward_flops(length, scored) / self.student.forward_flops(length, scored)
 
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples as they are: the teacher reads the same tokens."""

@@ -101,14 +101,21 @@ class Units:
 
 
 def optimizer_steps(
-    mask: Tensor, units: Units, plan: BatchPlan, world: World, *, mode: str, constant: float | None
+    mask: Tensor,
+    units: Units,
+    plan: BatchPlan,
+    world: World,
+    *,
+    mode: str,
+    constant: float | None,
+    tokens: Tensor | None = None,
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """The micro-batches of each optimizer step of a pass over the samples, each as the places of its samples on this
     rank [b] and the weights of its units' actions [u, A]; a step with nothing to learn is left out.
 
     All ranks make equally many micro-batches: as many as the one with most units that count, since the collectives of a
     backward pass want every rank. mask [B, A]: the actions of this rank's samples; see phalanx.functional.aggregation
-    for `mode` and `constant`.
+    for `mode` and `constant`. tokens [B]: the samples' lengths, where plan.budget goes by them.
     """
     mask = mask.cpu()[units.mine[:, 0]]  # samples that are trained as one have their actions in common
     dealt = units.dealt(plan.updates)
@@ -125,6 +132,12 @@ def optimizer_steps(
             continue
         weight = action_weights(mask, units.kept, actions, samples, mode=mode, constant=constant)
         # those that do not count come last, and may be left out
-        parts = places[k].split(plan.micro_units)[: math.ceil(busiest / plan.micro_units)]
+        if plan.budget is None:
+            parts = places[k].split(plan.micro_units)[: math.ceil(busiest / plan.micro_units)]
+        else:
+            assert tokens is not None, "a budget of tokens is of samples that have some"
+            passes, real = plan.passes_of(plan.together), int(units.kept[places[k]].sum())
+            cut = passes.within_budget(tokens[units.mine[places[k]]], real)
+            parts = tuple(places[k][rows] for rows in cut)
         steps.append([(units.mine[part].flatten(), weight[part]) for part in parts])
     return steps

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from phalanx.config.run import RunConfig
 from phalanx.distributed import mesh
@@ -45,6 +46,16 @@ class LoadedTeacher(Protocol):
 
     def relative_cost(self, samples: Samples) -> float:
         """Operations of its view of a sample over those of the policy's own."""
+
+
+class Critic(Protocol):
+    """A model beside the policy that is trained to say what is to come. `trained` holds its weights."""
+
+    @property
+    def trained(self) -> TrainedModel: ...
+
+    def values(self, trace: Any) -> Tensor:
+        """[B, A] float32 of a Trace: the reward that is still to come before each action, with a gradient."""
 
 
 @dataclass(frozen=True)

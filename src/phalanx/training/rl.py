@@ -9,7 +9,6 @@ import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,24 +16,22 @@ from torch import Tensor
 from phalanx.config.load import ConfigError
 from phalanx.config.run import RLConfig
 from phalanx.data.streams import PromptStream
-from phalanx.distributed.collectives import all_gather, reduce_float
-from phalanx.distributed.seed import fold_in
-from phalanx.functional.advantage import informative, of_scored, without_gaps
+from phalanx.distributed.collectives import all_gather
+from phalanx.functional.advantage import informative, without_gaps
 from phalanx.rollout.correction import rescore
-from phalanx.telemetry.flops import peak_flops
 from phalanx.training.batches import BatchPlan
-from phalanx.training.minibatches import MicroBatches, Units, optimizer_steps
+from phalanx.training.critic import CriticTrainer
 from phalanx.training.parts import LoadedTeacher, Parts
-from phalanx.training.run import Run, peak_memory_gb
-from phalanx.training.step_metrics import actor_metrics, reward_metrics
-from phalanx.types import Algorithm, Policy, Samples
+from phalanx.training.step_metrics import reward_metrics
+from phalanx.training.updates import Updates
+from phalanx.types import Algorithm, Samples
 
 log = logging.getLogger(__name__)
 
 FLAT_STEPS = 10  # without any difference between rewards, until it is said
 
 
-class Trainer(Run):
+class Trainer(Updates):
     """Reinforcement learning: `fit()` runs it. See phalanx.training.flow_rl.build for what it is handed."""
 
     cfg: RLConfig
@@ -47,10 +44,13 @@ class Trainer(Run):
         parts: Parts,
         prompts: PromptStream,
         teachers: Mapping[str, LoadedTeacher] | None = None,
+        critic: CriticTrainer | None = None,
     ) -> None:
-        """`teachers` are the algorithm's, loaded. Raises ConfigError for a reference that cannot follow."""
+        """`teachers` are the algorithm's, loaded, and `critic` is the one that it wants. Raises ConfigError for a
+        reference that cannot follow.
+        """
         super().__init__(cfg, parts)
-        self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
+        self.plan, self.algorithm, self.prompts, self.critic = plan, algorithm, prompts, critic
         self.teachers = dict(teachers or {})
         averages = list(algorithm.averages)
         sync = cfg.actor.ref_model_sync_steps
@@ -68,7 +68,11 @@ class Trainer(Run):
         if steps is None:
             assert cfg.trainer.total_epochs is not None
             steps = prompts.steps(cfg.trainer.total_epochs)
-        self.prepare(steps, steps * plan.updates * cfg.actor.ppo_epochs, cfg.actor.ema, averages)
+        beside, trained = {}, steps
+        if critic is not None:
+            beside["critic"] = critic.prepare(steps, offload=cfg.parallel.optimizer_offload)
+            trained = max(steps - critic.warmup, 0)
+        self.prepare(steps, trained * plan.updates * cfg.actor.ppo_epochs, cfg.actor.ema, averages, beside=beside)
         if cfg.rollout.max_num_gen_batches > 1 and self.world.rank == 0:
             log.warning(
                 "rollout.max_num_gen_batches draws new prompts, as in verl; before, it drew the same ones again, "
@@ -76,7 +80,6 @@ class Trainer(Run):
             )
         self.group_id = torch.arange(plan.samples) // cfg.rollout.n
         self._flat_steps = 0  # in a row, without any difference between rewards
-        self._trained = 0  # samples of this rank that the last step trained, once for each time
 
     def batch(self) -> str:
         updates = "update" if self.plan.updates == 1 else "updates"
@@ -133,14 +136,15 @@ class Trainer(Run):
         """The policy's own log-probabilities of samples that an engine with other kernels drew, or whose replay is
         known to differ; rollout/... metrics.
         """
-        exact = self.rollout.exact and samples.exact and not self.progress.rescoring
-        if exact or self.algorithm.levels is not None:
+        # passes that are cut by tokens are scored again as they are trained, in `update`
+        again = self.progress.rescoring and not self.plan.by_tokens
+        if (self.rollout.exact and samples.exact and not again) or self.algorithm.levels is not None:
             return samples, {}
         config = self.cfg.rollout
         if self.rollout.exact:  # rollout.correction is of other engines
             config = replace(config, correction="rescore")
         with self.timers("rescore"):
-            samples, row = rescore(self.policy, samples, config, self.plan.micro)
+            samples, row = rescore(self.policy, samples, config, self.plan.passes_of(1))
         return replace(samples, exact=True), row
 
     def guard(self, row: dict[str, float]) -> None:
@@ -148,7 +152,9 @@ class Trainer(Run):
         more than a tenth of the clip range: ratios would then be clipped by rounding and not by what was learned.
         """
         options, error = vars(self.cfg.algorithm), "actor/first_ratio_error"
-        if self.progress.rescoring or not self.rollout.exact or "clip_ratio" not in options or error not in row:
+        if self.progress.rescoring or "clip_ratio" not in options or error not in row:
+            return
+        if not self.rollout.exact and (not self.plan.by_tokens or self.cfg.rollout.correction == "none"):
             return
         if self.algorithm.levels is not None or row[error] <= options["clip_ratio"] / 10:
             return
@@ -174,7 +180,7 @@ class Trainer(Run):
         if self.rewards is None:
             return samples, torch.zeros(self.plan.samples), {}
         with self.timers("reward"):  # what is left of it: the rest was scored while sampling went on
-            terms = self.gather_terms()
+            terms = self.gather_terms() | self.policy_terms(samples)
         reward, redrawn, r = self.combine(terms, step), 0, self.cfg.rollout
         rows, limit = self.prompts.numbers(step), max(r.max_num_gen_batches, r.max_draws_per_prompt)
         for attempt in range(1, limit):
@@ -192,7 +198,8 @@ class Trainer(Run):
             with self.timers("reward"):
                 again, numbers = self.gather_terms(), all_gather(numbers)
             real = numbers >= 0
-            terms = {name: values.index_copy(0, numbers[real], again[name][real]) for name, values in terms.items()}
+            drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
+            terms = drawn | self.policy_terms(samples)
             reward = self.combine(terms, step)
             redrawn += int(stale.sum())
         if redrawn > 0:
@@ -224,6 +231,12 @@ class Trainer(Run):
         """The terms of the reward [N], of all that the ranks submitted, in the order of ranks."""
         return {name: all_gather(values) for name, values in self.score()[1].items()}
 
+    def policy_terms(self, samples: Samples) -> dict[str, Tensor]:
+        """The terms of the reward [N] that the policy itself gives, of all ranks' samples."""
+        assert self.rewards is not None
+        found = self.rewards.of_policy(self.policy, samples, self.plan.passes_of(1))
+        return {name: all_gather(values) for name, values in found.items()}
+
     def combine(self, terms: dict[str, Tensor], step: int) -> Tensor:
         """The reward [N] that is trained, of its terms [N]; NaN for samples that lack one of them."""
         assert self.rewards is not None
@@ -235,128 +248,3 @@ class Trainer(Run):
         known = {name: values[scored] for name, values in terms.items()}
         reward[scored] = self.rewards.weighted(known, step, None if group_id is None else group_id[scored])
         return reward
-
-    # -- update ---------------------------------------------------------------------------------------------------
-
-    def update(self, samples: Samples, reward: Tensor, step: int) -> dict[str, float]:
-        """All optimizer steps on the samples of training step `step`; reward [N] is that of all ranks' samples,
-        NaN for those that are left out.
-        """
-        cfg, plan, algorithm, policy = self.cfg.actor, self.plan, self.algorithm, self.policy
-        self.timers.expect(cfg.ppo_epochs * plan.updates * plan.passes)
-        if not algorithm.needs_reward:  # it trains on samples without one, too
-            reward = without_gaps(reward, self.group_id)
-        advantage = of_scored(algorithm.advantage, reward, self.group_id, 0.0)
-        sample_mask = of_scored(algorithm.sample_mask, reward, self.group_id, False)
-        numbers = algorithm.units(without_gaps(reward, self.group_id), self.group_id)
-        units = Units.of(numbers, sample_mask, plan, self.world)
-        mine = slice(self.world.rank * plan.per_rank, (self.world.rank + 1) * plan.per_rank)
-        batches = MicroBatches(samples, advantage[mine], self.world.device)
-        stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
-        updates: list[dict[str, Any]] = []
-        for epoch in range(cfg.ppo_epochs if units.counted.any() else 0):
-            if algorithm.levels is not None:  # each pass has noise of its own
-                batches.corrupted = algorithm.corrupt(policy, samples, self.corruption_seeds(samples, step, epoch))
-            if algorithm.levels is not None or epoch == 0:
-                batches.reference_outputs = self.reference_outputs(batches, units)
-            mode, constant = cfg.loss_agg_mode, cfg.loss_scale_factor
-            for parts in optimizer_steps(batches.mask, units, plan, self.world, mode=mode, constant=constant):
-                stats.append([])
-                total = torch.zeros((), device=self.world.device)
-                for i, (rows, weight) in enumerate(parts):
-                    batch = batches.select(rows, weight)
-                    # gradients are summed across ranks with those of the last micro-batch, once
-                    policy.trained.sharded.set_last_micro_batch(i == len(parts) - 1)
-                    per_action, scalars = algorithm.loss(policy, batch)
-                    loss = (per_action * batch.weight).sum()
-                    loss.backward()
-                    total += loss.detach()
-                    stats[-1].append(scalars)
-                    self.timers.advance()
-                if updates and self.too_far(stats[-1]):
-                    self.learner.optimizer.drop_gradients()
-                    break
-                updates.append(self.step_optimizer(total))
-            if len(updates) < len(stats):
-                break
-        self._trained = sum(plan.first(len(micros)) for micros in stats)  # those skipped left out
-        return actor_metrics(stats, updates, plan.updates * cfg.ppo_epochs)
-
-    def too_far(self, scalars: list[dict[str, Any]]) -> bool:
-        """Whether the mean ratio of an update on all ranks is above algorithm.early_stop_imp_ratio."""
-        limit = vars(self.cfg.algorithm).get("early_stop_imp_ratio")
-        if limit is None or "ratio_mean" not in scalars[0]:
-            return False
-        total = sum(float(row["ratio_mean"]) for row in scalars)
-        return reduce_float(total, "sum") > limit * len(scalars) * self.world.size
-
-    def corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
-        """A seed for each sample of this rank, a function of (trainer.seed, step, sample, epoch)."""
-        return [fold_in(self.cfg.trainer.seed, step, int(i), "forward", epoch) for i in samples.index]
-
-    @torch.no_grad()
-    def reference_outputs(self, batches: MicroBatches, units: Units) -> dict[str, Tensor]:
-        """What the algorithm wants of other weights, about the samples of this rank's units: [B, ...] by name, with the
-        samples in their places.
-        """
-        found = {}
-        for name in self.algorithm.references:
-            policy, theirs, weights = self._reference(name, batches)
-            parts = []
-            with weights, policy.unsharded():
-                for part in units.mine.split(self.plan.micro_units):
-                    batch = theirs.select(part.flatten(), torch.ones(len(part), batches.mask.shape[1]))
-                    parts.append(self.algorithm.reference_output(policy, batch))
-            outputs = torch.cat(parts)
-            found[name] = outputs.new_zeros(self.plan.per_rank, *outputs.shape[1:])
-            found[name][units.mine.flatten().to(outputs.device)] = outputs
-        return found
-
-    def _reference(self, name: str, batches: MicroBatches) -> tuple[Policy, MicroBatches, AbstractContextManager[None]]:
-        """Who gives the outputs of that name, about which samples, and with which weights in place."""
-        if name in self.teachers:
-            teacher = self.teachers[name]
-            return teacher.policy, replace(batches, samples=teacher.samples(batches.samples)), nullcontext()
-        return self.policy, batches, nullcontext() if name == "policy" else self.policy.using(name)
-
-    def after_step(self, step: int) -> None:
-        """After training step number `step` (from 1): the algorithm's own weights follow the policy's."""
-        averages = self.learner.averages
-        for name in self.algorithm.averages:
-            averages[name].update(self.algorithm.decay(name, step))
-        sync = self.cfg.actor.ref_model_sync_steps
-        if sync is not None and step % sync == 0 and "reference" in averages:
-            averages["reference"].update(0.0)
-
-    # -- performance ----------------------------------------------------------------------------------------------
-
-    def performance(self, samples: Samples, seconds: float) -> dict[str, float]:
-        """Throughput, utilisation and memory of the step."""
-        plan = self.plan
-        row = {
-            "perf/step_s": seconds,
-            f"perf/{self.rollout.noun}_per_gpu_per_s": plan.per_rank / seconds,
-            "perf/peak_memory_gb": reduce_float(peak_memory_gb(self.world.device), "max"),
-        }
-        if self.rewards is not None:  # on worker threads; time/reward is what was left to wait for
-            row["perf/reward_busy_s"] = self.rewards.busy_s
-            if self.rewards.judge_s is not None:
-                row["perf/judge_busy_s"] = self.rewards.judge_s
-        peak = peak_flops(self.world.device, self.policy.trained.dtype)
-        if peak is not None:
-            row["perf/mfu"] = self.step_flops(samples) / (seconds * self.world.size * peak)
-        return row
-
-    def step_flops(self, samples: Samples) -> int:
-        """Floating-point operations of the last step on all ranks."""
-        plan = self.plan
-        costs = [1.0 for name in self.algorithm.references if name not in self.teachers]
-        costs += [teacher.relative_cost(samples) for teacher in self.teachers.values()]
-        references = sum(costs) * plan.reference_samples / plan.per_rank if self._trained > 0 else 0.0
-        return self.policy.step_flops(
-            samples,
-            actions=self.algorithm.levels or samples.mask.shape[1],
-            count=plan.samples,
-            updates=self._trained / plan.per_rank,
-            references=references,
-        )

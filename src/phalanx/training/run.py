@@ -170,7 +170,7 @@ class Run:
                 self.rewards.ask()
         with self.together():
             terms = self.rewards.collect()
-        if self.cfg.reward.on_error != "fail":
+        if self.cfg.reward.on_error != "fail" and terms:  # the policy may give all of them
             terms = self._forgiven(terms)
         return self.rewards.weighted(terms), terms
 

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 
-from phalanx.distributed.collectives import mean_rows, reduce_float
+from phalanx.distributed.collectives import mean_rows, reduce_float, reduce_int
 from phalanx.functional.advantage import group_std, informative
+from phalanx.telemetry.metrics import Timers
 
 
 def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -> dict[str, float]:
@@ -23,27 +25,45 @@ def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -
     return row | {f"reward/{name}": values.mean().item() for name, values in terms.items()}
 
 
-def actor_metrics(
-    stats: Sequence[Sequence[dict[str, Any]]], updates: Sequence[dict[str, Any]], planned: int
+def token_metrics(lengths: Tensor, trained: int, step_s: float, timers: Timers) -> dict[str, float]:
+    """perf/... of samples that are made of tokens: all of them, and by rank and second those that each phase reads or
+    makes. lengths [B, 2] are this rank's prompts and responses, of which `trained` tokens went through the update.
+    """
+    ranks = dist.get_world_size()
+    total, drawn, own = int(lengths.sum()), int(lengths[:, 1].sum()), trained
+    total, drawn, trained = (reduce_int(number, "sum") for number in (total, drawn, trained))
+    row = {
+        "perf/total_num_tokens": float(total),
+        "perf/tokens_per_gpu_per_s": total / ranks / step_s,
+        "perf/token_imbalance": reduce_int(own, "max") * ranks / trained if trained else 1.0,
+    }
+    for phase, tokens in (("rollout", drawn), ("rescore", total), ("update", trained)):
+        if timers.seconds(phase) > 0:
+            row[f"perf/{phase}_tokens_per_gpu_per_s"] = tokens / ranks / timers.seconds(phase)
+    return row
+
+
+def update_metrics(
+    who: str, stats: Sequence[Sequence[dict[str, Any]]], updates: Sequence[dict[str, Any]], planned: int
 ) -> dict[str, float]:
-    """actor/... of a step, on all ranks: `stats` are the loss's scalars for each optimizer step and
-    micro-batch, `updates` what each optimizer step returned, of which there would be `planned`.
+    """actor/..., or those of another model (`who`), of a step, on all ranks: `stats` are the loss's scalars for each
+    optimizer step and micro-batch, `updates` what each optimizer step returned, of which there would be `planned`.
     """
     skipped = planned - len(updates)
     if not stats:
-        return {"actor/updates_skipped": float(skipped)}
+        return {f"{who}/updates_skipped": float(skipped)}
     plain = []
     for update in stats:
         for row in update:
             plain.append({name: float(value) for name, value in row.items()})
     means = mean_rows(plain)
-    out = {f"actor/{name}": value for name, value in means.items() if name != "ratio_error"}
+    out = {f"{who}/{name}": value for name, value in means.items() if name != "ratio_error"}
     if "ratio_error" in plain[0]:
         # of the first optimizer step: 0 to the last bit if rollout and replay run at equal shapes
         error = max(row["ratio_error"] for row in plain[: len(stats[0])])
-        out["actor/first_ratio_error"] = reduce_float(error, "max")
-    out["actor/grad_norm"] = sum(float(update["grad_norm"]) for update in updates) / len(updates)
-    out["actor/lr"] = float(updates[-1]["lr"])
-    out["actor/updates_skipped"] = float(skipped)
-    out["actor/updates_non_finite"] = float(sum(bool(update["skipped"]) for update in updates))
+        out[f"{who}/first_ratio_error"] = reduce_float(error, "max")
+    out[f"{who}/grad_norm"] = sum(float(update["grad_norm"]) for update in updates) / len(updates)
+    out[f"{who}/lr"] = float(updates[-1]["lr"])
+    out[f"{who}/updates_skipped"] = float(skipped)
+    out[f"{who}/updates_non_finite"] = float(sum(bool(update["skipped"]) for update in updates))
     return out

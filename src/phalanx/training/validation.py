@@ -66,7 +66,11 @@ def validate(
     records = []
     for number, output in enumerate(kept):
         scores = {term: float(values[number * n]) for term, values in terms.items()}
-        records.append(Record(prompts[number].text, float(reward[number * n]), output, number, rollout.fps, scores))
+        prompt, truth = prompts[number], None
+        if isinstance(output, str) and "ground_truth" in prompt.meta:
+            truth = str(prompt.meta["ground_truth"])
+        value = float(reward[number * n])
+        records.append(Record(prompt.text, value, output, number, rollout.fps, scores, truth))
     return row, records
 
 

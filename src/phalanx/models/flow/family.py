@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import diffusers
 import numpy as np
@@ -66,7 +66,7 @@ class FlowModel:
     guidance_key: str  # of classifier-free guidance, a second branch of the forward pass
     # of a guidance that the model was distilled to take as an input
     embedded_guidance_key: str | None = None
-    lora_targets: Sequence[str]
+    lora_targets: ClassVar[Sequence[str]]
     default_negative: str
     makes_videos: bool = False  # True where samples can have more than one frame
     fps: int = 1  # frames per second of its videos
@@ -263,7 +263,9 @@ class FlowModel:
         return diffusers.AutoModel.from_pretrained(str(base), subfolder="transformer", torch_dtype=dtype)
 
     @classmethod
-    def export_lora(cls, folder: Path, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
+    def export_lora(
+        cls, folder: Path, config: FlowModelConfig, layers: dict[str, Tensor], rank: int, alpha: float
+    ) -> None:
         """Write the stock pipeline's file of a LoRA; `layers` have peft's names without an adapter."""
         metadata: dict[str, Any] = {
             "r": rank,

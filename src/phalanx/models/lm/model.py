@@ -1,6 +1,7 @@
 """A causal language model of transformers, and its tokenizer."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import token_scores
+from phalanx.models.lm import packing
+from phalanx.models.lm.headers import check_folder
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +34,23 @@ class CausalLM(nn.Module):
         self.softcap: float | None = softcap
 
     def forward(
-        self, ids: Tensor | None = None, predicting: Tensor | None = None, temperature: float = 1.0, **decoding: Any
+        self,
+        ids: Tensor | None = None,
+        predicting: Tensor | None = None,
+        temperature: float = 1.0,
+        lengths: Sequence[int] | None = None,
+        **decoding: Any,
     ) -> Any:
         """Scores [N] of the tokens that follow the positions `predicting` [B, T - 1] of ids [B, T]: see token_scores.
 
-        With other keywords, the language model's own forward.
+        With `lengths`, the B ones of ids without padding, all samples stand in one row. With other keywords, the
+        language model's own forward.
         """
         if ids is None or predicting is None:
             self._recompute(False)
             return self.lm(**decoding)
         self._recompute(torch.is_grad_enabled())
-        # padding stands behind, where a causal model does not look: no mask is needed
-        states = self.lm.get_decoder()(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[predicting]
+        states = states_at(self.lm.get_decoder(), ids, predicting, lengths)
         head = self.lm.get_output_embeddings()
         tokens = ids[:, 1:][predicting]
         return token_scores(states, head, tokens, temperature=temperature, softcap=self.softcap, chunk=self.chunk)
@@ -56,18 +64,31 @@ class CausalLM(nn.Module):
                 block.training = on
 
     def blocks(self) -> list[nn.Module]:
-        """The layers, which are sharded one by one."""
-        return list(self.lm.get_decoder().layers)
+        """The layers, which are sharded one by one; they go by other names in older models."""
+        lists = [child for child in self.lm.get_decoder().children() if isinstance(child, nn.ModuleList)]
+        return list(lists[0])
 
 
-def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalLM:
-    """Load `config.path` in `dtype`; ValueError, in one line, for what does not load."""
+def states_at(decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None) -> Tensor:
+    """The last layer's states [N, H] at the positions `predicting` [B, T - 1] of ids [B, T]; see CausalLM."""
+    read = ids[:, :-1]
+    if lengths is None:
+        # padding stands behind, where a causal model does not look: no mask is needed
+        states: Tensor = decoder(input_ids=read, use_cache=False).last_hidden_state
+        return states[predicting]
+    ends = [length - 1 for length in lengths]  # nothing follows the last token
+    real = (torch.arange(read.shape[1]) < torch.tensor(ends)[:, None]).to(ids.device)
+    beside = packing.arguments(decoder, ends, ids.device)
+    row: Tensor = decoder(input_ids=read[real][None], use_cache=False, **beside).last_hidden_state
+    return row[0, predicting[real]]
+
+
+def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int, key: str = "model.path") -> CausalLM:
+    """Load `config.path` in `dtype`; ValueError, in one line with the `key` that named it, for what does not load."""
+    check_folder(config.path, key)
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     log.info("loading the model %s", config.path)
-    with loading(f"model.path: {config.path!r} does not load"):
-        settings = transformers.AutoConfig.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=False
-        )
+    with loading(f"{key}: {config.path!r} does not load"):
         lm, info = transformers.AutoModelForCausalLM.from_pretrained(
             config.path,
             revision=config.revision,
@@ -78,23 +99,38 @@ def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int) -> CausalL
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    check_weights(info, f"model.path: {config.path!r}: its weights are not whole")
-    scaled = [name for name in _SCALED if settings.to_dict().get(name) not in (None, 1, 1.0)]
+    if lm.config.to_dict().get("is_decoder") is False:
+        raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
+    if not any(isinstance(child, nn.ModuleList) for child in lm.get_decoder().children()):
+        raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
+    check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
+    return causal_lm(lm, config, chunk, key)
+
+
+def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path") -> CausalLM:
+    """A loaded model, as `config` wants it trained; ValueError for what it cannot do."""
+    scaled = [name for name in _SCALED if lm.config.to_dict().get(name) not in (None, 1, 1.0)]
     if scaled:
-        raise ValueError(f"model.path: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
+        raise ValueError(f"{key}: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
+    if config.use_remove_padding:
+        lm.set_attn_implementation(packing.implementation(config.attn_implementation))
+        packing.check(lm)
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return CausalLM(lm, chunk, recomputes=config.gradient_checkpointing)
 
 
 def load_tokenizer(config: LMModelConfig) -> Any:
-    """The tokenizer of `config.path`; ValueError for one that cannot end or pad a response, or has no chat template."""
+    """The tokenizer of `config.path`; ValueError for one that cannot end a response."""
+    check_folder(config.path)
     with loading(f"model.path: the tokenizer of {config.path!r} does not load"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             config.path, revision=config.revision, trust_remote_code=False
         )
     if tokenizer.eos_token_id is None:
         raise ValueError(f"model.path: {config.path!r}: its tokenizer has no eos_token, by which a response would end")
+    if tokenizer.chat_template is None:
+        log.warning("the tokenizer of %s has no chat template: prompts are texts to go on with", config.path)
     return tokenizer
 
 

@@ -36,15 +36,17 @@ class LMPolicy:
         *,
         temperature: float,
         seed: int,
+        trim: bool = False,
         frozen: bool = False,
     ) -> None:
-        """Raises ValueError for what the model refuses."""
+        """`trim`: a pass is no wider than its longest sample. Raises ValueError for what the model refuses."""
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
-        self.temperature = temperature
+        self.temperature, self.trim = temperature, trim
         self.settings = model.lm.config
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._cost: tuple[float, float] | None = None  # see forward_flops
+        self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
         self._check(model)
         self.trained = TrainedModel(
             model,
@@ -77,15 +79,7 @@ class LMPolicy:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt with the chat template, behind which a response begins."""
-        messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-        system = self.data.system_prompt
-        if system is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": system}, *messages]
-        if self.tokenizer.chat_template is None:
-            found = self.tokenizer("\n\n".join(m["content"] for m in messages))
-        else:
-            found = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-        tokens = list(found["input_ids"])
+        tokens = prompt_tokens(self.tokenizer, prompt, self.data.system_prompt)
         if self.data.overlong_prompts == "truncate":
             tokens = tokens[-self.data.max_prompt_length :]
         return tokens
@@ -102,10 +96,17 @@ class LMPolicy:
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As `replay`, at another temperature."""
-        scores = self.trained.module(trace.ids, trace.predicting, temperature)
+        trace, lengths = self.read(trace)
+        scores = self.trained.module(trace.ids, trace.predicting, temperature, lengths)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
         return TokenReplay(*(zeros.masked_scatter(mask, values) for values in scores))
+
+    def read(self, trace: TokenTrace) -> tuple[TokenTrace, list[int] | None]:
+        """The samples of a pass, and their lengths where they are packed."""
+        if self.trim:
+            trace = trace.trimmed()
+        return trace, (trace.starts + trace.lengths).tolist() if self.config.use_remove_padding else None
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
         """Only of kinds of policy that corrupt their samples."""
@@ -117,14 +118,17 @@ class LMPolicy:
 
     # -- cost -------------------------------------------------------------------------------------
 
-    def forward_flops(self, length: float) -> float:
-        """Operations of a forward pass of `length` tokens, all logits included: a length + b length^2."""
+    def forward_flops(self, length: float, logits: float) -> float:
+        """Operations of a forward pass over `length` tokens, with the logits of some: a length + b length^2 + c logits.
+
+        Attention is counted whole, as if each token saw those behind it, too.
+        """
         if self._cost is None:
             short, long = self._flops(64), self._flops(128)
             b = (long / 128 - short / 64) / 64
-            self._cost = short / 64 - 64 * b, b
+            self._cost = short / 64 - 64 * b - self._head, b
         a, b = self._cost
-        return a * length + b * length**2
+        return a * length + b * length**2 + self._head * logits
 
     def _flops(self, length: int) -> int:
         def build() -> Any:
@@ -138,18 +142,27 @@ class LMPolicy:
         return forward_flops(build, inputs)
 
     def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
-        """See phalanx.training.parts.TrainedPolicy. Decoding costs as much as a pass over what it decodes."""
-        trace: TokenTrace = samples.trace
-        total = sum(self.forward_flops(length) for length in (trace.starts + trace.lengths).tolist())
-        return step_flops(
-            round(total / len(trace.ids)),
+        """See phalanx.training.parts.TrainedPolicy: of the tokens that there are, without padding.
+
+        Decoding costs as much as a pass over what it decodes, and reads each prompt once. What gradient checkpointing
+        computes again is not counted.
+        """
+        assert samples.lengths is not None, "samples of this policy have lengths"
+        prompts, responses = samples.lengths.T.tolist()
+        scored = sum(self.forward_flops(p + r, r) for p, r in zip(prompts, responses, strict=True))
+        read = {prompt.group_id: length for prompt, length in zip(samples.prompts, prompts, strict=True)}
+        again = sum(self.forward_flops(length, 0) for length in prompts)
+        decoded = scored - again + sum(self.forward_flops(length, 0) for length in read.values())
+        passes = step_flops(
+            round(scored / len(prompts)),
             samples=count,
-            steps=2,  # decoding, and the old log-probabilities
+            steps=1,  # the old log-probabilities
             updates_per_sample=updates,
             lora=self.trained.lora,
-            checkpointing=self.config.gradient_checkpointing,
+            checkpointing=False,
             references=references,
         )
+        return passes + round(decoded / len(prompts) * count)
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -172,6 +185,18 @@ class LMPolicy:
         return self.trained.using(weights)
 
 
+def prompt_tokens(tokenizer: Any, prompt: Prompt, system: str | None) -> list[int]:
+    """Tokens of a prompt with the chat template, however many; `system`: see data.system_prompt."""
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    if system is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system}, *messages]
+    if tokenizer.chat_template is None:
+        found = tokenizer("\n\n".join(m["content"] for m in messages))
+    else:
+        found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(found["input_ids"])
+
+
 def build_policy(
     config: LMModelConfig,
     parallel: ParallelConfig,
@@ -181,6 +206,7 @@ def build_policy(
     chunk: int,
     temperature: float,
     seed: int,
+    trim: bool = False,
     frozen: bool = False,
 ) -> LMPolicy:
     """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be.
@@ -191,4 +217,6 @@ def build_policy(
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     model = load_model(config, dtype, chunk)
-    return LMPolicy(model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, frozen=frozen)
+    return LMPolicy(
+        model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, trim=trim, frozen=frozen
+    )

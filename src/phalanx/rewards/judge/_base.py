@@ -1,4 +1,4 @@
-"""The base class of rewards that ask a vision-language model about each image."""
+"""The base class of rewards that ask a model about each image or completion."""
 
 from abc import ABC, abstractmethod
 from typing import Any
@@ -11,17 +11,21 @@ class Judge(ABC):
 
     `template` is the question: {prompt} in it stands for the image's prompt, {ground_truth} and so on for the columns
     of its data; braces that belong to the question are doubled. The constructor takes the configured kwargs.
+
+    `takes` is "images", of a vision-language model, or "completions", of a language model: {completion} then stands for
+    the text that is judged, which is beside the columns in the metadata of `question`.
     """
 
     template: str
+    takes: str = "images"
 
     def question(self, prompt: str, metadata: dict[str, Any]) -> str:
-        """The question about an image of `prompt`."""
+        """The question about an image or a completion of `prompt`."""
         return self.template.format_map({**metadata, "prompt": prompt})
 
     @abstractmethod
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
-        """The score of an image by the model's answer; None where the answer cannot be read.
+        """The score of an image or a completion by the model's answer; None where the answer cannot be read.
 
         Such answers are counted and scored with `reward.model.unparseable_score`.
         """

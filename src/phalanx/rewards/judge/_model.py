@@ -17,7 +17,7 @@ from phalanx.distributed.reward_group import DomainRank
 from phalanx.rewards.base import RewardError
 
 log = logging.getLogger(__name__)
-Question = tuple[int, str]  # the number of an image, and what is asked about it
+Question = tuple[int, str]  # the number of an image (of none, where texts are judged), and what is asked about it
 
 
 class Engine(Protocol):
@@ -27,8 +27,8 @@ class Engine(Protocol):
         """For the time of the block the model is on the device; `answer` needs it."""
         ...
 
-    def answer(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
-        """Images uint8 [N, 3, H, W] and questions, each about the image of its number -> the answers.
+    def answer(self, images: Tensor | None, questions: Sequence[Question]) -> list[str]:
+        """Images uint8 [N, 3, H, W], or None, and questions, each about the image of its number -> the answers.
 
         ValueError for a question that the model cannot be asked, such as one that is too long.
         """
@@ -51,8 +51,8 @@ def check(cfg: RewardModelConfig) -> None:
 class RewardModel:
     """This rank's part of the reward model. All ranks of the world make it, and `ask`, at the same point."""
 
-    def __init__(self, cfg: RewardModelConfig, timeout_s: float) -> None:
-        """Place the model and load it; ValueError where that cannot be."""
+    def __init__(self, cfg: RewardModelConfig, timeout_s: float, *, text: bool = False) -> None:
+        """Place the model and load it; ValueError where that cannot be. `text`: it is asked without images."""
         launch = Launch.from_env()
         domains = place(cfg, launch.world_size, launch.local_world_size)
         check(cfg)
@@ -67,25 +67,27 @@ class RewardModel:
 
             groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)  # all ranks of the world do
             if holders is not None:
-                self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank)
+                self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank, text=text)
         elif holders is not None:
             from phalanx.distributed.tensor_parallel import replica_mesh
             from phalanx.engines.transformers import TransformersEngine
 
-            self._engine = TransformersEngine(cfg, replica_mesh(holders, timeout_s) if len(holders) > 1 else None)
+            replica = replica_mesh(holders, timeout_s) if len(holders) > 1 else None
+            self._engine = TransformersEngine(cfg, replica, text=text)
 
     def awake(self) -> AbstractContextManager[None]:
         """For the time of the block this rank's part is on the device; `ask` needs it."""
         return nullcontext() if self._engine is None else self._engine.awake()
 
-    def ask(self, images: Tensor, questions: Sequence[Question]) -> list[str]:
-        """The answers to this rank's questions about its images, uint8 [b, 3, H, W]; of both there may be none.
+    def ask(self, images: Tensor | None, questions: Sequence[Question]) -> list[str]:
+        """The answers to this rank's questions about its images, uint8 [b, 3, H, W]; of both there may be none, and
+        None, on all ranks, where the questions are of texts alone.
 
         RewardError, on all ranks of the domain, where the model cannot be asked one of their questions.
         """
         # 1. the images of the domain's ranks, one after the other, go to the ranks that hold the model
-        gathered = self._domain_rank.gather_images(images)
-        counts = self._domain_rank.all_gather(len(images))
+        gathered = None if images is None else self._domain_rank.gather_images(images)
+        counts = self._domain_rank.all_gather(0 if images is None else len(images))
 
         # 2. every rank hears all questions, whose numbers then count images from the domain's first rank on
         asked = self._domain_rank.all_gather(list(questions))
@@ -97,7 +99,7 @@ class RewardModel:
         # 3. each replica answers every so-manyth of them; a failure is told after the collective, so that no rank waits
         answers: list[str] = []
         failure: ValueError | None = None  # on all ranks of a replica alike, since they are asked the same
-        if self._engine is not None and gathered is not None:
+        if self._engine is not None:
             share = all_questions[self._domain_rank.replica :: len(self._replicas)]
             try:
                 answers = self._engine.answer(gathered, share) if share else []

@@ -1,4 +1,4 @@
-"""The judges of one rank: what they ask about the sampled images, and when."""
+"""The judges of one rank: what they ask about the samples, and when."""
 
 import time
 from concurrent.futures import Future
@@ -15,16 +15,18 @@ from phalanx.rewards.base import RewardError, copied
 from phalanx.rewards.judge._base import Judge
 from phalanx.rewards.judge._model import RewardModel
 from phalanx.rewards.threads import DaemonPool
-from phalanx.types import Prompt
+from phalanx.types import Outputs, Prompt
 
-Answers = dict[str, list[str]]  # by judge, an answer about each image
+Answers = dict[str, list[str]]  # by judge, an answer about each sample
 
 
 @dataclass(frozen=True)
 class JudgeBatch:
-    """Images uint8 [B, 3, H, W] of B prompts, and by judge a question about each."""
+    """Images uint8 [B, 3, H, W] of B prompts, and by judge a question about each; None where texts are judged, which
+    the questions hold.
+    """
 
-    images: Tensor
+    images: Tensor | None
     prompts: list[Prompt]
     questions: dict[str, list[str]]
 
@@ -37,11 +39,19 @@ class JudgePool:
     """
 
     def __init__(
-        self, judges: dict[str, Judge], cfg: RewardModelConfig, timeout_s: float, *, device: torch.device, beside: bool
+        self,
+        judges: dict[str, Judge],
+        cfg: RewardModelConfig,
+        timeout_s: float,
+        *,
+        outputs: str,
+        device: torch.device,
+        beside: bool,
     ) -> None:
-        """Load the reward model; ValueError where it cannot be used."""
+        """Load the reward model for `outputs`, images or completions; ValueError where it cannot be used."""
         self._judges = judges
-        self._model = RewardModel(cfg, timeout_s)
+        self._of_text = outputs == "completions"
+        self._model = RewardModel(cfg, timeout_s, text=self._of_text)
         self._batches: list[JudgeBatch] = []  # submitted, and not yet handed out by `ask`
         self.busy_s = 0.0
         self._spent_s = 0.0  # since the last `ask`
@@ -55,14 +65,15 @@ class JudgePool:
         self._awake = ExitStack()
         self._is_awake = False
 
-    def submit(self, images: Tensor, prompts: list[Prompt]) -> None:
-        """Take images [B, 3, H, W] in 0..1 of B prompts. RewardError where a judge cannot ask about one, or where an
-        earlier question could not be asked.
+    def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
+        """Take images [B, 3, H, W] in 0..1, or completions, of B prompts. RewardError where a judge cannot ask about
+        one, or where an earlier question could not be asked.
         """
+        texts = [None] * len(prompts) if isinstance(outputs, Tensor) else outputs
         questions = {}
         for name, judge in self._judges.items():
-            questions[name] = [_question(name, judge, prompt) for prompt in prompts]
-        batch = JudgeBatch(to_uint8(images), prompts, questions)
+            questions[name] = [_question(name, judge, *pair) for pair in zip(prompts, texts, strict=True)]
+        batch = JudgeBatch(to_uint8(outputs) if isinstance(outputs, Tensor) else None, prompts, questions)
         self._batches.append(batch)
         if self._thread is not None:
             self._answers.append(self._thread.submit(lambda: self._ask_beside(batch)))
@@ -71,7 +82,7 @@ class JudgePool:
                     answers.result()  # raises what has failed meanwhile
 
     def ask(self) -> tuple[list[Prompt], Answers]:
-        """The prompts of all that was submitted, which is forgotten, and by judge an answer about the image of each.
+        """The prompts of all that was submitted, which is forgotten, and by judge an answer about each.
 
         A collective: where this rank has submitted nothing, it answers the questions of others.
         """
@@ -110,26 +121,28 @@ class JudgePool:
         self._is_awake = False
 
     def _ask_model(self, batches: list[JudgeBatch]) -> Answers:
-        """The model's answers about all images of `batches`, on all ranks of the domain at once."""
+        """The model's answers about all samples of `batches`, on all ranks of the domain at once."""
         begin = time.perf_counter()
         # a rank without images takes part with none: sizes are those of the other ranks' images
-        images = torch.cat([b.images for b in batches]) if batches else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
-        count = len(images)
+        seen = [batch.images for batch in batches if batch.images is not None]
+        images = torch.cat(seen) if seen else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+        count = sum(len(batch.prompts) for batch in batches)
 
-        # one judge after the other, each about all images
+        # one judge after the other, each about all samples
         questions: list[tuple[int, str]] = []
         for name in self._judges:
             texts = [text for batch in batches for text in batch.questions[name]]
             questions += enumerate(texts)
-        answers = self._model.ask(images, questions)
+        answers = self._model.ask(None if self._of_text else images, questions)
         self._spent_s += time.perf_counter() - begin
         return {name: answers[i * count : (i + 1) * count] for i, name in enumerate(self._judges)}
 
 
-def _question(name: str, judge: Judge, prompt: Prompt) -> str:
-    """The question of a judge about an image of the prompt; RewardError where it cannot ask."""
+def _question(name: str, judge: Judge, prompt: Prompt, completion: str | None) -> str:
+    """The question of a judge about a sample of the prompt; RewardError where it cannot ask."""
+    text = {} if completion is None else {"completion": completion}
     try:
-        return judge.question(prompt.text, copied(prompt.meta))
+        return judge.question(prompt.text, copied(prompt.meta) | text)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise RewardError(
             f"reward {name!r} has no question: {reason(error)} on the prompt "

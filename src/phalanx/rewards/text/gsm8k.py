@@ -30,8 +30,12 @@ class Gsm8k:
         for completion, meta in zip(completions, metadata, strict=True):
             if "ground_truth" not in meta:
                 raise ValueError("gsm8k needs a ground_truth for each prompt, a number or a solution that ends in ####")
-            said = answer(completion, self.method)
-            right = said is not None and said == truth(meta["ground_truth"])
+            said, wanted = answer(completion, self.method), truth(meta["ground_truth"])
+            if wanted is None:
+                raise ValueError(
+                    f"gsm8k found the ground_truth {str(meta['ground_truth'])[-80:]!r}, which is no number"
+                )
+            right = said == wanted
             scores.append(1.0 if right else 0.0 if said is None else self.format_score)
         return scores
 

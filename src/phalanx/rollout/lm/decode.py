@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from phalanx.types import JobError
+
 SHRINK = 0.75  # of the samples go on: a smaller batch then pays for the copy of the cache
 
 
@@ -34,7 +36,7 @@ def decode(
 ) -> list[list[int]]:
     """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, limit].
 
-    `forward` and `config` are the language model's.
+    `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
     """
     device = uniform.device
     ids, mask = _left_padded(prompts, how.pad)
@@ -52,13 +54,14 @@ def decode(
     at = torch.tensor(rows, device=device)
     cache.batch_select_indices(at)
     logits, mask = out.logits[at, -1], mask[at]
+    finite = logits.amax(-1).isfinite().all()  # looked at once, at the end: each look would wait
     position = mask.sum(1)
     responses: list[list[int]] = [[] for _ in rows]
     alive = torch.arange(len(rows), device=device)  # samples of the batch, some of which have ended
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     ends = torch.tensor(how.ends, device=device)
     for t in range(how.limit):
-        drawn = _draw(logits.float(), uniform[alive, t], how)
+        drawn = draw(logits.float(), uniform[alive, t], how)
         for sample, token, over in zip(alive.tolist(), drawn.tolist(), ended[alive].tolist(), strict=True):
             if not over:
                 responses[sample].append(token)
@@ -79,6 +82,12 @@ def decode(
             use_cache=True,
         )
         logits, position = out.logits[:, -1], position + 1
+        finite &= logits.amax(-1).isfinite().all()
+    if not finite:
+        raise JobError(
+            "model.path: the logits of the model hold NaN or infinity while it decodes: its activations overflow; try "
+            "model.dtype=float32 or, where they did not before, a lower optim.lr"
+        )
     return responses
 
 
@@ -93,7 +102,7 @@ def _left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def _draw(logits: Tensor, uniform: Tensor, how: Decoding) -> Tensor:
+def draw(logits: Tensor, uniform: Tensor, how: Decoding) -> Tensor:
     """Tokens [B] of logits [B, V]."""
     if how.temperature == 0:
         return logits.argmax(-1)

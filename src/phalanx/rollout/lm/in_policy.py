@@ -10,7 +10,9 @@ from torch import Tensor
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
+from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding, decode
@@ -44,13 +46,13 @@ class LMRollout:
         data: LMDataConfig,
         world: World,
         micro_batch_size: int,
-        replayed: int,
+        passes: Passes,
     ) -> None:
-        """Samples are drawn `micro_batch_size` at a time, and their log-probabilities taken of `replayed`, as in
+        """Samples are drawn `micro_batch_size` at a time, and their log-probabilities taken in `passes`, as in
         training.
         """
         self.policy, self.config, self.data, self.world = policy, config, data, world
-        self.micro_batch_size, self.replayed = micro_batch_size, replayed
+        self.micro_batch_size, self.passes = micro_batch_size, passes
         limit = data.max_response_length
         self.how = Decoding(limit, config.temperature, policy.ends, policy.pad)
         val = config.val
@@ -102,10 +104,14 @@ class LMRollout:
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """rollout.val.n responses per prompt, one prompt's after the other."""
+        self.draw_validation(prompts, each=each)
+
+    def draw_validation(self, prompts: list[Prompt], *, each: Each) -> list[Drawn]:
+        """As `sample_validation`, with what was drawn."""
         val = self.config.val
         repeated = [prompt for prompt in prompts for _ in range(val.n)]
         names = [(val.seed, 0, prompt.group_id, i) for prompt in prompts for i in range(val.n)]
-        self._draw(repeated, names, self.val_how, each)
+        return self._draw(repeated, names, self.val_how, each)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """response/... and prompt/... of the samples of all ranks; reward [N] is theirs."""
@@ -173,12 +179,17 @@ class LMRollout:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
             mask = mask & ~cut[:, None]
         texts = [drawn.text for drawn in self._drawn]
-        return Samples(prompts, texts, self._log_prob(trace), mask, trace, index)
+        lengths = torch.stack([starts, lengths], 1)
+        return self._scored(Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths))
 
-    def _log_prob(self, trace: TokenTrace) -> Tensor:
-        """[B, A]: the policy's own, by passes of the training's shape."""
-        parts = torch.arange(len(trace.ids), device=trace.ids.device).split(self.replayed)
-        return torch.cat([self.policy.replay(trace.select(part)).log_prob for part in parts])
+    def _scored(self, samples: Samples) -> Samples:
+        """The samples with the policy's own log-probabilities, by passes of the training's shape."""
+        trace, tokens = samples.trace, samples.tokens
+        assert tokens is not None
+        parts = self.passes.parts(len(tokens), tokens[:, None])
+        replays = [self.policy.replay(trace.select(part.to(trace.ids.device))) for part in parts]
+        log_prob = in_order([replay.log_prob for replay in replays], parts)
+        return replace(samples, log_prob=log_prob, trace=trace.rescored(replays, parts))
 
 
 def measured(prompt: Prompt, drawn: Drawn, how: Decoding) -> Prompt:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import all_gather_object, reduce_float
 from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.engines.vllm_text import Sampling, TextEngine
 from phalanx.functional.tokens import TokenTrace
@@ -36,7 +38,7 @@ class VllmRollout(LMRollout):
         group: Sequence[int],
     ) -> None:
         """`group`: the ranks that hold the engine's weights together, this one among them."""
-        super().__init__(policy, config, data, world, micro_batch_size, 0)
+        super().__init__(policy, config, data, world, micro_batch_size, Passes(0))
         self.engine, self.group = engine, group
         self._probe = probe_prompts(policy, data)
         self.sync_error = 0.0  # of the last probe
@@ -73,12 +75,12 @@ class VllmRollout(LMRollout):
         """Those of all rollouts, and how far the engine was off after the last renewal."""
         return super().metrics(samples, reward) | {"rollout/sync_error": self.sync_error}
 
-    def _log_prob(self, trace: TokenTrace) -> Tensor:
-        """[B, A]: the engine's."""
-        found = torch.zeros(len(self._drawn), trace.width)
+    def _scored(self, samples: Samples) -> Samples:
+        """The samples with the engine's log-probabilities."""
+        found = torch.zeros(samples.mask.shape)
         for i, drawn in enumerate(self._drawn):
             found[i, : len(drawn.log_probs)] = torch.tensor(drawn.log_probs)
-        return found.to(trace.ids.device)
+        return replace(samples, log_prob=found.to(samples.mask.device))
 
     def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
         tokens = [self.policy.encode(prompt) for prompt in prompts]

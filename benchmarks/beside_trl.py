@@ -1,0 +1,164 @@
+"""GRPO of the quickstart's language model, here and in TRL's GRPOTrainer, in turns.
+
+    pip install trl
+    python benchmarks/beside_trl.py [--steps 20] [--runs 3]
+
+One process each, on one thread: the same model, prompts, reward and batch (16 prompts x 8 responses of at most 40
+tokens, one update a step), sampling without vLLM, no gradient checkpointing. A figure is CPU seconds of the process
+from the end of the first step to the end of the last, per 1,000 tokens of responses, which are sampled and trained
+once. The last line is JSON.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = ROOT / "assets" / "words"
+CONFIG = ROOT / "configs" / "grpo" / "quickstart.yaml"
+PROMPTS, RESPONSES, LIMIT, LEARNING_RATE = 16, 8, 40, 3e-4
+
+
+def phalanx(steps: int, folder: Path) -> dict[str, float]:
+    """The job of the quickstart on this process alone."""
+    from phalanx.config import load
+    from phalanx.config.lm import LMRLConfig
+    from phalanx.training.lm_rl import build
+    from phalanx.training.rl import Trainer
+
+    keys = {
+        "trainer.total_training_steps": steps,
+        "trainer.val_before_train": "false",
+        "trainer.test_freq": -1,
+        "trainer.save_freq": -1,
+        "trainer.output_dir": folder,
+        "trainer.logger": "[]",
+        "actor.ppo_micro_batch_size_per_gpu": PROMPTS * RESPONSES,
+    }
+    ends: list[float] = []
+
+    class Timed(Trainer):
+        def end_step(self, step: int, row: dict[str, float]) -> None:
+            super().end_step(step, row)
+            ends.append(time.process_time())
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.chdir(ROOT)
+    build(load(LMRLConfig, str(CONFIG), [f"{key}={value}" for key, value in keys.items()]), Timed).fit()
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    tokens = sum(row["response/length_mean"] for row in rows[1:]) * PROMPTS * RESPONSES
+    rewards = [row["reward/mean"] for row in rows]
+    return figures(ends, tokens, rewards)
+
+
+def trl(steps: int, folder: Path) -> dict[str, float]:
+    """The same by TRL."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from phalanx.rewards.text.gsm8k import Gsm8k
+
+    rows = [json.loads(line) for line in (WORDS / "train.jsonl").read_text().splitlines()]
+    data = Dataset.from_list(
+        [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
+    )
+    lengths: list[int] = []
+
+    def reward(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
+        lengths.append(sum(map(len, completion_ids)))
+        texts = [completion[0]["content"] for completion in completions]
+        return list(Gsm8k()(texts, texts, [{"ground_truth": text} for text in answer]))
+
+    ends: list[float] = []
+
+    class Timed(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(time.process_time())
+
+    config = GRPOConfig(
+        output_dir=str(folder),
+        per_device_train_batch_size=PROMPTS * RESPONSES,
+        num_generations=RESPONSES,
+        max_completion_length=LIMIT,
+        temperature=1.0,
+        beta=0.0,
+        learning_rate=LEARNING_RATE,
+        adam_beta2=0.99,
+        warmup_steps=3,
+        max_steps=steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(WORDS / "base", dtype="float32"),
+        processing_class=AutoTokenizer.from_pretrained(WORDS / "base"),
+        args=config,
+        train_dataset=data,
+        reward_funcs=reward,
+        callbacks=[Timed()],
+    )
+    trainer.train()
+    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+    return figures(ends, sum(lengths[1:]), rewards)
+
+
+def figures(ends: list[float], tokens: float, rewards: list[float]) -> dict[str, float]:
+    """What a run is compared by; `ends` are CPU seconds at the ends of the steps."""
+    return {
+        "cpu_s_per_1000_tokens": 1000 * (ends[-1] - ends[0]) / tokens,
+        "tokens": tokens,
+        "first_rewards": statistics.mean(rewards[:5]),
+        "last_rewards": statistics.mean(rewards[-5:]),
+    }
+
+
+SIDES: dict[str, Callable[[int, Path], dict[str, float]]] = {"phalanx": phalanx, "trl": trl}
+
+
+def turn(side: str, steps: int) -> dict[str, float]:
+    """A run of one side in a process of its own."""
+    command = [sys.executable, __file__, "--only", side, "--steps", str(steps)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if done.returncode != 0:
+        sys.exit(f"error: {side} failed\n{done.stderr}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run (20)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each (3)")
+    parser.add_argument("--only", choices=SIDES, help="one run of one of them, in this process")
+    args = parser.parse_args()
+    if args.only:
+        with tempfile.TemporaryDirectory() as name:
+            print(json.dumps(SIDES[args.only](args.steps, Path(name))))
+        return
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    for run in range(args.runs):
+        for side in SIDES:
+            found[side].append(turn(side, args.steps))
+            print(f"run {run + 1}, {side}: {found[side][-1]}", flush=True)
+    medians = {side: statistics.median(run["cpu_s_per_1000_tokens"] for run in runs) for side, runs in found.items()}
+    print(json.dumps(medians | {"ratio": medians["trl"] / medians["phalanx"]}))
+
+
+if __name__ == "__main__":
+    main()

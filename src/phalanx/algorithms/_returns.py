@@ -1,0 +1,72 @@
+"""The base of algorithms whose advantages are of single tokens: a reward at each of them, and GRPO's surrogate."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from phalanx.algorithms import grpo
+from phalanx.config.load import arg
+from phalanx.functional.returns import at_last, moments
+from phalanx.functional.token_losses import KL_TYPES, kl_estimate
+from phalanx.types import Credit, Scored
+
+
+@dataclass
+class ReturnsConfig(grpo.Config):
+    """Keys of `algorithm` that all algorithms with advantages of single tokens have, but for those in `unused`."""
+
+    unused: ClassVar[tuple[str, ...]] = (
+        "adv_clip_max",
+        "global_std",
+        "norm_adv_by_std_in_grpo",
+        "group_filter",
+        "group_filter_k",
+        "importance",
+    )
+
+    gamma: float = arg(1.0, "discount of later rewards, for each token", ge=0, le=1)
+    kl_reward_coef: float = arg(
+        0.0, "weight of the KL to the reference that is taken off each token's reward; 0: none", ge=0
+    )
+    kl_reward_type: str = arg("k1", "estimate of that KL: k1, k2 or k3", choices=KL_TYPES)
+
+
+class ReturnsAlgorithm(grpo.Algorithm, ABC):
+    """The reward r of a sample comes with its last token, and each token costs its KL:
+
+    r_t = r [t is the last] - kl_reward_coef KL_t
+    """
+
+    config: ReturnsConfig
+    per_action = True
+
+    def __init__(self, config: ReturnsConfig) -> None:
+        super().__init__(config)
+        if config.kl_reward_coef > 0:
+            self.references = ("reference",)
+
+    @abstractmethod
+    def token_credit(self, reward: Tensor, scored: Scored, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Advantages and returns [B, A] of rewards [B, A]."""
+
+    def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[N] the rewards themselves."""
+        return reward
+
+    def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
+        """[N] bool: all samples, also where the rewards of a prompt are equal."""
+        return torch.ones_like(reward, dtype=torch.bool)
+
+    def credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
+        """The rewards of tokens, and what follows from them."""
+        reward, metrics = at_last(scored.advantage, scored.mask), {}
+        if self.config.kl_reward_coef > 0:
+            kl = kl_estimate(scored.log_prob, scored.reference_outputs["reference"], self.config.kl_reward_type)
+            reward = reward - self.config.kl_reward_coef * kl
+            metrics["reward/kl_mean"], _ = moments(kl, scored.mask, total)
+        advantage, returns = self.token_credit(reward, scored, total)
+        return Credit(advantage, returns, metrics)

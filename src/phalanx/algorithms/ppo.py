@@ -1,0 +1,53 @@
+"""PPO with a critic: proximal policy optimisation of language models (https://arxiv.org/abs/1707.06347).
+
+    delta_t = r_t + gamma V_{t+1} - V_t,    A_t = sum_{k >= 0} (gamma lam)^k delta_{t+k},    R_t = A_t + V_t
+
+    L  = sum over tokens of  w max(-A_t rho, -A_t clip(rho, 1 - eps_low, 1 + eps_high))
+    Lv = sum over tokens of  w max((V_t - R_t)^2, (clip(V_t, V_old +- c) - R_t)^2) / 2
+
+with rho the likelihood ratio of a token, A whitened over the tokens of all ranks before L, V a critic's value of the
+text before a token (section `critic`), and r_t the sample's reward at its last token, less a KL to the reference.
+
+Deviations from the paper:
+1. Generalised advantages (arXiv 1506.02438) of a response, which is an episode: nothing comes behind its last token.
+2. Policy and critic are two models with an optimizer each, as in verl.
+3. For negative advantages rho is bounded by clip_ratio_c, as in verl (dual clip).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from phalanx.algorithms._returns import ReturnsAlgorithm, ReturnsConfig
+from phalanx.config.load import arg
+from phalanx.functional.returns import gae, whitened
+from phalanx.types import Scored
+
+
+@dataclass
+class Config(ReturnsConfig):
+    """Keys of `algorithm` where its name is ppo."""
+
+    lam: float = arg(1.0, "lambda of the generalised advantage estimate; 1: returns less values", ge=0, le=1)
+
+    @property
+    def needs_groups(self) -> bool:
+        """The critic is the baseline, not the prompt's other samples."""
+        return False
+
+    @property
+    def needs_critic(self) -> bool:
+        return True
+
+
+class Algorithm(ReturnsAlgorithm):
+    """The algorithm, pure: see phalanx.types.Algorithm."""
+
+    config: Config
+
+    def token_credit(self, reward: Tensor, scored: Scored, total: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Generalised advantages, whitened, and the returns [B, A] of rewards [B, A]."""
+        assert scored.values is not None
+        advantage, returns = gae(reward, scored.values, scored.mask, gamma=self.config.gamma, lam=self.config.lam)
+        return whitened(advantage, scored.mask, total), returns

@@ -1,0 +1,98 @@
+"""Which samples of different lengths go through the model together, so that a pass has at most so many tokens.
+
+A pass over padded samples has rows x longest tokens, one over packed samples the sum of their lengths.
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heapreplace
+
+import torch
+from torch import Tensor
+
+
+def split(tokens: Tensor, parts: int, *, packed: bool) -> list[list[int]]:
+    """Exactly so many parts, of costs as equal as a quick search gets them; the costliest come first.
+
+    Args:
+        tokens: [U, s] lengths of the s samples of each of U units, which stay together.
+        parts: at most U.
+        packed: whether the samples of a part stand in one row.
+
+    Returns:
+        Rows of `tokens`, in ascending order within each part; none is empty.
+    """
+    found = _packed(tokens, parts) if packed else _padded(tokens, parts)
+    found.sort(key=lambda rows: (-cost(tokens, rows, packed=packed), rows))
+    return found
+
+
+def in_order(values: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
+    """The results [b, ...] of passes over parts, rows of samples [b] each, as those of all samples [B, ...]."""
+    back = torch.cat(list(parts)).argsort()
+    return torch.cat(list(values))[back.to(values[0].device)]
+
+
+def cost(tokens: Tensor, rows: list[int], *, packed: bool) -> int:
+    """Tokens of a pass over the units `rows` of tokens [U, s]."""
+    part = tokens[rows]
+    return int(part.sum()) if packed else int(part.max()) * part.numel()
+
+
+def needed(tokens: Tensor, budget: int, *, packed: bool, least: int = 1) -> int:
+    """The smallest number of parts, from `least` on, with which `split` keeps to the budget; the number of units where
+    none does.
+    """
+    total = int(tokens.sum())
+    parts = max(least, -(-total // budget))  # packed or not, no part can have more
+    while parts < len(tokens) and _largest(tokens, parts, packed=packed) > budget:
+        parts += 1
+    return min(parts, len(tokens))
+
+
+def _largest(tokens: Tensor, parts: int, *, packed: bool) -> int:
+    return max(cost(tokens, rows, packed=packed) for rows in split(tokens, parts, packed=packed))
+
+
+def _packed(tokens: Tensor, parts: int) -> list[list[int]]:
+    """The longest first, each to the part with the fewest tokens."""
+    sizes = tokens.sum(1).tolist()
+    heap: list[tuple[int, int, list[int]]] = [(0, i, []) for i in range(parts)]
+    heapify(heap)
+    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
+        size, i, rows = heap[0]
+        heapreplace(heap, (size + sizes[row], i, [*rows, row]))
+    return [sorted(rows) for _, _, rows in heap]
+
+
+def _padded(tokens: Tensor, parts: int) -> list[list[int]]:
+    """Neighbors in the order of length: of the smallest cost with which so many parts are enough."""
+    longest, width = tokens.max(1).values.tolist(), tokens.shape[1]
+    order = sorted(range(len(longest)), key=lambda row: (-longest[row], row))
+    lengths = [longest[row] * width for row in order]
+    low, high = lengths[0], lengths[0] * len(lengths)
+    while low < high:
+        middle = (low + high) // 2
+        if len(_cut(lengths, middle)) <= parts:
+            high = middle
+        else:
+            low = middle + 1
+    sizes = _cut(lengths, low)
+    while len(sizes) < parts:
+        largest = sizes.index(max(sizes))
+        half = sizes[largest] // 2
+        sizes[largest : largest + 1] = [sizes[largest] - half, half]
+    found, at = [], 0
+    for size in sizes:
+        found.append(sorted(order[at : at + size]))
+        at += size
+    return found
+
+
+def _cut(lengths: list[int], most: int) -> list[int]:
+    """How many of descending lengths go together, part by part, where rows x longest is at most `most`."""
+    sizes, at = [], 0
+    while at < len(lengths):
+        size = min(max(most // lengths[at], 1), len(lengths) - at)
+        sizes.append(size)
+        at += size
+    return sizes

@@ -1,0 +1,137 @@
+"""Responses of a language model, from its folder or a checkpoint, as validation samples them. One process.
+
+A response is a function of its prompt and number, the seed and the settings, so a run's validation can be reproduced.
+"""
+
+import json
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from phalanx.config import ConfigError
+from phalanx.config.lm import LMRunConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.config.tasks import GenerateConfig
+from phalanx.data.prompts import load_prompts, numbered
+from phalanx.distributed import mesh
+from phalanx.distributed.passes import Passes
+from phalanx.jobs.export import open_given
+from phalanx.models.lm.model import DTYPES, load_model, load_tokenizer
+from phalanx.models.lm.policy import LMPolicy, prompt_tokens
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.telemetry.loggers import plain
+from phalanx.types import Prompt
+
+LIMIT = 1024  # tokens of a response of a model without a run
+
+
+class Generation:
+    """The job: `Generation(cfg)` builds the model (a ValueError is the user's mistake), `run()` writes."""
+
+    def __init__(self, cfg: GenerateConfig) -> None:
+        self.cfg = cfg
+        if mesh.Launch.from_env().world_size > 1:
+            raise ConfigError("generation runs in one process; start it by python3, or set NPROC_PER_NODE=1")
+        self.trained = open_given(cfg.checkpoint, cfg.weights, cfg.model.path)
+        run = self.trained.run if self.trained is not None else LMRunConfig()
+        if not isinstance(run, LMRunConfig):
+            raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a flow-matching model; use tasks/sample.py")
+        self.prompts = read_prompts(cfg, cfg.prompt_key or run.data.prompt_key)
+        self.file = None if cfg.output_file is None else Path(cfg.output_file).expanduser()
+        if self.file is not None and self.file.is_dir():
+            raise ConfigError(f"output_file: {cfg.output_file!r} is a folder; give a file")
+        given = _given(**asdict(cfg.model))
+        if "path" in given:  # the run's revision is of its own model
+            given = {"revision": None} | given
+        config = replace(run.model, gradient_checkpointing=False, **given)
+        data = replace(run.data, **_given(system_prompt=cfg.system_prompt), overlong_prompts="error")
+        tokenizer = load_tokenizer(config)
+        lengths = [len(prompt_tokens(tokenizer, prompt, data.system_prompt)) for prompt in self.prompts]
+        model = load_model(config, DTYPES[config.dtype], chunk=1)
+        limit = self._limit(run, lengths, model.lm.config.max_position_embeddings)
+        data = replace(data, max_prompt_length=max(lengths), max_response_length=limit)
+        self.world = mesh.start(ParallelConfig())
+        self.policy = LMPolicy(
+            model, tokenizer, self.world, config, ParallelConfig(), data, temperature=1.0, seed=run.trainer.seed
+        )
+        if self.trained is not None:
+            self.trained.check_fits(self.policy.trained.parameters, config.path)
+        settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
+        self.val = replace(run.rollout.val, **settings, max_response_length=limit)
+        rollout = replace(run.rollout, val=self.val)
+        self.rollout = LMRollout(self.policy, rollout, data, self.world, cfg.micro_batch_size_per_gpu, Passes(1))
+
+    def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int) -> int:
+        """The longest response, in tokens; ConfigError where it does not fit behind the longest prompt."""
+        longest = max(lengths)
+        if longest >= positions:
+            raise ConfigError(
+                f"prompt {lengths.index(longest)} has {longest} tokens with the chat template, and the model has "
+                f"{positions} positions"
+            )
+        asked, room = self.cfg.max_response_length, positions - longest
+        if asked is not None and asked > room:
+            raise ConfigError(
+                f"max_response_length: {asked} tokens behind a prompt of {longest} are more than the model's "
+                f"{positions} positions; expected at most {room}"
+            )
+        if asked is not None:
+            return asked
+        own = run.rollout.val.max_response_length or run.data.max_response_length
+        return min(own if self.trained is not None else LIMIT, room)
+
+    def run(self) -> None:
+        """Print all responses, and write them to the file, each micro-batch as soon as it is done."""
+        if self.trained is not None:
+            tensors = {name: p.detach() for name, p in self.policy.trained.parameters.items()}
+            self.trained.read_into(tensors, self.world.checkpoint_group)
+            self.policy.trained.sharded.copy_to_module()
+        n = self.val.n
+        together = max(1, self.cfg.micro_batch_size_per_gpu // n)
+        with ExitStack() as stack:
+            file = None
+            if self.file is not None:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(self.file.open("w", encoding="utf-8"))
+            stack.enter_context(self.rollout.awake())
+            for start in range(0, len(self.prompts), together):
+                prompts = self.prompts[start : start + together]
+                found = self.rollout.draw_validation(prompts, each=lambda texts, asked: None)
+                for number, drawn in enumerate(found):
+                    self._tell(prompts[number // n], number % n, drawn, file)
+        if self.file is not None:
+            print(f"{len(self.prompts) * n} responses in {self.file}", flush=True)
+        mesh.stop()
+
+    def _tell(self, prompt: Prompt, number: int, drawn: Drawn, file: TextIO | None) -> None:
+        """Print a response and write its line of the file."""
+        name = f"prompt {prompt.group_id}" + (f", response {number}" if self.val.n > 1 else "")
+        cut = f"\n[cut after {len(drawn.response)} tokens]" if drawn.truncated else ""
+        print(f"--- {name}: {plain(' '.join(prompt.text.split()))}\n{plain(drawn.text)}{cut}\n", flush=True)
+        if file is not None:
+            row = {"index": prompt.group_id, "response": number, "prompt": prompt.text, "text": drawn.text}
+            row |= {"tokens": len(drawn.response), "truncated": drawn.truncated, "seed": self.val.seed}
+            if "ground_truth" in prompt.meta:
+                row["ground_truth"] = prompt.meta["ground_truth"]
+            file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def read_prompts(cfg: GenerateConfig, key: str) -> list[Prompt]:
+    """The prompts of the task, numbered from 0; raises ValueError where there are none, or two sources."""
+    if cfg.prompts and cfg.prompt_file is not None:
+        raise ConfigError("prompts and prompt_file are both set; give one of them")
+    if cfg.prompt_file is not None:
+        rows = load_prompts([cfg.prompt_file], "prompt_file", prompt=key, quoted=False)
+        return [numbered(row, i) for i, row in enumerate(rows)]
+    if not cfg.prompts:
+        raise ConfigError(
+            "neither prompts nor prompt_file is set; give one of them, e.g. prompts='[Why is the sky blue?]'"
+        )
+    return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    """Those that are not null."""
+    return {name: value for name, value in values.items() if value is not None}

@@ -1,0 +1,172 @@
+"""Training data of language models: a source's prompts with an instruction, its answers, and a held-out split."""
+
+import json
+import random
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from phalanx.config.load import ConfigError
+from phalanx.config.messages import nearest, reason
+from phalanx.config.tasks import PrepareDataConfig
+from phalanx.data.prompts import PromptRow, load_prompts
+from phalanx.exit import rank
+from phalanx.rewards.text._answers import boxed, marked
+
+PROMPT_KEYS = ("prompt", "question", "problem", "messages")  # looked for in this order
+INSTRUCTIONS = {
+    "hash": 'Let\'s think step by step and output the final answer after "####".',
+    "boxed": "Let's think step by step and put the final answer within \\boxed{}.",
+    "line": 'Solve this step by step. The last line should be "Answer: " and the final answer.',
+    "answer": "Think first, then give the final answer between <answer> and </answer>.",
+    "none": "",
+}
+Row = dict[str, Any]  # of an output file
+
+
+class PrepareData:
+    """`PrepareData(cfg)` reads the source (a ValueError is the user's mistake), `run()` writes the files."""
+
+    def __init__(self, cfg: PrepareDataConfig) -> None:
+        self.cfg = cfg
+        if (cfg.source is None) == (not cfg.reasoning_gym):
+            raise ConfigError("give either source, a file, or reasoning_gym, a list of its tasks")
+        if cfg.source is None:
+            rows, found = list(self._made()), "answer"
+        else:
+            rows, found = self._read(cfg.source, "source")
+        self.instruction = INSTRUCTIONS[cfg.instruction or found] if cfg.suffix is None else cfg.suffix
+        test = [] if cfg.test_source is None else self._read(cfg.test_source, "test_source")[0]
+        self._split(rows, test)
+
+    def run(self) -> None:
+        """Write train.jsonl, val.jsonl and test.jsonl, of those the ones that are to have rows."""
+        if rank() != 0:
+            return
+        folder = Path(self.cfg.output_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, rows in self.files.items():
+                lines = [json.dumps(self._instructed(row), default=str) + "\n" for row in rows]
+                (folder / name).write_text("".join(lines), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"output_dir: {folder} cannot be written: {error.strerror}") from None
+        print(", ".join(f"{folder / name}: {len(rows)} prompts" for name, rows in self.files.items()))
+        print(f"instruction: {self.instruction or 'none'}")
+        if self.repeated:
+            print(f"{self.repeated} prompts of the source occur again: left out")
+        if self.leaked:
+            print(f"{self.leaked} prompts of the source are prompts of test_source: left out")
+
+    def _split(self, rows: list[Row], test: list[Row]) -> None:
+        """Set `files`: rows by the file that they go to. No prompt is in two of them."""
+        held_out = {_name(row) for row in test}
+        distinct = {_name(row): row for row in reversed(rows)}  # the first one of those alike
+        kept = [distinct[name] for name in dict.fromkeys(map(_name, rows)) if name not in held_out]
+        self.repeated, self.leaked = len(rows) - len(distinct), len(distinct) - len(kept)
+        count = self.cfg.val_size
+        if count >= len(kept):
+            raise ConfigError(f"val_size: {count} of {len(kept)} distinct prompts leave none to train on")
+        chosen = set(random.Random(self.cfg.seed).sample(range(len(kept)), count))
+        files = {
+            "train.jsonl": [row for i, row in enumerate(kept) if i not in chosen],
+            "val.jsonl": [kept[i] for i in sorted(chosen)],
+            "test.jsonl": test,
+        }
+        self.files = {name: rows for name, rows in files.items() if rows}
+
+    # -- a file ---------------------------------------------------------------------------------------------------
+
+    def _read(self, file: str, key: str) -> tuple[list[Row], str]:
+        """The rows of a file, and the form in which its answers are written."""
+        rows, form = [], "none"
+        for number, row in enumerate(self._prompts(file, key)):
+            answers = row.meta.get("ground_truth"), row.meta.get("solution")
+            raw = next((value for value in answers if value is not None), None)
+            if self.cfg.answer_key is not None:
+                raw = row.meta.get(self.cfg.answer_key)
+            if raw is None or not str(raw).strip():
+                wanted = self.cfg.answer_key or "ground_truth, reward_model.ground_truth, answer or solution"
+                raise ConfigError(f"{key}: {file}: prompt {number} has no answer; expected one in {wanted}: answer_key")
+            text = str(raw)
+            if "####" in text:
+                answer, form = marked(text), "hash"
+            elif "\\boxed" in text:
+                answer, form = boxed(text), "boxed"
+            else:
+                answer = text.strip()
+                form = "boxed" if "\\boxed" in str(row.meta.get("solution")) else form
+            if not answer:
+                raise ConfigError(f"{key}: {file}: prompt {number} has a solution without an answer: {text[-80:]!r}")
+            others = {name: value for name, value in row.meta.items() if name not in ("ground_truth", "reward_model")}
+            rows.append({"prompt": row.messages or row.text, "ground_truth": answer, **others})
+        return rows, form
+
+    def _prompts(self, file: str, key: str) -> list[PromptRow]:
+        if self.cfg.prompt_key is not None:
+            return load_prompts([file], key, prompt=self.cfg.prompt_key, quoted=False)
+        problems = []
+        for name in PROMPT_KEYS:
+            try:
+                return load_prompts([file], key, prompt=name, quoted=False)
+            except ValueError as error:
+                if f"no {name!r}" not in str(error) and f"no column {name!r}" not in str(error):
+                    raise  # it has the column, and is wrong otherwise
+                problems.append(error)
+        raise ConfigError(f"{problems[0]}; prompt_key names the column of the prompts")
+
+    def _instructed(self, row: Row) -> Row:
+        """The row with the instruction behind its prompt, of a chat its last message."""
+        if not self.instruction:
+            return row
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return row | {"prompt": self._behind(prompt)}
+        last = prompt[-1] | {"content": self._behind(prompt[-1]["content"])}
+        return row | {"prompt": [*prompt[:-1], last]}
+
+    def _behind(self, text: str) -> str:
+        """The instruction behind a text, on a line of its own where the text has several."""
+        text = text.rstrip()
+        return text + ("\n" if "\n" in text else " ") + self.instruction
+
+    # -- reasoning-gym --------------------------------------------------------------------------------------------
+
+    def _made(self) -> Iterator[Row]:
+        """cfg.size rows of each task, with what its verifier wants."""
+        if find_spec("reasoning_gym") is None:
+            raise ConfigError("reasoning_gym is not installed; pip install 'phalanx[reasoning-gym]'")
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+
+        for spec in self.cfg.reasoning_gym:
+            task, *words = spec.split("&")
+            if task not in DATASETS:
+                hint = nearest(task, list(DATASETS)) or ""
+                raise ConfigError(f"reasoning_gym: there is no task {task!r}{hint}")
+            given = dict(word.partition("=")[::2] for word in words)
+            settings = {"size": self.cfg.size, "seed": self.cfg.seed}
+            try:
+                settings |= {name: yaml.safe_load(value) for name, value in given.items()}
+                entries = list(reasoning_gym.create_dataset(task, **settings))
+                score = reasoning_gym.get_score_answer_fn(task)
+                plain = [json.loads(json.dumps(entry)) for entry in entries]
+                survives = score(entries[0]["answer"], plain[0]) == score(entries[0]["answer"], entries[0])
+            except Exception as error:  # each task says in its own way what it does not take
+                raise ConfigError(f"reasoning_gym: {spec}: {reason(error)}") from error
+            if not survives:
+                raise ConfigError(f"reasoning_gym: {spec}: its verifier does not take rows that JSON has held")
+            for entry in plain:
+                row = {"prompt": entry["question"], "ground_truth": str(entry["answer"])}
+                source = f"reasoning_gym/{task}"
+                yield {**row, "data_source": source, "reasoning_gym": {"task": task, "entry": entry}}
+
+
+def _name(row: Row) -> str:
+    """What two rows have in common that ask the same."""
+    prompt = row["prompt"]
+    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    return " ".join(text.split()).casefold()

@@ -1,0 +1,85 @@
+"""The critic: a causal language model with one value in place of its logits, over the mesh."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.critic import CriticModelConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm.model import DTYPES, CausalLM, load_model, states_at
+from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.trained import TrainedModel
+
+
+class ValueLM(nn.Module):
+    """A language model's layers, and a value of the text up to each token. All values are 0 at first."""
+
+    def __init__(self, model: CausalLM) -> None:
+        super().__init__()
+        self.backbone, self.recomputes = model.lm.get_decoder(), model.recomputes
+        self.value = nn.Linear(model.lm.get_output_embeddings().in_features, 1)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+
+    def forward(self, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+        """Values [N] float32 of the text up to each of the positions `predicting` [B, T - 1] of ids [B, T]; `lengths`
+        as in CausalLM.
+        """
+        if self.recomputes:  # see CausalLM
+            for block in self.blocks():
+                block.training = torch.is_grad_enabled()
+        states = states_at(self.backbone, ids, predicting, lengths)
+        # in bfloat16 a value would have three digits
+        return nn.functional.linear(states.float(), self.value.weight.float(), self.value.bias.float()).squeeze(1)
+
+    def blocks(self) -> list[nn.Module]:
+        """The layers, which are sharded one by one."""
+        return list(next(child for child in self.backbone.children() if isinstance(child, nn.ModuleList)))
+
+
+class LMCritic:
+    """See phalanx.training.parts.Critic."""
+
+    def __init__(self, trained: TrainedModel, policy: LMPolicy) -> None:
+        """It reads samples as `policy` does, padded or packed."""
+        self.trained, self.policy = trained, policy
+
+    def values(self, trace: TokenTrace) -> Tensor:
+        """[B, A] float32: the value before each token of the responses, 0 behind a response's end."""
+        trace, lengths = self.policy.read(trace)
+        values = self.trained.module(trace.ids, trace.predicting, lengths)
+        mask = trace.mask
+        return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
+
+
+def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LMPolicy, seed: int) -> LMCritic:
+    """Load the critic, by default from the policy's folder, and lay it out over the policy's mesh. Raises ValueError,
+    with one line, for a folder that does not load or is of another vocabulary.
+    """
+    own, checkpointing = policy.config, config.gradient_checkpointing
+    settings = replace(
+        own,
+        path=own.path if config.path is None else config.path,
+        revision=own.revision if config.path is None else config.revision,
+        dtype=own.dtype if config.dtype is None else config.dtype,
+        lora_rank=0,
+        gradient_checkpointing=own.gradient_checkpointing if checkpointing is None else checkpointing,
+    )
+    key = "model.path" if config.path is None else "critic.model.path"
+    model = load_model(settings, torch.float32, chunk=1, key=key)
+    rows, wanted = model.lm.get_input_embeddings().num_embeddings, len(policy.tokenizer)
+    if rows < wanted:
+        raise ValueError(f"{key}: {settings.path!r} embeds {rows} tokens, and the policy's tokenizer has {wanted}")
+    longest, positions = policy.data.max_prompt_length + policy.data.max_response_length, model.lm.config
+    if positions.max_position_embeddings < longest:
+        raise ValueError(
+            f"{key}: {settings.path!r} has {positions.max_position_embeddings} positions, and data.max_prompt_length "
+            f"with data.max_response_length is {longest} tokens"
+        )
+    critic = ValueLM(model)
+    dtype = DTYPES[settings.dtype]
+    trained = TrainedModel(critic, critic.blocks(), policy.world, settings, parallel, dtype, seed=seed)
+    return LMCritic(trained, policy)

@@ -1,0 +1,77 @@
+"""What becomes of a trained language model: a folder for transformers and vLLM, or an adapter for peft."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from phalanx.config.lm import LMModelConfig
+from phalanx.engines.loading import loading
+from phalanx.models.headers import read_json
+from phalanx.models.lm.model import DTYPES, CausalLM, load_model
+from phalanx.models.lm.policy import LORA_TARGETS
+from phalanx.models.lora import adapter_config
+
+lora_targets = LORA_TARGETS
+# files of the base folder that training does not change
+_KEPT = (
+    "tokenizer*",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "generation_config.json",
+)
+
+
+def load_base(config: LMModelConfig, dtype: torch.dtype | None) -> CausalLM:
+    """The base folder's model, on the CPU; `dtype` None: in the dtype that training computes in."""
+    return load_model(config, dtype or DTYPES[config.dtype], chunk=1)
+
+
+def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
+    """Write a folder of transformers: the base's, with the trained weights."""
+    model.lm.generation_config = transformers.GenerationConfig()  # the base's may not pass the check before it is saved
+    model.lm.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    # Its own config.json, too: this transformers writes keys that older ones do not read, and they would take their
+    # defaults in silence.
+    base = _base_folder(config)
+    settings = read_json(base / "config.json")
+    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = str(model.lm.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    _copy_kept(base, folder)
+
+
+def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
+    """Write peft's folder of a LoRA, with the tokenizer; `layers` have peft's names without an adapter."""
+    tensors = {f"base_model.model.{name.removeprefix('lm.')}": t.contiguous() for name, t in layers.items()}
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}
+    targets = config.target_modules or sorted(leaves)
+    adapter_config(rank, alpha, targets, config.path, config.revision).save_pretrained(folder)
+    _copy_kept(_base_folder(config), folder)
+
+
+def _base_folder(config: LMModelConfig) -> Path:
+    """The base model's folder; of a hub id its small files, from the hub or its cache."""
+    folder = Path(config.path).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    with loading(f"model.path: {config.path!r} does not load"):
+        patterns = ["config.json", *_KEPT]
+        return Path(snapshot_download(config.path, revision=config.revision, allow_patterns=patterns))
+
+
+def _copy_kept(base: Path, folder: Path) -> None:
+    for pattern in _KEPT:
+        for file in base.glob(pattern):
+            shutil.copyfile(file, folder / file.name)

@@ -1,0 +1,138 @@
+"""Answers in texts: where they stand, and when two of them are the same to the letter."""
+
+import re
+from collections.abc import Callable, Mapping
+from decimal import Decimal, InvalidOperation
+from typing import Any
+
+LONGEST = 1000  # characters of an answer; what is longer is none
+_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*")
+_WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+# what a formula may have or not, and is the same: layout, dollars, degrees, percent
+_LAYOUT = re.compile(r"\\(?:left|right)(?![a-z])|\\[,;:!> ]|\\q?quad\b|~|\\?[$%]|\^\s*\{?\\circ\}?|\\degree\b")
+_SHORT = re.compile(r"\\(frac|sqrt)(?:\s*)([0-9a-z])(?:([0-9a-z])(?![0-9a-z]))?")
+_RATIO = re.compile(r"(-?)(\d+)/(\d+)")
+_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
+
+
+def boxed(text: str) -> str | None:
+    r"""The content of the last \boxed{...}, braces matched, or of \boxed x; None without one that ends."""
+    found = list(_BOX.finditer(text))
+    if not found:
+        return None
+    begin = found[-1].end()
+    if text[begin : begin + 1] != "{":
+        word = re.match(r"[^\s$]+", text[begin : begin + LONGEST])
+        return None if word is None else word.group()
+    depth = 0
+    for brace in re.finditer(r"\\.|[{}]", text[begin:], re.DOTALL):
+        depth += {"{": 1, "}": -1}.get(brace.group(), 0)
+        if depth == 0:
+            return text[begin + 1 : begin + brace.start()].strip()
+    return None
+
+
+def tagged(text: str) -> str | None:
+    """The content of the last <answer>...</answer>."""
+    found = _TAG.findall(text)
+    return found[-1].strip() if found else None
+
+
+def line(text: str) -> str | None:
+    """The rest of the line behind the last `Answer:`."""
+    found = _LINE.findall(text)
+    return found[-1].strip("* ") if found else None  # of **Answer:** 34, too
+
+
+def marked(text: str) -> str | None:
+    """What stands behind the last ####, up to the end of its line."""
+    _, mark, rest = text.rpartition("####")
+    return rest.strip().partition("\n")[0].strip() or None if mark else None
+
+
+def whole(text: str) -> str | None:
+    """The text itself."""
+    return text.strip() or None
+
+
+FORMS: dict[str, Callable[[str], str | None]] = {
+    "boxed": boxed,
+    "answer": tagged,
+    "line": line,
+    "hash": marked,
+    "whole": whole,
+}
+
+
+def form(name: str) -> Callable[[str], str | None]:
+    """The way to find an answer; ValueError for an unknown one."""
+    if name not in FORMS:
+        raise ValueError(f"answer={name!r} should be one of {', '.join(FORMS)}")
+    return FORMS[name]
+
+
+def truth(metadata: Mapping[str, Any], reward: str) -> str:
+    """The ground truth as a text, of a whole solution its answer. ValueError where there is none."""
+    value = metadata["ground_truth"] if "ground_truth" in metadata else None
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        found = "no ground_truth" if value is None else f"a ground_truth of type {type(value).__name__}"
+        raise ValueError(f"{reward} found {found}; expected a text or a number in the data's column ground_truth")
+    text = str(value)
+    found = boxed(text) or (marked(text) if "####" in text else None) or text.strip()
+    if not found:
+        raise ValueError(f"{reward} found an empty ground_truth; expected a text or a number")
+    return found
+
+
+def number(text: str) -> Decimal | None:
+    """A text that is a number, such as `18.0`."""
+    try:
+        found = Decimal(text)
+    except InvalidOperation:
+        return None
+    return found if found.is_finite() else None
+
+
+def normalised(text: str) -> str:
+    r"""A formula without what makes no difference: `\left`, `\dfrac`, units in `\text`, dollars, spaces, a last point;
+    `\frac12` and `1/2` are \frac{1}{2}, and `x = 5` is 5.
+    """
+    inner = boxed(text) if "\\boxed" in text or "\\fbox" in text else None
+    text = (inner or text).strip().rstrip(".").strip()
+    words = _WORDS.sub(r"\1", text)
+    without = _WORDS.sub("", text).strip()
+    # words beside a formula are its unit; where there is nothing else, they are the answer
+    text = without if any(c.isalnum() for c in without) else words
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = _LAYOUT.sub("", text).strip().rstrip(".")
+    name, sign, value = text.partition("=")
+    if sign and len(name.strip()) <= 2 and "=" not in value:
+        text = value
+    text = "".join(text.split())
+    text = _THOUSANDS.sub("", text)
+    text = _SHORT.sub(_with_braces, text)
+    ratio = _RATIO.fullmatch(text)
+    if ratio is not None:
+        text = rf"{ratio[1]}\frac{{{ratio[2]}}}{{{ratio[3]}}}"
+    return text
+
+
+def same(answer: str, other: str) -> bool:
+    """Whether two answers are the same, as numbers or to the letter of their normal form."""
+    some, others = normalised(answer), normalised(other)
+    if some == others:
+        return some != ""
+    value = number(some)
+    return value is not None and value == number(others)
+
+
+def _with_braces(found: "re.Match[str]") -> str:
+    command, first, second = found.groups()
+    if command == "frac" and second is None:
+        return found.group()
+    rest = "" if second is None else f"{{{second}}}" if command == "frac" else second
+    return f"\\{command}{{{first}}}{rest}"

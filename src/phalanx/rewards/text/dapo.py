@@ -1,0 +1,31 @@
+"""Reward: mathematics in DAPO's form (arXiv 2503.14476): the answer behind the last `Answer:`, 1 or -1.
+
+Only the last 300 characters are looked at, as there. Numbers are compared as numbers, all else in a normal form.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from phalanx.rewards.base import RewardOutput, RewardWithExtras
+from phalanx.rewards.text import _answers
+
+TAIL = 300
+
+
+class Dapo(RewardWithExtras):
+    """1 where the answer is metadata's `ground_truth`, else `wrong_score`; the extra `accuracy` is 1 or 0."""
+
+    extras = ("accuracy",)
+
+    def __init__(self, wrong_score: float = -1.0) -> None:
+        self._wrong_score = wrong_score
+
+    def __call__(
+        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> RewardOutput:
+        right = []
+        for completion, meta in zip(completions, metadata, strict=True):
+            truth, answer = _answers.truth(meta, "dapo"), _answers.line(completion[-TAIL:])
+            right.append(answer is not None and _answers.same(answer, truth))
+        scores = [1.0 if each else self._wrong_score for each in right]
+        return RewardOutput(scores, {"accuracy": [float(each) for each in right]})

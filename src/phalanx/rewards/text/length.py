@@ -1,0 +1,25 @@
+"""Reward: the length of a completion in characters or words, as a term beside others."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+
+class Length:
+    """The number of characters or words; with `target` minus the relative distance to it, -|n - target| / target,
+    at least -1. A negative weight makes the plain number a price of each.
+    """
+
+    def __init__(self, unit: Literal["characters", "words"] = "characters", target: float | None = None) -> None:
+        if unit not in ("characters", "words"):
+            raise ValueError(f"unit={unit!r} should be characters or words")
+        if target is not None and not target > 0:
+            raise ValueError(f"target={target!r} should be above 0")
+        self._unit, self._target = unit, target
+
+    def __call__(
+        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
+        counts = [len(text) if self._unit == "characters" else len(text.split()) for text in completions]
+        if self._target is None:
+            return [float(count) for count in counts]
+        return [-min(1.0, abs(count - self._target) / self._target) for count in counts]

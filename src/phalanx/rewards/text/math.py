@@ -1,0 +1,57 @@
+r"""Reward: mathematics, the answer in the last \boxed{...} of a solution, as the data set MATH writes it.
+
+Answers are compared as texts, in a normal form, and as numbers; what then differs is judged by math-verify, unless
+`equivalence` is `string`: it computes with both in sympy, so that 2\sqrt{2} is \sqrt{8} and (x-1)(x+1) is x^2-1.
+"""
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from phalanx.rewards.base import RewardOutput
+from phalanx.rewards.text import _answers
+from phalanx.rewards.text._process import Verifier, VerifierError, scored
+
+
+class Math:
+    """1 where the answer is metadata's `ground_truth`, else 0; `format_score` for a wrong one.
+
+    answer: where it stands: boxed, answer (tags), line (behind Answer:), hash (behind ####) or whole.
+    timeout_s: seconds that math-verify has for a sample, which has no score where they do not do.
+    """
+
+    def __init__(
+        self,
+        equivalence: Literal["math_verify", "string"] = "math_verify",
+        answer: str = "boxed",
+        format_score: float = 0.0,
+        timeout_s: float = 5.0,
+    ) -> None:
+        if equivalence not in ("math_verify", "string"):
+            raise ValueError(f"equivalence={equivalence!r} should be math_verify or string")
+        if equivalence == "math_verify" and find_spec("math_verify") is None:
+            raise ValueError(
+                "equivalence=math_verify needs math-verify, which is not installed; pip install 'phalanx[math]', or "
+                "set equivalence to string"
+            )
+        self._find = _answers.form(answer)
+        self._format_score = format_score
+        self._verifier = Verifier("math", timeout_s) if equivalence == "math_verify" else None
+
+    def __call__(
+        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> RewardOutput:
+        truths = [_answers.truth(meta, "math") for meta in metadata]
+        pairs = zip(completions, truths, strict=True)
+        return scored([self._score(self._find(completion), truth) for completion, truth in pairs])
+
+    def _score(self, answer: str | None, truth: str) -> float | VerifierError:
+        if answer is None or not 0 < len(answer) <= _answers.LONGEST:
+            return 0.0
+        right = _answers.same(answer, truth)
+        if not right and self._verifier is not None:
+            try:
+                right = self._verifier.ask(truth, answer)
+            except VerifierError as error:
+                return error
+        return 1.0 if right else self._format_score

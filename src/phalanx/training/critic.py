@@ -1,0 +1,99 @@
+"""The critic's part of the loop: its values of a step's samples, and its optimizer steps on what these came to."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.critic import CriticConfig
+from phalanx.config.run import ActorConfig
+from phalanx.distributed.collectives import reduce_sum
+from phalanx.distributed.mesh import World
+from phalanx.functional.returns import moments, value_loss
+from phalanx.functional.token_budget import in_order
+from phalanx.models.trained import TrainedModel
+from phalanx.training.batches import BatchPlan
+from phalanx.training.learner import Learner
+from phalanx.training.minibatches import Units, optimizer_steps
+from phalanx.training.parts import Critic
+from phalanx.training.step_metrics import update_metrics
+from phalanx.types import Samples
+
+
+class CriticTrainer:
+    """A critic beside the policy, with the same batches. In the first `warmup` training steps it alone is trained.
+
+    `learner` has its optimizer, once `prepare` has made it.
+    """
+
+    learner: Learner
+
+    def __init__(
+        self, critic: Critic, config: CriticConfig, actor: ActorConfig, plan: BatchPlan, world: World, warmup: int
+    ) -> None:
+        self.critic, self.config, self.plan, self.world, self.warmup = critic, config, plan, world, warmup
+        self.epochs = actor.ppo_epochs if config.ppo_epochs is None else config.ppo_epochs
+
+    def prepare(self, steps: int, *, offload: bool) -> Learner:
+        """Make the optimizer for so many training steps."""
+        updates = steps * self.plan.updates * self.epochs
+        self.learner = Learner(self.critic.trained, self.config.optim, updates, offload=offload)
+        return self.learner
+
+    @torch.no_grad()
+    def values(self, samples: Samples) -> Tensor:
+        """[B, A] of all samples of this rank, by passes of the training's shape."""
+        tokens = None if samples.tokens is None else samples.tokens[:, None]
+        parts, device = self.plan.passes_of(1).parts(len(samples.mask), tokens), samples.mask.device
+        with self.critic.trained.unsharded():
+            return in_order([self.critic.values(samples.trace.select(part.to(device))) for part in parts], parts)
+
+    def update(
+        self, samples: Samples, units: Units, mask: Tensor, old: Tensor, returns: Tensor, advance: Callable[[], None]
+    ) -> dict[str, float]:
+        """All optimizer steps on the returns [B, A] of this rank's samples; critic/... metrics.
+
+        mask [B, A] bool: the tokens that count; `old` [B, A] are the values that the returns rest on. `advance` is
+        called after each micro-batch.
+        """
+        model = self.critic.trained
+        stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
+        updates: list[dict[str, Any]] = []
+        for _ in range(self.epochs):
+            mode, tokens = self.config.loss_agg_mode, samples.tokens
+            steps = optimizer_steps(samples.mask, units, self.plan, self.world, mode=mode, constant=None, tokens=tokens)
+            for parts in steps:
+                stats.append([])
+                total = torch.zeros((), device=self.world.device)
+                for i, (rows, weight) in enumerate(parts):
+                    at = rows.to(self.world.device)
+                    model.sharded.set_last_micro_batch(i == len(parts) - 1)
+                    values = self.critic.values(samples.trace.select(at))
+                    per_token, scalars = value_loss(
+                        values, old[at], returns[at], mask[at], clip=self.config.cliprange_value
+                    )
+                    loss = (per_token * weight.to(self.world.device)).sum()
+                    loss.backward()
+                    total += loss.detach()
+                    stats[-1].append(scalars)
+                    advance()
+                updates.append(self.learner.step(total))
+        row = explained(old, returns, mask)
+        return row | update_metrics("critic", stats, updates, self.plan.updates * self.epochs)
+
+    def relative_cost(self, policy: TrainedModel) -> float:
+        """Operations of a step's values and updates, in forward passes of the policy over the samples."""
+        own, other = (sum(p.numel() for p in m.module.parameters()) for m in (self.critic.trained, policy))
+        update = 4 if self.critic.trained.config.gradient_checkpointing else 3
+        return own / other * (1 + update * self.epochs)
+
+
+def explained(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:
+    """Over the masks [B, A] of all ranks: the mean of the values, and 1 - Var(R - V) / Var(R), 0 where all returns are
+    equal.
+    """
+    mean, _ = moments(values, mask, reduce_sum)
+    _, variance = moments(returns, mask, reduce_sum)
+    _, left = moments(returns - values, mask, reduce_sum)
+    return {"critic/values_mean": mean, "critic/explained_variance": 1 - left / variance if variance > 0 else 0.0}

@@ -1,0 +1,110 @@
+"""What --plan says of the memory of a language model's job, against what a step takes on a CPU: see test_plan_memory.py."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster
+from phalanx.plan.memory import count
+from phalanx.training.lm_rl import build
+from tests.distributed.test_plan_memory import (
+    BF16,
+    CHECKPOINTING,
+    FULL,
+    LORA,
+    SHARDED,
+    Heap,
+    alive,
+    as_on_gpus,
+    compare,
+    needs_glibc,
+    storages,
+    total,
+    train,
+)
+from tests.lm import tiny_lm_config
+from tests.ranks import run_ranks
+
+PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=500")
+
+
+@pytest.fixture(scope="session")
+def medium_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of 4.2 M weights: four blocks, 256 wide, and a vocabulary of 4,096."""
+    from phalanx.tools.tiny_lm import make_tokenizer
+
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "medium_lm", make_tokenizer()
+    settings = Qwen3Config(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(settings).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def measure(cfg: Any) -> dict[str, int]:
+    """Bytes of the parts, and the most that there are in each phase of a step."""
+    strangers = alive()
+    t = build(cfg)
+    t.rollout.how = replace(t.rollout.how, ends=[])  # all responses are the longest
+    as_on_gpus(t)
+    train(t)  # imports that come late, and kernels' caches
+    on_host = dict(strangers)
+    if "reference" in t.policy.trained._weights:
+        on_host |= storages(t.policy.trained._weights["reference"].values())
+    found = {
+        "held": sum(size for address, size in alive().items() if address not in on_host),
+        "weights": total([*t.policy.trained.module.parameters(), *t.policy.trained.parameters.values()]),
+        "optimizer's state": total(value for state in t.learner.optimizer.state().values() for value in state.values()),
+    }
+    with Heap(found["held"]) as heap:
+        t.learner.optimizer.step = heap.during("optimizer", t.learner.optimizer.step)
+        t.update = heap.during("update", t.update)
+        t.rollout._decode = heap.during("rollout: sample", t.rollout._decode)
+        t.rollout._log_prob = heap.during("rollout: log-probs", t.rollout._log_prob)
+        if t.algorithm.references:
+            t.reference_outputs = heap.during("reference", t.reference_outputs)
+        train(t)
+    return found | heap.most
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(1, [FULL], id="full"),
+        pytest.param(1, [LORA, CHECKPOINTING, BF16, *PACKED], id="lora, checkpointing, bfloat16, packed"),
+        pytest.param(
+            2, [FULL, SHARDED, CHECKPOINTING, "algorithm.kl_loss_coef=0.1", *PACKED], id="sharded, KL, packed"
+        ),
+    ],
+)
+def test_memory(ranks: int, overrides: list[str], medium_lm: Path, tmp_path: Path) -> None:
+    prompt = "Ann has 3 books." * 8
+    chat = [{"role": "user", "content": prompt}]
+    tokenizer = AutoTokenizer.from_pretrained(medium_lm)
+    length = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+    sizes = [f"data.max_prompt_length={length}", "data.max_response_length=64", "data.train_batch_size=2"]
+    batch = [f"rollout.n={4 * ranks}", "rollout.micro_batch_size_per_gpu=8", "actor.log_prob_chunk_size=64"]
+    cfg = tiny_lm_config(medium_lm, tmp_path, *sizes, *batch, "actor.ppo_micro_batch_size_per_gpu=4", *overrides)
+    (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 4)
+    took = run_ranks(measure, ranks, cfg, timeout=240)[0]
+    job = planned(cfg, Cluster(1, ranks))
+    compare(job, count(job), took)

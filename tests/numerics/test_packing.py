@@ -1,0 +1,115 @@
+"""Samples side by side in one row get the log-probabilities and the gradient that they get with padding."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.mesh import World
+from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm import packing
+from phalanx.models.lm.model import CausalLM
+from phalanx.models.lm.policy import LMPolicy, build_policy
+from phalanx.types import Prompt, Samples
+from tests.policies import disturb
+
+STARTS, LENGTHS = [4, 9, 1, 2], [3, 11, 1, 7]
+
+
+def trace() -> TokenTrace:
+    """Four samples of very different lengths."""
+    ids = torch.randint(3, 400, (4, 20), generator=torch.Generator().manual_seed(0))
+    return TokenTrace(ids, torch.tensor(STARTS), torch.tensor(LENGTHS), 11)
+
+
+def scored(policy: LMPolicy) -> list[Tensor]:
+    """Log-probs, entropies, and the gradient of an uneven sum of them."""
+    replay = policy.replay(trace())
+    weight = torch.linspace(0.5, 2, replay.log_prob.numel()).view_as(replay.log_prob)
+    (replay.log_prob * weight + replay.entropy).sum().backward()
+    gradient = [p.grad for p in policy.trained.parameters.values() if p.grad is not None]
+    assert len(gradient) == len(policy.trained.parameters)
+    return [replay.log_prob.detach(), replay.entropy.detach(), *gradient]
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"gradient_checkpointing": True}, {"lora_rank": 4, "gradient_checkpointing": True}],
+    ids=["full", "checkpointing", "lora"],
+)
+def test_a_packed_pass_is_a_padded_one(keys: dict[str, Any], lm_folder: Path, world: World) -> None:
+    found = []
+    for packed in (False, True):
+        config = LMModelConfig(path=str(lm_folder), dtype="float32", use_remove_padding=packed, **keys)
+        data = LMDataConfig(max_prompt_length=64, max_response_length=16)
+        policy = build_policy(config, ParallelConfig(), data, world, chunk=5, temperature=0.7, seed=0)
+        disturb(policy, 0.02)
+        found.append(scored(policy))
+    for padded, packed_ in zip(*found, strict=True):
+        torch.testing.assert_close(packed_, padded, rtol=1e-5, atol=1e-5)
+
+
+def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
+    """Variable lengths as flash-attention takes them."""
+    ends = kwargs["cu_seq_lens_q"]
+    assert mask is None and ends.dtype == torch.int32 and torch.equal(ends, kwargs["cu_seq_lens_k"])
+    lengths = ends.diff().tolist()
+    assert max(lengths) == kwargs["max_length_q"] == kwargs["max_length_k"]
+    return packing.packed_sdpa(module, query, key, value, None, sequences=lengths, scaling=kwargs["scaling"])
+
+
+@pytest.mark.parametrize("kind", ["eager", "flash_attention_2"])
+def test_other_kinds_of_attention(kind: str, lm_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager finds the sequences in the positions; flash-attention, of which the call alone is seen, is told of them."""
+    monkeypatch.setitem(AttentionInterface._global_mapping, "flash_attention_2", flash)
+    lm = AutoModelForCausalLM.from_pretrained(lm_folder, dtype=torch.float32).eval()
+    found, given = [], trace()
+    for lengths in (None, (given.starts + given.lengths).tolist()):
+        found.append(CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0, lengths)[0])
+        lm.config._attn_implementation = kind
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
+
+
+def test_a_sliding_window_is_kept() -> None:
+    """Layers that see 4 tokens, in turn with those that see all."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    layers: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "num_hidden_layers": 2}
+    settings = Qwen3Config(vocab_size=400, head_dim=16, use_sliding_window=True, sliding_window=4, **sizes, **layers)
+    lm, given = Qwen3ForCausalLM(settings).eval(), trace()
+    padded = CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0)[0]
+    lm.config._attn_implementation = packing.PACKED_SDPA
+    packed = CausalLM(lm, chunk=64)(given.ids, given.predicting, 1.0, (given.starts + given.lengths).tolist())[0]
+    torch.testing.assert_close(packed, padded, rtol=0, atol=1e-5)
+    settings.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match=r"^model\.use_remove_padding: true needs layers of attention, and qwen3 has"):
+        packing.check(lm)
+
+
+def test_operations_are_those_of_real_tokens(lm_folder: Path, world: World) -> None:
+    """By hand, of a step with two samples of each of two prompts."""
+    config = LMModelConfig(path=str(lm_folder), dtype="float32", use_remove_padding=True)
+    data = LMDataConfig(max_prompt_length=64, max_response_length=16)
+    policy = build_policy(config, ParallelConfig(), data, world, chunk=5, temperature=0.7, seed=0)
+    lm = policy.trained.module.lm
+    layers = 2 * sum(m.weight.numel() for m in lm.model.modules() if isinstance(m, torch.nn.Linear))
+    head = 2 * lm.lm_head.weight.numel()
+    s = lm.config
+    square = 4 * s.num_hidden_layers * s.num_attention_heads * s.head_dim
+
+    def forward(tokens: int, logits: int) -> int:
+        return layers * tokens + square * tokens**2 + head * logits
+
+    assert policy.forward_flops(7, 3) == pytest.approx(forward(7, 3), rel=1e-3)  # rotations are products, too
+    prompts, lengths = [Prompt("a", i // 2, {}) for i in range(4)], torch.tensor([[4, 3], [4, 11], [9, 1], [9, 7]])
+    samples = Samples(prompts, [], torch.zeros(4, 11), torch.ones(4, 11).bool(), None, torch.arange(4), lengths=lengths)
+    scored = sum(forward(p + r, r) for p, r in lengths.tolist())
+    decoded = scored - forward(4, 0) - forward(9, 0)
+    expected = decoded + scored * (1 + 3 * 0.5 + 1)  # half of them were trained, and all seen by a reference
+    found = policy.step_flops(samples, actions=11, count=4, updates=0.5, references=1.0)
+    assert found == pytest.approx(expected, rel=1e-3)

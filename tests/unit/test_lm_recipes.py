@@ -1,0 +1,117 @@
+"""Every recipe of language models: it loads, its batches divide, and it trains, at tiny size, with its own settings."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from phalanx.config import load
+from phalanx.config.lm import LMRLConfig
+from phalanx.rewards import RewardSet
+from phalanx.training import lm_rl
+from phalanx.types import Prompt
+from tests.lm import REWARD, one_step
+from tests.ranks import ROOT, run_ranks
+from tests.unit.test_recipes import leaves, ranks_of
+
+RECIPES = sorted(path for folder in ("grpo", "ppo") for path in (ROOT / "configs" / folder).glob("*.yaml"))
+FOR_GPUS = [path for path in RECIPES if not path.stem.startswith("quickstart")]
+ANSWERS = {"gsm8k": ("so\n#### 4", "4"), "math": (r"so \boxed{\frac12}", r"\frac{1}{2}")}  # of rewards that know right
+recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}-{p.stem}")
+gpu_recipes = pytest.mark.parametrize("path", FOR_GPUS, ids=lambda p: f"{p.parent.name}-{p.stem}")
+
+
+def verl_rows(split: str) -> Iterator[dict[str, Any]]:
+    """Rows in the schema of verl's data_preprocess scripts."""
+    for i in range(4):
+        yield {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"Ann has {i} books and more."}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(i)},
+            "extra_info": {"split": split, "index": i},
+        }
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A home folder with the data files that the recipes name."""
+    for name in ("gsm8k", "math"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for split in ("train", "test"):
+            pq.write_table(pa.Table.from_pylist(list(verl_rows(split))), tmp_path / "data" / name / f"{split}.parquet")
+    folder = tmp_path / "data" / "boba"
+    folder.mkdir()
+    rows = [{"prompt": f"What is {i} + 1?", "ground_truth": str(i + 1)} for i in range(4)]
+    for split in ("train", "test"):
+        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(ROOT)
+    return tmp_path
+
+
+@recipes
+def test_batches_divide(path: Path) -> None:
+    cfg = load(LMRLConfig, str(path), [])
+    plan = lm_rl.plan(cfg, ranks_of(path))
+    assert plan.exact and plan.samples == cfg.data.train_batch_size * cfg.rollout.n
+
+
+@gpu_recipes
+def test_holds_differences_only(path: Path) -> None:
+    name = load(LMRLConfig, str(path), []).algorithm.name
+    plain = dict(leaves(asdict(load(LMRLConfig, None, ["model.path=x", f"algorithm.name={name}"]))))
+    cfg = dict(leaves(asdict(load(LMRLConfig, str(path), []))))
+    for key, _ in leaves(yaml.safe_load(path.read_text())):
+        needed = ("model.path", "algorithm.name")
+        assert key in needed or cfg[key] != plain[key], f"{path.name}: {key} is the default"
+    assert cfg["trainer.experiment_name"] == path.stem
+
+
+@recipes
+def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:
+    """One step on one rank, with all of the recipe's settings but the model, its lengths, the batch, the engine and the
+    reward.
+    """
+    (home / "reward.py").write_text(REWARD)
+    tiny = [f"model.path={lm_folder}", "rollout.engine=policy", "rollout.tensor_parallel_size=1"]
+    tiny += ["data.max_prompt_length=64", "data.max_response_length=12", "rollout.n=4", "parallel.fsdp_size=1"]
+    tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
+    tiny += [f"reward.functions=[{{path: '{home}/reward.py:evenness'}}]", "trainer.logger=[]"]
+    cfg = load(LMRLConfig, str(path), [*tiny, f"trainer.output_dir={home / 'out'}"])
+    (result,) = run_ranks(one_step, 1, cfg)
+    row = result["row"]
+    assert row["actor/first_ratio_error"] == 0
+    assert row["actor/grad_norm"] > 0 and row["actor/updates_skipped"] == 0
+    assert ("actor/kl_ref" in row) == (cfg.algorithm.kl_loss_coef > 0)
+    assert all(torch.isfinite(value).all() for value in result["weights"].values())
+
+
+@recipes
+def test_rewards_know_what_is_right(path: Path) -> None:
+    reward = load(LMRLConfig, str(path), []).reward
+    reward.functions = [entry for entry in reward.functions if entry.name in ANSWERS]
+    assert reward.functions, "no term says what is right"
+    (entry,) = reward.functions
+    if entry.name == "math":  # without the package that compares further
+        entry.kwargs = {**entry.kwargs, "equivalence": "string"}
+    text, truth = ANSWERS[str(entry.name)]
+    found = RewardSet(reward, "cpu", outputs="completions")
+    found.submit([text, "no"], [Prompt("p", 0, {"ground_truth": truth})] * 2)
+    assert found.collect()[str(entry.name)].tolist() == [1.0, 0.0]
+
+
+@gpu_recipes
+def test_data_paths(path: Path, home: Path) -> None:
+    from phalanx.data.prompts import load_prompts
+
+    cfg = load(LMRLConfig, str(path), [])
+    for key, files in (("data.train_files", cfg.data.train_files), ("data.val_files", cfg.data.val_files)):
+        assert files and all("ground_truth" in row.meta for row in load_prompts(files, key, quoted=False))

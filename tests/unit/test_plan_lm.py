@@ -1,0 +1,122 @@
+"""--plan of language models: their shapes, what a rank holds in each phase, and what is printed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.config import load
+from phalanx.config.lm import LMRLConfig
+from phalanx.models.lm.policy import LMPolicy
+from phalanx.plan import plan_job
+from phalanx.plan.blueprint import fetch
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster
+from phalanx.plan.ledger import Ledger
+from phalanx.plan.lm import FILES, planned_lm_policy
+from phalanx.plan.memory import Memory, count
+from tests.lm import tiny_lm_config
+from tests.ranks import ROOT
+
+GB = 10**9
+SHIPPED_LM = {
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B-Instruct": 7_615_616_512,
+    "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B": 1_777_088_000,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+}
+QUICKSTART = ROOT / "configs" / "grpo" / "quickstart.yaml"
+SEVEN = (
+    "model.path=Qwen/Qwen2.5-7B-Instruct",
+    "model.dtype=bfloat16",
+    "model.gradient_checkpointing=true",
+    "model.use_remove_padding=true",
+    "actor.use_dynamic_bsz=true",
+    "data.train_batch_size=128",
+    "data.max_prompt_length=1024",
+    "data.max_response_length=3072",
+    "actor.ppo_mini_batch_size=128",
+    "rollout.n=8",
+    "rollout.micro_batch_size_per_gpu=64",
+    "parallel.fsdp_size=8",
+    "trainer.total_training_steps=100",
+)
+
+
+@pytest.mark.parametrize("path", SHIPPED_LM)
+def test_shipped_shapes(path: str) -> None:
+    """As many parameters as the published weights."""
+    cfg = load(LMRLConfig, str(QUICKSTART), [])
+    cfg.model.path = fetch(path, None, FILES)
+    policy = planned_lm_policy(cfg, Cluster(1, 1), Ledger())
+    assert sum(p.numel() for p in policy.trained.module.parameters()) == SHIPPED_LM[path]
+
+
+def memory_of(folder: Path, tmp_path: Path, *keys: str, gpu: int | None = None) -> Memory:
+    return count(planned(tiny_lm_config(folder, tmp_path, *keys), Cluster(1, 2)), gpu)
+
+
+def test_the_cache_of_a_rollout(lm_folder: Path, tmp_path: Path) -> None:
+    """Eight responses have twice the keys and values of four: of 2 layers, 64 + 12 tokens, a head of 32, in float32."""
+    found = []
+    for together in (4, 8):
+        memory = memory_of(lm_folder, tmp_path, f"rollout.micro_batch_size_per_gpu={together}")
+        found.append(next(phase for phase in memory.phases if phase.name == "rollout: sample").activations)
+    cache = 2 * 2 * (64 + 11) * 32 * 4
+    # and a layer's, while it grows, and the probabilities of a token
+    assert 4 * cache < found[0] and 4 * cache < found[1] - found[0] < 4 * (1.5 * cache + 512 * 30)
+
+
+@pytest.mark.parametrize("sleep", [True, False])
+def test_the_share_of_vllm(sleep: bool, lm_folder: Path, tmp_path: Path) -> None:
+    """Of the GPU while it samples, or throughout; where the GPU is not known, its weights."""
+    keys = ("rollout.engine=vllm", f"rollout.sleep={sleep}", "rollout.gpu_memory_utilization=0.4")
+    known = memory_of(lm_folder, tmp_path, *keys, gpu=10 * GB)
+    phases = {phase.name: phase for phase in known.phases}
+    assert not sleep or phases["rollout: sample"].other == 4 * GB
+    assert known.held.get("vLLM", 0) == (0 if sleep else 4 * GB)
+    assert "rescore" in phases and "rollout: log-probs" not in phases
+    weights = 2 * known.held["trained weights"]  # of which a rank keeps a half, and vLLM all
+    assert count_of(memory_of(lm_folder, tmp_path, *keys), sleep) == pytest.approx(weights, rel=0.01)
+
+
+def count_of(memory: Memory, sleep: bool) -> int:
+    """Of the engine alone."""
+    if not sleep:
+        return memory.held["vLLM"]
+    return next(phase for phase in memory.phases if phase.name == "rollout: sample").other
+
+
+def test_operations_are_those_of_the_job(lm_folder: Path, tmp_path: Path) -> None:
+    """Of all samples at their greatest lengths; a LoRA has half of a backward pass."""
+    cfg = tiny_lm_config(lm_folder, tmp_path)
+    job = planned(cfg, Cluster(1, 2))
+    assert isinstance(job.policy, LMPolicy)
+    scored, read = job.policy.forward_flops(76, 12), job.policy.forward_flops(64, 0)
+    decoded = 16 * scored - (16 - 4) * read
+    assert job.flops == pytest.approx(decoded + 16 * scored * (1 + 3), rel=1e-6)
+    cfg.model = replace(cfg.model, lora_rank=4)
+    assert planned(cfg, Cluster(1, 2)).flops < job.flops
+
+
+def test_seven_billion_weights() -> None:
+    """On 8 GPUs of 80 GB, in words."""
+    words = {"nproc": "8", "gpu": "H100", "gpu_memory_gb": "80", "gpu_hour_price": "2.5"}
+    text = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN, "rollout.engine=vllm"]), words)
+    for line in (
+        "Shapes of Qwen/Qwen2.5-7B-Instruct as shipped with Phalanx: no hub has them within reach",
+        "  a step          128 prompts x 8 responses = 1024 responses",
+        "  rollout         64 responses together, in vllm",
+        "  updates         1 a step, of 32 micro-batches in all",
+        "  micro-batch     at most 16384 tokens, 4 of the longest responses, in one row",
+        "  forward passes  32 to score samples again, 32 to train, a rank and step",
+        "Memory of a rank (7.62 B weights, 7.62 B of them trained)",
+    ):
+        assert line in text.split("\n")
+    assert "responses " in text and "were all prompts and responses the longest" in text and "images" not in text
+    own = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN]), words)
+    assert "  rollout: log-probs" in own and "32 of old log-probs, 32 to train" in own

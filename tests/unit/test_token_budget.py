@@ -1,0 +1,38 @@
+"""Micro-batches by tokens: nothing is lost, none is over the budget, and there are as few as a quick search finds."""
+
+import random
+
+import pytest
+import torch
+
+from phalanx.functional.token_budget import cost, needed, split
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+def test_parts_of_random_lengths(packed: bool) -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        units, together = rng.randint(1, 40), rng.choice([1, 1, 2])
+        tokens = torch.tensor([[rng.randint(1, 100) for _ in range(together)] for _ in range(units)])
+        budget = rng.randint(100 * together, 1000)
+        number = needed(tokens, budget, packed=packed)
+        for parts in {number, min(number + 1, units), units}:
+            found = split(tokens, parts, packed=packed)
+            assert sorted(row for rows in found for row in rows) == list(range(units))
+            assert len(found) == parts and all(rows == sorted(rows) and rows for rows in found)
+            costs = [cost(tokens, rows, packed=packed) for rows in found]
+            assert costs == sorted(costs, reverse=True)
+            assert costs[0] <= budget or parts != number
+        if packed:  # the longest first is within a third of the best
+            assert number <= -(-int(tokens.sum()) // budget) * 4 / 3 + 1
+        assert needed(tokens, budget, packed=packed, least=number) == number
+
+
+def test_by_hand() -> None:
+    lengths = torch.tensor([[7], [2], [5], [4], [2]])
+    assert [cost(lengths, rows, packed=True) for rows in split(lengths, 2, packed=True)] == [11, 9]
+    # 2 x 7 and 3 x 4, rather than 5 x 7
+    assert split(lengths, 2, packed=False) == [[0, 2], [1, 3, 4]]
+    assert (needed(lengths, 14, packed=False), needed(lengths, 13, packed=False)) == (2, 3)
+    assert (needed(lengths, 11, packed=True), needed(lengths, 10, packed=True)) == (2, 3)
+    assert needed(lengths, 20, packed=True, least=4) == 4

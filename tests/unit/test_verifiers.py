@@ -1,0 +1,280 @@
+"""Rewards of texts whose verifiers run in a process of their own: math-verify, reasoning-gym, regular expressions."""
+
+import json
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from phalanx.config.run import RewardConfig, RewardFunctionConfig
+from phalanx.rewards import RewardError, RewardOutput, RewardSet
+from phalanx.rewards.text._answers import boxed, normalised, same
+from phalanx.rewards.text._process import Verifier, VerifierError
+from phalanx.rewards.text.dapo import Dapo
+from phalanx.rewards.text.format import Format
+from phalanx.rewards.text.length import Length
+from phalanx.rewards.text.math import Math
+from phalanx.rewards.text.reasoning_gym import ReasoningGym
+from phalanx.types import Prompt
+from tests.rewards import told
+
+HANGS = r"\boxed{9^{9^{9^{9}}}}"  # sympy would compute it
+
+
+def scores(reward: Callable[..., Any], completions: list[str], truths: list[Any]) -> list[float]:
+    found = reward(completions, ["?"] * len(completions), [{"ground_truth": truth} for truth in truths])
+    return list(found.scores if isinstance(found, RewardOutput) else found)
+
+
+# --- answers as texts
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{1}, no: \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"$\boxed 5$ apples", "5"),
+        (r"\fbox{7}", "7"),
+        (r"\boxed{}", ""),
+        (r"\boxed{1} and then \boxed{2", None),  # cut by the limit
+        (r"\boxed", None),
+        ("7", None),
+        ("", None),
+    ],
+)
+def test_the_last_box(text: str, content: str | None) -> None:
+    assert boxed(text) == content
+
+
+SAME = [
+    (r"\frac{1}{2}", r"\dfrac12"),
+    (r"\frac{1}{2}", "1/2"),
+    (r"-\frac34", "-3/4"),
+    (r"\sqrt{2}", r"\sqrt2"),
+    ("1018", "$1,018$"),
+    ("18", "18.0"),
+    ("18", "18."),
+    ("0.5", ".5"),
+    ("50", r"50\%"),
+    ("90", r"90^\circ"),
+    ("12", r"12 \text{ apples}"),
+    ("yes", r"\text{yes}"),
+    ("5", "x = 5"),
+    ("(1,2)", r"\left( 1, 2 \right)"),
+    ("7", r"\boxed{7}"),
+]
+DIFFERENT = [
+    ("12", "1,2"),
+    ("1", "-1"),
+    ("", ""),
+    ("x=5", "y=6"),
+    ("1,2", "2,1"),
+    ("a", "A"),
+    ("nan", "NaN "),
+    ("2", "22"),
+]
+
+
+def test_answers_that_are_the_same() -> None:
+    assert [pair for pair in SAME if not same(*pair) or not same(*pair[::-1])] == []
+    assert [pair for pair in DIFFERENT if same(*pair)] == []
+    assert normalised(r"\leftarrow") == r"\leftarrow"
+
+
+# --- math
+
+
+def test_math() -> None:
+    """Strings first, then math-verify; what is no answer is none, whatever it holds."""
+    right = [r"\boxed{\sqrt{8}}", r"\boxed{(x-1)(x+1)}", r"\boxed{0.50}", r"\boxed{\{2,1\}}"]
+    truths = [r"2\sqrt2", "x^2-1", r"so $\boxed{\frac12}$.", r"\{1,2\}"]
+    reward = Math()
+    assert scores(reward, right, truths) == [1.0] * 4
+    assert scores(Math("string"), right, truths) == [0.0, 0.0, 0.0, 0.0]
+    wrong = [r"\boxed{3}", "4", "", r"\boxed{}", "\\boxed{\x00}", "\\boxed{" + "1" * 100_000 + "}", r"\boxed{}}{{"]
+    assert scores(reward, wrong, ["4"] * 7) == [0.0] * 7
+    assert scores(Math("string", format_score=0.1), [r"\boxed{3}", "3"], [4, 4]) == [0.1, 0]
+    assert scores(Math("string", answer="hash"), ["#### 3\nmore", r"\boxed{3}"], [3, 3]) == [1, 0]
+    assert scores(Math("string", answer="answer"), ["<answer> 3 </answer>"], ["#### 3"]) == [1]
+
+
+def test_a_verifier_that_hangs_costs_its_sample_alone() -> None:
+    reward = Math(timeout_s=1.0)
+    begin = time.monotonic()
+    found = reward([HANGS, r"\boxed{\sqrt{4}}", HANGS], ["?"] * 3, [{"ground_truth": "2"}] * 3)
+    assert time.monotonic() - begin < 30
+    assert str(list(found.scores)) == "[nan, 1.0, nan]"
+    assert found.problem == "no verdict within timeout_s=1"
+
+
+def text_rewards(on_error: str, **kwargs: Any) -> RewardSet:
+    entry = RewardFunctionConfig(name="math", kwargs={"timeout_s": 0.5, **kwargs})
+    return RewardSet(RewardConfig(functions=[entry], on_error=on_error), "cpu", outputs="completions")
+
+
+def test_a_verifier_that_hangs_follows_on_error() -> None:
+    prompts = [Prompt(f"q{i}", i, {"ground_truth": "2"}) for i in range(2)]
+    strict = text_rewards("fail")
+    strict.submit([r"\boxed{2}", HANGS], prompts)
+    reason = 'for 1 of 2 completions on the prompt "q1": no verdict within timeout_s=0.5'
+    assert told(RewardError, strict.collect) == f"reward 'math' has no score {reason}"
+    lenient = text_rewards("skip")
+    lenient.submit([r"\boxed{2}", HANGS], prompts)
+    assert str(lenient.collect()["math"].tolist()) == "[1.0, nan]"
+    assert lenient.problem == "reward 'math' has no score on the prompt \"q1\": no verdict within timeout_s=0.5"
+
+
+def test_verifiers_in_several_threads() -> None:
+    """Each has a process of its own, so that one that hangs holds up none of the others."""
+    verifier = Verifier("math", 5.0)
+    pairs = [(str(i), f"{i}.0") for i in range(12)]
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(lambda pair: verifier.ask(*pair), pairs)) == [True] * 12
+    assert 1 <= verifier._idle.qsize() <= 3
+
+
+def test_a_process_that_is_gone_is_told() -> None:
+    verifier = Verifier("pattern", 5.0)
+    assert verifier.ask("a+", "aaa") is True
+    child = verifier._idle.get()
+    child.kill()
+    child.wait()
+    verifier._idle.put(child)
+    assert told(VerifierError, verifier.ask, "a+", "aaa") == "its process ended with -9"
+    assert verifier.ask("a+", "b") is False  # in a new one
+    assert told(VerifierError, verifier.ask, "(", "b").endswith("missing ), unterminated subpattern at position 0")
+
+
+@pytest.mark.parametrize(
+    ("truth", "problem"),
+    [
+        (None, "math found no ground_truth; expected a text or a number in the data's column ground_truth"),
+        (
+            [1, 2],
+            "math found a ground_truth of type list; expected a text or a number in the data's column ground_truth",
+        ),
+        (" ", "math found an empty ground_truth; expected a text or a number"),
+    ],
+)
+def test_a_truth_that_is_none(truth: Any, problem: str) -> None:
+    assert told(ValueError, scores, Math("string"), [""], [truth]) == problem
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: Math("sympy"), "equivalence='sympy' should be math_verify or string"),  # type: ignore[arg-type]
+        (lambda: Math(answer="end"), "answer='end' should be one of boxed, answer, line, hash, whole"),
+        (lambda: Math(timeout_s=0), "timeout_s=0 should be seconds, above 0 and below 3600"),
+        (
+            lambda: Format("(a"),
+            "pattern='(a' is no regular expression: missing ), unterminated subpattern at position 0",
+        ),
+        (lambda: Length("tokens"), "unit='tokens' should be characters or words"),  # type: ignore[arg-type]
+        (lambda: Length(target=0), "target=0 should be above 0"),
+    ],
+)
+def test_mistakes(make: Callable[[], Any], problem: str) -> None:
+    assert told(ValueError, make) == problem
+
+
+def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("math", "reasoning_gym"):
+        monkeypatch.setattr(f"phalanx.rewards.text.{module}.find_spec", lambda name: None)
+    assert told(ValueError, Math) == (
+        "equivalence=math_verify needs math-verify, which is not installed; pip install 'phalanx[math]', or set "
+        "equivalence to string"
+    )
+    assert told(ValueError, ReasoningGym) == (
+        "it needs reasoning-gym, which is not installed; pip install 'phalanx[reasoning-gym]'"
+    )
+
+
+# --- dapo, format, length
+
+
+def test_dapo() -> None:
+    completions = [
+        "Answer: 34",
+        "so\n**Answer:** $34$.",
+        "answer:\n34.0",
+        "Answer: 3\nAnswer: 34",
+        r"Answer: \boxed{34}",
+    ]
+    reward = Dapo()
+    assert scores(reward, completions, [34] * 5) == [1.0] * 5
+    wrong = ["34", "Answer: 35", "", "Answer: 34" + " " * 300, "Answer:"]
+    found = reward(wrong, ["?"] * 5, [{"ground_truth": "34"}] * 5)
+    assert list(found.scores) == [-1.0] * 5 and found.extras == {"accuracy": [0.0] * 5}
+    assert scores(Dapo(wrong_score=0), ["Answer: 1", "Answer: 2"], ["1", "1"]) == [1, 0]
+
+
+GOOD = "<think>a</think>\n<answer>b</answer>"
+
+
+@pytest.mark.parametrize(
+    ("text", "score", "opened"),
+    [
+        (GOOD, 1, 0),
+        (f"  {GOOD}\n", 1, 0),
+        ("a</think><answer>b</answer>", 0, 1),
+        ("<think>a</think>b", 0, 0),
+        ("<think>a<answer>b</answer></think>", 0, 0),
+        (GOOD + GOOD, 0, 0),
+        (f"first {GOOD}", 0, 0),
+        (f"{GOOD} last", 0, 0),
+        ("<think>a</think> and <answer>b</answer>", 0, 0),
+        ("", 0, 0),
+    ],
+)
+def test_the_tags(text: str, score: float, opened: float) -> None:
+    assert scores(Format(), [text], [None]) == [score]
+    assert scores(Format(opened=True), [text], [None]) == [opened]
+
+
+def test_a_pattern_of_the_user() -> None:
+    """One that would look for longer than the universe costs its sample."""
+    reward = Format("(a+)+b.*", timeout_s=1.0)
+    found = reward(["aaab\n", "caab", "a" * 60, "\x00", "b" * 1_000_000], ["?"] * 5, [{}] * 5)
+    assert str(list(found.scores)) == "[1.0, 0.0, nan, 0.0, 0.0]"
+    assert found.problem == "no verdict within timeout_s=1"
+
+
+def test_length() -> None:
+    texts = ["", "one two", "one two three four"]
+    assert scores(Length("words"), texts, [None] * 3) == [0, 2, 4]
+    assert scores(Length(), texts, [None] * 3) == [0, 7, 18]
+    assert scores(Length("words", target=2), texts, [None] * 3) == [-1, 0, -1]
+    assert scores(Length("words", target=4), texts, [None] * 3) == [-1, -0.5, 0]
+
+
+# --- reasoning-gym
+
+
+def test_reasoning_gym() -> None:
+    """The package's own verifier, on rows that JSON has held."""
+    import reasoning_gym
+
+    rows = []
+    for task in ("chain_sum", "countdown", "leg_counting"):
+        entry = reasoning_gym.create_dataset(task, size=1, seed=3)[0]
+        rows.append({"reasoning_gym": {"task": task, "entry": json.loads(json.dumps(entry))}})
+    answers = [str(row["reasoning_gym"]["entry"]["answer"]) for row in rows]
+    reward = ReasoningGym()
+    good = reward([f"<think>?</think><answer> {answer} </answer>" for answer in answers], ["?"] * 3, rows)
+    assert list(good.scores) == [1.0] * 3
+    bad = reward(["<answer>nonsense</answer>", "no tags", ""], ["?"] * 3, rows)
+    assert max(bad.scores) < 0.1
+    assert list(ReasoningGym(answer="whole")(answers, ["?"] * 3, rows).scores) == [1.0] * 3
+
+
+def test_rows_that_reasoning_gym_does_not_know() -> None:
+    reward = ReasoningGym()
+    assert told(ValueError, reward, ["?"], ["?"], [{"reasoning_gym": {"task": "x"}}]) == (
+        "no column reasoning_gym of the form {task, entry}; make the data with tasks/prepare_data.py reasoning_gym=[...]"
+    )
+    found = reward(["<answer>1</answer>"], ["?"], [{"reasoning_gym": {"task": "chain_some", "entry": {}}}])
+    assert found.problem == "ValueError: Dataset 'chain_some' not registered"
