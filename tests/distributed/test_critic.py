@@ -122,14 +122,16 @@ def test_advantages_of_samples_are_those_of_their_tokens(lm_folder: Path, tmp_pa
     assert all(torch.equal(value, other["after"]["policy"][k]) for k, value in one["after"]["policy"].items())
 
 
-def test_micro_batches_and_checkpointing_are_no_part_of_the_gradient(lm_folder: Path, tmp_path: Path) -> None:
-    steps = []
-    for size, more in ((1, ()), (4, ("critic.model.gradient_checkpointing=true",))):
-        cfg = tiny_lm_config(lm_folder, tmp_path, *PPO, *more, f"actor.ppo_micro_batch_size_per_gpu={size}")
-        steps += run_ranks(one_step, 1, cfg)
-    for key in ("critic/grad_norm", "actor/grad_norm"):
-        assert steps[0]["row"][key] == pytest.approx(steps[1]["row"][key], rel=1e-4)
-    assert_same_weights(steps[0]["after"]["critic"], steps[1]["after"]["critic"], 1e-3)
+def test_passes_and_checkpointing_are_no_part_of_the_gradient(lm_folder: Path, tmp_path: Path) -> None:
+    """Single samples, four with layers that are computed again, and packed ones by a budget of tokens on two ranks."""
+    fours = ("actor.ppo_micro_batch_size_per_gpu=4", "critic.model.gradient_checkpointing=true")
+    budget = ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80", "model.use_remove_padding=true")
+    (one,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path, *PPO, "actor.ppo_micro_batch_size_per_gpu=1"))
+    for ranks, keys in ((1, fours), (2, budget)):
+        other = run_ranks(one_step, ranks, tiny_lm_config(lm_folder, tmp_path, *PPO, *keys))[0]
+        for key in ("critic/grad_norm", "actor/grad_norm", "critic/explained_variance"):
+            assert other["row"][key] == pytest.approx(one["row"][key], rel=1e-4), key
+        assert_same_weights(one["after"]["critic"], other["after"]["critic"], 1e-3)
 
 
 def test_the_critic_is_trained_alone_at_first(lm_folder: Path, tmp_path: Path) -> None:
