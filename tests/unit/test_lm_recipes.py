@@ -83,6 +83,7 @@ def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:
     (home / "reward.py").write_text(REWARD)
     tiny = [f"model.path={lm_folder}", "rollout.engine=policy", "rollout.tensor_parallel_size=1"]
     tiny += ["data.max_prompt_length=64", "data.max_response_length=12", "rollout.n=4", "parallel.fsdp_size=1"]
+    tiny += ["trainer.critic_warmup=0"]
     tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
     tiny += [f"reward.functions=[{{path: '{home}/reward.py:evenness'}}]", "trainer.logger=[]"]
     cfg = load(LMRLConfig, str(path), [*tiny, f"trainer.output_dir={home / 'out'}"])

@@ -118,5 +118,7 @@ def test_seven_billion_weights() -> None:
     ):
         assert line in text.split("\n")
     assert "responses " in text and "were all prompts and responses the longest" in text and "images" not in text
-    own = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN]), words)
+    own = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN, "actor.ppo_mini_batch_size=64"]), words)
     assert "  rollout: log-probs" in own and "32 of old log-probs, 32 to train" in own
+    once = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN]), words)
+    assert "log-probs" not in once and "  forward passes  32 to train" in once
