@@ -122,3 +122,13 @@ def test_seven_billion_weights() -> None:
     assert "  rollout: log-probs" in own and "32 of old log-probs, 32 to train" in own
     once = plan_job(load(LMRLConfig, str(QUICKSTART), [*SEVEN]), words)
     assert "log-probs" not in once and "  forward passes  32 to train" in once
+
+
+@pytest.mark.parametrize(("name", "critic"), [("ppo", True), ("reinforce_plus_plus", False)])
+def test_advantages_of_tokens_are_planned_without_a_critic(
+    name: str, critic: bool, lm_folder: Path, tmp_path: Path
+) -> None:
+    cfg = tiny_lm_config(lm_folder, tmp_path, f"algorithm.name={name}", "algorithm.kl_reward_coef=0.1")
+    text = plan_job(cfg, {"nproc_per_node": "2"})
+    assert "reference" in text
+    assert ("warning: algorithm.name=ppo trains a critic, which is in none of these figures" in text) == critic

@@ -21,7 +21,7 @@ from phalanx.rewards import RewardError
 from phalanx.telemetry.flops import step_flops
 from phalanx.training.checkpoint import Progress
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
-from phalanx.training.minibatches import MicroBatches
+from phalanx.training.minibatches import MicroBatches, Units
 from phalanx.training.rl import Trainer
 from phalanx.training.run import Run
 from phalanx.types import Policy, Prompt, Samples
@@ -111,6 +111,11 @@ class RLRehearsal(Rehearsal, Trainer):
         self.outputs_size = outputs.nbytes if isinstance(outputs, Tensor) else 0  # texts are next to nothing
         with self.ledger.during("update"):
             self.update(self.samples, reward.float(), 0)
+
+    def credit(self, batches: MicroBatches, units: Units, kept: Tensor) -> dict[str, float]:
+        """An advantage for each action, whatever it is; nobody trains a critic here."""
+        batches.advantage = batches.advantage[:, None].expand(batches.mask.shape)
+        return {}
 
     @property
     def flops(self) -> int:

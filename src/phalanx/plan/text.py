@@ -312,6 +312,11 @@ def _warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
             f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
             f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
         )
+    if isinstance(p, LMRehearsal) and p.cfg.algorithm.needs_critic:
+        yield (
+            f"algorithm.name={p.cfg.algorithm.name} trains a critic, which is in none of these figures: of the "
+            "policy's size it takes as much again as training all weights of the policy"
+        )
     needed = memory.peak + ALLOWED
     if gpu.memory is not None and needed > gpu.memory * (1 - SPARE):
         scale = Scale(gpu.memory)
