@@ -78,7 +78,7 @@ def measure(cfg: Any) -> dict[str, int]:
         t.learner.optimizer.step = heap.during("optimizer", t.learner.optimizer.step)
         t.update = heap.during("update", t.update)
         t.rollout._decode = heap.during("rollout: sample", t.rollout._decode)
-        t.rollout._log_prob = heap.during("rollout: log-probs", t.rollout._log_prob)
+        t.rollout._scored = heap.during("rollout: log-probs", t.rollout._scored)
         if t.algorithm.references:
             t.reference_outputs = heap.during("reference", t.reference_outputs)
         train(t)
@@ -101,8 +101,9 @@ def test_memory(ranks: int, overrides: list[str], medium_lm: Path, tmp_path: Pat
     chat = [{"role": "user", "content": prompt}]
     tokenizer = AutoTokenizer.from_pretrained(medium_lm)
     length = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
-    sizes = [f"data.max_prompt_length={length}", "data.max_response_length=64", "data.train_batch_size=2"]
+    sizes = [f"data.max_prompt_length={length}", "data.max_response_length=64", "data.train_batch_size=4"]
     batch = [f"rollout.n={4 * ranks}", "rollout.micro_batch_size_per_gpu=8", "actor.log_prob_chunk_size=64"]
+    batch += ["actor.ppo_mini_batch_size=2"]  # two updates, which need old log-probs
     cfg = tiny_lm_config(medium_lm, tmp_path, *sizes, *batch, "actor.ppo_micro_batch_size_per_gpu=4", *overrides)
     (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 4)
     took = run_ranks(measure, ranks, cfg, timeout=240)[0]

@@ -8,6 +8,7 @@ import torch
 
 from phalanx.types import JobError
 from tests.jobs import rows
+from tests.judged_text import BASE
 from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
 
@@ -80,3 +81,16 @@ def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys), timeout=200)
     again = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys, more), timeout=200)[0]
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
+def test_a_judge_has_groups_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
+    """Four ranks: replicas of two sample, and all four together judge what they drew, in an engine of their own."""
+    judge = ("reward.model.path=" + str(BASE), "reward.model.dtype=float32", "reward.model.tensor_parallel_size=4")
+    short = ("reward.model.max_model_len=512", "reward.model.max_tokens=8", "trainer.total_training_steps=2")
+    lengths = (
+        "{name: llm_judge, kwargs: {template: 'Ann has {completion} books. How many?', read: last, highest: 1000}}"
+    )
+    keys = (*VLLM, *judge, *short, "rollout.tensor_parallel_size=2", f"reward.functions=[{lengths}]")
+    run_ranks(fit, 4, tiny_lm_config(lm_folder, tmp_path, *keys), timeout=280)
+    for row in rows(tmp_path / "out"):
+        assert row["rollout/sync_error"] < 1e-4 and row["reward/llm_judge_unparseable"] < 1
