@@ -19,7 +19,7 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARG
 IN_VENV = PATH="$(BIN):$$PATH"
 # The quickstart runs on two CPU ranks, also where there are GPUs; CUDA_VISIBLE_DEVICES=0,1 changes that.
 ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
-PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder
+PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
 .PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm test test-rest test-all test-vllm faults check lint bench learn learn-lm base base-lm docs wheel lock clean

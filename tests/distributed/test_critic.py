@@ -110,6 +110,7 @@ def test_layouts_agree(keys: tuple[str, ...], lm_folder: Path, tmp_path: Path) -
                 assert_same_weights(values, part["after"][model], 1e-3)
 
 
+@pytest.mark.full
 def test_advantages_of_samples_are_those_of_their_tokens(lm_folder: Path, tmp_path: Path) -> None:
     """To the last bit: what GRPO says of a sample may be said of each of its tokens."""
     (tmp_path / "spread.py").write_text(SPREAD)
@@ -122,6 +123,7 @@ def test_advantages_of_samples_are_those_of_their_tokens(lm_folder: Path, tmp_pa
     assert all(torch.equal(value, other["after"]["policy"][k]) for k, value in one["after"]["policy"].items())
 
 
+@pytest.mark.full
 def test_passes_and_checkpointing_are_no_part_of_the_gradient(lm_folder: Path, tmp_path: Path) -> None:
     """Single samples, four with layers that are computed again, and packed ones by a budget of tokens on two ranks."""
     fours = ("actor.ppo_micro_batch_size_per_gpu=4", "critic.model.gradient_checkpointing=true")
@@ -134,6 +136,7 @@ def test_passes_and_checkpointing_are_no_part_of_the_gradient(lm_folder: Path, t
         assert_same_weights(one["after"]["critic"], other["after"]["critic"], 1e-3)
 
 
+@pytest.mark.full
 def test_the_critic_is_trained_alone_at_first(lm_folder: Path, tmp_path: Path) -> None:
     (step,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path, *PPO, "trainer.critic_warmup=1"))
     policy, critic = (
@@ -153,6 +156,7 @@ def test_a_bad_update_of_the_critic_is_skipped(lm_folder: Path, tmp_path: Path) 
         assert part["row"]["actor/updates_non_finite"] == 0 and part["row"]["actor/grad_norm"] > 0
 
 
+@pytest.mark.full
 def test_single_samples_and_equal_rewards_are_trained(lm_folder: Path, tmp_path: Path) -> None:
     keys = (*PPO, "rollout.n=1", "data.train_batch_size=4", "rollout.micro_batch_size_per_gpu=2")
     cfg = tiny_lm_config(lm_folder, tmp_path, *keys)

@@ -65,6 +65,7 @@ def test_layouts_agree_beside_a_teacher(lm_folder: Path, teacher_folder: Path, t
         assert_same_weights(alone["weights"], parts[0]["weights"], 1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["k1", "k2", "k3"])
 def test_nothing_to_learn_from_oneself(kind: str, lm_folder: Path, tmp_path: Path) -> None:
     keys = (*distilled(lm_folder), f"algorithm.loss_type={kind}", *NO_REWARD, "optim.weight_decay=0")
@@ -80,6 +81,7 @@ def scoreless(cfg: Any) -> dict[str, float]:
     return rows(Path(cfg.trainer.output_dir))[-1]
 
 
+@pytest.mark.full
 def test_the_student_comes_nearer(lm_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
     keys = (*distilled(teacher_folder), *NO_REWARD, "trainer.total_training_steps=20", "optim.lr=3e-3", "rollout.n=8")
     run_ranks(fit, 1, tiny_lm_config(lm_folder, tmp_path, *keys, "actor.ppo_mini_batch_size=4"))
@@ -87,6 +89,7 @@ def test_the_student_comes_nearer(lm_folder: Path, teacher_folder: Path, tmp_pat
     assert sum(found[-5:]) < 0.7 * sum(found[:5]), found
 
 
+@pytest.mark.full
 def test_what_is_no_teacher(lm_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
     """Other tokens, too few logits, no folder: one line each."""
     from phalanx.training.lm_rl import build
@@ -128,6 +131,7 @@ def test_updates_that_are_too_far_off_are_left_out(lm_folder: Path, tmp_path: Pa
     assert plain["row"]["actor/updates_skipped"] == 0
 
 
+@pytest.mark.full
 def test_dynamic_sampling_takes_new_prompts(lm_folder: Path, tmp_path: Path) -> None:
     """Groups of equal rewards are replaced by other prompts until they differ; ranks may lack different numbers."""
     cfg = tiny_lm_config(
@@ -145,6 +149,7 @@ def test_dynamic_sampling_takes_new_prompts(lm_folder: Path, tmp_path: Path) -> 
         assert row["reward/zero_std_ratio"] == 0
 
 
+@pytest.mark.full
 def test_rewards_know_the_length_of_a_response(lm_folder: Path, tmp_path: Path) -> None:
     """Overlong shaping beside another reward: of cut responses it is -1."""
     cfg = tiny_lm_config(lm_folder, tmp_path, "trainer.total_training_steps=1")

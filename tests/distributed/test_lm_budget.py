@@ -35,6 +35,7 @@ def watched(cfg: Any) -> dict[str, Any]:
         return one_step(cfg) | {"passes": passes}
 
 
+@pytest.mark.quick("packed")
 @pytest.mark.parametrize("own", [(), (PACKED,)], ids=["padded", "packed"])
 def test_the_step_is_that_of_fixed_micro_batches(own: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
     mask = "rollout.mask_truncated=true"
@@ -76,6 +77,7 @@ def scored_again(cfg: Any) -> list[float]:
     return errors
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own", [(*BUDGET, PACKED), (PACKED,)], ids=["budget", "packed"])
 def test_the_guard_makes_old_log_probs_exact(own: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
     """They are then taken in the very passes that are trained."""
@@ -83,6 +85,7 @@ def test_the_guard_makes_old_log_probs_exact(own: tuple[str, ...], lm_folder: Pa
         assert errors[0] > 1e-4 and errors[1] == 0
 
 
+@pytest.mark.full
 def test_tokens_are_counted(lm_folder: Path, tmp_path: Path) -> None:
     """Of both ranks, in each phase."""
     cfg = tiny_lm_config(lm_folder, tmp_path, *BUDGET[:2], PACKED, "trainer.total_training_steps=1")

@@ -85,6 +85,7 @@ def measure(cfg: Any) -> dict[str, int]:
     return found | heap.most
 
 
+@pytest.mark.quick("lora, checkpointing, bfloat16, packed")
 @needs_glibc
 @pytest.mark.parametrize(
     ("ranks", "overrides"),

@@ -72,6 +72,7 @@ def mistake_of_text(cfg: RewardModelConfig) -> str:
     return told(ValueError, RewardModel, cfg, 60.0, text=True)
 
 
+@pytest.mark.full
 def test_special_tokens_of_a_completion_are_text(lm_folder: Path) -> None:
     from phalanx.engines.loading import as_text, special_tokens
     from phalanx.engines.transformers import load_tokenizer
@@ -113,6 +114,7 @@ def job(model: Path, folder: Path, functions: str, *keys: str) -> Any:
     return tiny_lm_config(model, folder, *keys, f"reward.functions=[{functions}]")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("placement", ["colocate", "ranks 1-1"])
 def test_a_judge_of_texts_in_a_job(lm_folder: Path, tmp_path: Path, placement: str) -> None:
     """Its scores are the model's, and with weight 0 all else is as without it."""
@@ -139,6 +141,7 @@ def certainty(folder: Path, trace: dict[str, torch.Tensor], temperature: float) 
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("scaled", [True, False])
 def test_self_certainty_is_a_term_like_others(lm_folder: Path, tmp_path: Path, scaled: bool) -> None:
     functions = f"{{name: self_certainty, weight: 2, kwargs: {{temperature_scaled: {str(scaled).lower()}}}}}, EVEN"
@@ -172,6 +175,7 @@ def unscored(cfg: Any) -> float:
     return float((known - found).abs().max())
 
 
+@pytest.mark.full
 def test_self_certainty_of_samples_that_another_engine_drew(lm_folder: Path, tmp_path: Path) -> None:
     assert run_ranks(unscored, 2, job(lm_folder, tmp_path, "{name: self_certainty}", "parallel.fsdp_size=2")) == [0, 0]
 

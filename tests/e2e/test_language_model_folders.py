@@ -67,6 +67,7 @@ def folder(lm_folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(lm_folder, tmp_path / "model"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "change",
     [
@@ -134,6 +135,7 @@ def test_it_is_refused(change: Change, keys: tuple[str, ...], message: str, fold
     assert "\n" not in said
 
 
+@pytest.mark.full
 def test_responses_may_be_empty(folder: Path, tmp_path: Path) -> None:
     """Their reward is that of an empty text; where all are, there is nothing to learn, and the job goes on."""
     weights(ends_at_once)(folder)
@@ -143,6 +145,7 @@ def test_responses_may_be_empty(folder: Path, tmp_path: Path) -> None:
         assert row["reward/zero_std_ratio"] == 1 and row["actor/updates_skipped"] == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("keys", [(), ("algorithm.kl_loss_coef=0.1", "actor.loss_agg_mode=seq-mean-token-mean")])
 def test_all_responses_may_be_left_out(keys: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
     """A limit that cuts them all, and rewards that differ."""

@@ -25,6 +25,7 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     assert (tmp_path / "samples" / "test" / "step_000040" / "index.jsonl").is_file()
 
 
+@pytest.mark.full
 def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
     """A few steps of it, at a quarter of its size."""
     small = ["data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "actor.ppo_micro_batch_size_per_gpu=16"]
