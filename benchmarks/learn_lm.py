@@ -32,7 +32,8 @@ def after(folder: Path, rows: Rows) -> dict[str, float]:
     """What is said of a run at its end."""
     steps = [row for row in rows if row["step"] > 0][-LAST:]
     said = {"length": "response/length_mean", "entropy": "actor/entropy"}
-    return validated(rows) | {key: statistics.fmean(row[name] for row in steps) for key, name in said.items()}
+    means = {key: statistics.fmean(row[name] for row in steps if name in row) for key, name in said.items()}
+    return validated(rows) | means
 
 
 def validated(rows: Rows) -> dict[str, float]:
