@@ -55,7 +55,7 @@ def run_ranks(
     The fork copies the test process: it must hold no running threads (none that wait for work while holding a lock),
     and torch must be on one thread, which conftest.py sees to.
     """
-    gc.collect()  # what is left of earlier tests' process groups ends its threads here, not in a copy that lacks them
+    before_forks()
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -78,6 +78,15 @@ def run_ranks(
                 "\n\n".join([f"{what}: {', '.join(head for head, _ in failures)}", *(t for _, t in failures)])
             )
         return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def before_forks() -> None:
+    """Leave to the copies of this process nothing that they would collect."""
+    gc.collect()  # what is left of earlier tests' process groups ends its threads here, not in a copy that lacks them
+    if not dist.is_initialized():
+        # Each collection of a rank, and of a later call here, would look through all that was imported, for most of a
+        # second, and in a rank copy all its pages.
+        gc.freeze()
 
 
 def rank_environment(rank: int, world: int, local_world: int) -> dict[str, str]:

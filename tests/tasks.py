@@ -17,7 +17,7 @@ from subprocess import CompletedProcess, TimeoutExpired
 import torch
 import torch.distributed as dist
 
-from tests.ranks import GRACE_S, ROOT, end_with_parent, free_port, rank_environment
+from tests.ranks import GRACE_S, ROOT, before_forks, end_with_parent, free_port, rank_environment
 
 
 def run_task(
@@ -29,6 +29,7 @@ def run_task(
     the output so far.
     """
     command = [str(arg) for arg in args]
+    before_forks()
     with tempfile.TemporaryDirectory() as name:
         out, err = Path(name, "out"), Path(name, "err")
         environment = {**(env or {}), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
