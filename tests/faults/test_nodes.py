@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import Hosts
-from tests.faults.jobs import TIMEOUT_S, Job, kill, rows, steps
+from tests.faults.jobs import TIMEOUT_S, kill, rows, steps
+from tests.jobs import fit, tiny_config
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.full
 FIXED = ("parallel.fsdp_size=2", "model.lora_rank=4")
@@ -19,11 +21,15 @@ def worlds(said: str) -> list[int]:
     return [int(n) for n in re.findall(r"^(\d+) ranks on cpu: ", said, re.MULTILINE)]
 
 
+def on_one_host(model: Path, folder: Path, *overrides: str) -> None:
+    """The same job on four ranks of this host."""
+    run_ranks(fit, 4, tiny_config(model, folder, *overrides, "rollout.micro_batch_size_per_gpu=4"), timeout=120)
+
+
 def test_two_hosts_are_one_world(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
     """2 x 2 ranks on two hosts train what 4 ranks of one host do, to the last bit."""
     settings = (*FIXED, "trainer.total_training_steps=3")
-    with Job(sd3_folder, tmp_path / "one", *settings, env={"NPROC_PER_NODE": "4"}) as one:
-        assert one.wait() == 0, one.said
+    on_one_host(sd3_folder, tmp_path / "one", *settings)
     folder = tmp_path / "two"
     with hosts.job(0, sd3_folder, folder, *settings) as a, hosts.job(1, sd3_folder, folder, *settings) as b:
         assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
@@ -52,8 +58,7 @@ def test_a_host_goes_and_comes_back(hosts: Hosts, sd3_folder: Path, tmp_path: Pa
     print(f"alone after {alone_after:.0f} s, two again after {again_after:.0f} s")
     assert alone_after < 60 and again_after < 60
     whole = tmp_path / "whole"
-    with Job(sd3_folder, whole, *settings, env={"NPROC_PER_NODE": "4"}) as one:
-        assert one.wait() == 0, one.said
+    on_one_host(sd3_folder, whole, *settings)
     for row, wanted in zip(rows(tmp_path), rows(whole), strict=True):
         assert row["step"] == wanted["step"]
         for key in ("reward/mean", "actor/grad_norm"):
