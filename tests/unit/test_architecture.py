@@ -53,7 +53,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "tensorboard": ("telemetry.loggers",),
     "torch.utils.tensorboard": ("telemetry.loggers",),
     "tokenizers": ("tools.tiny_lm",),
-    "transformers": ("models", "plan.lm", "tools", "engines.transformers", "rewards.image", "rollout.lm.decode"),
+    "transformers": ("models", "plan.lm", "tools", "engines.transformers", "rewards.image", "rollout.lm"),
     "uvicorn": ("jobs.reward_server",),
     "vllm": ("engines", "distributed.vllm_groups"),
     "vllm_omni": ("engines.omni", "rollout.flow.vllm_omni"),

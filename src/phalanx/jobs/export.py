@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from phalanx.config.block_diffusion import BlockDiffusionRunConfig
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.config.lm import LMRunConfig
 from phalanx.config.load import ConfigError
@@ -83,7 +84,7 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
     Raises ValueError where there is none, it is incomplete, or it has no such weights.
     """
     folder = _locate(checkpoint)
-    run = read_run(folder.parent.parent / "config.yaml", LMRunConfig, FlowRunConfig)
+    run = read_run(folder.parent.parent / "config.yaml", LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig)
     held_rank = read_meta(folder)["signature"]["lora_rank"]
     if held_rank != run.model.lora_rank:
         raise ValueError(

@@ -141,6 +141,11 @@ class LMPolicy:
 
         return forward_flops(build, inputs)
 
+    def sample_flops(self, samples: Samples) -> list[float]:
+        """Operations of a pass forward over each sample, with the logits of its response."""
+        assert samples.lengths is not None, "samples of this policy have lengths"
+        return [self.forward_flops(p + r, r) for p, r in samples.lengths.tolist()]
+
     def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
         """See phalanx.training.parts.TrainedPolicy: of the tokens that there are, without padding.
 
@@ -148,8 +153,7 @@ class LMPolicy:
         computes again is not counted.
         """
         assert samples.lengths is not None, "samples of this policy have lengths"
-        prompts, responses = samples.lengths.T.tolist()
-        scored = sum(self.forward_flops(p + r, r) for p, r in zip(prompts, responses, strict=True))
+        prompts, scored = samples.lengths[:, 0].tolist(), sum(self.sample_flops(samples))
         read = {prompt.group_id: length for prompt, length in zip(samples.prompts, prompts, strict=True)}
         again = sum(self.forward_flops(length, 0) for length in prompts)
         decoded = scored - again + sum(self.forward_flops(length, 0) for length in read.values())

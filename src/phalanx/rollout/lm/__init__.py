@@ -8,7 +8,9 @@ from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import Launch, World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.placement import near_divisors
+from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.models.lm.policy import LMPolicy
+from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 
 
@@ -50,6 +52,8 @@ def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int,
     those of the training. Raises ValueError where vLLM refuses the model.
     """
     r, data = cfg.rollout, cfg.data
+    if isinstance(policy, BlockDiffusionPolicy):
+        return BlockDiffusionRollout(policy, r, data, world, decoded, passes)
     if r.engine == "policy":
         return LMRollout(policy, r, data, world, decoded, passes)
     from phalanx.distributed.vllm_groups import VllmGroups
