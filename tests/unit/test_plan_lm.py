@@ -28,6 +28,8 @@ SHIPPED_LM = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "inclusionAI/LLaDA2.0-mini": 16_255_638_528,  # and biases of the routers, which are not trained
+    "inclusionAI/LLaDA2.0-flash": 102_889_697_280,
 }
 QUICKSTART = ROOT / "configs" / "grpo" / "quickstart.yaml"
 SEVEN = (

@@ -20,6 +20,7 @@ from phalanx.config.run import (
 
 TOKEN_CORRECTIONS = ("token_tis", "sequence_tis", "token_mask", "sequence_mask")
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention")
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 
@@ -30,6 +31,9 @@ class LMModelConfig(ModelConfig):
     attn_implementation: str = arg("sdpa", "attention of transformers", choices=ATTENTION)
     use_remove_padding: bool = arg(
         False, "pack the samples of a forward and backward pass into one row, without padding between them"
+    )
+    experts_implementation: Optional[str] = arg(
+        None, "how transformers computes layers with experts; null: its best, grouped_mm", choices=EXPERTS
     )
 
 

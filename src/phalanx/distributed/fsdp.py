@@ -31,7 +31,7 @@ class Sharded:
     """A module whose parameters are laid out over the mesh.
 
     `parameters` maps the name of each trained parameter to the tensor that the optimizer owns;
-    `hidden_matrices` names those of two dims or more within the blocks, which Muon may take.
+    `hidden_matrices` names the matrices and kernels within the blocks, which Muon may take.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class Sharded:
             self.parameters[name] = self._own(name, trained[name], dtype)
         self._replicated = [self.parameters[name] for name in replicated]
         inner = {id(p) for block in blocks for p in block.parameters()}
-        self.hidden_matrices = {name for name, p in trained.items() if p.dim() >= 2 and id(p) in inner}
+        # three dims are experts, side by side
+        self.hidden_matrices = {name for name, p in trained.items() if p.dim() in (2, 4, 5) and id(p) in inner}
         self.copy_to_module()
 
     def _fully_shard(self, blocks: list[nn.Module], dtype: torch.dtype, ignored: set[nn.Parameter]) -> None:
