@@ -249,12 +249,19 @@ def test_the_way_of_the_experts_is_refused_without_any(lm_folder: Path) -> None:
         load(lm_folder, experts_implementation="eager")
 
 
+def test_a_loop_is_not_compiled(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^model\.experts_implementation: eager is a loop .* model\.compile=false$"):
+        load(tiny_llada2(tmp_path), experts_implementation="eager", compile=True)
+
+
 # -- cost -------------------------------------------------------------------------------------------------------------
 
 
 def policy_of(folder: Path, world: World) -> LMPolicy:
     config = LMModelConfig(path=str(folder), dtype="float32")
-    return build_policy(config, ParallelConfig(), LMDataConfig(max_prompt_length=64), world, chunk=8, temperature=1.0, seed=0)
+    return build_policy(
+        config, ParallelConfig(), LMDataConfig(max_prompt_length=64), world, chunk=8, temperature=1.0, seed=0
+    )
 
 
 def test_operations_are_those_of_the_chosen_experts(tmp_path: Path, world: World) -> None:

@@ -9,12 +9,17 @@ from transformers.integrations.moe import ExpertsInterface
 SHAPES = "phalanx_shapes"
 
 
-def use(lm: Any, name: str) -> None:
-    """Compute as model.experts_implementation says; ValueError for a model without experts."""
+def use(lm: Any, name: str, *, compiled: bool) -> None:
+    """Compute as model.experts_implementation says; ValueError for a model that cannot."""
     if not lm._can_set_experts_implementation():
         raise ValueError(
             f"model.experts_implementation: {name!r} needs a model with experts, and {lm.config.model_type} has none "
             "that transformers can compute in another way; leave it out"
+        )
+    if compiled and name == "eager":
+        raise ValueError(
+            "model.experts_implementation: eager is a loop whose length is in the data, which model.compile cannot "
+            "compile; set another one, or model.compile=false"
         )
     lm.set_experts_implementation(name)
 

@@ -115,7 +115,7 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
     if scaled:
         raise ValueError(f"{key}: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
     if config.experts_implementation is not None:
-        experts.use(lm, config.experts_implementation)
+        experts.use(lm, config.experts_implementation, compiled=config.compile)
     if config.use_remove_padding:
         lm.set_attn_implementation(packing.implementation(config.attn_implementation))
         packing.check(lm)
