@@ -26,11 +26,13 @@ IDS = torch.randint(3, 500, (4, 20), generator=torch.Generator().manual_seed(1))
 TRACE = TokenTrace(IDS, torch.tensor([4, 9, 1, 2]), torch.tensor([3, 11, 1, 7]), 11)
 
 
-def gradients(folder: Path, keys: dict[str, Any], shards: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The mean loss of the tokens of four samples, in two micro-batches of all ranks, and its gradient."""
+def gradients(
+    folder: Path, keys: dict[str, Any], shards: int, spread: bool = False
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The mean loss of the tokens of four samples, in micro-batches of two or four, and its gradient."""
     from phalanx.models.lm.policy import build_policy
 
-    parallel = ParallelConfig(fsdp_size=shards)
+    parallel = ParallelConfig(fsdp_size=shards, expert_parallel=spread)
     world = mesh.start(parallel)
     config = LMModelConfig(path=str(folder), dtype="float32", **keys)
     data = LMDataConfig(max_prompt_length=16, max_response_length=16)
@@ -42,8 +44,8 @@ def gradients(folder: Path, keys: dict[str, Any], shards: int) -> tuple[Tensor, 
             with torch.no_grad():
                 p.copy_(distribute_tensor(value, p.device_mesh, p.placements) if isinstance(p, DTensor) else value)
     total = torch.zeros(())
-    for half, rows in enumerate((torch.tensor([0, 1]), torch.tensor([2, 3]))):
-        trained.sharded.set_last_micro_batch(half == 1)
+    for rows in torch.arange(4).split(max(world.size, 2)):
+        trained.sharded.set_last_micro_batch(rows[-1] == 3)
         mine = rows[world.rank :: world.size]
         loss = -policy.replay(TRACE.select(mine)).log_prob.sum() / TRACE.mask.sum()
         loss.backward()
@@ -73,6 +75,19 @@ def test_loss_and_gradient_are_those_of_one_process(keys: dict[str, Any], tmp_pa
         for other, found in run_ranks(gradients, 2, folder, keys, shards):
             assert abs(other - loss) < 1e-6
             assert set(found) == set(wanted)
+            for name, gradient in found.items():
+                assert (gradient - wanted[name]).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("keys", [{}, {"gradient_checkpointing": True}, {"lora_rank": 4}])
+def test_experts_on_ranks_of_their_own(keys: dict[str, Any], tmp_path: Path) -> None:
+    """The same loss and gradient where tokens travel to the experts, within copies of them too."""
+    folder = tiny_llada2(tmp_path)
+    plain = {name: value for name, value in keys.items() if name == "lora_rank"}
+    ((loss, wanted),) = run_ranks(gradients, 1, folder, plain, 1)
+    for ranks, shards in ((2, 2), (4, 2)):
+        for other, found in run_ranks(gradients, ranks, folder, keys, shards, True):
+            assert abs(other - loss) < 1e-6
             for name, gradient in found.items():
                 assert (gradient - wanted[name]).abs().max() < 1e-6, name
 

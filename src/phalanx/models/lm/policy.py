@@ -59,6 +59,7 @@ class LMPolicy:
             lora_targets=LORA_TARGETS,
             seed=seed,
             frozen=frozen,
+            experts=experts.spread(model.lm, config, parallel, world.shard_size),
         )
 
     def _check(self, model: CausalLM) -> None:
