@@ -17,7 +17,8 @@ from phalanx.config.tasks import ExportConfig
 from phalanx.distributed import mesh
 from phalanx.functional.tokens import TokenTrace
 from phalanx.jobs.export import Export
-from tests.jobs import full_weights
+from tests import jobs
+from tests.jobs import full_weights, tiny_config
 from tests.llada2 import tiny_llada2
 from tests.lm import fit, one_step, tiny_lm_config
 from tests.ranks import RankError, run_ranks
@@ -122,6 +123,12 @@ def test_experts_that_cannot_be_spread(
     cfg = tiny_lm_config(tiny_llada2(tmp_path, **settings), tmp_path, SPREAD, *keys)
     with pytest.raises(RankError, match=f"ValueError: parallel.expert_parallel: {message}"):
         run_ranks(one_step, 2, cfg)
+
+
+def test_a_flow_model_has_no_experts_to_spread(sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, "parallel.fsdp_size=2", SPREAD)
+    with pytest.raises(RankError, match="ValueError: parallel.expert_parallel: true needs a language model with exp"):
+        run_ranks(jobs.one_step, 2, cfg)
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

@@ -16,6 +16,7 @@ from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.lm.export import export_model
+from phalanx.models.lm.llada2 import LLaDA2Config
 from phalanx.models.lm.model import CausalLM, load_model
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.models.lora import add_lora, merge_lora
@@ -240,6 +241,13 @@ def test_weights_that_are_not_whole(name: str, tmp_path: Path) -> None:
 def test_settings_without_a_module(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"^model.path: .* does not load: {message} in its config.json; expected"):
         load(tiny_llada2(tmp_path, **settings))
+
+
+def test_settings_that_are_left_out() -> None:
+    """They have the values of LLaDA2's own code."""
+    found = LLaDA2Config(hidden_size=32, num_attention_heads=4, num_experts_per_tok=1, norm_topk_prob=True)
+    assert (found.head_dim, found.norm_topk_prob, found.n_group, found.routed_scaling_factor) == (8, False, 8, 2.5)
+    assert found.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 
 def test_the_way_of_the_experts_is_refused_without_any(lm_folder: Path) -> None:

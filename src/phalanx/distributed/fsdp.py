@@ -48,6 +48,8 @@ class Sharded:
         self.module, self.world, self.config = module, world, config
         self._fsdp: list[FSDPModule] = []
         self._copies: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        if config.expert_parallel and world.shard_size > 1 and not experts:
+            raise ValueError("parallel.expert_parallel: true needs a language model with experts; leave it out")
         self._spread = [SpreadExperts(m, world, dtype) for m in experts] if world.shard_size > 1 else []
         for found in self._spread:
             found.module.spread = found  # type: ignore[assignment]  # where its forward finds it
