@@ -69,7 +69,7 @@ def expected(job: BlockDiffusion, batch: Noised, share: list[int]) -> tuple[Tens
     x_t = x_0.clone()
     real = (s.weight != 0).any(-1)
     for i, k in real.nonzero().tolist():
-        x_t[i, s.place[i, k]] = s.tokens[i, s.clean :].unflatten(0, (-1, SIZE))[k]
+        x_t[i, s.place[i, k]] = s.tokens[i, s.at[i, k]]
         rate[i, s.place[i, k]] = batch.rate[i, k]
     masked = x_t == job.policy.mask_id
     assert not (masked & ~response).any() and torch.equal(x_t[~masked], x_0[~masked])

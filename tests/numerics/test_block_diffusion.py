@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from phalanx.config.lm import ESTIMATES, LMDataConfig, LMModelConfig, LMRolloutConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
-from phalanx.functional.block_diffusion import BlockTrace, confident, least_unmasked, replayed, states_of
+from phalanx.functional.block_diffusion import BlockTrace, States, confident, least_unmasked, replayed, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.types import Prompt, Samples
@@ -113,13 +114,38 @@ def test_the_replay_says_what_the_rollout_said(
         assert rollout.metrics(samples, torch.zeros(9))["rollout/tokens_per_forward"] == 1.0
 
 
-def test_a_pass_may_be_trimmed(lm_folder: Path, world: World) -> None:
-    policy = policy_of(lm_folder, world)
+@pytest.mark.parametrize("estimate", ESTIMATES)
+def test_a_pass_may_be_trimmed(estimate: str, lm_folder: Path, world: World) -> None:
+    policy = policy_of(lm_folder, world, estimate)
     samples, _ = sampled(policy, world, threshold=0.02)
     part = samples.trace.select(torch.tensor([0, 5]))
     whole = policy.replay(part).log_prob
     policy.trim = True
     torch.testing.assert_close(policy.replay(part).log_prob, whole, rtol=1e-5, atol=1e-5)
+
+
+def test_a_pass_is_as_wide_as_its_widest_sample(lm_folder: Path, world: World) -> None:
+    """Of a long prompt with few states and a short one with many; this is what a budget of tokens counts."""
+    policy = policy_of(lm_folder, world)
+    samples, _ = sampled(policy, world, threshold=0.02)
+    trace: BlockTrace = samples.trace
+    at_once = torch.arange(9)[:, None] >= 6  # of the last prompt, the longest
+    trace = replace(trace, step=torch.where(at_once & trace.mask, 0, trace.step))
+    length, states = trace.starts + trace.lengths, (policy.states(trace) - 1) * SIZE
+    wanted = length + states
+    assert wanted.max() < length.max() + states.max()
+    whole, seen = policy.replay(trace).log_prob, []
+    policy.trim = True
+    forward = policy.trained.module.forward
+
+    def watched(states: States, *args: Any) -> Any:
+        seen.append(states.tokens.shape[1])
+        return forward(states, *args)
+
+    with patch.object(policy.trained.module, "forward", watched):
+        log_prob = policy.replay(trace).log_prob
+    assert seen == [int(wanted.max())]
+    torch.testing.assert_close(log_prob, whole, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("estimate", ESTIMATES)

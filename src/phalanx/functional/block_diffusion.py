@@ -109,7 +109,8 @@ class Views:
 @dataclass(frozen=True)
 class States:
     """Rows of a pass: tokens, positions, block, chunk, limit, each [B, L + C S]; weight [B, C, S], and of each token of
-    a state what it becomes, target [B, C, S], and where that stands in the sequence, place [B, C, S]. `clean` is L.
+    a state what it becomes, target [B, C, S], where that stands in the sequence, place [B, C, S], and where the token
+    itself stands in its row, at [B, C, S].
     """
 
     tokens: Tensor
@@ -120,12 +121,23 @@ class States:
     weight: Tensor
     target: Tensor
     place: Tensor
-    clean: int
+    at: Tensor
 
     def to(self, device: torch.device) -> "States":
         """The same on a device."""
-        tensors = {name: value.to(device) for name, value in vars(self).items() if name != "clean"}
-        return States(clean=self.clean, **tensors)
+        return States(**{name: value.to(device) for name, value in vars(self).items()})
+
+    def closed(self, clean: Tensor) -> "States":
+        """The same rows without what pads their first `clean` [B] tokens, no wider than the longest needs to be."""
+        length, size = int(self.at.min()), self.weight.shape[2]
+        count = (self.weight != 0).any(-1).sum(1)
+        column = torch.arange(self.tokens.shape[1], device=clean.device)
+        padding = (column >= clean[:, None]) & (column < length) | (column >= (length + count * size)[:, None])
+        order = padding.to(torch.uint8).argsort(dim=1, stable=True)
+        kept = order[:, : int((~padding).sum(1).max())]
+        rows = {name: vars(self)[name].gather(1, kept) for name in ("tokens", "positions", "block", "chunk", "limit")}
+        at = order.argsort(dim=1).gather(1, self.at.flatten(1)).view_as(self.at)
+        return replace(self, **rows, at=at)
 
     def allowed(self) -> Tensor:
         """[B, 1, L + C S, L + C S] bool: what each position (row) attends to."""
@@ -183,7 +195,7 @@ def states_of(ids: Tensor, views: Views, *, mask_id: int, count: int) -> States:
         weight=weight,
         target=target,
         place=place,
-        clean=at.shape[1],
+        at=at.shape[1] + torch.arange(place[0].numel(), device=device).view_as(place[0]).expand_as(place),
     )
 
 

@@ -217,7 +217,7 @@ class BlockDiffusion(Supervised):
             """[B, C, S] of values [B, T]."""
             return values.gather(1, states.place.flatten(1)).view_as(states.place)
 
-        states = replace(states, target=there(target))
+        states = replace(states, target=there(target)).closed(torch.tensor(widths) - size)
         return Noised(states.to(self.world.device), there(rate).to(self.world.device), count)
 
     def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:

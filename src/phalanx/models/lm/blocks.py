@@ -50,9 +50,9 @@ class BlockDiffusionLM(CausalLM):
             use_cache=False,
         ).last_hidden_state
         asked = states.weight != 0
-        noisy = hidden[:, states.clean :].unflatten(1, tuple(asked.shape[1:]))
+        rows, _, _ = asked.nonzero(as_tuple=True)
         head = self.lm.get_output_embeddings()
-        asked_for, targets = noisy[asked], states.target[asked]
+        asked_for, targets = hidden[rows, states.at[asked]], states.target[asked]
         scores = token_scores(
             asked_for,
             head,
@@ -137,6 +137,8 @@ class BlockDiffusionPolicy(LMPolicy):
         views = replayed(trace, self.estimate)
         count = int(views.count.max()) if self.trim else trace.states
         states = states_of(trace.ids, views, mask_id=self.mask_id, count=count)
+        if self.trim:
+            states = states.closed(trace.starts + trace.lengths - self.size)
         log_prob, entropy, certainty = self.trained.module(states, temperature)
         weight = of_responses(trace, states, torch.ones_like(entropy)).clamp(min=1)
         return TokenReplay(
