@@ -52,10 +52,10 @@ class BlockDiffusionRollout(LMRollout):
         """As of a language model, with rollout/tokens_per_forward: those that a look at a block unmasks."""
         tokens = sum(len(drawn.steps) for drawn in self._drawn)
         row = super().metrics(samples, reward)
-        forwards = sum(self._forwards(drawn) for drawn in self._drawn)
+        forwards = sum(self.forwards(drawn) for drawn in self._drawn)
         return row | {"rollout/tokens_per_forward": reduce_int(tokens, "sum") / reduce_int(forwards, "sum")}
 
-    def _forwards(self, drawn: Drawn) -> int:
+    def forwards(self, drawn: Drawn) -> int:
         """Looks at the sample's blocks, without those that keep keys and values."""
         first = len(drawn.prompt) % self.policy.size
         return len({((first + i) // self.policy.size, step) for i, step in enumerate(drawn.steps)})
