@@ -23,6 +23,7 @@ from phalanx.config.run import (
 ESTIMATES = ("trace", "block_mean_field", "mean_field", "coupled", "elbo")  # see phalanx.functional.block_diffusion
 TOKEN_CORRECTIONS = ("token_tis", "sequence_tis", "token_mask", "sequence_mask")
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention")
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 
@@ -39,6 +40,9 @@ class LMModelConfig(ModelConfig):
     )
     mask_token: Optional[str] = arg(
         None, "block diffusion: the token that stands for those to come; null: the tokenizer's mask token"
+    )
+    experts_implementation: Optional[str] = arg(
+        None, "how transformers computes layers with experts; null: its best, grouped_mm", choices=EXPERTS
     )
 
 

@@ -19,6 +19,7 @@ from phalanx.distributed.mesh import World
 from phalanx.engines.loading import loading
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.models.lm import experts
 from phalanx.models.lm.model import DTYPES, CausalLM, causal_lm
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.plan.layout import Cluster, Layout
@@ -140,6 +141,7 @@ def planned_lm_policy(cfg: LMRLConfig, cluster: Cluster, ledger: Ledger, *, rank
     with META:
         lm = transformers.AutoModelForCausalLM.from_config(settings, dtype=kept, trust_remote_code=False)
         module: CausalLM = causal_lm(lm, config, cfg.actor.log_prob_chunk_size)
+        lm.config._experts_implementation = experts.SHAPES
         policy = PlannedLMPolicy(
             module,
             _Tokenizer(),

@@ -236,4 +236,5 @@ def _gathered(p: Planned, name: str) -> int:
         return layout.units()[-1]
     if name in p.frozen:
         layout = p.frozen[name].layout
-    return layout.unsharded(throughout=parallel.rollout_unsharded)
+    whole = parallel.rollout_unsharded
+    return layout.unsharded(throughout=whole) + (layout.experts() if whole else 0)

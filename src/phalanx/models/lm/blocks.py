@@ -1,6 +1,8 @@
 """A causal language model's modules as a block-diffusion model."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,7 +40,8 @@ class BlockDiffusionLM(CausalLM):
         """
         self._recompute(states is not None and torch.is_grad_enabled())
         if states is None:
-            return self.lm(**decoding | {"attention_mask": self._mask(decoding["attention_mask"])})
+            with self._for_decoding():
+                return self.lm(**decoding | {"attention_mask": self._mask(decoding["attention_mask"])})
         hidden = self.lm.get_decoder()(
             input_ids=states.tokens,
             position_ids=states.positions,
@@ -73,6 +76,18 @@ class BlockDiffusionLM(CausalLM):
             found.append(logits.argmax(-1))
         return torch.cat(found) if found else torch.zeros(0, dtype=torch.long, device=hidden.device)
 
+    @contextmanager
+    def _for_decoding(self) -> Iterator[None]:
+        """FlexAttention, which compiles for each shape, is for passes over many states: blocks take torch's own."""
+        config = self.lm.config
+        kind = config._attn_implementation
+        if kind == "flex_attention":
+            config._attn_implementation = "sdpa"
+        try:
+            yield
+        finally:
+            config._attn_implementation = kind
+
     def _mask_of(self, states: States) -> Any:
         """The states' attention, for the implementation that the model has."""
         if self.lm.config._attn_implementation != "flex_attention":
@@ -86,8 +101,8 @@ class BlockDiffusionLM(CausalLM):
         return create_block_mask(rule, rows, None, length, length, device=str(states.tokens.device))
 
     def _mask(self, allowed: Tensor) -> Tensor:
-        """Of bools, as the attention takes it: that of torch does, others add it."""
-        if self.lm.config._attn_implementation == "sdpa":
+        """Of bools, as the attention takes it: torch's does, the eager one adds it."""
+        if self.lm.config._attn_implementation != "eager":
             return allowed
         dtype = self.lm.dtype
         return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(

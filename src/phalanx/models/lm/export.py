@@ -28,6 +28,7 @@ _KEPT = (
     "added_tokens.json",
     "chat_template*",
     "generation_config.json",
+    "*.py",  # code that auto_map in config.json names; it is not run here
 )
 
 

@@ -13,6 +13,7 @@ from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.models.lm import experts
 from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
@@ -58,6 +59,7 @@ class LMPolicy:
             lora_targets=LORA_TARGETS,
             seed=seed,
             frozen=frozen,
+            experts=experts.spread(model.lm, config, parallel, world.shard_size),
         )
 
     def _check(self, model: CausalLM) -> None:
@@ -132,7 +134,8 @@ class LMPolicy:
 
     def _flops(self, length: int) -> int:
         def build() -> Any:
-            return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(self.settings))
+            settings = copy.deepcopy(self.settings)
+            return transformers.AutoModelForCausalLM.from_config(settings, experts_implementation=experts.SHAPES)
 
         def inputs() -> dict[str, Any]:
             # a mask that is made already: transformers would look at the values of others
