@@ -29,6 +29,7 @@ from phalanx.training.supervised import Supervised, share_of_rank
 
 log = logging.getLogger(__name__)
 
+DECODED_TOGETHER = 64  # responses of a validation
 LEVELS = 5  # of noise, whose losses are logged apart
 
 
@@ -86,7 +87,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> "BlockDiffusion":
         add_mask=True,
     )
     examples = fitting(rows, policy, cfg.data.response_key, first=world.rank == 0)
-    decoded = cfg.rollout.micro_batch_size_per_gpu or 64
+    decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
     rollout = BlockDiffusionRollout(policy, cfg.rollout, data, world, decoded, None)
     return BlockDiffusion(cfg, examples, Parts(world, rewards, policy, rollout, val_sets))
 
@@ -152,7 +153,7 @@ class BlockDiffusion(Supervised):
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
         """The samples, noised anew: a function of (trainer.seed, step, the sample's number in the batch)."""
-        found = []
+        device, found = self.world.device, []
         for place in range(0, self.per_rank, self.micro):
             part = [self.examples[i] for i in share[place : place + self.micro]]
             names = range(self.first + place, self.first + place + len(part))
@@ -163,10 +164,13 @@ class BlockDiffusion(Supervised):
         else:
             total = reduce_int(sum(counts), "sum")
             scales = [1 / max(total, 1)] * len(found)
-        return [replace(part, scale=scale) for part, scale in zip(found, scales, strict=True)]
+        return [
+            Noised(part.states.to(device), part.rate.to(device), scale)
+            for part, scale in zip(found, scales, strict=True)
+        ]
 
     def noised(self, examples: list[Example], seeds: list[int]) -> Noised:
-        """States of the blocks of some samples, with some of the response's tokens masked."""
+        """States of the blocks of some samples, with some of the response's tokens masked, on the CPU."""
         c, size, end = self.cfg.block_diffusion, self.policy.size, self.policy.tokenizer.eos_token_id
         data = self.cfg.data
         longest = max(len(e.prompt) + len(e.response) for e in examples)
@@ -195,7 +199,7 @@ class BlockDiffusion(Supervised):
         if not c.same_token_labels:
             states = replace(states, target=ids.roll(-1, 1).gather(1, states.place.flatten(1)).view_as(states.place))
         rates = rate.flatten(1).gather(1, states.place.flatten(1)).view_as(states.weight)
-        return Noised(states.to(self.world.device), rates.to(self.world.device), 0.0)
+        return Noised(states, rates, 0.0)
 
     def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
         """See Supervised; the sums are of losses and numbers of tokens, by levels of noise."""
