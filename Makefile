@@ -22,7 +22,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm faults check lint bench learn learn-lm base base-lm base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm faults check lint bench learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
@@ -38,6 +38,7 @@ help:
 	@echo "make bench            time and memory of a training step on the CPU"
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
 	@echo "make learn-lm         the same of language models, about an hour on 2 cores"
+	@echo "make learn-bd         the same of block diffusion, half an hour"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
 	@echo "make base-bd          make the tiny block-diffusion model again, out of that one, about 3 minutes"
@@ -96,6 +97,9 @@ learn: $(VENV)/.installed-base
 
 learn-lm: $(VENV)/.installed-base
 	@$(ON_CPU) python benchmarks/learn_lm.py $(ARGS)
+
+learn-bd: $(VENV)/.installed-base
+	@$(ON_CPU) python benchmarks/learn_bd.py $(ARGS)
 
 base: $(VENV)/.installed-base
 	@$(TWO_RANKS) sh train.sh tasks/make_base.py

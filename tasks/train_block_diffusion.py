@@ -18,7 +18,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> Callable[[], None]:
 def check(cfg: BlockDiffusionTaskConfig) -> None:
     from phalanx.jobs.inputs import check_lm
 
-    check_lm(cfg)
+    check_lm(cfg, answered=cfg.data.response_key is None)
 
 
 def plan(cfg: BlockDiffusionTaskConfig, words: dict[str, str]) -> str:

@@ -28,7 +28,9 @@ class BlockDiffusionConfig:
     noise_range_low: float = arg(0.3, "least probability with which a token is masked", gt=0, le=1)
     noise_range_high: float = arg(0.8, "largest probability with which a token is masked", gt=0, le=1)
     noise_per_block: bool = arg(False, "draw that probability for each block, not for each sample")
-    elbo_weight: bool = arg(False, "weight each token by the inverse of that probability")
+    elbo_weight: bool = arg(
+        False, "weight each token by the inverse of that probability, in a mean over all tokens of the responses"
+    )
     same_token_labels: bool = arg(
         True, "a position predicts its own token; false: the next one, as autoregressive models do"
     )
@@ -39,7 +41,10 @@ class BlockDiffusionConfig:
         choices=("token-mean", "micro-batch-mean"),
     )
     confidence_beta: float = arg(
-        0.0, "weight of the mean entropy of tokens that are predicted right (dParallel, arXiv 2509.26488)", ge=0
+        0.0,
+        "weight of the entropy of tokens that are predicted right (dParallel, arXiv 2509.26488), summed and divided as "
+        "the losses are; with micro-batch-mean a mean of these tokens alone, as in dFactory",
+        ge=0,
     )
     train_fill: str = arg(
         "block",

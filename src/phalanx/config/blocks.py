@@ -24,6 +24,12 @@ def check_blocks(cfg: Any) -> None:
     for key, steps in (("rollout.", r.denoising_steps_per_block), ("rollout.val.", r.val.denoising_steps_per_block)):
         if steps is not None and steps > size:
             raise ConfigError(f"{key}denoising_steps_per_block: {steps} is more than model.block_size={size}")
+    algorithm = vars(cfg).get("algorithm")
+    if algorithm is not None and algorithm.needs_critic:
+        raise ConfigError(
+            f"algorithm.name: {algorithm.name} trains a critic, which reads from left to right and not in blocks "
+            f"(model.block_size={size}); set algorithm.name=grpo, or leave model.block_size out"
+        )
     refused = {
         "rollout.engine: vllm": r.engine == "vllm",
         "model.use_remove_padding: true": cfg.model.use_remove_padding,

@@ -92,8 +92,8 @@ class Views:
     """States to look at: masked [B, K, V, S] bool, and the weight [B, K, V, S] of what the model says of each token
     there, 0 for tokens that it is not asked about. A view of a block without any is no state.
 
-    `alone`: the states of a sample do not see one another, and each sees all clean blocks before its own. Otherwise
-    they see those before them, and of the clean blocks the first `known` [B] alone.
+    The states of a sample do not see one another, and each sees all clean blocks before its own. With `known` [B] they
+    see those before them, and of the clean blocks so many, the first ones, alone.
     """
 
     masked: Tensor

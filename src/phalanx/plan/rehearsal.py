@@ -20,7 +20,7 @@ from phalanx.plan.blueprint import PlannedPolicy
 from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.rewards import RewardError
 from phalanx.telemetry.flops import step_flops
-from phalanx.training.block_diffusion import BlockDiffusion, Example, Noised
+from phalanx.training.block_diffusion import BlockDiffusion, Noised
 from phalanx.training.checkpoint import Progress
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.training.minibatches import MicroBatches, Units
@@ -178,15 +178,9 @@ class BlockDiffusionRehearsal(Rehearsal, BlockDiffusion):
             self.update(0)
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
-        self._masked: list[int] = []
         found = super().passes(share, step)
-        for part, masked in zip(found, self._masked, strict=True):
-            self.ledger.mark(part.states.weight, masked)
-        return found
-
-    def noised(self, examples: list[Example], seeds: list[int]) -> Noised:
-        found = super().noised(examples, seeds)
-        self._masked.append(int((found.states.weight != 0).sum()))
+        for part in found:
+            self.ledger.mark(part.states.weight, part.count)
         return found
 
     def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:

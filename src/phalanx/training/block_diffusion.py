@@ -2,9 +2,9 @@
 
     L = mean over masked tokens of  -log p(x_0 | x_t, clean blocks),   x_t: each token masked with probability t
 
-t ~ U(low, high) for each sample, or block. With weights 1/t and t ~ U(0, 1) for each block the loss bounds the
-likelihood (BD3-LM, https://arxiv.org/abs/2503.09573, equation 8); LLaDA2 takes none, and t ~ U(.3, .8). The mesh, the
-model, checkpoints, validation and logs are those of reinforcement learning.
+t ~ U(low, high) for each sample, or block. With weights 1/t, t ~ U(0, 1) for each block, and a mean over all tokens the
+loss bounds the likelihood (BD3-LM, https://arxiv.org/abs/2503.09573, equation 8); LLaDA2 takes t ~ U(.3, .8). The mesh,
+the model, checkpoints, validation and logs are those of reinforcement learning.
 """
 
 import logging
@@ -21,11 +21,14 @@ from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_diffusion import States, Views, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
+from phalanx.rollout.lm import check_engine
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
+from phalanx.training.lm_rl import fitting_sets
 from phalanx.training.parts import Parts, build_rewards, start
 from phalanx.training.supervised import Supervised, share_of_rank
+from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -43,13 +46,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Noised:
-    """Rows of a pass, and the probability [B, C, S] with which each token was masked; `scale` is the factor of a
-    token's loss.
+    """Rows of a pass, and the probability [B, C, S] with which each token that is asked for was masked; `count` tokens
+    are what its loss is a mean over, which `scale` makes the part of it in that of the whole batch.
     """
 
     states: States
     rate: Tensor
-    scale: float
+    count: int
+    scale: float = 0.0
 
 
 def samples_of_rank(cfg: BlockDiffusionTaskConfig, world_size: int) -> int:
@@ -63,6 +67,7 @@ def check(cfg: BlockDiffusionTaskConfig) -> int:
     if not cfg.data.train_files:
         raise ConfigError("data.train_files: [] names no samples; give a .jsonl or .parquet file of chats")
     batches.check_run(cfg)
+    check_engine(cfg)
     check_loggers(cfg.trainer.logger)
     return mesh.check(cfg, lambda size: samples_of_rank(cfg, size))
 
@@ -70,9 +75,10 @@ def check(cfg: BlockDiffusionTaskConfig) -> int:
 def build(cfg: BlockDiffusionTaskConfig) -> "BlockDiffusion":
     """The job, built on all ranks in step; a ValueError is the user's mistake."""
     check(cfg)
-    data, trained = cfg.data, cfg.data.train_files
-    rows = load_prompts(trained, "data.train_files", prompt=data.prompt_key, quoted=False)
-    val_sets = validation_sets(data.val_files, prompt=data.prompt_key, quoted=False)
+    data, key = cfg.data, cfg.data.prompt_key
+    chats = data.response_key is None
+    rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False, answered=chats)
+    val_sets = validation_sets(data.val_files, prompt=key, quoted=False, answered=chats)
     world = start(cfg)
     rewards = build_rewards(cfg, world, outputs="completions")
     policy = build_block_policy(
@@ -87,6 +93,8 @@ def build(cfg: BlockDiffusionTaskConfig) -> "BlockDiffusion":
         add_mask=True,
     )
     examples = fitting(rows, policy, cfg.data.response_key, first=world.rank == 0)
+    val_sets = {name: [question(prompt) for prompt in prompts] for name, prompts in val_sets.items()}
+    val_sets = fitting_sets(val_sets, policy, first=world.rank == 0)
     decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
     rollout = BlockDiffusionRollout(policy, cfg.rollout, data, world, decoded, None)
     return BlockDiffusion(cfg, examples, Parts(world, rewards, policy, rollout, val_sets))
@@ -107,7 +115,10 @@ def fitting(
         if not over:
             found.append(example)
         elif data.overlong_prompts == "truncate":
-            found.append(Example(example.prompt, example.response[: data.max_response_length]))
+            # to the end of a block: what follows in it would look like the end
+            least = data.max_response_length
+            least -= (len(example.prompt) + least) % policy.size
+            found.append(Example(example.prompt, example.response[:least]))
         elif data.overlong_prompts == "error":
             what, length, limit = over[0]
             raise DataError(
@@ -123,20 +134,28 @@ def fitting(
 
 def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | None, where: str) -> Example:
     """The tokens of a row; the response ends with an end token."""
-    prompt = numbered(row, 0)
+    prompt = question(numbered(row, 0))
     if response_key is not None:
         text = row.meta.get(response_key)
     else:
         last = row.messages[-1] if row.messages else {"role": None, "content": None}
         text = last["content"] if last["role"] == "assistant" else None
-        prompt = replace(prompt, messages=(row.messages or [])[:-1])
-    if not isinstance(text, str) or not text.strip():
+    if not isinstance(text, str):
         column = "the last message of its chat is not the assistant's" if response_key is None else f"no {response_key}"
         raise DataError(f"{where} has no response ({column}); see data.prompt_key and data.response_key")
+    if not text.strip():
+        raise DataError(f"{where}: its response is empty")
     response = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
     if policy.mask_id in response:
         raise DataError(f"{where}: its response holds the mask token {policy.tokenizer.mask_token!r}")
     return Example(policy.encode(prompt), [*response, policy.tokenizer.eos_token_id])
+
+
+def question(prompt: Prompt) -> Prompt:
+    """The prompt of a chat without the answer that it may end with."""
+    messages = prompt.messages or []
+    answered = messages and messages[-1]["role"] == "assistant"
+    return replace(prompt, messages=messages[:-1]) if answered else prompt
 
 
 class BlockDiffusion(Supervised):
@@ -153,53 +172,54 @@ class BlockDiffusion(Supervised):
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
         """The samples, noised anew: a function of (trainer.seed, step, the sample's number in the batch)."""
-        device, found = self.world.device, []
+        found = []
         for place in range(0, self.per_rank, self.micro):
             part = [self.examples[i] for i in share[place : place + self.micro]]
             names = range(self.first + place, self.first + place + len(part))
             found.append(self.noised(part, [fold_in(self.cfg.trainer.seed, step, name) for name in names]))
-        counts = [int((part.states.weight != 0).sum()) for part in found]
         if self.cfg.block_diffusion.loss_agg_mode == "micro-batch-mean":
-            scales = [1 / (max(count, 1) * len(found) * self.world.size) for count in counts]
-        else:
-            total = reduce_int(sum(counts), "sum")
-            scales = [1 / max(total, 1)] * len(found)
-        return [
-            Noised(part.states.to(device), part.rate.to(device), scale)
-            for part, scale in zip(found, scales, strict=True)
-        ]
+            return [replace(part, scale=1 / (max(part.count, 1) * len(found) * self.world.size)) for part in found]
+        total = reduce_int(sum(part.count for part in found), "sum")
+        return [replace(part, scale=1 / max(total, 1)) for part in found]
 
     def noised(self, examples: list[Example], seeds: list[int]) -> Noised:
-        """States of the blocks of some samples, with some of the response's tokens masked, on the CPU."""
+        """States of the blocks of some samples, with some of the response's tokens masked."""
         c, size, end = self.cfg.block_diffusion, self.policy.size, self.policy.tokenizer.eos_token_id
-        data = self.cfg.data
-        longest = max(len(e.prompt) + len(e.response) for e in examples)
+        wanted = [len(e.prompt) + len(e.response) for e in examples]
         if c.train_fill == "max_length":
-            longest = data.max_prompt_length + data.max_response_length
-        width = -(-longest // size) * size
-        ids, maskable = torch.full((len(examples), width), end), torch.zeros(len(examples), width, dtype=torch.bool)
-        rate = torch.zeros(len(examples), width // size, size)
-        uniform = torch.zeros(len(examples), width)
-        for i, (example, seed) in enumerate(zip(examples, seeds, strict=True)):
+            wanted = [self.cfg.data.max_prompt_length + self.cfg.data.max_response_length] * len(examples)
+        widths = [-(-length // size) * size for length in wanted]
+        shape = (len(examples), max(widths))
+        ids, maskable = torch.full(shape, end), torch.zeros(shape, dtype=torch.bool)
+        rate, uniform = torch.ones(shape), torch.ones(shape)
+        for i, (example, width, seed) in enumerate(zip(examples, widths, seeds, strict=True)):
             tokens = example.prompt + example.response
             ids[i, : len(tokens)] = torch.tensor(tokens)
-            filled = width if c.train_fill == "max_length" else -(-len(tokens) // size) * size
-            maskable[i, len(example.prompt) : filled] = True
+            # nothing follows a response that was cut
+            maskable[i, len(example.prompt) : width if tokens[-1] == end else len(tokens)] = True
+            # of its own width: what others of the pass are has no part in it
             stream = torch.Generator().manual_seed(seed)
-            levels = torch.rand(width // size if c.noise_per_block else 1, 1, generator=stream)
-            rate[i] = c.noise_range_low + (c.noise_range_high - c.noise_range_low) * levels
-            uniform[i] = torch.rand(width, generator=stream)
-        masked = (maskable & (uniform < rate.flatten(1))).unflatten(1, (-1, size))
+            levels = torch.rand(width // size if c.noise_per_block else 1, generator=stream)
+            levels = levels.repeat_interleave(width // len(levels))
+            rate[i, :width] = c.noise_range_low + (c.noise_range_high - c.noise_range_low) * levels
+            uniform[i, :width] = torch.rand(width, generator=stream)
+        masked = maskable & (uniform < rate)
         weight = masked / rate if c.elbo_weight else masked.float()
+        # the bound is of all tokens of the responses, of which some are masked
+        count = int((maskable if c.elbo_weight else masked).sum())
+        target = ids
         if not c.same_token_labels:
             # the position before a masked token predicts it, that of an earlier block, too
-            weight = torch.cat([weight.flatten(1)[:, 1:], weight.new_zeros(len(ids), 1)], 1).view_as(weight)
-        views = Views(masked[:, :, None], weight[:, :, None])
+            weight, rate, target = weight.roll(-1, 1), rate.roll(-1, 1), ids.roll(-1, 1)
+        views = Views(*(values.unflatten(1, (-1, size))[:, :, None] for values in (masked, weight)))
         states = states_of(ids, views, mask_id=self.policy.mask_id, count=max(int(views.count.max()), 1))
-        if not c.same_token_labels:
-            states = replace(states, target=ids.roll(-1, 1).gather(1, states.place.flatten(1)).view_as(states.place))
-        rates = rate.flatten(1).gather(1, states.place.flatten(1)).view_as(states.weight)
-        return Noised(states, rates, 0.0)
+
+        def there(values: Tensor) -> Tensor:
+            """[B, C, S] of values [B, T]."""
+            return values.gather(1, states.place.flatten(1)).view_as(states.place)
+
+        states = replace(states, target=there(target))
+        return Noised(states.to(self.world.device), there(rate).to(self.world.device), count)
 
     def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
         """See Supervised; the sums are of losses and numbers of tokens, by levels of noise."""
@@ -209,7 +229,10 @@ class BlockDiffusion(Supervised):
         losses, weight = -log_prob, states.weight[asked]
         loss = (losses * weight).sum() * batch.scale
         if c.confidence_beta > 0:
-            loss = loss + c.confidence_beta * (entropy * right).sum() * batch.scale
+            part = batch.scale * (entropy * right).sum()
+            if c.loss_agg_mode == "micro-batch-mean":  # the mean of those alone
+                part = part * batch.count / right.sum().clamp(min=1)
+            loss = loss + c.confidence_beta * part
         # without a masked token the loss is 0, and has a gradient all the same, which all ranks wait for
         sums = {"tokens": asked.sum(), "right": right.sum(), "entropy": entropy.detach().sum()}
         span = max(c.noise_range_high - c.noise_range_low, 1e-6)

@@ -9,7 +9,8 @@ from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
-from phalanx.data.prompts import PromptRow, held_out_overlap, load_prompts, numbered, validation_sets
+from phalanx.data.overlap import held_out_overlap
+from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
@@ -48,9 +49,7 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
         )
     policy = load_policy(cfg, world)
     rows = fitting(rows, "data.train_files", policy, first=world.rank == 0)
-    for name, held_out in val_sets.items():
-        kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=world.rank == 0)
-        val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
+    val_sets = fitting_sets(val_sets, policy, first=world.rank == 0)
     rollout = build_rollout(cfg, policy, world, plan.rollout_micro, scoring(plan, algorithm))
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
     teachers = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
@@ -153,8 +152,6 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     where none is left.
     """
     limit, how = policy.data.max_prompt_length, policy.data.overlong_prompts
-    if how == "truncate":
-        return rows
     kept = []
     for number, row in enumerate(rows):
         length = len(policy.encode(numbered(row, 0)))
@@ -171,6 +168,15 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
         gone = len(rows) - len(kept)
         log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, gone, len(rows), limit)
     return kept
+
+
+def fitting_sets(val_sets: dict[str, list[Prompt]], policy: LMPolicy, *, first: bool) -> dict[str, list[Prompt]]:
+    """The validation prompts that are short enough, likewise, by their files' names."""
+    found = {}
+    for name, held_out in val_sets.items():
+        kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=first)
+        found[name] = [numbered(row, i) for i, row in enumerate(kept)]
+    return found
 
 
 def as_row(prompt: Prompt) -> PromptRow:

@@ -10,13 +10,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.block_diffusion import BlockTrace, States, of_responses, replayed, sees, states_of
 from phalanx.functional.tokens import TokenReplay, token_scores
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer
 from phalanx.models.lm.policy import LMPolicy
-from phalanx.types import Samples
+from phalanx.types import Prompt, Samples
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +120,16 @@ class BlockDiffusionPolicy(LMPolicy):
         super().__init__(model, *args, **options)
         self.size, self.estimate, self.mask_id = size, estimate, model.mask_id
 
+    def encode(self, prompt: Prompt) -> list[int]:
+        """As of a language model. Raises ValueError for a prompt that holds the mask token."""
+        tokens = super().encode(prompt)
+        if self.mask_id in tokens:
+            raise ValueError(
+                f"data: the prompt {cut(prompt.text)!r} holds the mask token {self.tokenizer.mask_token!r}, which "
+                "stands for tokens that are to come; leave it out"
+            )
+        return tokens
+
     def scored(self, trace: BlockTrace, temperature: float) -> TokenReplay:  # type: ignore[override]
         """All states of the samples, in one forward pass."""
         if self.trim:
@@ -183,6 +194,11 @@ def mask_tokenizer(config: LMModelConfig, *, add_mask: bool) -> Any:
     return tokenizer
 
 
+def adds_mask(config: LMModelConfig) -> bool:
+    """Whether supervised training gives the tokenizer of a model folder a mask token that it does not know."""
+    return mask_tokenizer(config, add_mask=True).mask_token not in load_tokenizer(config).get_vocab()
+
+
 def load_blocks(
     config: LMModelConfig, dtype: torch.dtype, chunk: int, *, add_mask: bool
 ) -> tuple[BlockDiffusionLM, Any]:
@@ -196,7 +212,7 @@ def load_blocks(
     rows = lm.get_input_embeddings().num_embeddings
     if mask_id >= rows + 1:
         raise ValueError(f"model.path: {config.path!r}: mask token {mask_id} is beyond its {rows} embeddings")
-    if tokenizer.mask_token == MASK and load_tokenizer(config).mask_token is None:
+    if adds_mask(config):
         log.info("the tokenizer of %s has no mask token: it gets %s", config.path, MASK)
         _embed_mask(lm, mask_id)
     return BlockDiffusionLM(lm, chunk, mask_id, recomputes=config.gradient_checkpointing), tokenizer
@@ -204,7 +220,9 @@ def load_blocks(
 
 def check_layers(lm: Any, path: str) -> None:
     """Raise ValueError, in one line, for a model that cannot look at blocks."""
-    kinds = lm.config.to_dict().get("layer_types") or ()
+    settings = lm.config.to_dict()
+    windows = ["sliding_attention"] if settings.get("sliding_window") else []  # of all layers, in older models
+    kinds = settings.get("layer_types") or windows
     other = sorted({kind for kind in kinds if kind != "full_attention"})
     if other or lm._is_stateful:
         raise ValueError(

@@ -3,7 +3,7 @@
 import os
 from importlib.util import find_spec
 
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm import LMRLConfig, LMRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import Launch, World
 from phalanx.distributed.passes import Passes
@@ -14,7 +14,7 @@ from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 
 
-def check_engine(cfg: LMRLConfig, *, installed: bool = True) -> None:
+def check_engine(cfg: LMRunConfig, *, installed: bool = True) -> None:
     """Raise ConfigError for what an engine cannot do on these ranks, or one that should be `installed` and is not."""
     r, node = cfg.rollout, Launch.from_env().local_world_size
     if r.engine == "policy":
