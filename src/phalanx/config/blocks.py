@@ -42,11 +42,15 @@ def check_blocks(cfg: Any) -> None:
 
 def check_lengths(cfg: Any, size: int) -> None:
     """Raise ConfigError for responses that are not whole blocks."""
-    val = cfg.rollout.val.max_response_length
-    for key, length in (("data.", cfg.data.max_response_length), ("rollout.val.", val)):
-        if length is not None and length % size:
-            below = max(length // size, 1) * size
-            raise ConfigError(
-                f"{key}max_response_length: {length} tokens are no whole number of blocks of model.block_size={size}; "
-                f"nearest that are: {below} or {below + size}"
-            )
+    check_whole("data.max_response_length", cfg.data.max_response_length, size)
+    check_whole("rollout.val.max_response_length", cfg.rollout.val.max_response_length, size)
+
+
+def check_whole(key: str, length: int | None, size: int) -> None:
+    """Raise ConfigError for a length that is given and is not one of whole blocks."""
+    if length is not None and length % size:
+        below = max(length // size, 1) * size
+        raise ConfigError(
+            f"{key}: {length} tokens are no whole number of blocks of model.block_size={size}; nearest that are: "
+            f"{below} or {below + size}"
+        )

@@ -32,6 +32,7 @@ from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
+DECODED_TOGETHER = 64  # responses of a validation
 LEVELS = 5  # of noise, whose losses are logged apart
 
 
@@ -94,7 +95,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> "BlockDiffusion":
     examples = fitting(rows, policy, cfg.data.response_key, first=world.rank == 0)
     val_sets = {name: [question(prompt) for prompt in prompts] for name, prompts in val_sets.items()}
     val_sets = fitting_sets(val_sets, policy, first=world.rank == 0)
-    decoded = cfg.rollout.micro_batch_size_per_gpu or 64
+    decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
     rollout = BlockDiffusionRollout(policy, cfg.rollout, data, world, decoded, None)
     return BlockDiffusion(cfg, examples, Parts(world, rewards, policy, rollout, val_sets))
 

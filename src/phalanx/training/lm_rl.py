@@ -107,10 +107,15 @@ def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
 def longest_row(cfg: LMRLConfig) -> int:
     """Positions of the longest sample in a pass."""
     length, size = cfg.data.max_prompt_length + cfg.data.max_response_length, cfg.model.block_size
-    if size is None:
-        return length
+    return length if size is None else length + (most_states(cfg) - 1) * size
+
+
+def most_states(cfg: LMRLConfig) -> int:
+    """States of the longest response in a pass, where one token is unmasked at a time."""
+    size = cfg.model.block_size
+    assert size is not None, "of block diffusion"
     each = {"trace": cfg.rollout.denoising_steps_per_block or size, "coupled": 3}.get(cfg.actor.log_prob_estimate, 1)
-    return length - size + each * cfg.data.max_response_length
+    return each * cfg.data.max_response_length // size
 
 
 def build_algorithm(cfg: LMRLConfig) -> Algorithm:

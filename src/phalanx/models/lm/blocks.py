@@ -134,11 +134,7 @@ class BlockDiffusionPolicy(LMPolicy):
         """All states of the samples, in one forward pass."""
         if self.trim:
             trace = trace.trimmed()
-        views = replayed(trace, self.estimate)
-        count = int(views.count.max()) if self.trim else trace.states
-        states = states_of(trace.ids, views, mask_id=self.mask_id, count=count)
-        if self.trim:
-            states = states.closed(trace.starts + trace.lengths - self.size)
+        states = self.seen(trace)
         log_prob, entropy, certainty = self.trained.module(states, temperature)
         weight = of_responses(trace, states, torch.ones_like(entropy)).clamp(min=1)
         return TokenReplay(
@@ -147,22 +143,37 @@ class BlockDiffusionPolicy(LMPolicy):
             of_responses(trace, states, certainty) / weight,
         )
 
+    def seen(self, trace: BlockTrace) -> States:
+        """The rows of a pass over the samples."""
+        views = replayed(trace, self.estimate)
+        count = int(views.count.max()) if self.trim else trace.states
+        states = states_of(trace.ids, views, mask_id=self.mask_id, count=count)
+        return states.closed(trace.starts + trace.lengths - self.size) if self.trim else states
+
     def states(self, trace: BlockTrace) -> Tensor:
         """[B] states of each sample in which a replay looks at its tokens."""
         return replayed(trace, self.estimate).count
 
+    def looks(self, trace: BlockTrace) -> Tensor:
+        """[B] states of each sample that the rollout went through."""
+        return replayed(trace).count
+
     def sample_flops(self, samples: Samples) -> list[float]:
         """Operations of a pass forward over each sample with all of its states, with the logits of its response."""
         assert samples.lengths is not None, "samples of this policy have lengths"
-        found = []
-        for (prompt, response), states in zip(
-            samples.lengths.tolist(), self.states(samples.trace).tolist(), strict=True
-        ):
-            length = prompt + response
-            clean = self.forward_flops(length, 0)
-            # a token of a state sees as many as a clean one, all that was before its block
-            found.append(clean * (1 + states * self.size / length) + self.forward_flops(0, response))
-        return found
+        lengths, states = samples.lengths.tolist(), self.states(samples.trace).tolist()
+        return [self.states_flops(p + r, n, r) for (p, r), n in zip(lengths, states, strict=True)]
+
+    def decode_flops(self, samples: Samples) -> list[float]:
+        """Operations of decoding each sample, with its prompt: whole blocks have logits at each look."""
+        assert samples.lengths is not None, "samples of this policy have lengths"
+        lengths, looks = samples.lengths.tolist(), self.looks(samples.trace).tolist()
+        return [self.states_flops(p + r, n, n * self.size) for (p, r), n in zip(lengths, looks, strict=True)]
+
+    def states_flops(self, length: int, states: float, logits: float) -> float:
+        """Operations of a pass forward over `length` clean tokens and some states of them, with so many logits."""
+        # a token of a state sees as many as a clean one, all that was before its block
+        return self.forward_flops(length, 0) * (1 + states * self.size / length) + self.forward_flops(0, logits)
 
 
 def mask_tokenizer(config: LMModelConfig, *, add_mask: bool) -> Any:
@@ -198,15 +209,7 @@ def load_blocks(
     """
     model, tokenizer = load_model(config, dtype, chunk), mask_tokenizer(config, add_mask=add_mask)
     lm, mask_id = model.lm, tokenizer.mask_token_id
-    settings = lm.config.to_dict()
-    windows = ["sliding_attention"] if settings.get("sliding_window") else []  # of all layers, in older models
-    kinds = settings.get("layer_types") or windows
-    other = sorted({kind for kind in kinds if kind != "full_attention"})
-    if other or lm._is_stateful:
-        raise ValueError(
-            f"model.block_size: {config.path!r} has layers of other kinds ({other[0] if other else 'a state'}) than "
-            "attention to all that was before; blocks cannot be denoised with it"
-        )
+    check_layers(lm, config.path)
     rows = lm.get_input_embeddings().num_embeddings
     if mask_id >= rows + 1:
         raise ValueError(f"model.path: {config.path!r}: mask token {mask_id} is beyond its {rows} embeddings")
@@ -214,6 +217,19 @@ def load_blocks(
         log.info("the tokenizer of %s has no mask token: it gets %s", config.path, MASK)
         _embed_mask(lm, mask_id)
     return BlockDiffusionLM(lm, chunk, mask_id, recomputes=config.gradient_checkpointing), tokenizer
+
+
+def check_layers(lm: Any, path: str) -> None:
+    """Raise ValueError, in one line, for a model that cannot look at blocks."""
+    settings = lm.config.to_dict()
+    windows = ["sliding_attention"] if settings.get("sliding_window") else []  # of all layers, in older models
+    kinds = settings.get("layer_types") or windows
+    other = sorted({kind for kind in kinds if kind != "full_attention"})
+    if other or lm._is_stateful:
+        raise ValueError(
+            f"model.block_size: {path!r} has layers of other kinds ({other[0] if other else 'a state'}) than attention "
+            "to all that was before; blocks cannot be denoised with it"
+        )
 
 
 @torch.no_grad()

@@ -149,17 +149,21 @@ class LMPolicy:
         assert samples.lengths is not None, "samples of this policy have lengths"
         return [self.forward_flops(p + r, r) for p, r in samples.lengths.tolist()]
 
+    def decode_flops(self, samples: Samples) -> list[float]:
+        """Operations of decoding each sample, with its prompt: as many as of a pass over all of it."""
+        return self.sample_flops(samples)
+
     def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
         """See phalanx.training.parts.TrainedPolicy: of the tokens that there are, without padding.
 
-        Decoding costs as much as a pass over what it decodes, and reads each prompt once. What gradient checkpointing
-        computes again is not counted.
+        Decoding reads each prompt once. What gradient checkpointing computes again is not counted.
         """
         assert samples.lengths is not None, "samples of this policy have lengths"
         prompts, scored = samples.lengths[:, 0].tolist(), sum(self.sample_flops(samples))
         read = {prompt.group_id: length for prompt, length in zip(samples.prompts, prompts, strict=True)}
         again = sum(self.forward_flops(length, 0) for length in prompts)
-        decoded = scored - again + sum(self.forward_flops(length, 0) for length in read.values())
+        decoded = sum(self.decode_flops(samples)) - again
+        decoded += sum(self.forward_flops(length, 0) for length in read.values())
         passes = step_flops(
             round(scored / len(prompts)),
             samples=count,

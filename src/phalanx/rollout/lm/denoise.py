@@ -58,7 +58,7 @@ def denoise(
     """
     device, size = uniform.device, how.size
     cache = DynamicCache(config=config)
-    seen, start = _read(forward, cache, prompts, rows, how, device)
+    seen, start = read(forward, cache, prompts, rows, how, device)
     tails = [prompts[row][len(prompts[row]) // size * size :] for row in rows]
     tail = torch.tensor([len(tokens) for tokens in tails], device=device)
     blocks = how.limit // size
@@ -92,7 +92,7 @@ def denoise(
             logits = forward(input_ids=state, **block).logits
             cache.crop(-size)
             drawn = uniform[alive, min(k, how.draws - 1)].gather(1, place)
-            token, probability, confidence = _tokens(logits[masked].float(), drawn[masked], how)
+            token, probability, confidence = drawn_tokens(logits[masked].float(), drawn[masked], how)
             finite &= probability.isfinite().all()
             sure = torch.zeros(state.shape, device=device).masked_scatter(masked, confidence)
             now = confident(sure, masked, least=least, threshold=how.threshold)
@@ -120,7 +120,7 @@ def denoise(
     ]
 
 
-def _read(
+def read(
     forward: Callable[..., Any],
     cache: DynamicCache,
     prompts: list[list[int]],
@@ -155,7 +155,7 @@ def _read(
     return real[at], start[at]
 
 
-def _tokens(logits: Tensor, uniform: Tensor, how: Denoising) -> tuple[Tensor, Tensor, Tensor]:
+def drawn_tokens(logits: Tensor, uniform: Tensor, how: Denoising) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [M] of logits [M, V], their log-probabilities, and the confidence in each."""
     logits = logits.index_fill(-1, torch.tensor([how.mask_id], device=logits.device), float("-inf"))
     token = draw(logits, uniform, how)
