@@ -44,11 +44,16 @@ def tiny_blocks(folder: Path) -> Path:
 
 def tiny_lm_config(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
     """A job of 4 prompts x 4 responses a step in 2 updates, on the evenness of their letters."""
+    return load(LMRLConfig, None, [*lm_overrides(model, folder), *overrides])
+
+
+def lm_overrides(model: Path, folder: Path) -> list[str]:
+    """The overrides that make a tiny job of the defaults, whose data and reward are written to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"Ann has {i} books" + " and more" * (i % 3) + "."} for i in range(8)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    base = [
+    return [
         f"model.path={model}",
         "model.dtype=float32",
         f"data.train_files=[{folder / 'prompts.jsonl'}]",
@@ -66,7 +71,6 @@ def tiny_lm_config(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
         "trainer.save_freq=-1",
         f"trainer.output_dir={folder / 'out'}",
     ]
-    return load(LMRLConfig, None, [*base, *overrides])
 
 
 def tiny_sft_config(model: Path, folder: Path, *overrides: str) -> BlockDiffusionTaskConfig:

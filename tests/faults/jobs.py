@@ -10,7 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from phalanx.training.checkpoint import read_meta
 from tests.jobs import PROMPTS, base_overrides
+from tests.lm import lm_overrides
 from tests.ranks import ROOT, end_with_parent, launch_environment
 
 TASK = "tests/faults/task.py"
@@ -21,7 +23,7 @@ class Job:
     """One node's `sh train.sh`, begun at once; a context manager that leaves no process behind.
 
     `folder` holds prompts, the output_dir `out`, and the terminal's text `<name>.log`. `prefix` goes before the
-    command, such as `ip netns exec ...`.
+    command, such as `ip netns exec ...`. With `lm` the model is a language model.
     """
 
     def __init__(
@@ -32,16 +34,19 @@ class Job:
         env: Mapping[str, str] | None = None,
         prefix: Sequence[str] = (),
         name: str = "node",
+        lm: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+        base = lm_overrides(model, folder) if lm else base_overrides(model, folder)
         self.folder, self.log = folder, folder / f"{name}.log"
         settings = [f"parallel.timeout_s={TIMEOUT_S}", "rollout.micro_batch_size_per_gpu=4", *overrides]
-        variables = {"NPROC_PER_NODE": "2", "NODE_MARK": name, **(env or {})}
-        self._marks = (f"{folder}/", f"NODE_MARK={name}\0")
+        mark = f"{folder}/{name}"  # in the environment of all that the job starts
+        variables = {"NPROC_PER_NODE": "2", "RECIPE": "lm" if lm else "", "NODE_MARK": mark, **(env or {})}
+        self._mark = f"NODE_MARK={mark}\0"
         with self.log.open("a") as log:
             self.process = subprocess.Popen(
-                [*prefix, "sh", "train.sh", TASK, *base_overrides(model, folder), *settings],
+                [*prefix, "sh", "train.sh", TASK, *base, *settings],
                 cwd=ROOT,
                 env=launch_environment(variables),
                 stdin=subprocess.DEVNULL,
@@ -88,7 +93,7 @@ class Job:
         return int(pid), int(step), name
 
     def processes(self) -> dict[int, str]:
-        """pid -> command line of this node's processes that run: train.sh, torchrun, ranks."""
+        """pid -> command line of this node's processes that run: train.sh, torchrun, ranks, and what these started."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -97,7 +102,7 @@ class Job:
                     where = (entry / "environ").read_bytes().decode(errors="replace")
                 except (FileNotFoundError, ProcessLookupError, PermissionError):
                     continue
-                if self._marks[0] in line and self._marks[1] in where:
+                if self._mark in where:
                     found[int(entry.name)] = line
         return found
 
@@ -143,3 +148,9 @@ def steps(folder: Path) -> list[int]:
 def checkpoints(folder: Path) -> list[str]:
     """Names of the folders in checkpoints/."""
     return sorted(entry.name for entry in (folder / "out" / "checkpoints").iterdir())
+
+
+def checksums(folder: Path, step: int) -> dict[str, list[int]]:
+    """[size, checksum] of the files that hold the weights and optimizers of a checkpoint."""
+    files: dict[str, list[int]] = read_meta(folder / "out" / "checkpoints" / f"step_{step:06d}")["files"]
+    return {name: found for name, found in files.items() if name.endswith(".distcp")}

@@ -1,4 +1,5 @@
-"""tasks/train_flowgrpo.py, whose ranks also say which phase they are in, so that tests can aim.
+"""tasks/train_flowgrpo.py, or with RECIPE=lm tasks/train_grpo.py, whose ranks also say which phase they are in, so that
+tests can aim.
 
 FAULT names what goes wrong: `raise:RANK:STEP` and `hang:RANK:STEP` in the update of that step, once.
 """
@@ -7,18 +8,20 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from phalanx.cli import parse, run
 from phalanx.config.flow import FlowRLConfig
+from phalanx.config.lm import LMRLConfig
 
+LANGUAGE = os.environ.get("RECIPE") == "lm"
 PHASES = ("rollout", "reward", "update", "checkpoint", "validation")
 
 
-def build(cfg: FlowRLConfig) -> Callable[[], None]:
+def build(cfg: Any) -> Callable[[], None]:
     from phalanx.telemetry.metrics import Timers
-    from phalanx.training import flow_rl
     from phalanx.training.rl import Trainer
 
     kind, rank, step = (os.environ.get("FAULT") or "none:-1:-1").split(":")
@@ -43,11 +46,12 @@ def build(cfg: FlowRLConfig) -> Callable[[], None]:
                 time.sleep(1000)
             return super().update(*args)
 
-    trainer = flow_rl.build(cfg, Faulty)
+    recipe = import_module("phalanx.training.lm_rl" if LANGUAGE else "phalanx.training.flow_rl")
+    trainer = recipe.build(cfg, Faulty)
     said = Path(cfg.trainer.output_dir).parent / f"phase_{trainer.world.rank}"
     trainer.timers = Phases()
     return trainer.run
 
 
 if __name__ == "__main__":
-    run(build, parse(FlowRLConfig, __doc__ or ""))
+    run(build, parse(LMRLConfig if LANGUAGE else FlowRLConfig, __doc__ or ""))

@@ -1,6 +1,7 @@
 """Rewards of texts whose verifiers run in a process of their own: math-verify, reasoning-gym, regular expressions."""
 
 import json
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -108,6 +109,23 @@ def test_a_verifier_that_hangs_costs_its_sample_alone() -> None:
     assert time.monotonic() - begin < 30
     assert str(list(found.scores)) == "[nan, 1.0, nan]"
     assert found.problem == "no verdict within timeout_s=1"
+
+
+def test_a_verifier_that_is_killed_costs_its_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = Verifier._start, []
+
+    def doomed(verifier: Verifier) -> Any:
+        started.append(start(verifier))
+        if len(started) == 1:
+            threading.Timer(0.5, started[0].kill).start()
+        return started[-1]
+
+    monkeypatch.setattr(Verifier, "_start", doomed)
+    reward = Format("(a+)+b", timeout_s=60)
+    found = reward(["a" * 60, "aab", "c"], ["?"] * 3, [{}] * 3)  # the first would take for ever
+    assert str(list(found.scores)) == "[nan, 1.0, 0.0]"
+    assert found.problem == "its process ended with -9"
+    assert len(started) == 2
 
 
 def text_rewards(on_error: str, **kwargs: Any) -> RewardSet:

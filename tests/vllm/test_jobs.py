@@ -2,14 +2,16 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import Job, kill, rows
+from tests.faults.jobs import Job, checksums, kill, rows
 from tests.jobs import base_overrides, tiny_config
 from tests.judged import settings
-from tests.ranks import two_nodes
+from tests.lm import fit, tiny_lm_config
+from tests.ranks import run_ranks, two_nodes
 
 TERMS = ("{name: vlm_ocr}", "{name: ocr, weight: 0.5, kwargs: {detect: false}}", "{name: unified_reward, weight: 0.25}")
 TASK = "tasks/train_flowgrpo.py"
@@ -65,6 +67,32 @@ def test_a_rank_killed_while_it_scores_ends_the_job(
         assert "rank 3 on " in job.said and "ended without a word: killed, out of memory, or crashed" in job.said
         assert job.processes() == {}
     assert shared_memory() == before
+
+
+def test_a_killed_language_model_goes_on(lm_folder: Path, tmp_path: Path) -> None:
+    """An engine in each rank, and a LoRA over shards: after SIGKILL of a rank that samples, the launcher starts all again,
+    and the run is as if nothing had been, to the last bit.
+    """
+    before = shared_memory()
+    steps = ("trainer.total_training_steps=4", "trainer.save_freq=2", "optim.lr=1e-2")
+    keys = ("rollout.engine=vllm", "model.lora_rank=4", "parallel.fsdp_size=2", "data.max_prompt_length=200", *steps)
+    env = {"MAX_RESTARTS": "1", "PHASE_S": "0.2"}
+    with Job(lm_folder, tmp_path, *keys, "parallel.timeout_s=60", env=env, lm=True) as job:
+        job.until(lambda: job.phase(1)[1:] == (3, "rollout"), timeout=200)
+        old = set(job.ranks())
+        kill(job.phase(1)[0], signal.SIGKILL)
+        begin = time.monotonic()
+        job.until(lambda: old.isdisjoint(job.ranks()), timeout=30)
+        gone_after = time.monotonic() - begin
+        assert job.wait(200) == 0, job.said
+        assert job.said.count("rank 1 on ") == 1 and "ended without a word" in job.said
+        assert "/step_000002: step 2 of 4" in job.said
+        assert job.processes() == {}
+    assert shared_memory() == before
+    print(f"all ranks gone after {gone_after:.1f} s")
+    run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "whole", *keys), timeout=200)
+    assert rows(tmp_path) == rows(tmp_path / "whole")
+    assert checksums(tmp_path, 4) == checksums(tmp_path / "whole", 4)
 
 
 def test_what_cannot_be_used_is_told_in_one_line(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:

@@ -78,16 +78,6 @@ def test_the_mismatch_is_handled(lm_folder: Path, tmp_path: Path, correction: st
         assert abs(row["rollout/mismatch_k1"]) < 1e-4 and 0 <= row["rollout/mismatch_k3"] < 1e-6
 
 
-def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
-    """To the last bit, with a LoRA over shards, in new processes with new engines."""
-    keys = (*VLLM, "model.lora_rank=4", "parallel.fsdp_size=2", "trainer.save_freq=2", "optim.lr=1e-2")
-    more = "trainer.total_training_steps=4"
-    whole = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys, more), timeout=200)[0]
-    run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys), timeout=200)
-    again = run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys, more), timeout=200)[0]
-    assert all(torch.equal(value, again[name]) for name, value in whole.items())
-
-
 def test_a_judge_has_groups_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
     """Four ranks: replicas of two sample, and all four together judge what they drew, in an engine of their own."""
     judge = ("reward.model.path=" + str(BASE), "reward.model.dtype=float32", "reward.model.tensor_parallel_size=4")

@@ -1,0 +1,48 @@
+"""A language model's job with a critic that is killed and then stopped: the run is as if nothing had been."""
+
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faults.jobs import TIMEOUT_S, Job, checkpoints, checksums, kill, rows, steps
+from tests.lm import fit, tiny_lm_config
+from tests.ranks import run_ranks
+
+SETTINGS = (
+    *("algorithm.name=ppo", "critic.optim.lr=1e-3", "trainer.critic_warmup=1"),
+    *("parallel.fsdp_size=2", "trainer.save_freq=3"),
+)
+# the second term has a process beside each rank
+REWARD = "reward.functions=[{{path: '{}/reward.py:evenness'}}, {{name: format, kwargs: {{pattern: '.*e.*'}}}}]"
+
+
+@pytest.mark.full
+def test_a_killed_and_a_stopped_job_go_on(lm_folder: Path, tmp_path: Path) -> None:
+    """SIGKILL of one rank in an update, after which the launcher starts all again; SIGTERM in a rollout."""
+    settings = (*SETTINGS, REWARD.format(tmp_path))
+    env = {"MAX_RESTARTS": "1", "PHASE_S": "0.1"}
+    with Job(lm_folder, tmp_path, *settings, "trainer.total_training_steps=500", env=env, lm=True) as job:
+        job.until(lambda: job.phase(1)[1] >= 4 and job.phase(1)[2] == "update")
+        old = set(job.ranks())
+        kill(job.phase(1)[0], signal.SIGKILL)
+        begin = time.monotonic()
+        job.until(lambda: old.isdisjoint(job.ranks()), timeout=TIMEOUT_S)
+        gone_after = time.monotonic() - begin
+        job.until(lambda: job.phase(0)[0] not in old and job.phase(0)[1] >= 4 and job.phase(0)[2] == "rollout")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait(40) == 143
+        assert job.said.count(f"rank 1 on {socket.gethostname()} ended without a word") == 1
+        assert "Traceback" not in job.said
+        assert f"resuming from {tmp_path}/out/checkpoints/step_000003: step 3 of 500" in job.said
+        assert job.processes() == {}
+    print(f"all ranks gone after {gone_after:.1f} s")
+    done = steps(tmp_path)[-1]
+    assert checkpoints(tmp_path)[-1] == f"step_{done:06d}"
+    for folder in (tmp_path, tmp_path / "whole"):
+        total = f"trainer.total_training_steps={done + 1}"
+        run_ranks(fit, 2, tiny_lm_config(lm_folder, folder, *settings, total))
+    assert rows(tmp_path) == rows(tmp_path / "whole")
+    assert checksums(tmp_path, done + 1) == checksums(tmp_path / "whole", done + 1)
