@@ -29,7 +29,7 @@ def names(rows: States) -> list[str]:
     tokens, clean = rows.tokens[0].tolist(), rows.clean
     for i, token in enumerate(tokens):
         place = int(rows.positions[0, i])
-        found.append("MASK" if i >= clean and token == MASK else f"{'p' if place < PROMPT else 'r'}{place}")
+        found.append("M" if i >= clean and token == MASK else f"{'p' if place < PROMPT else 'r'}{place}")
     return found
 
 
@@ -49,7 +49,7 @@ def draw() -> str:
     rows = states()
     called, clean, total = names(rows), rows.clean, rows.tokens.shape[1]
     side = total * CELL
-    width, height = LEFT + side + 20, TOP + side + 60
+    width, height = LEFT + side + 30, TOP + side + 60
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">',
         f'<rect width="{width}" height="{height}" fill="white"/>',
