@@ -23,10 +23,15 @@ def states() -> States:
     return states_of(ids, replayed(trace), mask_id=MASK, count=5)
 
 
+def clean_tokens(rows: States) -> int:
+    """How many there are, before the states."""
+    return int((rows.chunk == 0).sum())
+
+
 def names(rows: States) -> list[str]:
     """What each position is called."""
     found = []
-    tokens, clean = rows.tokens[0].tolist(), rows.clean
+    tokens, clean = rows.tokens[0].tolist(), clean_tokens(rows)
     for i, token in enumerate(tokens):
         place = int(rows.positions[0, i])
         found.append("M" if i >= clean and token == MASK else f"{'p' if place < PROMPT else 'r'}{place}")
@@ -37,9 +42,9 @@ def color(rows: States, i: int, j: int) -> str:
     """Of what position i sees of position j."""
     if not rows.allowed()[0, 0, i, j]:
         return COLORS["not"]
-    if j >= rows.clean:
+    if j >= clean_tokens(rows):
         return COLORS["own"]
-    if i >= rows.clean:
+    if i >= clean_tokens(rows):
         return COLORS["known"]
     return COLORS["prompt" if j < PROMPT else "response"]
 
@@ -47,7 +52,7 @@ def color(rows: States, i: int, j: int) -> str:
 def draw() -> str:
     """The picture."""
     rows = states()
-    called, clean, total = names(rows), rows.clean, rows.tokens.shape[1]
+    called, clean, total = names(rows), clean_tokens(rows), rows.tokens.shape[1]
     side = total * CELL
     width, height = LEFT + side + 30, TOP + side + 60
     parts = [
