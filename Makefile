@@ -22,13 +22,14 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm test test-rest test-all test-vllm faults check lint bench learn learn-lm base base-lm docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm faults check lint bench learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
 	@echo "make quickstart-lora  the same with a LoRA"
 	@echo "make quickstart-lm    train a tiny language model on word problems with GRPO, two CPU ranks, about 2 minutes"
 	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in an environment of its own"
+	@echo "make quickstart-bd    GRPO of a tiny block-diffusion model on word problems, two CPU ranks, about 2 minutes"
 	@echo "make test             one test of each kind, under 10 minutes on 2 cores"
 	@echo "make test-all         all tests, about 20 minutes on 2 cores"
 	@echo "make test-vllm        tests of vLLM on the CPU, in an environment of their own, about 15 minutes"
@@ -37,8 +38,10 @@ help:
 	@echo "make bench            time and memory of a training step on the CPU"
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
 	@echo "make learn-lm         the same of language models, about an hour on 2 cores"
+	@echo "make learn-bd         the same of block diffusion, half an hour"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
+	@echo "make base-bd          make the tiny block-diffusion model again, out of that one, about 3 minutes"
 	@echo "make docs             build the documentation into site/"
 	@echo "make wheel            build the wheel into dist/"
 	@echo "make lock             write constraints.txt anew: the newest versions of all packages that work together"
@@ -52,6 +55,9 @@ quickstart-lora: $(VENV)/.installed
 
 quickstart-lm: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart.yaml $(ARGS)
+
+quickstart-bd: $(VENV)/.installed
+	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/block_diffusion/quickstart.yaml $(ARGS)
 
 quickstart-lm-vllm: $(VLLM_VENV)/.installed
 	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" \
@@ -92,6 +98,9 @@ learn: $(VENV)/.installed-base
 learn-lm: $(VENV)/.installed-base
 	@$(ON_CPU) python benchmarks/learn_lm.py $(ARGS)
 
+learn-bd: $(VENV)/.installed-base
+	@$(ON_CPU) python benchmarks/learn_bd.py $(ARGS)
+
 base: $(VENV)/.installed-base
 	@$(TWO_RANKS) sh train.sh tasks/make_base.py
 	@$(TWO_RANKS) sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml trainer.resume=never $(ARGS)
@@ -102,7 +111,15 @@ base: $(VENV)/.installed-base
 
 base-lm: $(VENV)/.installed
 	@$(ON_CPU) python tasks/make_base_lm.py output_dir=outputs/base_lm
-	@rm -rf assets/words && cp -R outputs/base_lm assets/words
+	@rm -rf assets/words/base && cp -R outputs/base_lm/. assets/words/
+
+base-bd: $(VENV)/.installed
+	@$(ON_CPU) python tasks/make_base_lm.py output_dir=outputs/base_bd steps=0
+	@$(TWO_RANKS) sh train.sh tasks/train_block_diffusion.py configs/block_diffusion/words_sft.yaml \
+	  'data.train_files=[outputs/base_bd/solutions.jsonl]' trainer.total_training_steps=400 optim.lr=4e-3 data.overlong_prompts=filter \
+	  trainer.output_dir=outputs/base_bd/run trainer.resume=never $(ARGS)
+	@rm -rf assets/words/base_blocks
+	@$(ON_CPU) python tasks/export_checkpoint.py checkpoint=outputs/base_bd/run output_dir=assets/words/base_blocks dtype=float16
 
 docs: $(VENV)/.installed-docs
 	@$(IN_VENV) mkdocs build --strict

@@ -20,11 +20,11 @@ VAL, TEST = "val/val/reward/gsm8k", "val/test/reward/gsm8k"
 LAST = 10  # steps, the mean of which is said of the samples
 
 
-def base(output: Path) -> dict[str, float]:
+def base(output: Path, config: str = CONFIG) -> dict[str, float]:
     """What is said of the base: a run without a step."""
     folder = output / "base"
     keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
-    task("train_grpo", [CONFIG, *BOTH, *(f"trainer.{key}" for key in keys)], output / "base.log")
+    task("train_grpo", [config, *BOTH, *(f"trainer.{key}" for key in keys)], output / "base.log")
     return validated(metrics(folder))
 
 

@@ -16,7 +16,7 @@ class BaseLMConfig:
     """Keys of the task."""
 
     output_dir: str = arg("outputs/base_lm", "gets train.jsonl, val.jsonl, test.jsonl and base/")
-    steps: int = arg(225, "training steps", ge=1)
+    steps: int = arg(225, "training steps; 0: write solutions.jsonl alone, see make base-bd", ge=0)
     batch_size: int = arg(48, "rows per step, half of them word problems and half bare arithmetic", ge=2)
     lr: float = arg(4e-3, "learning rate", gt=0)
     seed: int = arg(0, "seed of the data and of the weights", ge=0)
@@ -26,9 +26,12 @@ def build(cfg: BaseLMConfig) -> Callable[[], None]:
     from phalanx.tools import tiny_lm, words
 
     folder = Path(cfg.output_dir)
-    words.write_data(folder)
 
     def job() -> None:
+        if cfg.steps == 0:
+            words.write_solutions(folder / "solutions.jsonl", cfg.seed)
+            return
+        words.write_data(folder)
         sizes = {"steps": cfg.steps, "batch_size": cfg.batch_size, "seed": cfg.seed}
         tiny_lm.pretrain(folder / "base", lr=cfg.lr, **sizes)
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from phalanx.distributed.mesh import World
-from tests.lm import tiny_lm
+from tests.lm import tiny_blocks, tiny_lm
 from tests.policies import one_rank
 from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
 from tests.tiny_edit import tiny_qwen_image_edit
@@ -63,6 +63,7 @@ flux_folder = model_folder(tiny_flux, "flux")
 z_image_folder = model_folder(tiny_z_image, "z_image")
 wan_folder = model_folder(tiny_wan, "wan")
 lm_folder = model_folder(tiny_lm, "lm")
+blocks_folder = model_folder(tiny_blocks, "blocks")
 
 
 @pytest.fixture

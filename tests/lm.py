@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from phalanx.config import load
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRLConfig
 from tests.jobs import first_step, full_weights
 
@@ -26,6 +27,17 @@ def tiny_lm(folder: Path) -> Path:
     with torch.no_grad():
         model.model.embed_tokens.weight[tokenizer.eos_token_id] *= 4
     model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def tiny_blocks(folder: Path) -> Path:
+    """The same with a mask token, for blocks of tokens."""
+    from transformers import AutoTokenizer
+
+    tiny_lm(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"mask_token": "<|mask|>"})
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -59,6 +71,44 @@ def lm_overrides(model: Path, folder: Path) -> list[str]:
         "trainer.save_freq=-1",
         f"trainer.output_dir={folder / 'out'}",
     ]
+
+
+def tiny_sft_config(model: Path, folder: Path, *overrides: str) -> BlockDiffusionTaskConfig:
+    """A supervised job on 8 chats of different lengths a step, in blocks of 4 tokens."""
+    folder.mkdir(parents=True, exist_ok=True)
+    chats = []
+    for i in range(12):
+        question = f"Ann has {i} books" + " and more" * (i % 3) + "."
+        answer = f"{i}" + f" and {i}" * (i % 5)
+        turns = (("user", question), ("assistant", answer))
+        chats.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    (folder / "reward.py").write_text(REWARD)
+    base = [
+        f"model.path={model}",
+        "model.dtype=float32",
+        "model.block_size=4",
+        f"data.train_files=[{folder / 'chats.jsonl'}]",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=64",
+        "data.max_response_length=24",
+        "block_diffusion.micro_batch_size_per_gpu=2",
+        "optim.lr=1e-3",
+        "trainer.total_training_steps=2",
+        "trainer.logger=[]",
+        "trainer.save_freq=-1",
+        f"trainer.output_dir={folder / 'out'}",
+    ]
+    return load(BlockDiffusionTaskConfig, None, [*base, *overrides])
+
+
+def fit_sft(cfg: BlockDiffusionTaskConfig) -> dict[str, torch.Tensor]:
+    """As `fit`, of a supervised job."""
+    from phalanx.training.block_diffusion import build
+
+    trainer = build(cfg)
+    trainer.fit()
+    return full_weights(trainer.policy.trained.parameters)
 
 
 def fit(cfg: LMRLConfig) -> dict[str, torch.Tensor]:

@@ -76,6 +76,7 @@ class Samples:
     where the rollout's are exact at all; False on all ranks where the shapes have changed since. `lengths` [B, 2], on
     the CPU, are the tokens of each prompt and of its response, where samples are made of tokens. `on_policy`: each of
     them is trained once, by the weights that drew it, so that log_prob is that of the pass that trains it, NaN here.
+    `positions` [B] of each sample in a pass, on the CPU, where those are not its tokens.
     """
 
     prompts: list[Prompt]
@@ -88,10 +89,13 @@ class Samples:
     exact: bool = True
     lengths: Tensor | None = None
     on_policy: bool = False
+    positions: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor | None:
-        """[B] of the samples, with their prompts."""
+        """[B] of the samples in a pass, with their prompts."""
+        if self.positions is not None:
+            return self.positions
         return None if self.lengths is None else self.lengths.sum(1)
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
+from phalanx.config import load
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import count
@@ -59,6 +61,22 @@ def medium_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def measure_supervised(cfg: Any) -> dict[str, int]:
+    """The same of supervised block diffusion."""
+    from phalanx.training.block_diffusion import build
+
+    strangers = alive()
+    t = build(cfg)
+    as_on_gpus(t)
+    t.update(0)
+    found = {"held": sum(size for address, size in alive().items() if address not in strangers)}
+    with Heap(found["held"]) as heap:
+        t.update = heap.during("update", t.update)
+        t.learner.optimizer.step = heap.during("optimizer", t.learner.optimizer.step)
+        t.update(1)
+    return found | heap.most
+
+
 def measure(cfg: Any) -> dict[str, int]:
     """Bytes of the parts, and the most that there are in each phase of a step."""
     strangers = alive()
@@ -106,6 +124,73 @@ def test_memory(ranks: int, overrides: list[str], medium_lm: Path, tmp_path: Pat
     batch = [f"rollout.n={4 * ranks}", "rollout.micro_batch_size_per_gpu=8", "actor.log_prob_chunk_size=64"]
     batch += ["actor.ppo_mini_batch_size=2"]  # two updates, which need old log-probs
     cfg = tiny_lm_config(medium_lm, tmp_path, *sizes, *batch, "actor.ppo_micro_batch_size_per_gpu=4", *overrides)
+    (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 4)
+    took = run_ranks(measure, ranks, cfg, timeout=240)[0]
+    job = planned(cfg, Cluster(1, ranks))
+    compare(job, count(job), took)
+
+
+PROMPT = "Ann has 3 books." * 8
+BLOCKS = ("model.block_size=8", "model.mask_token=<|endoftext|>")
+
+
+def test_memory_of_supervised_blocks(medium_lm: Path, tmp_path: Path) -> None:
+    """Two passes, in which four of five tokens of the responses are masked."""
+    prompt, length = in_blocks(medium_lm)
+    answer = AutoTokenizer.from_pretrained(medium_lm).decode([40] * 63)
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"prompt": prompt, "answer": answer}) + "\n") * 8)
+    keys = [
+        f"model.path={medium_lm}",
+        "model.dtype=float32",
+        *BLOCKS,
+        f"data.train_files=[{tmp_path / 'rows.jsonl'}]",
+        "data.prompt_key=prompt",
+        "data.response_key=answer",
+        "data.train_batch_size=8",
+        f"data.max_prompt_length={length}",
+        "data.max_response_length=64",
+        "block_diffusion.micro_batch_size_per_gpu=4",
+        "block_diffusion.log_prob_chunk_size=64",
+        "block_diffusion.noise_range_low=0.8",
+        "trainer.total_training_steps=2",
+        "trainer.logger=[]",
+        f"trainer.output_dir={tmp_path / 'out'}",
+    ]
+    cfg = load(BlockDiffusionTaskConfig, None, keys)
+    (took,) = run_ranks(measure_supervised, 1, cfg, timeout=240)
+    job = planned(cfg, Cluster(1, 1))
+    compare(job, count(job), took)
+
+
+def in_blocks(folder: Path) -> tuple[str, int]:
+    """A prompt of whole blocks, and its length."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for more in range(64):
+        prompt = PROMPT + "~" * more
+        chat = [{"role": "user", "content": prompt}]
+        length = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+        if length % 8 == 0:
+            return prompt, length
+    raise AssertionError("some length divides")
+
+
+@pytest.mark.quick("coupled")
+@needs_glibc
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        pytest.param(1, [FULL, "rollout.threshold=1"], id="full"),
+        pytest.param(1, [FULL, "actor.log_prob_estimate=coupled", "rollout.denoising_steps_per_block=2"], id="coupled"),
+        pytest.param(2, [LORA, SHARDED, CHECKPOINTING, BF16, "rollout.threshold=1"], id="lora, sharded, bfloat16"),
+    ],
+)
+def test_memory_of_blocks(ranks: int, overrides: list[str], medium_lm: Path, tmp_path: Path) -> None:
+    """Of as many states as there can be: one for each token."""
+    prompt, length = in_blocks(medium_lm)
+    sizes = [f"data.max_prompt_length={length}", "data.max_response_length=32", "data.train_batch_size=4"]
+    batch = [f"rollout.n={4 * ranks}", "rollout.micro_batch_size_per_gpu=8", "actor.log_prob_chunk_size=64"]
+    batch += ["actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=4", *BLOCKS]
+    cfg = tiny_lm_config(medium_lm, tmp_path, *sizes, *batch, *overrides)
     (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": prompt}) + "\n") * 4)
     took = run_ranks(measure, ranks, cfg, timeout=240)[0]
     job = planned(cfg, Cluster(1, ranks))

@@ -413,6 +413,9 @@ def test_offload_needs_shards() -> None:
     assert refusal(mesh.check_sharding, "adamw", *sizes) == (
         "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
     )
+    both = ParallelConfig(fsdp_size=2, param_offload=True, expert_parallel=True)
+    with pytest.raises(ConfigError, match=r"^parallel\.param_offload: true has no way with parallel\.expert_parallel"):
+        mesh.check_sharding("adamw", both, mesh.Launch(0, 2, 0, 2))
 
 
 def test_the_last_step_is_fine_under_the_other_types() -> None:

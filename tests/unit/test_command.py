@@ -88,8 +88,8 @@ def test_every_task_has_a_command() -> None:
             "--config: no shipped configuration is named flogrpo/quickstart; did you mean flowgrpo/quickstart or "
             "grpo/quickstart or flowgrpo/quickstart_lora?",
         ),
-        ("train flowgpo", "expected a task, one of flow_matching, flowgrpo, grpo, got flowgpo"),
-        ("train", "expected a task, one of flow_matching, flowgrpo, grpo, got none"),
+        ("train flowgpo", "expected a task, one of block_diffusion, flow_matching, flowgrpo, grpo, got flowgpo"),
+        ("train", "expected a task, one of block_diffusion, flow_matching, flowgrpo, grpo, got none"),
     ],
 )
 def test_a_mistake_is_one_line(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ from PIL import Image
 
 from phalanx.config.messages import cut
 from phalanx.data.images import ImageTextData
-from phalanx.data.prompts import FORMATS, DataError, PromptRow, held_out_overlap, load_prompts, validation_sets
+from phalanx.data.overlap import held_out_overlap
+from phalanx.data.prompts import FORMATS, DataError, PromptRow, load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.types import Prompt
 from tests.checks import refused

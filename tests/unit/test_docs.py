@@ -17,6 +17,7 @@ import yaml
 from phalanx.__main__ import COMMANDS, find_config
 from phalanx.cli import _plan_words
 from phalanx.config import load
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import RewardConfig, RewardFunctionConfig
@@ -42,6 +43,7 @@ SCHEMAS: dict[str, type] = {
     "tasks/train_flowgrpo.py": FlowRLConfig,
     "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
     "tasks/train_grpo.py": LMRLConfig,
+    "tasks/train_block_diffusion.py": BlockDiffusionTaskConfig,
     "tasks/sample.py": SampleConfig,
     "tasks/generate.py": GenerateConfig,
     "tasks/export_checkpoint.py": ExportConfig,
@@ -316,3 +318,8 @@ def test_examples_train(overrides: list[str], examples: Path, sd3_folder: Path, 
     assert result["row"]["actor/grad_norm"] > 0
     if "model.family" in overrides[0]:
         assert any("norm1_context.linear.lora_A" in name for name in result["weights"])
+
+
+def test_the_picture_of_the_mask_is_the_mask() -> None:
+    module = import_file(ROOT / "docs" / "draw_block_attention.py")
+    assert module.FILE.read_text() == module.draw(), "run: python docs/draw_block_attention.py"

@@ -15,6 +15,7 @@ from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import Ledger
 from phalanx.plan.lm import FILES, planned_lm_policy
 from phalanx.plan.memory import Memory, count
+from tests.llada2 import tiny_llada2
 from tests.lm import tiny_lm_config
 from tests.ranks import ROOT
 
@@ -28,6 +29,8 @@ SHIPPED_LM = {
     "Qwen/Qwen3-8B": 8_190_735_360,
     "meta-llama/Llama-3.2-1B-Instruct": 1_235_814_400,
     "HuggingFaceTB/SmolLM2-135M-Instruct": 134_515_008,
+    "inclusionAI/LLaDA2.0-mini": 16_255_638_528,  # and biases of the routers, which are not trained
+    "inclusionAI/LLaDA2.0-flash": 102_889_697_280,
 }
 QUICKSTART = ROOT / "configs" / "grpo" / "quickstart.yaml"
 SEVEN = (
@@ -69,6 +72,23 @@ def test_the_cache_of_a_rollout(lm_folder: Path, tmp_path: Path) -> None:
     cache = 2 * 2 * (64 + 11) * 32 * 4
     # and a layer's, while it grows, and the probabilities of a token
     assert 4 * cache < found[0] and 4 * cache < found[1] - found[0] < 4 * (1.5 * cache + 512 * 30)
+
+
+def test_experts_that_stay_apart(tmp_path: Path) -> None:
+    """An update gathers none of the 2 x 16 experts of 3 x 16 x 32 weights, and has a half of their gradients; a rollout
+    gathers all.
+    """
+    folder = tiny_llada2(tmp_path / "base")
+    keys = ("actor.ppo_micro_batch_size_per_gpu=1", "parallel.fsdp_size=2")  # micro-batches whose gradients add up
+    found = []
+    for spread in (False, True):
+        memory = memory_of(folder, tmp_path / str(spread), *keys, f"parallel.expert_parallel={spread}")
+        found.append({phase.name: phase for phase in memory.phases})
+    gathered, apart = found
+    experts = 16 * 3 * 16 * 32 * 4
+    assert gathered["update"].gathered - apart["update"].gathered > experts
+    assert gathered["update"].gradients - apart["update"].gradients > 2 * experts / 2
+    assert gathered["rollout: sample"].gathered == apart["rollout: sample"].gathered
 
 
 @pytest.mark.parametrize("sleep", [True, False])

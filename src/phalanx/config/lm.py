@@ -3,10 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from phalanx.config.blocks import check_blocks
 from phalanx.config.critic import CriticConfig, check_critic, check_groups
 from phalanx.config.load import arg
 from phalanx.config.run import (
     COUNT,
+    TIMES,
     ActorConfig,
     AlgorithmConfig,
     DataConfig,
@@ -18,8 +20,10 @@ from phalanx.config.run import (
     ValRolloutConfig,
 )
 
+ESTIMATES = ("trace", "block_mean_field", "mean_field", "coupled", "elbo")  # see phalanx.functional.block_diffusion
 TOKEN_CORRECTIONS = ("token_tis", "sequence_tis", "token_mask", "sequence_mask")
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention")
+EXPERTS = ("eager", "batched_mm", "grouped_mm")
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
 
 
@@ -30,6 +34,15 @@ class LMModelConfig(ModelConfig):
     attn_implementation: str = arg("sdpa", "attention of transformers", choices=ATTENTION)
     use_remove_padding: bool = arg(
         False, "pack the samples of a forward and backward pass into one row, without padding between them"
+    )
+    block_size: Optional[int] = arg(
+        None, "block diffusion: tokens of a block, which are denoised together; null: an autoregressive model", **TIMES
+    )
+    mask_token: Optional[str] = arg(
+        None, "block diffusion: the token that stands for those to come; null: the tokenizer's mask token"
+    )
+    experts_implementation: Optional[str] = arg(
+        None, "how transformers computes layers with experts; null: its best, grouped_mm", choices=EXPERTS
     )
 
 
@@ -56,6 +69,12 @@ class LMValRolloutConfig(ValRolloutConfig):
     temperature: float = arg(0.0, "temperature; 0 takes the likeliest token", ge=0)
     top_p: float = arg(1.0, "sample among the likeliest tokens of this probability in all", gt=0, le=1)
     max_response_length: Optional[int] = arg(None, "longest response; null: data.max_response_length", **MOST_TOKENS)
+    denoising_steps_per_block: Optional[int] = arg(
+        None, "block diffusion: most denoising steps of a block; null: rollout's", **TIMES
+    )
+    threshold: Optional[float] = arg(
+        None, "block diffusion: probability from which a token is sure; null: rollout's", gt=0, le=1
+    )
 
 
 @dataclass
@@ -86,6 +105,21 @@ class LMRolloutConfig(RolloutConfig):
         0.02, "vllm: largest mean difference of log-probs to the policy, on a probe after each renewal", gt=0
     )
     temperature: float = arg(1.0, "temperature of sampling, by which the policy's log-probs are divided as well", gt=0)
+    denoising_steps_per_block: Optional[int] = arg(
+        None,
+        "block diffusion: most denoising steps of a block, each of which unmasks an equal share of it at least; null: "
+        "one a token",
+        **TIMES,
+    )
+    threshold: float = arg(
+        0.9, "block diffusion: tokens above this probability are unmasked at once; 1: none is", gt=0, le=1
+    )
+    confidence: str = arg(
+        "distribution",
+        "block diffusion: what the threshold is compared with, the largest probability at a position, or that of the "
+        "token drawn there (LLaDA2), which makes old log-probs inexact",
+        choices=("distribution", "token"),
+    )
     mask_truncated: bool = arg(False, "do not train on responses that max_response_length cut (DAPO's overlong filter)")
     micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of a rank", **COUNT)
     val: LMValRolloutConfig = field(default_factory=LMValRolloutConfig)
@@ -112,6 +146,12 @@ class LMActorConfig(ActorConfig):
     )
     log_prob_chunk_size: int = arg(
         1024, "tokens whose logits over the vocabulary are in memory at once, in training too", ge=1
+    )
+    log_prob_estimate: str = arg(
+        "trace",
+        "block diffusion: a token's log-prob, in the state in which it was unmasked (trace), with its whole block "
+        "masked, with the whole response masked (d1), in two complementary halves (DiffuCoder), or at a random rate",
+        choices=ESTIMATES,
     )
 
 
@@ -145,3 +185,4 @@ class LMRLConfig(LMRunConfig, RLConfig):
         super().__post_init__()
         check_groups(self)
         check_critic(self, self.critic, self.trainer.critic_warmup)
+        check_blocks(self)

@@ -45,6 +45,9 @@ class ParallelConfig:
     lora_sharding: str = arg(
         "shard", "LoRA weights under FSDP: sharded with their block, or replicated", choices=("shard", "replicate")
     )
+    expert_parallel: bool = arg(
+        False, "under FSDP keep experts apart on its ranks, where tokens travel to them, in place of gathering them"
+    )
     param_offload: bool = arg(False, "keep sharded weights on the CPU between uses (needs fsdp_size > 1)")
     optimizer_offload: bool = arg(False, "keep the optimizer's state and the EMA on the CPU")
     timeout_s: float = arg(600.0, "seconds after which a collective that some rank does not join ends the job", gt=0)

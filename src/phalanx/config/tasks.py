@@ -103,6 +103,12 @@ class GenerateModelConfig:
     attn_implementation: Optional[str] = arg(
         None, "attention of transformers; null: the run's, or sdpa", choices=ATTENTION
     )
+    block_size: Optional[int] = arg(
+        None, "block diffusion: tokens of a block; null: the run's, or an autoregressive model", **TIMES
+    )
+    mask_token: Optional[str] = arg(
+        None, "block diffusion: the token that stands for those to come; null: the run's, or the tokenizer's mask token"
+    )
 
 
 @dataclass
@@ -127,6 +133,18 @@ class GenerateConfig:
     )
     max_response_length: Optional[int] = arg(
         None, "longest response, in tokens; null: the run's, or 1024 where the model has room for them", **MOST_TOKENS
+    )
+    denoising_steps_per_block: Optional[int] = arg(
+        None,
+        "block diffusion: most denoising steps of a block, each of which unmasks an equal share of it at least; null: "
+        "the run's, or one a token",
+        **TIMES,
+    )
+    threshold: Optional[float] = arg(
+        None,
+        "block diffusion: tokens above this probability are unmasked at once; 1: none is; null: the run's, or 0.9",
+        gt=0,
+        le=1,
     )
     seed: Optional[int] = arg(None, "seed of the sampling; null: that of the run's validation, or 1234", **SEEDS)
     micro_batch_size_per_gpu: int = arg(8, "responses decoded together", **COUNT)

@@ -2,9 +2,8 @@
 
 import csv
 import json
-import logging
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -15,8 +14,6 @@ from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
 from phalanx.media.pictures import Picture
 from phalanx.types import Prompt
-
-logger = logging.getLogger(__name__)
 
 FORMATS = "a .txt, .jsonl, .csv or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
 LONGEST = 100_000  # characters of a prompt: far beyond any encoder, and a tokenizer is not at it for minutes
@@ -48,7 +45,13 @@ class DataError(ValueError):
 
 
 def load_prompts(
-    files: list[str], key: str, images: Sequence[str] = (), prompt: str = "prompt", *, quoted: bool = True
+    files: list[str],
+    key: str,
+    images: Sequence[str] = (),
+    prompt: str = "prompt",
+    *,
+    quoted: bool = True,
+    answered: bool = False,
 ) -> list[PromptRow]:
     """All rows of all files, in order; `key` is the config key that lists them, for messages.
 
@@ -63,7 +66,7 @@ def load_prompts(
     Of a chat (a list of `{role, content}`) the last user message is the prompt. All other columns go into `meta`;
     `meta["ground_truth"]` is, in this order, the column `ground_truth`, `reward_model.ground_truth`, with `quoted` the
     first span of the prompt in double quotes (straight or typographic), otherwise the column `answer`, or absent.
-    Without `quoted`, for language models, a chat is kept whole.
+    Without `quoted`, for language models, a chat is kept whole; it may end with the assistant's answer if `answered`.
 
     Raises DataError for a file or row that cannot be used. Lines are counted from 1, rows from 0.
     """
@@ -74,7 +77,7 @@ def load_prompts(
         path, split = _locate(file, key)
         read = _read(path, split, f"{key}: {file}", images, prompt)
         column = "prompt" if path.suffix == ".txt" else prompt
-        found = [_row(columns, where, column, quoted) for where, columns in read]
+        found = [_row(columns, where, column, quoted, answered) for where, columns in read]
         if not found:
             raise DataError(f"{key}: {file} has no prompts")
         rows += found
@@ -88,11 +91,12 @@ def validation_sets(
     prompt: str = "prompt",
     *,
     quoted: bool = True,
+    answered: bool = False,
 ) -> dict[str, list[Prompt]]:
     """The rows of each file of `data.val_files`, at most `limit`, by the file's name without ending.
 
-    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. For `images`, `prompt` and
-    `quoted` see `load_prompts`.
+    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. For the others see
+    `load_prompts`.
     """
     key = "data.val_files"
     sets: dict[str, list[Prompt]] = {}
@@ -107,41 +111,9 @@ def validation_sets(
                 f"{key}: {origin[name]} and {file} would both be the validation set {name!r}; rename one of them"
             )
         origin[name] = file
-        rows = load_prompts([file], key, images, prompt, quoted=quoted)[:limit]
+        rows = load_prompts([file], key, images, prompt, quoted=quoted, answered=answered)[:limit]
         sets[name] = [numbered(row, i) for i, row in enumerate(rows)]
     return sets
-
-
-def held_out_overlap(
-    train: Iterable[PromptRow | Prompt], val: Iterable[PromptRow | Prompt], image: str | None = None
-) -> int:
-    """Count the validation prompts that are training prompts as well, and warn if there are any.
-
-    With a column `image`, only those with the same image. Raises ValueError for an image that
-    cannot be read.
-    """
-    held_out = list(val)
-    seen, same = _common(list(train), held_out, lambda row: row.text.strip())
-    if image is not None:  # by the files' sizes first: reading all images takes long
-        seen, same = _common(seen, same, lambda row: (row.text.strip(), row.meta[image].file_size))
-        seen, same = _common(seen, same, lambda row: (row.text.strip(), row.meta[image].digest))
-    overlap = len(same)
-    if overlap:
-        logger.warning(
-            "%d of %d validation prompts are training prompts as well; they do not measure generalization",
-            overlap,
-            len(held_out),
-        )
-    return overlap
-
-
-_Rows = list[PromptRow | Prompt]
-
-
-def _common(some: _Rows, others: _Rows, name: Callable[[PromptRow | Prompt], Hashable]) -> tuple[_Rows, _Rows]:
-    """The rows of each list whose name occurs in the other list as well."""
-    both = {name(row) for row in some} & {name(row) for row in others}
-    return [row for row in some if name(row) in both], [row for row in others if name(row) in both]
 
 
 def numbered(row: PromptRow, group_id: int) -> Prompt:
@@ -338,7 +310,7 @@ def _check_columns(columns: Sequence[str], place: str, wanted: Sequence[str]) ->
             raise DataError(f"{place} has no column {name!r}; it has {', '.join(columns) or 'none'}")
 
 
-def _row(columns: dict[str, Any], where: str, prompt: str, quoted: bool) -> PromptRow:
+def _row(columns: dict[str, Any], where: str, prompt: str, quoted: bool, answered: bool) -> PromptRow:
     if prompt not in columns:
         raise DataError(f"{where}: no {prompt!r}; it has {', '.join(columns) or 'no keys'}")
     text = _text(columns[prompt], prompt, where)
@@ -352,17 +324,17 @@ def _row(columns: dict[str, Any], where: str, prompt: str, quoted: bool) -> Prom
     truth = _ground_truth(columns, text, quoted)
     if truth is not None:
         meta["ground_truth"] = truth
-    return PromptRow(text, negative, meta, None if quoted else _messages(columns[prompt], prompt, where))
+    return PromptRow(text, negative, meta, None if quoted else _messages(columns[prompt], prompt, where, answered))
 
 
-def _messages(value: Any, name: str, where: str) -> list[dict[str, str]] | None:
+def _messages(value: Any, name: str, where: str, answered: bool) -> list[dict[str, str]] | None:
     """A chat's messages, None for a plain text."""
     if not isinstance(value, list):
         return None
     for message in value:
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise DataError(f"{where}: {name} holds a message that is not {{role, content}}, both texts")
-    if value[-1]["role"] == "assistant":
+    if value[-1]["role"] == "assistant" and not answered:
         raise DataError(f"{where}: {name} ends in an answer of the assistant; expected a message that it is to answer")
     return [{"role": message["role"], "content": message["content"]} for message in value]
 

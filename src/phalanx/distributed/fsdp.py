@@ -12,7 +12,7 @@ The order of calls in an optimizer step:
     reduce_gradients, clip_gradients, finite, the optimizer's own step, copy_to_module
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -24,6 +24,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.collectives import reduce_int
+from phalanx.distributed.expert_parallel import SpreadExperts
 from phalanx.distributed.mesh import World
 
 
@@ -31,22 +32,37 @@ class Sharded:
     """A module whose parameters are laid out over the mesh.
 
     `parameters` maps the name of each trained parameter to the tensor that the optimizer owns;
-    `hidden_matrices` names those of two dims or more within the blocks, which Muon may take.
+    `hidden_matrices` names the matrices and kernels within the blocks, which Muon may take.
     """
 
     def __init__(
-        self, module: nn.Module, blocks: list[nn.Module], world: World, config: ParallelConfig, dtype: torch.dtype
+        self,
+        module: nn.Module,
+        blocks: list[nn.Module],
+        world: World,
+        config: ParallelConfig,
+        dtype: torch.dtype,
+        experts: Sequence[nn.Module] = (),
     ) -> None:
+        """`experts` are spread over the shard axis. Raises ValueError where they cannot be."""
         self.module, self.world, self.config = module, world, config
         self._fsdp: list[FSDPModule] = []
         self._copies: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        if config.expert_parallel and world.shard_size > 1 and not experts:
+            raise ValueError("parallel.expert_parallel: true needs a language model with experts; leave it out")
+        self._spread = [SpreadExperts(m, world, dtype) for m in experts] if world.shard_size > 1 else []
+        for found in self._spread:
+            found.module.spread = found  # type: ignore[assignment]  # where its forward finds it
         trained = _trained(module)
         if world.shard_size > 1:
             # LoRA matrices are small: replicated, they need no gathering, and one message per step sums their
             # gradients. A fully trained model is never small, so it is always sharded.
             has_frozen = len(trained) < len(list(module.parameters()))
             replicated = list(trained) if config.lora_sharding == "replicate" and has_frozen else []
-            self._fully_shard(blocks, dtype, {trained[name] for name in replicated})
+            ignored: set[nn.Parameter] = {trained[name] for name in replicated}
+            for m in experts:
+                ignored |= set(m.parameters(recurse=False))
+            self._fully_shard(blocks, dtype, ignored)
             self._fsdp = [m for m in module.modules() if isinstance(m, FSDPModule)]
             trained = _trained(module)  # fully_shard has put DTensors in the parameters' place
         else:
@@ -57,7 +73,8 @@ class Sharded:
             self.parameters[name] = self._own(name, trained[name], dtype)
         self._replicated = [self.parameters[name] for name in replicated]
         inner = {id(p) for block in blocks for p in block.parameters()}
-        self.hidden_matrices = {name for name, p in trained.items() if p.dim() >= 2 and id(p) in inner}
+        # three dims are experts, side by side
+        self.hidden_matrices = {name for name, p in trained.items() if p.dim() in (2, 4, 5) and id(p) in inner}
         self.copy_to_module()
 
     def _fully_shard(self, blocks: list[nn.Module], dtype: torch.dtype, ignored: set[nn.Parameter]) -> None:
@@ -126,9 +143,13 @@ class Sharded:
             gathered[0].set_reshard_after_forward(False)
         for m in gathered:
             m.unshard()
+        for experts in self._spread if gathered else []:
+            experts.gather()
         try:
             yield
         finally:
+            for experts in self._spread:
+                experts.release()
             for i, m in enumerate(gathered):
                 # The root's own weights (embeddings, the last layer) are used at both ends of a forward pass, and its
                 # backward follows at once: freeing them would only gather them again.
@@ -153,6 +174,8 @@ class Sharded:
 
         FSDP has reduced those of the shards within that backward pass.
         """
+        for experts in self._spread:
+            experts.sum_gradients()
         if not self._replicated:
             return
         # all ranks must send equally much, also for what a rank's samples did not use

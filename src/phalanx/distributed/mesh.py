@@ -104,6 +104,8 @@ def check_sharding(optimizer: str, config: ParallelConfig, launch: Launch) -> No
         raise ConfigError(
             "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
         )
+    if config.param_offload and config.expert_parallel:
+        raise ConfigError("parallel.param_offload: true has no way with parallel.expert_parallel; set one to false")
     # Newton-Schulz needs all rows of a matrix, of which a rank would hold only some
     if optimizer == "muon" and width > 1:
         raise ConfigError(

@@ -68,15 +68,23 @@ class TokenReplay(Replay):
 
 
 def token_scores(
-    hidden: Tensor, head: nn.Module, tokens: Tensor, *, temperature: float, softcap: float | None, chunk: int
+    hidden: Tensor,
+    head: nn.Module,
+    tokens: Tensor,
+    *,
+    temperature: float,
+    softcap: float | None,
+    chunk: int,
+    never: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities of `tokens` [N], and entropy and self-certainty of the distributions they are drawn from.
+    """Log-probabilities of `tokens` [N], and entropy and self-certainty of the distributions they are drawn from, in
+    which the token `never` has no part.
 
     hidden [N, H] are the states that `head` makes logits [N, V] of, of which never more than `chunk` rows are in
     memory, in the backward pass either, which computes them again. All results are [N] float32. The self-certainty is
     that of Intuitor (arXiv 2505.19590): logsumexp(z) - mean(z), the mean over the vocabulary of -log p.
     """
-    score = partial(_scores, head, temperature=temperature, softcap=softcap)
+    score = partial(_scores, head, temperature=temperature, softcap=softcap, never=never)
     parts = []
     for states, targets in zip(hidden.split(chunk), tokens.split(chunk), strict=True):
         if len(hidden) > chunk and torch.is_grad_enabled():
@@ -91,13 +99,17 @@ def token_scores(
 
 
 def _scores(
-    head: nn.Module, hidden: Tensor, tokens: Tensor, *, temperature: float, softcap: float | None
+    head: nn.Module, hidden: Tensor, tokens: Tensor, *, temperature: float, softcap: float | None, never: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     logits = head(hidden).float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     z = logits / temperature
+    mean = z.mean(-1)
+    if never is not None:
+        mean = (mean * z.shape[-1] - z[:, never]) / (z.shape[-1] - 1)
+        z = z.index_fill(-1, torch.tensor([never], device=z.device), torch.finfo(z.dtype).min)
     total = z.logsumexp(-1)
     log_prob = z.gather(1, tokens[:, None]).squeeze(1) - total
     entropy = total - (torch.softmax(z, -1) * z).sum(-1)
-    return log_prob, entropy, total - z.mean(-1)
+    return log_prob, entropy, total - mean

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from phalanx.config.block_diffusion import BlockDiffusionRunConfig
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
-from phalanx.config.lm import LMRunConfig
+from phalanx.config.lm import LMModelConfig, LMRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.distributed.mesh import Launch
 from phalanx.models.flow.policy import DTYPES, family_of
 from phalanx.models.lm import export as language_models
+from phalanx.models.lm.blocks import adds_mask
 from phalanx.models.lora import add_lora, merge_lora
 from phalanx.training.checkpoint import complete, damaged, find, read_meta
 from phalanx.training.checkpoint_reader import Reader
@@ -83,7 +85,7 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
     Raises ValueError where there is none, it is incomplete, or it has no such weights.
     """
     folder = _locate(checkpoint)
-    run = read_run(folder.parent.parent / "config.yaml", LMRunConfig, FlowRunConfig)
+    run = read_run(folder.parent.parent / "config.yaml", LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig)
     held_rank = read_meta(folder)["signature"]["lora_rank"]
     if held_rank != run.model.lora_rank:
         raise ValueError(
@@ -170,6 +172,11 @@ class Export:
         self.family = _family(self.model)
         if cfg.merge_lora and isinstance(self.model, FlowModelConfig):
             raise ValueError("merge_lora: only a language model's LoRA is merged; leave it out")
+        if self.model.lora_rank > 0 and not cfg.merge_lora and _embeds_more(self.model):
+            raise ValueError(
+                "merge_lora: false leaves out the mask token that the run gave the model, which is no part of its "
+                "LoRA; set it to true"
+            )
         self.output_dir = Path(cfg.output_dir or folder.parent.parent / "export" / folder.name).expanduser()
         if self.output_dir.exists():
             raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
@@ -229,6 +236,11 @@ def _family(config: ModelConfig) -> Family:
     if isinstance(config, FlowModelConfig):
         return family_of(config)
     return language_models
+
+
+def _embeds_more(config: ModelConfig) -> bool:
+    """Whether the run's model has a token that its base has not."""
+    return isinstance(config, LMModelConfig) and config.block_size is not None and adds_mask(config)
 
 
 def _trained_parameters(module: nn.Module) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Responses of a language model, from its folder or a checkpoint, as validation samples them. One process.
 
 A response is a function of its prompt and number, the seed and the settings, so a run's validation can be reproduced.
+Of a block-diffusion model, the tokens that a forward pass brings are counted.
 """
 
 import json
@@ -11,14 +12,18 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from phalanx.config import ConfigError
-from phalanx.config.lm import LMRunConfig
+from phalanx.config.block_diffusion import BlockDiffusionRunConfig
+from phalanx.config.blocks import check_whole
+from phalanx.config.lm import LMModelConfig, LMRunConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
 from phalanx.data.prompts import load_prompts, numbered
 from phalanx.distributed import mesh
 from phalanx.jobs.export import open_given
-from phalanx.models.lm.model import DTYPES, load_model, load_tokenizer
+from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
+from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer
 from phalanx.models.lm.policy import LMPolicy, prompt_tokens
+from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.telemetry.loggers import plain
 from phalanx.types import Prompt
@@ -45,32 +50,44 @@ class Generation:
         if "path" in given:  # the run's revision is of its own model
             given = {"revision": None} | given
         config = replace(run.model, gradient_checkpointing=False, **given)
+        check_blocks(cfg, config)
         data = replace(run.data, **_given(system_prompt=cfg.system_prompt), overlong_prompts="error")
-        tokenizer = load_tokenizer(config)
+        # supervised training adds the mask token that its base lacks
+        model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig))
         lengths = [len(prompt_tokens(tokenizer, prompt, data.system_prompt)) for prompt in self.prompts]
-        model = load_model(config, DTYPES[config.dtype], chunk=1)
-        limit = self._limit(run, lengths, model.lm.config.max_position_embeddings)
+        limit = self._limit(run, lengths, model.lm.config.max_position_embeddings, config.block_size or 1)
         data = replace(data, max_prompt_length=max(lengths), max_response_length=limit)
+        settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
+        settings |= _given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)
+        self.val = replace(run.rollout.val, **settings, max_response_length=limit)
         self.world = mesh.start(ParallelConfig())
-        self.policy = LMPolicy(
-            model, tokenizer, self.world, config, ParallelConfig(), data, temperature=1.0, seed=run.trainer.seed
-        )
+        parts = tokenizer, self.world, config, ParallelConfig(), data
+        options: dict[str, Any] = {"temperature": 1.0, "seed": run.trainer.seed}
+        how = replace(run.rollout, val=self.val), data, self.world, cfg.micro_batch_size_per_gpu, None
+        self.tokens = self.forwards = 0  # of block diffusion
+        if isinstance(model, BlockDiffusionLM):
+            assert config.block_size is not None, "such models have one"
+            policy = BlockDiffusionPolicy(model, *parts, **options, size=config.block_size, estimate="trace")
+            self.policy: LMPolicy = policy
+            self.rollout: LMRollout = BlockDiffusionRollout(policy, *how)
+        else:
+            self.policy = LMPolicy(model, *parts, **options)
+            self.rollout = LMRollout(self.policy, *how)
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
-        settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
-        self.val = replace(run.rollout.val, **settings, max_response_length=limit)
-        rollout = replace(run.rollout, val=self.val)
-        self.rollout = LMRollout(self.policy, rollout, data, self.world, cfg.micro_batch_size_per_gpu, None)
 
-    def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int) -> int:
-        """The longest response, in tokens; ConfigError where it does not fit behind the longest prompt."""
+    def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int, size: int) -> int:
+        """The longest response, in tokens, whole blocks of `size`; ConfigError where it does not fit behind the longest
+        prompt.
+        """
         longest = max(lengths)
-        if longest >= positions:
+        room = (positions - longest) // size * size
+        if room <= 0:
             raise ConfigError(
                 f"prompt {lengths.index(longest)} has {longest} tokens with the chat template, and the model has "
                 f"{positions} positions"
             )
-        asked, room = self.cfg.max_response_length, positions - longest
+        asked = self.cfg.max_response_length
         if asked is not None and asked > room:
             raise ConfigError(
                 f"max_response_length: {asked} tokens behind a prompt of {longest} are more than the model's "
@@ -79,7 +96,7 @@ class Generation:
         if asked is not None:
             return asked
         own = run.rollout.val.max_response_length or run.data.max_response_length
-        return min(own if self.trained is not None else LIMIT, room)
+        return max(min(own if self.trained is not None else LIMIT, room) // size, 1) * size
 
     def run(self) -> None:
         """Print all responses, and write them to the file, each micro-batch as soon as it is done."""
@@ -102,19 +119,57 @@ class Generation:
                     self._tell(prompts[number // n], number % n, drawn, file)
         if self.file is not None:
             print(f"{len(self.prompts) * n} responses in {self.file}", flush=True)
+        if self.forwards:
+            each = f"{self.tokens / self.forwards:.2f} tokens per forward pass"
+            print(f"{each}: {self.tokens} tokens in {self.forwards} looks at a block", flush=True)
         mesh.stop()
 
     def _tell(self, prompt: Prompt, number: int, drawn: Drawn, file: TextIO | None) -> None:
         """Print a response and write its line of the file."""
+        forwards = self.rollout.forwards(drawn) if isinstance(self.rollout, BlockDiffusionRollout) else 0
+        self.tokens, self.forwards = self.tokens + len(drawn.response), self.forwards + forwards
         name = f"prompt {prompt.group_id}" + (f", response {number}" if self.val.n > 1 else "")
         cut = f"\n[cut after {len(drawn.response)} tokens]" if drawn.truncated else ""
         print(f"--- {name}: {plain(' '.join(prompt.text.split()))}\n{plain(drawn.text)}{cut}\n", flush=True)
         if file is not None:
             row = {"index": prompt.group_id, "response": number, "prompt": prompt.text, "text": drawn.text}
             row |= {"tokens": len(drawn.response), "truncated": drawn.truncated, "seed": self.val.seed}
+            if forwards:
+                row["forward_passes"] = forwards
             if "ground_truth" in prompt.meta:
                 row["ground_truth"] = prompt.meta["ground_truth"]
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
+
+
+def check_blocks(cfg: GenerateConfig, model: LMModelConfig) -> None:
+    """Raise ConfigError for settings of block diffusion that do not go with the model."""
+    size = model.block_size
+    if size is None:
+        given = {
+            "model.mask_token": model.mask_token,
+            "denoising_steps_per_block": cfg.denoising_steps_per_block,
+            "threshold": cfg.threshold,
+        }
+        for key, value in _given(**given).items():
+            raise ConfigError(f"{key}: {value} is of block diffusion; set model.block_size, or leave it out")
+        return
+    check_whole("max_response_length", cfg.max_response_length, size)
+    steps = cfg.denoising_steps_per_block
+    if steps is not None and steps > size:
+        raise ConfigError(f"denoising_steps_per_block: {steps} is more than model.block_size={size}")
+    if model.attn_implementation == "flash_attention_2":
+        raise ConfigError(
+            "model.attn_implementation: flash_attention_2 has no mask for blocks; expected sdpa, eager or "
+            "flex_attention"
+        )
+
+
+def load(config: LMModelConfig, *, add_mask: bool) -> tuple[CausalLM, Any]:
+    """The model and its tokenizer; `add_mask`: see load_blocks. Raises ValueError, in one line."""
+    dtype = DTYPES[config.dtype]
+    if config.block_size is not None:
+        return load_blocks(config, dtype, chunk=1, add_mask=add_mask)
+    return load_model(config, dtype, chunk=1), load_tokenizer(config)
 
 
 def read_prompts(cfg: GenerateConfig, key: str) -> list[Prompt]:

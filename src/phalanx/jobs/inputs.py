@@ -20,10 +20,12 @@ def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
     validation_sets(cfg.data.val_files, prompt=cfg.data.prompt_key)
 
 
-def check_lm(cfg: LMRunConfig) -> None:
-    """Raise ValueError, in one line, for files of a language model's job that cannot be read."""
+def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
+    """Raise ValueError, in one line, for files of a language model's job that cannot be read; `answered`: see
+    load_prompts.
+    """
     check_folder(cfg.model.path)
     key = cfg.data.prompt_key
     if cfg.data.train_files:
-        load_prompts(cfg.data.train_files, "data.train_files", prompt=key, quoted=False)
-    validation_sets(cfg.data.val_files, prompt=key, quoted=False)
+        load_prompts(cfg.data.train_files, "data.train_files", prompt=key, quoted=False, answered=answered)
+    validation_sets(cfg.data.val_files, prompt=key, quoted=False, answered=answered)

@@ -32,11 +32,13 @@ class TrainedModel:
         lora_targets: Sequence[str] = (),
         seed: int,
         frozen: bool = False,
+        experts: Sequence[nn.Module] = (),
     ) -> None:
         """Add the LoRA that `config` asks for, compile `blocks` where it does, and shard them.
 
         `dtype` is what the module computes in; `lora_targets` the layers that get a LoRA unless
-        `config` names others, whose weights are a function of `seed`. `frozen`: nothing is trained.
+        `config` names others, whose weights are a function of `seed`. `frozen`: nothing is trained. `experts`: see
+        Sharded.
         Raises ValueError for unknown layers.
         """
         self.module, self.world, self.config, self.dtype = module, world, config, dtype
@@ -52,7 +54,7 @@ class TrainedModel:
                 block.compile(fullgraph=True)
         elif world.device.type == "cpu" and prefers_onednn():
             use_onednn(module)
-        self.sharded = Sharded(module, blocks, world, parallel, dtype)
+        self.sharded = Sharded(module, blocks, world, parallel, dtype, experts)
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}
 

@@ -12,8 +12,9 @@ from unittest.mock import patch
 import torch
 
 from phalanx.config import ConfigError
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm import LMRLConfig, LMRunConfig
 from phalanx.plan.blueprint import family_name, fetch, tidy
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
@@ -21,11 +22,11 @@ from phalanx.plan.lm import FILES
 from phalanx.plan.pace import Gpu
 from phalanx.plan.text import describe, sizes
 from phalanx.telemetry.flops import known_gpus, named_peak_flops
-from phalanx.training import flow_matching, flow_rl, lm_rl
+from phalanx.training import block_diffusion, flow_matching, flow_rl, lm_rl
 
 
 @tidy()
-def plan_job(cfg: FlowRunConfig | LMRLConfig, words: Mapping[str, str]) -> str:
+def plan_job(cfg: FlowRunConfig | LMRunConfig, words: Mapping[str, str]) -> str:
     """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc), gpu, gpu_memory_gb and gpu_hour_price;
     what is missing comes from train.sh's variables, and from the GPU that is here.
 
@@ -35,7 +36,7 @@ def plan_job(cfg: FlowRunConfig | LMRLConfig, words: Mapping[str, str]) -> str:
     asked, gpu = clusters(words, os.environ), gpu_of(words)
     cfg = deepcopy(cfg)
     cfg.trainer.output_dir = "."  # that of the cluster need not be here
-    if isinstance(cfg, LMRLConfig):
+    if isinstance(cfg, LMRunConfig):
         cfg.model.path = fetch(cfg.model.path, cfg.model.revision, FILES)
     else:
         cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
@@ -99,13 +100,15 @@ def _number(name: str, words: Mapping[str, str], expected: str) -> float | None:
     return float(text)
 
 
-def check(cfg: FlowRunConfig | LMRLConfig, cluster: Cluster) -> None:
+def check(cfg: FlowRunConfig | LMRunConfig, cluster: Cluster) -> None:
     """What the job itself checks before it starts, on this cluster; raises its ConfigError."""
     with patch.dict(os.environ, WORLD_SIZE=str(cluster.ranks), LOCAL_WORLD_SIZE=str(cluster.per_node)):
         if isinstance(cfg, LMRLConfig):
             lm_rl.check(cfg, installed=False)
         elif isinstance(cfg, FlowRLConfig):
             flow_rl.check(cfg)
+        elif isinstance(cfg, BlockDiffusionTaskConfig):
+            block_diffusion.check(cfg)
         else:
             assert isinstance(cfg, FlowMatchingTaskConfig)
             flow_matching.check(cfg)

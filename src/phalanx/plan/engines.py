@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import RewardModelConfig, RunConfig
 from phalanx.distributed.placement import judged_beside
 from phalanx.models.flow.policy import DTYPES
@@ -83,12 +83,12 @@ def engine_copy(cfg: RunConfig, layout: Layout) -> int:
     if cfg.rollout.engine not in ("vllm_omni", "vllm"):
         return 0
     whole = sum(w.numel for w in layout.weights if ".lora_" not in w.name) * layout.dtype.itemsize
-    return -(-whole // cfg.rollout.tensor_parallel_size) if isinstance(cfg, LMRLConfig) else whole
+    return -(-whole // cfg.rollout.tensor_parallel_size) if isinstance(cfg, LMRunConfig) else whole
 
 
 def engine_share(cfg: RunConfig, gpu_memory: int | None, layout: Layout) -> int:
     """Bytes that an engine takes on the device while it samples: of vLLM its share of the GPU, with the cache in it."""
-    if isinstance(cfg, LMRLConfig) and cfg.rollout.engine == "vllm" and gpu_memory is not None:
+    if isinstance(cfg, LMRunConfig) and cfg.rollout.engine == "vllm" and gpu_memory is not None:
         return int(gpu_memory * cfg.rollout.gpu_memory_utilization)
     return engine_copy(cfg, layout)
 

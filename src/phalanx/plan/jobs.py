@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx import algorithms
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import RunConfig
@@ -16,15 +18,17 @@ from phalanx.data.prompts import PromptRow
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.models.flow.folder import read_index
+from phalanx.plan.blocks import PlannedBlockRollout, planned_block_policy
 from phalanx.plan.blueprint import PlannedPolicy, fetch, planned_policy
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger, fused_attention, tensors
 from phalanx.plan.lm import PlannedLMPolicy, PlannedLMRollout, planned_lm_policy
-from phalanx.plan.rehearsal import FlowMatchingRehearsal, LMRehearsal, Planned, RLRehearsal
+from phalanx.plan.rehearsal import BlockDiffusionRehearsal, FlowMatchingRehearsal, LMRehearsal, Planned, RLRehearsal
 from phalanx.rollout.flow.dataset import PAIR, DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training import flow_rl, lm_rl
 from phalanx.training.batches import BatchPlan
+from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
 from phalanx.training.flow_matching import ENCODED_TOGETHER
 from phalanx.training.flow_parts import FlowParts
 from phalanx.training.parts import Parts, about
@@ -52,6 +56,8 @@ def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
 def _job(cfg: RunConfig, cluster: Cluster) -> Planned:
     if isinstance(cfg, LMRLConfig):
         return _lm(cfg, cluster)
+    if isinstance(cfg, BlockDiffusionTaskConfig):
+        return _block_diffusion(cfg, cluster)
     assert isinstance(cfg, FlowRunConfig)
     return _rl(cfg, cluster) if isinstance(cfg, FlowRLConfig) else _flow_matching(cfg, cluster)
 
@@ -68,10 +74,17 @@ def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
 
 def _lm(cfg: LMRLConfig, cluster: Cluster) -> LMRehearsal:
     plan, algorithm = lm_rl.plan(cfg, cluster.ranks), lm_rl.build_algorithm(cfg)
-    policy = planned_lm_policy(cfg, cluster, Ledger(), rank=_busiest(plan, cfg.rollout.n, cluster.ranks))
+    rank, actor = _busiest(plan, cfg.rollout.n, cluster.ranks), cfg.actor
+    options: dict[str, Any] = {"rank": rank, "chunk": actor.log_prob_chunk_size}
     passes = lm_rl.scoring(plan, algorithm)
-    rollout = PlannedLMRollout(policy, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, passes)
-    rollout.exact = cfg.rollout.engine == "policy"
+    if cfg.model.block_size is None:
+        policy = planned_lm_policy(cfg, cluster, Ledger(), **options)
+        rollout = PlannedLMRollout(policy, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, passes)
+        rollout.exact = cfg.rollout.engine == "policy"
+    else:
+        policy = blocks = planned_block_policy(cfg, cluster, Ledger(), **options, estimate=actor.log_prob_estimate)
+        rollout = PlannedBlockRollout(blocks, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, passes)
+        rollout.most = lm_rl.most_states(cfg)
     with policy.ledger, policy.ledger.uncounted():
         parts = Parts(policy.world, None, policy, rollout, {})
         return LMRehearsal(cfg, plan, algorithm, parts, _prompts(policy, plan.samples // cfg.rollout.n))
@@ -95,6 +108,18 @@ def _flow_matching(cfg: FlowRunConfig, cluster: Cluster) -> FlowMatchingRehearsa
     parts = FlowParts(policy.world, None, policy, rollout, {})
     with policy.ledger, policy.ledger.uncounted():
         return FlowMatchingRehearsal(cfg, _Images(cfg, cluster.ranks), parts)  # type: ignore[arg-type]
+
+
+def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster) -> BlockDiffusionRehearsal:
+    policy = planned_block_policy(cfg, cluster, Ledger(), chunk=cfg.block_diffusion.log_prob_chunk_size)
+    decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
+    rollout = PlannedBlockRollout(policy, cfg.rollout, cfg.data, policy.world, decoded, None)
+    parts = Parts(policy.world, None, policy, rollout, {})
+    longest = Example([0] * cfg.data.max_prompt_length, [0] * cfg.data.max_response_length)
+    noise = replace(cfg.block_diffusion, noise_range_low=cfg.block_diffusion.noise_range_high)
+    with policy.ledger, policy.ledger.uncounted():
+        examples = [longest] * cfg.data.batch_size(cluster.ranks)
+        return BlockDiffusionRehearsal(replace(cfg, block_diffusion=noise), examples, parts)
 
 
 def _rollout(cfg: FlowRLConfig, policy: PlannedPolicy, plan: BatchPlan) -> PolicyRollout:

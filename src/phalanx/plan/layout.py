@@ -48,7 +48,8 @@ class Weight:
     """A parameter that `width` ranks share; 1: each rank has all of it.
 
     `kept` is the dtype that a rank keeps it in. `unit` numbers the block that FSDP gathers it with, and is -1 for what
-    is in no block. `away`: FSDP's offload keeps it on the host, with its gradient, moments and average.
+    is in no block. `away`: FSDP's offload keeps it on the host, with its gradient, moments and average. `apart`: tokens
+    travel to these experts in training, and only a rollout gathers them.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Weight:
     width: int
     unit: int
     away: bool = False
+    apart: bool = False
 
     @property
     def sharded(self) -> bool:
@@ -108,7 +110,8 @@ class Layout:
             shared_by = 1 if replicate and trained else width
             number = unit[id(p)] if id(p) in unit else -1
             away = shared_by > 1 and parallel.param_offload
-            weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, number, away))
+            apart = shared_by > 1 and parallel.expert_parallel and p.dim() == 3
+            weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, number, away, apart))
         return cls(weights, cluster, width, model.dtype)
 
     @property
@@ -140,6 +143,10 @@ class Layout:
         """Each unit of FSDP while it is gathered: the blocks, and last what is in none."""
         return [elements * self.dtype.itemsize for elements in self._by_unit(self.weights)]
 
+    def experts(self) -> int:
+        """The experts that stay apart in training, gathered."""
+        return sum(w.gathered for w in self.weights if w.apart) * self.dtype.itemsize
+
     def unsharded(self, *, throughout: bool) -> int:
         """Gathered weights: all of them `throughout`, or the root's, a block's and the message of the next block."""
         *blocks, root = self.units()
@@ -151,7 +158,7 @@ class Layout:
 
     def gradient(self, w: Weight, *, summed: bool = False) -> int:
         """What stays of a gradient: this rank's reduced part, or while passes are `summed`, the whole in float32."""
-        return w.numel * REDUCED if w.sharded and summed else w.part * w.kept.itemsize
+        return w.numel * REDUCED if w.sharded and summed and not w.apart else w.part * w.kept.itemsize
 
     def reducing(self, activations: int, *, summed: bool) -> int:
         """A block's gradients on the way to their parts, as they were computed and as the message, beside those of the
@@ -177,7 +184,8 @@ class Layout:
         """
         *blocks, root = self.units()
         keep = parallel.rollout_unsharded or not parallel.reshard_after_forward
-        return sum(blocks) * (rounds if keep else passes) + root * rounds
+        experts = self.experts() if parallel.rollout_unsharded else 0
+        return sum(blocks) * (rounds if keep else passes) + (root + experts) * rounds
 
     def gathered_to_train(self, micro_batches: int, passes: int, parallel: ParallelConfig) -> int:
         """The same of micro-batches with so many forward passes in all: backward passes gather the blocks again, and so
@@ -191,7 +199,7 @@ class Layout:
         """Elements of the sharded ones among these, by unit."""
         totals = [0] * (max(w.unit for w in self.weights) + 2)
         for w in weights:
-            if w.sharded:
+            if w.sharded and not w.apart:
                 totals[w.unit] += w.gathered  # -1 is the last
         return totals
 

@@ -71,6 +71,12 @@ class Ledger(TorchDispatchMode):
             # what is left of a mask by another one has all that is true in it
             true = self._true.get(args[0].untyped_storage()._cdata)
             args = args[0], self._numbered(args[1])
+        elif func is aten.ne.Scalar and args[0].is_meta:
+            true = self._true.get(args[0].untyped_storage()._cdata)
+        elif func is aten.nonzero.default and args[0].is_meta:
+            key = args[0].untyped_storage()._cdata
+            places = self._true[key] if key in self._true else args[0].numel()
+            func, args, kwargs = aten.new_empty.default, (args[0], [places, args[0].dim()]), {"dtype": torch.long}
         elif func is aten.masked_scatter_backward.default:  # torch's own would look for what is true
             func, args = aten.new_empty.default, (args[0], args[2])
         # results that are views of an argument, or the argument itself, are nothing new
@@ -90,8 +96,12 @@ class Ledger(TorchDispatchMode):
     def mask(self, shape: tuple[int, ...], true: int) -> Tensor:
         """A mask of which so many elements are true."""
         out = torch.ones(shape, dtype=torch.bool, device=META)
-        self._true[out.untyped_storage()._cdata] = true
+        self.mark(out, true)
         return out
+
+    def mark(self, values: Tensor, true: int) -> None:
+        """Say how many elements of a mask are true, or of other values are not 0."""
+        self._true[values.untyped_storage()._cdata] = true
 
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
@@ -220,8 +230,10 @@ def fused_attention() -> AbstractContextManager[Any]:
     CPUs do. A TorchFunctionMode would not reach what checkpointing computes again.
     """
 
-    def fused(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)[0]
+    def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if attn_mask is not None and attn_mask.dtype is torch.bool:  # each call adds a mask of its own
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+        return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=attn_mask)[0]
 
     return patch.object(F, "scaled_dot_product_attention", fused)
 

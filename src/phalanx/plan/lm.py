@@ -3,7 +3,7 @@
 All prompts and responses are as long as they may be. Only the folder's configurations are read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -14,16 +14,17 @@ import transformers
 from torch import Tensor
 from transformers import DynamicCache
 
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm import LMRunConfig
 from phalanx.distributed.mesh import World
 from phalanx.engines.loading import loading
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.models.lm import experts
 from phalanx.models.lm.model import DTYPES, CausalLM, causal_lm
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
-from phalanx.rollout.lm.decode import draw
+from phalanx.rollout.lm.decode import Decoding, draw
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.types import Each, Prompt, Samples
 
@@ -71,46 +72,62 @@ class PlannedLMRollout(LMRollout):
         with torch.no_grad(), self.policy.unsharded() if self.exact else nullcontext():
             yield
 
+    @property
+    def before(self) -> int:
+        """Tokens of the longest prompt."""
+        return self.data.max_prompt_length
+
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         n, share = self.config.n, len(prompts) * self.config.n // self.world.size
         index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
-        before, limit = self.data.max_prompt_length, self.how.limit
-        self._decoded(min(self.micro_batch_size, share), n, limit)
-        ids = torch.zeros(share, before + limit, dtype=torch.long, device=META)
-        sizes = [torch.full((share,), size, device=META) for size in (before, limit)]
-        trace = TokenTrace(ids, sizes[0], sizes[1], limit)
-        log_prob = torch.zeros(share, limit, device=META)
+        self._decoded(min(self.micro_batch_size, share), n, self.how)
+        trace, longest = self._longest(share)
+        positions = torch.full((share,), longest)
+        log_prob = torch.zeros(share, self.how.limit, device=META)
         if self.exact and self.passes is not None:
             with self.policy.ledger.during("rollout: log-probs"):
-                parts = self.passes.parts(share, torch.full((share, 1), before + limit))
+                parts = self.passes.parts(share, positions[:, None])
                 log_prob = in_order([self.policy.replay(trace.select(part)).log_prob for part in parts], parts)
-        lengths = torch.tensor([[before, limit]]).repeat(share, 1)
+        lengths = torch.tensor([[self.before, self.how.limit]]).repeat(share, 1)
         mine = [prompts[i // n] for i in index.tolist()]
         on_policy = self.exact and self.passes is None
-        return Samples(mine, [], log_prob, trace.mask, trace, index, lengths=lengths, on_policy=on_policy)
+        beside: dict[str, Any] = {"lengths": lengths, "on_policy": on_policy, "positions": positions}
+        return Samples(mine, [], log_prob, trace.mask, trace, index, **beside)
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         val = self.config.val
-        self._decoded(min(self.micro_batch_size, len(prompts) * val.n), val.n, self.val_how.limit)
+        self._decoded(min(self.micro_batch_size, len(prompts) * val.n), val.n, self.val_how)
 
-    def _decoded(self, count: int, n: int, limit: int) -> None:
+    def _longest(self, share: int) -> tuple[Any, int]:
+        """So many of the longest samples, and the positions of each in a pass."""
+        before, limit = self.before, self.how.limit
+        ids = torch.zeros(share, before + limit, dtype=torch.long, device=META)
+        sizes = [torch.full((share,), size, device=META) for size in (before, limit)]
+        return TokenTrace(ids, sizes[0], sizes[1], limit), before + limit
+
+    def _decoded(self, count: int, n: int, how: Decoding) -> None:
         """What reading prompts takes, and the last token of `count` responses, n of each prompt."""
         if not self.exact:
             return
         self.policy.ledger.phase.passes += 1
-        forward, before = self.policy.trained.module, self.data.max_prompt_length
-        ids = torch.zeros(-(-count // n), before, dtype=torch.long, device=META)
+        forward, length = self.policy.trained.module, self.before + how.limit
+        ids = torch.zeros(-(-count // n), self.before, dtype=torch.long, device=META)
         cache = DynamicCache(config=self.policy.settings)
         forward(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        full = self._filled(cache, count, length - 1)
+        del cache
+        at = torch.full((count, 1), length - 1, device=META)
+        out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, past_key_values=full, use_cache=True)
+        draw(out.logits[:, -1].float(), torch.empty(count, device=META), how)
+
+    def _filled(self, cache: DynamicCache, count: int, length: int) -> DynamicCache:
+        """Keys and values of `count` samples of so many tokens, as those of a cache."""
         full = DynamicCache(config=self.policy.settings)
         for number, layer in enumerate(cache.layers):
-            shape = count, layer.keys.shape[1], before + limit - 1, layer.keys.shape[3]
+            shape = count, layer.keys.shape[1], length, layer.keys.shape[3]
             states = torch.empty(shape, dtype=layer.keys.dtype, device=META)
             full.update(states, torch.empty_like(states), number)
-        del cache, states
-        at = torch.full((count, 1), before + limit - 1, device=META)
-        out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, past_key_values=full, use_cache=True)
-        draw(out.logits[:, -1].float(), torch.empty(count, device=META), self.how)
+        return full
 
 
 class _Tokenizer:
@@ -125,10 +142,19 @@ class _Tokenizer:
         return {"input_ids": [0]}
 
 
-def planned_lm_policy(cfg: LMRLConfig, cluster: Cluster, ledger: Ledger, *, rank: int = 0) -> PlannedLMPolicy:
+def planned_lm_policy(
+    cfg: LMRunConfig,
+    cluster: Cluster,
+    ledger: Ledger,
+    *,
+    rank: int = 0,
+    chunk: int = 1024,
+    make: Callable[..., PlannedLMPolicy] = PlannedLMPolicy,
+) -> PlannedLMPolicy:
     """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
 
-    `cfg.model.path` is a local folder. `layout` says what would be on a rank of the cluster.
+    `cfg.model.path` is a local folder, `chunk` is log_prob_chunk_size. `layout` says what would be on a rank of the
+    cluster.
     """
     model, kept = cfg.model, torch.float32 if cfg.model.lora_rank == 0 else DTYPES[cfg.model.dtype]
     # kernels that are not here take as much memory as torch's own; and none of these changes what is kept
@@ -139,17 +165,10 @@ def planned_lm_policy(cfg: LMRLConfig, cluster: Cluster, ledger: Ledger, *, rank
         settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
     with META:
         lm = transformers.AutoModelForCausalLM.from_config(settings, dtype=kept, trust_remote_code=False)
-        module: CausalLM = causal_lm(lm, config, cfg.actor.log_prob_chunk_size)
-        policy = PlannedLMPolicy(
-            module,
-            _Tokenizer(),
-            world,
-            config,
-            cfg.parallel,
-            cfg.data,
-            temperature=cfg.rollout.temperature,
-            seed=cfg.trainer.seed,
-        )
+        module: CausalLM = causal_lm(lm, config, chunk)
+        lm.config._experts_implementation = experts.SHAPES
+        options = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}
+        policy = make(module, _Tokenizer(), world, config, cfg.parallel, cfg.data, **options)
     policy.trained.config = model  # PiSSA's reference is a copy
     policy.ledger, policy.layout = ledger, Layout.of(policy.trained, module.blocks(), cfg.parallel, cluster)
     return policy

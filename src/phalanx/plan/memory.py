@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import nn
 
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm import LMRunConfig
 from phalanx.plan.blueprint import PlannedPolicy
 from phalanx.plan.engines import RewardModel, engine_copy, engine_share, reward_model
 from phalanx.plan.layout import Weight
@@ -154,7 +154,7 @@ def _reads_alone(p: Planned, teacher: PlannedPolicy) -> bool:
 
 def _engine_sleeps(p: Planned) -> bool:
     """Whether a sampling engine's memory is free between rollouts: vLLM-omni's always is."""
-    return not isinstance(p.cfg, LMRLConfig) or p.cfg.rollout.sleep
+    return not isinstance(p.cfg, LMRunConfig) or p.cfg.rollout.sleep
 
 
 def _transformer(policy: PlannedPolicy) -> Loading:
@@ -206,7 +206,7 @@ def _phases(p: Planned, trained: int, reward: RewardModel | None, engine: int) -
         if name not in p.ledger.phases:
             continue
         took = p.ledger.phases[name]
-        drawn = isinstance(p.cfg, LMRLConfig) and name.endswith("sample")  # an engine's passes are its own
+        drawn = isinstance(p.cfg, LMRunConfig) and name.endswith("sample")  # an engine's passes are its own
         if not took.passes and name.endswith(("sample", "rescore")) and not (drawn and engine):  # nothing to do
             continue
         other = took.before + trained * took.aside
@@ -236,4 +236,5 @@ def _gathered(p: Planned, name: str) -> int:
         return layout.units()[-1]
     if name in p.frozen:
         layout = p.frozen[name].layout
-    return layout.unsharded(throughout=parallel.rollout_unsharded)
+    whole = parallel.rollout_unsharded
+    return layout.unsharded(throughout=whole) + (layout.experts() if whole else 0)

@@ -3,7 +3,10 @@
 import math
 from dataclasses import dataclass
 
-from phalanx.plan.rehearsal import LMRehearsal, Planned
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
+from phalanx.config.lm import LMRunConfig
+from phalanx.config.run import RunConfig
+from phalanx.plan.rehearsal import BlockDiffusionRehearsal, LMRehearsal, Planned
 from phalanx.telemetry.flops import named_peak_flops
 
 CARD = "H100"  # where no GPU is named, nor here
@@ -35,7 +38,7 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     step = flops / ranks / peak / most, flops / ranks / peak / least
     if step[0] < SHORTEST:
         return "Arithmetic", [("a step", f"{counted}: too little to tell a time from")]
-    noun = "responses" if isinstance(p, LMRehearsal) else "images"
+    noun = sampled(p.cfg)
     images = p.cfg.data.batch_size(ranks) if p.plan is None else p.plan.samples
     rate = images / step[1], images / step[0]
     total = p.cfg.trainer.total_training_steps
@@ -50,10 +53,12 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     if total is not None:
         rows[-1] = ("the job", f"{steps} steps: {rows[-1][1]}")
     left_out = "rewards, validation, checkpoints, text encoders, VAE, waiting for the slowest rank"
-    if isinstance(p, LMRehearsal):
+    if isinstance(p, LMRehearsal | BlockDiffusionRehearsal):
         data = p.cfg.data
         tokens = _times(rate, (data.max_prompt_length + data.max_response_length) / ranks)
         rows.insert(2, ("tokens", f"{_range(tokens)} a second on a GPU, were all prompts and responses the longest"))
+        left_out = "validation, checkpoints, the slowest rank"
+    if isinstance(p, LMRehearsal):
         left_out = "that decoding waits for memory, rewards, validation, checkpoints, the slowest rank"
     if gpu.price is not None:
         rows.append(("cost", f"{_range(_times(whole, gpu.price))}, at {gpu.price:g} for a GPU-hour"))
@@ -61,6 +66,13 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     kind = str(dtype).removeprefix("torch.")
     title = f"Arithmetic and time, assumed that {card} does {least * 100:.0f} to {most * 100:.0f} %"
     return f"{title} of its {peak / 1e12:.0f} TFLOP/s in {kind}", rows
+
+
+def sampled(cfg: RunConfig) -> str:
+    """What a job samples, or what it learns from."""
+    if isinstance(cfg, BlockDiffusionTaskConfig):
+        return "samples"
+    return "responses" if isinstance(cfg, LMRunConfig) else "images"
 
 
 def _times(interval: tuple[float, float], factor: float) -> tuple[float, float]:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import EmaConfig, RLConfig
+from phalanx.plan.blocks import PlannedBlockPolicy
 from phalanx.plan.blueprint import PlannedPolicy
 from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.rewards import RewardError
 from phalanx.telemetry.flops import step_flops
+from phalanx.training.block_diffusion import BlockDiffusion, Noised
 from phalanx.training.checkpoint import Progress
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.training.minibatches import MicroBatches, Units
@@ -164,4 +166,42 @@ class FlowMatchingRehearsal(Rehearsal, FlowMatching):
         )
 
 
-Planned = RLRehearsal | LMRehearsal | FlowMatchingRehearsal
+class BlockDiffusionRehearsal(Rehearsal, BlockDiffusion):
+    """Supervised block diffusion, on samples of the greatest length that are noised most."""
+
+    plan = samples = None
+    policy: PlannedBlockPolicy
+
+    def run_step(self) -> None:
+        """Train."""
+        with self.ledger.during("update"):
+            self.update(0)
+
+    def passes(self, share: list[int], step: int) -> list[Noised]:
+        found = super().passes(share, step)
+        for part in found:
+            self.ledger.mark(part.states.weight, part.count)
+        return found
+
+    def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
+        """Of equal passes only the first one runs."""
+        self.ledger.phase.passes += 1
+        return self.ledger.once(batch.states.tokens.shape, lambda: BlockDiffusion.loss(self, batch)[0]), {}
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        return {}
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of a step on all ranks."""
+        data, masked = self.cfg.data, self.cfg.block_diffusion.noise_range_high
+        length, response = data.max_prompt_length + data.max_response_length, data.max_response_length
+        return step_flops(
+            round(self.policy.states_flops(length, response / self.policy.size, response * masked)),
+            samples=self.batch_size,
+            lora=self.policy.trained.lora,
+            checkpointing=self.cfg.model.gradient_checkpointing,
+        )
+
+
+Planned = RLRehearsal | LMRehearsal | FlowMatchingRehearsal | BlockDiffusionRehearsal

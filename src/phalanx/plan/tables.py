@@ -1,8 +1,10 @@
-"""Tables of a plan, and the unit of their sizes."""
+"""Tables of a plan, the unit of their sizes, and groups of ranks in words."""
 
 from collections.abc import Iterator, Sequence
 
 from phalanx.plan.pace import Rows
+
+SHOWN = 4  # groups, or nodes, that are written out
 
 
 class Scale:
@@ -32,3 +34,22 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     for first, *rest in rows:
         cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
         yield "  ".join([f"  {first:<{widths[0]}}", *cells]).rstrip()
+
+
+def groups(found: Sequence[range]) -> str:
+    """Groups of ranks, the middle ones left out where there are many."""
+    shown = [span(group) for group in found]
+    if len(shown) > SHOWN:
+        shown[SHOWN - 1 : -1] = [".."]
+    return " | ".join(shown)
+
+
+def span(ranks: range) -> str:
+    """The ranks of a group."""
+    if len(ranks) == 1:
+        return str(ranks[0])
+    if ranks.step == 1:
+        return f"{ranks[0]}-{ranks[-1]}"
+    if len(ranks) <= SHOWN:
+        return " ".join(map(str, ranks))
+    return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"

@@ -3,19 +3,18 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from phalanx.config.flow import FlowRunConfig
-from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.placement import judged_beside, place
+from phalanx.plan.blocks import PER_LOOK, PlannedBlockRollout
 from phalanx.plan.blueprint import PlannedPolicy, shipped
 from phalanx.plan.layout import Cluster, Traffic, traffic
 from phalanx.plan.memory import Memory, count
-from phalanx.plan.pace import Gpu, Rows, arithmetic
-from phalanx.plan.rehearsal import LMRehearsal, Planned
-from phalanx.plan.tables import Scale, listed, table
+from phalanx.plan.pace import Gpu, Rows, arithmetic, sampled
+from phalanx.plan.rehearsal import BlockDiffusionRehearsal, LMRehearsal, Planned
+from phalanx.plan.tables import Scale, groups, listed, span, table
 
 ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
 SPARE = 0.1  # of a GPU's memory, for gaps of the allocator
-SHOWN = 4  # groups, or nodes, that are written out
 
 
 def describe(p: Planned, gpu: Gpu) -> str:
@@ -40,14 +39,13 @@ def describe(p: Planned, gpu: Gpu) -> str:
 def sizes(cfg: RunConfig, asked: Sequence[Cluster], refused: Mapping[Cluster, str]) -> str:
     """A line for each number of nodes: what a rank gets, or why the job is refused."""
     each = cfg.rollout.n if isinstance(cfg, RLConfig) else 1
-    noun = "responses" if isinstance(cfg, LMRLConfig) else "images"
     rows = []
     for c in asked:
         if c in refused:
             rows.append((words(c), f"refused: {refused[c]}"))
         else:
             share = cfg.data.batch_size(c.ranks) * each // c.ranks
-            rows.append((words(c), f"{share} {noun} a rank, {_copies(c, c.width(cfg.parallel))}"))
+            rows.append((words(c), f"{share} {sampled(cfg)} a rank, {_copies(c, c.width(cfg.parallel))}"))
     return "\n".join(["Sizes", *listed(rows)])
 
 
@@ -72,22 +70,17 @@ def _shipped(p: Planned, memory: Memory) -> Iterator[str]:
 def _topology(p: Planned) -> Rows:
     cluster, width, model = p.policy.layout.cluster, p.policy.layout.width, p.cfg.reward.model
     names = ", ".join(f.name or f.path or "" for f in p.cfg.reward.functions)
-    rows = [("nodes", _groups(cluster.shard_groups(cluster.per_node))), ("weights", _copies(cluster, width))]
+    rows = [("nodes", groups(cluster.shard_groups(cluster.per_node))), ("weights", _copies(cluster, width))]
     if width > 1:
-        rows.append(("shard groups", _groups(cluster.shard_groups(width))))
+        rows.append(("shard groups", groups(cluster.shard_groups(width))))
     if 1 < width < cluster.ranks:
-        rows.append(("replicate groups", _groups(cluster.replicate_groups(width))))
-    rows.append(("rewards", f"{names}: on every rank, for its own {_noun(p)}" if names else "none"))
+        rows.append(("replicate groups", groups(cluster.replicate_groups(width))))
+    rows.append(("rewards", f"{names}: on every rank, for its own {sampled(p.cfg)}" if names else "none"))
     if model.path is not None:  # a replica never crosses a node: `place` refuses it
         domains = place(model, cluster.ranks, cluster.per_node)
         replicas = [range(r[0], r[-1] + 1) for domain in domains for r in domain.replicas]
-        rows.append(("reward groups", f"{_groups(replicas)}: each holds reward.model, for the judges"))
+        rows.append(("reward groups", f"{groups(replicas)}: each holds reward.model, for the judges"))
     return rows
-
-
-def _noun(p: Planned) -> str:
-    """What a job samples."""
-    return "responses" if isinstance(p, LMRehearsal) else "images"
 
 
 def _forward(p: Planned) -> str:
@@ -104,11 +97,18 @@ def _forward(p: Planned) -> str:
 def _lm_batch(p: LMRehearsal) -> Rows:
     """The arithmetic of a step of a language model."""
     cfg, plan, total = p.cfg, p.plan, p.cfg.trainer.total_training_steps
-    longest, n = cfg.data.max_prompt_length + cfg.data.max_response_length, cfg.rollout.n
-    inner = f"{_n(plan.first(1), 'response')} of {longest} tokens"
-    if plan.budget is not None:
-        inner = f"at most {plan.budget} tokens, {plan.budget // longest} of the longest responses"
+    assert p.samples.tokens is not None, "samples of tokens have lengths"
+    longest, n, what = int(p.samples.tokens[0]), cfg.rollout.n, "tokens"
     engine = "" if cfg.rollout.engine == "policy" else f", in {cfg.rollout.engine}"
+    states: Rows = []
+    if isinstance(p.rollout, PlannedBlockRollout):
+        what, size, most, each = "positions", p.rollout.policy.size, p.rollout.most, p.rollout.per_look
+        clean, assumed = longest - most * size, " (assumed, for the time)" if each == PER_LOOK else ""
+        states = [("states", f"{most} of {size} tokens behind {clean} of a sample, the most that there can be")]
+        engine = f", {each:.3g} tokens a look at a block{assumed}"
+    inner = f"{_n(plan.first(1), 'response')} of {longest} {what}"
+    if plan.budget is not None:
+        inner = f"at most {plan.budget} {what}, {plan.budget // longest} of the longest responses"
     run = f"as many steps as trainer.total_epochs={cfg.trainer.total_epochs} and the prompts make"
     if total is not None:
         run = f"{_n(total, 'step')}, {_n(total * plan.updates * plan.epochs, 'optimizer step')}"
@@ -120,8 +120,23 @@ def _lm_batch(p: LMRehearsal) -> Rows:
         ("updates", f"{plan.updates * plan.epochs} a step, of {_n(p.micro_batches, 'micro-batch')} in all"),
         ("micro-batch", f"{inner}{', in one row' if plan.packed else ''}"),
         ("tokens", f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length}, the most that there can be"),
+        *states,
         ("forward passes", f"{_forward(p)}, a rank and step"),
         ("run", run),
+    ]
+
+
+def _block_batch(p: BlockDiffusionRehearsal) -> Rows:
+    """The arithmetic of a step of supervised block diffusion."""
+    cfg, total = p.cfg, p.cfg.trainer.total_training_steps
+    run = f"as many steps as trainer.total_epochs={cfg.trainer.total_epochs} and the samples make"
+    return [
+        ("a step", f"{p.batch_size} samples, {p.per_rank} a rank, one optimizer step"),
+        ("update", f"{_n(p.micro_batches, 'micro-batch')} of {_n(p.micro, 'sample')}"),
+        ("tokens", f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length}, the most that there can be"),
+        ("states", f"one of each block of a response, {cfg.model.block_size} tokens"),
+        ("forward passes", f"{_forward(p)}, a rank and step"),
+        ("run", run if total is None else _n(total, "step")),
     ]
 
 
@@ -129,6 +144,8 @@ def _batch(p: Planned) -> Rows:
     """The arithmetic of a step."""
     if isinstance(p, LMRehearsal):
         return _lm_batch(p)
+    if isinstance(p, BlockDiffusionRehearsal):
+        return _block_batch(p)
     assert isinstance(p.cfg, FlowRunConfig) and isinstance(p.policy, PlannedPolicy)
     cfg, model, ranks, forward = p.cfg, p.policy.model, p.policy.layout.cluster.ranks, _forward(p)
     size, total = cfg.data.batch_size(ranks), cfg.trainer.total_training_steps
@@ -176,24 +193,6 @@ def _copies(cluster: Cluster, width: int) -> str:
     if width == 1:
         return "a copy of the weights on each rank"
     return f"{copies} cop{'y' if copies == 1 else 'ies'} of the weights, each over {width} ranks"
-
-
-def _groups(groups: Sequence[range]) -> str:
-    """Groups of ranks, the middle ones left out where there are many."""
-    shown = [_span(group) for group in groups]
-    if len(shown) > SHOWN:
-        shown[SHOWN - 1 : -1] = [".."]
-    return " | ".join(shown)
-
-
-def _span(ranks: range) -> str:
-    if len(ranks) == 1:
-        return str(ranks[0])
-    if ranks.step == 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    if len(ranks) <= SHOWN:
-        return " ".join(map(str, ranks))
-    return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
@@ -304,7 +303,7 @@ def _warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
         first, last = group[0] // cluster.per_node, group[-1] // cluster.per_node
         inside = max(w for w in range(1, width) if cluster.per_node % w == 0)
         yield (
-            f"ranks {_span(group)} share one copy of the weights and are on nodes {first} to {last}: every gather "
+            f"ranks {span(group)} share one copy of the weights and are on nodes {first} to {last}: every gather "
             f"of weights goes through the network; parallel.fsdp_size={inside} keeps it within a node"
         )
     if plan is not None and not plan.exact and not isinstance(p, LMRehearsal):
@@ -346,14 +345,17 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
     sharded, reward = layout.width > 1, memory.reward
     update, judge = largest.name == "update", largest.name == "judge"
     sample, decode = "sample" in largest.name, "decode" in largest.name
-    micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else "flow_matching.micro_batch_size_per_gpu"
+    section = "block_diffusion" if isinstance(p, BlockDiffusionRehearsal) else "flow_matching"
+    micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else f"{section}.micro_batch_size_per_gpu"
     if p.plan is not None and p.plan.budget is not None:
         micro = "actor.ppo_max_token_len_per_gpu"
     whole = largest.gradients > largest.activations and p.micro_batches > p.updates and sharded
     held = {name for name, size in memory.held.items() if size > memory.peak / 20}
     divided = bool(held & {"frozen weights", "trained weights", "optimizer's state", *p.frozen})
     share = reward is not None and reward.share is not None
-    may_reshard = parallel.rollout_unsharded and not isinstance(p, LMRehearsal)
+    texts = isinstance(p, LMRehearsal | BlockDiffusionRehearsal)
+    may_reshard = parallel.rollout_unsharded and not texts
+    of_logits = f"{'actor' if p.plan else section}.log_prob_chunk_size"
     mends = {
         "model.gradient_checkpointing=true": update and not cfg.model.gradient_checkpointing,
         f"a larger {micro} (gradients are whole between the passes of an update)": update and whole,
@@ -366,7 +368,7 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
         "a smaller reward.model.gpu_memory_utilization": judge and share,
         "a larger reward.model.tensor_parallel_size": judge and not share,
         "reward.model.sleep=true": "reward model" in held,
-        "a smaller actor.log_prob_chunk_size": isinstance(p, LMRehearsal) and (update or largest.name == "rescore"),
+        f"a smaller {of_logits}": texts and (update or largest.name == "rescore"),
         "a smaller rollout.gpu_memory_utilization": sample and cfg.rollout.engine == "vllm",
         "rollout.engine=policy": sample and cfg.rollout.engine == "vllm_omni",
         "parallel.optimizer_offload=true": "optimizer's state" in held and largest.name != "optimizer",

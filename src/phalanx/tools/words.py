@@ -105,3 +105,19 @@ def write_data(folder: Path, seed: int = 0) -> None:
         found = problems(count, seed * len(SPLITS) + number, split)
         rows = [{"question": p.question, "answer": "\n".join(p.steps) + f"\n#### {p.answer}"} for p in found]
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_solutions(file: Path, seed: int = 0, count: int = 9600) -> None:
+    """`count` stories of the training split with solutions of all kinds, and as many rows of bare arithmetic, as JSON
+    lines of question and answer: what a model learns the right ideas and many wrong answers from.
+    """
+    rng = random.Random(seed)
+    found = problems(count, seed + 11, "train")
+    rows = [{"question": p.question, "answer": p.solution(rng, shown=0.4, marked=0.7)} for p in found]
+    for _ in range(count):
+        facts = [fact(rng) for _ in range(4)]
+        asked = ", ".join(text.partition("=")[0] for text in facts)
+        rows.append({"question": asked, "answer": ". ".join(facts) + "."})
+    rng.shuffle(rows)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))

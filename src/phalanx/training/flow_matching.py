@@ -7,7 +7,6 @@ mesh, the model, checkpoints, validation and logs are those of reinforcement lea
 """
 
 import logging
-import time
 from dataclasses import replace
 
 import torch
@@ -17,9 +16,7 @@ from phalanx.config import ConfigError
 from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError
-from phalanx.data.streams import IndexStream
 from phalanx.distributed import mesh
-from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.seed import fold_in
 from phalanx.models.flow.policy import FlowPolicy, image_columns
 from phalanx.rollout.flow.in_policy import PolicyRollout
@@ -27,7 +24,7 @@ from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
 from phalanx.training.flow_parts import FlowParts, build_parts
-from phalanx.training.run import Run, peak_memory_gb
+from phalanx.training.supervised import Supervised, share_of_rank
 from phalanx.types import JobError, Prompt
 
 log = logging.getLogger(__name__)
@@ -50,22 +47,8 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
 
 def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
     """A rank's images per step; raises ConfigError where they do not divide."""
-    size, micro = cfg.data.batch_size(world_size), cfg.flow_matching.micro_batch_size_per_gpu
-    each = cfg.data.train_batch_size_per_gpu
-    if each is not None and each % micro:
-        below = max(each // micro, 1) * micro
-        raise ConfigError(
-            f"data.train_batch_size_per_gpu: {each} images do not divide by flow_matching.micro_batch_size_per_gpu "
-            f"{micro}; nearest that do: {below} or {below + micro}"
-        )
-    unit = world_size * micro
-    if size % unit:
-        below = max(size // unit, 1) * unit
-        raise ConfigError(
-            f"data.train_batch_size: {size} images do not divide over {world_size} ranks x "
-            f"flow_matching.micro_batch_size_per_gpu {micro}; nearest that do: {below} or {below + unit}"
-        )
-    return size // world_size
+    micro, key = cfg.flow_matching.micro_batch_size_per_gpu, "flow_matching.micro_batch_size_per_gpu"
+    return share_of_rank(cfg, micro, key, "images", world_size)
 
 
 def build(cfg: FlowMatchingTaskConfig) -> "FlowMatching":
@@ -76,76 +59,38 @@ def build(cfg: FlowMatchingTaskConfig) -> "FlowMatching":
     return FlowMatching(cfg, images, build_parts(cfg, r.micro_batch_size_per_gpu or 16))
 
 
-class FlowMatching(Run):
+class FlowMatching(Supervised):
     """Supervised training: `fit()` runs it. `build` makes it."""
 
     cfg: FlowMatchingTaskConfig
     policy: FlowPolicy
     rollout: PolicyRollout
+    noun = "images"
 
     def __init__(self, cfg: FlowMatchingTaskConfig, images: ImageTextData, parts: FlowParts) -> None:
-        super().__init__(cfg, parts)
-        self.images, self.per_rank = images, images_of_rank(cfg, parts.world.size)
-        self.batch_size = self.per_rank * parts.world.size
-        self.stream = IndexStream(len(self.images), self.batch_size, cfg.data.seed)
-        steps = cfg.trainer.total_training_steps
-        if steps is None:
-            assert cfg.trainer.total_epochs is not None
-            seen = int(cfg.trainer.total_epochs * len(self.images))
-            steps = -(-seen // self.batch_size)
-        self.prepare(steps, steps, cfg.flow_matching.ema)
+        c = cfg.flow_matching
+        per_rank = images_of_rank(cfg, parts.world.size)
+        super().__init__(cfg, parts, len(images), per_rank, c.micro_batch_size_per_gpu, c.ema)
+        self.images = images
         # without guidance: each branch is trained for itself
         self.sampler = replace(train_sampler(cfg.rollout, self.policy.model), guidance=1.0)
         self._latents: dict[int, Tensor] = {}
 
-    def fit(self) -> None:
-        """Train to the last step."""
-        with self.logger:
-            if self.cfg.flow_matching.cache_latents:
-                self._encode_all()
-            self.begin()
-            for step in range(self.progress.step, self.total_steps):
-                start = time.perf_counter()
-                with self.timers("update"):
-                    self.timers.expect(self.per_rank // self.cfg.flow_matching.micro_batch_size_per_gpu)
-                    row = self.update(step)
-                seconds = time.perf_counter() - start
-                self.progress.samples_seen += self.batch_size
-                row |= {
-                    "perf/step_s": seconds,
-                    "perf/images_per_gpu_per_s": self.per_rank / seconds,
-                    "perf/peak_memory_gb": peak_memory_gb(self.world.device),
-                }
-                self.end_step(step + 1, row)
-            self.checkpointer.wait()
+    def begin_fit(self) -> None:
+        """Encode the images, if their latents are kept."""
+        if self.cfg.flow_matching.cache_latents:
+            self._encode_all()
 
-    def update(self, step: int) -> dict[str, float]:
-        """One optimizer step on this rank's share of the step's images."""
-        first, share = self.world.rank * self.per_rank, self._share(step)
-        micro = self.cfg.flow_matching.micro_batch_size_per_gpu
-        losses = []
-        for start in range(0, self.per_rank, micro):
-            # gradients are summed across ranks, so each loss is divided by the whole batch
-            self.policy.trained.sharded.set_last_micro_batch(start + micro == self.per_rank)
-            loss = self.loss(share[start : start + micro], step, first + start)
-            (loss.sum() / self.batch_size).backward()
-            losses.append(loss.detach().sum())
-            self.timers.advance()
-        loss = torch.stack(losses).sum()
-        stats = self.step_optimizer(loss)
-        return {
-            "train/loss": reduce_float(float(loss), "sum") / self.batch_size,
-            "actor/grad_norm": float(stats["grad_norm"]),
-            "actor/lr": float(stats["lr"]),
-            "actor/updates_non_finite": float(stats["skipped"]),
-        }
+    def passes(self, share: list[int], step: int) -> list[tuple[list[int], int, int]]:
+        """The images of each pass, the step, and the number of the first one in the batch of all ranks."""
+        starts = range(0, self.per_rank, self.micro)
+        return [(share[start : start + self.micro], step, self.first + start) for start in starts]
 
-    def _share(self, step: int) -> list[int]:
-        """This rank's images of a step."""
-        first = self.world.rank * self.per_rank
-        return self.stream.batch(step)[first : first + self.per_rank]
+    def loss(self, batch: tuple[list[int], int, int]) -> tuple[Tensor, dict[str, Tensor]]:
+        """See Supervised: the mean over all images."""
+        return self.errors(*batch).sum() / self.batch_size, {}
 
-    def loss(self, images: list[int], step: int, first: int) -> Tensor:
+    def errors(self, images: list[int], step: int, first: int) -> Tensor:
         """The loss [b] of some images, the first of which is number `first` of all ranks' batch."""
         c, device = self.cfg.flow_matching, self.world.device
         x0 = torch.stack([self._latent(i) for i in images]).to(device)
@@ -183,7 +128,7 @@ class FlowMatching(Run):
     def _encode_all(self) -> None:
         """Encode this rank's share of the run's images, once."""
         steps = range(self.progress.step, self.total_steps)
-        wanted = sorted({i for step in steps for i in self._share(step)})
+        wanted = sorted({i for step in steps for i in self.share(step)})
         if wanted:
             log.info("encoding %d images", len(wanted))
         for start in range(0, len(wanted), ENCODED_TOGETHER):

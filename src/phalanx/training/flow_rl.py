@@ -7,7 +7,8 @@ from typing import TypeVar
 from phalanx import algorithms
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.load import ConfigError
-from phalanx.data.prompts import held_out_overlap, load_prompts
+from phalanx.data.overlap import held_out_overlap
+from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.placement import place

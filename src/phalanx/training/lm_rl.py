@@ -3,17 +3,20 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import ConfigError
-from phalanx.data.prompts import PromptRow, held_out_overlap, load_prompts, numbered, validation_sets
+from phalanx.data.overlap import held_out_overlap
+from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
+from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.placement import place
+from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm import build_rollout, check_engine
@@ -44,20 +47,9 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
             "data.val_files: the policy itself gives all terms of the reward, which it does in training alone; add one "
             "to validate by, such as {name: gsm8k, weight: 0}"
         )
-    policy = build_policy(
-        cfg.model,
-        cfg.parallel,
-        data,
-        world,
-        chunk=cfg.actor.log_prob_chunk_size,
-        temperature=cfg.rollout.temperature,
-        seed=cfg.trainer.seed,
-        trim=cfg.actor.use_dynamic_bsz,
-    )
+    policy = load_policy(cfg, world)
     rows = fitting(rows, "data.train_files", policy, first=world.rank == 0)
-    for name, held_out in val_sets.items():
-        kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=world.rank == 0)
-        val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
+    val_sets = fitting_sets(val_sets, policy, first=world.rank == 0)
     rollout = build_rollout(cfg, policy, world, plan.rollout_micro, scoring(plan, algorithm))
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
     teachers = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
@@ -72,6 +64,20 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
     return trainer
 
 
+def load_policy(cfg: LMRLConfig, world: World) -> LMPolicy:
+    """The policy that the model's folder holds. Raises ValueError for one that cannot be."""
+    options: dict[str, Any] = {
+        "chunk": cfg.actor.log_prob_chunk_size,
+        "temperature": cfg.rollout.temperature,
+        "seed": cfg.trainer.seed,
+        "trim": cfg.actor.use_dynamic_bsz,
+    }
+    if cfg.model.block_size is None:
+        return build_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
+    options["estimate"] = cfg.actor.log_prob_estimate
+    return build_block_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
+
+
 def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
     """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another. With
     `installed` False, engines need not be here.
@@ -82,11 +88,12 @@ def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
             "model.compile: true would compile anew for the lengths of each pass that model.use_remove_padding packs; "
             "set one of the two to false, or model.attn_implementation=flash_attention_2"
         )
-    actor, longest = cfg.actor, cfg.data.max_prompt_length + cfg.data.max_response_length
+    actor, longest = cfg.actor, longest_row(cfg)
     if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
         raise ConfigError(
             f"actor.ppo_max_token_len_per_gpu: {actor.ppo_max_token_len_per_gpu} tokens do not hold a sample, which "
-            f"may have data.max_prompt_length + data.max_response_length = {longest}"
+            f"may have {longest} (data.max_prompt_length, data.max_response_length"
+            + (", and rollout.denoising_steps_per_block times it)" if cfg.model.block_size else ")")
         )
     check_loggers(cfg.trainer.logger)
     found = mesh.check(cfg, lambda size: plan(cfg, size))
@@ -95,6 +102,20 @@ def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
         launch = mesh.Launch.from_env()
         place(cfg.reward.model, launch.world_size, launch.local_world_size)
     return found
+
+
+def longest_row(cfg: LMRLConfig) -> int:
+    """Positions of the longest sample in a pass."""
+    length, size = cfg.data.max_prompt_length + cfg.data.max_response_length, cfg.model.block_size
+    return length if size is None else length + (most_states(cfg) - 1) * size
+
+
+def most_states(cfg: LMRLConfig) -> int:
+    """States of the longest response in a pass, where one token is unmasked at a time."""
+    size = cfg.model.block_size
+    assert size is not None, "of block diffusion"
+    each = {"trace": cfg.rollout.denoising_steps_per_block or size, "coupled": 3}.get(cfg.actor.log_prob_estimate, 1)
+    return each * cfg.data.max_response_length // size
 
 
 def build_algorithm(cfg: LMRLConfig) -> Algorithm:
@@ -131,8 +152,6 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     where none is left.
     """
     limit, how = policy.data.max_prompt_length, policy.data.overlong_prompts
-    if how == "truncate":
-        return rows
     kept = []
     for number, row in enumerate(rows):
         length = len(policy.encode(numbered(row, 0)))
@@ -149,6 +168,15 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
         gone = len(rows) - len(kept)
         log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, gone, len(rows), limit)
     return kept
+
+
+def fitting_sets(val_sets: dict[str, list[Prompt]], policy: LMPolicy, *, first: bool) -> dict[str, list[Prompt]]:
+    """The validation prompts that are short enough, likewise, by their files' names."""
+    found = {}
+    for name, held_out in val_sets.items():
+        kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=first)
+        found[name] = [numbered(row, i) for i, row in enumerate(kept)]
+    return found
 
 
 def as_row(prompt: Prompt) -> PromptRow:

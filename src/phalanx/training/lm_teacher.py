@@ -1,10 +1,13 @@
 """Frozen language models beside the policy, which score its responses: teachers."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.model import load_tokenizer
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.training.parts import about
@@ -40,7 +43,10 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
                 f"{path!r} has another tokenizer than model.path, {len(theirs)} tokens and not these {len(own)}; the "
                 "teacher must know the policy's tokens by the same numbers"
             )
-        policy = build_policy(
+        build: Callable[..., LMPolicy] = build_policy
+        if model.block_size is not None:
+            build = partial(build_block_policy, estimate=cfg.actor.log_prob_estimate)
+        policy = build(
             model,
             replace(cfg.parallel, rollout_unsharded=False),  # all ranks make equally many passes
             cfg.data,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from phalanx.config.critic import CriticModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm import experts
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, states_at
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.trained import TrainedModel
@@ -79,7 +80,8 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
             f"{key}: {settings.path!r} has {positions.max_position_embeddings} positions, and data.max_prompt_length "
             f"with data.max_response_length is {longest} tokens"
         )
+    spread = experts.spread(model.lm, settings, parallel, policy.world.shard_size)
     critic = ValueLM(model)
     dtype = DTYPES[settings.dtype]
-    trained = TrainedModel(critic, critic.blocks(), policy.world, settings, parallel, dtype, seed=seed)
+    trained = TrainedModel(critic, critic.blocks(), policy.world, settings, parallel, dtype, seed=seed, experts=spread)
     return LMCritic(trained, policy)

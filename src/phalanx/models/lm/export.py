@@ -12,6 +12,7 @@ from torch import Tensor
 from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import loading
 from phalanx.models.headers import read_json
+from phalanx.models.lm.blocks import load_blocks, mask_tokenizer
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model
 from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import adapter_config
@@ -27,11 +28,14 @@ _KEPT = (
     "added_tokens.json",
     "chat_template*",
     "generation_config.json",
+    "*.py",  # code that auto_map in config.json names; it is not run here
 )
 
 
 def load_base(config: LMModelConfig, dtype: torch.dtype | None) -> CausalLM:
     """The base folder's model, on the CPU; `dtype` None: in the dtype that training computes in."""
+    if config.block_size is not None:
+        return load_blocks(config, dtype or DTYPES[config.dtype], chunk=1, add_mask=True)[0]
     return load_model(config, dtype or DTYPES[config.dtype], chunk=1)
 
 
@@ -45,8 +49,11 @@ def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
     base = _base_folder(config)
     settings = read_json(base / "config.json")
     settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = str(model.lm.dtype).removeprefix("torch.")
+    settings["vocab_size"] = model.lm.config.vocab_size  # block diffusion may have added the mask token
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     _copy_kept(base, folder)
+    if config.block_size is not None:
+        mask_tokenizer(config, add_mask=True).save_pretrained(folder)
 
 
 def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], rank: int, alpha: float) -> None:

@@ -1,10 +1,14 @@
 """Folders of language models, looked at by their headers, without torch."""
 
+import re
+from collections import defaultdict
 from pathlib import Path
+
+from safetensors import safe_open
 
 from phalanx.models.headers import check_weights, read_json, require
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel")  # how the classes of causal language models end
+_CAUSAL = ("ForCausalLM", "LMHeadModel", "MoeModelLM")  # how the classes of causal language models end
 
 
 def check_folder(path: str, key: str = "model.path") -> None:
@@ -26,3 +30,21 @@ def check_folder(path: str, key: str = "model.path") -> None:
     if isinstance(names, list) and names and not any(str(name).endswith(_CAUSAL) for name in names):
         raise ValueError(f"{key}: {path!r} is a {names[0]}; expected a causal language model")
     check_weights(folder, key)
+    _check_experts(folder, key)
+
+
+def _check_experts(folder: Path, key: str) -> None:
+    """Raise ValueError where an expert lacks a tensor that others of its layer have: transformers, which joins them,
+    would not say which.
+    """
+    layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "np") as tensors:
+            found = [re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name) for name in tensors.keys()]  # noqa: SIM118
+        for place, number, part in (match.groups() for match in found if match):
+            layers[place][part].add(int(number))
+    for place, parts in layers.items():
+        every = set[int]().union(*parts.values())
+        for part, experts in sorted(parts.items()):
+            if lacking := sorted(every - experts):
+                raise ValueError(f"{key}: {str(folder)!r}: its weights are not whole: no {place}.{lacking[0]}.{part}")

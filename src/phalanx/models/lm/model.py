@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import token_scores
-from phalanx.models.lm import packing
+from phalanx.models.lm import experts, llada2, packing
 from phalanx.models.lm.headers import check_folder
 
 log = logging.getLogger(__name__)
+
+llada2.register()
 
 # multipliers of the logits that `CausalLM` would have to know of
 _SCALED = ("logit_scale", "logits_scaling")
@@ -112,6 +114,8 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
     scaled = [name for name in _SCALED if lm.config.to_dict().get(name) not in (None, 1, 1.0)]
     if scaled:
         raise ValueError(f"{key}: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
+    if config.experts_implementation is not None:
+        experts.use(lm, config.experts_implementation, compiled=config.compile)
     if config.use_remove_padding:
         lm.set_attn_implementation(packing.implementation(config.attn_implementation))
         packing.check(lm)

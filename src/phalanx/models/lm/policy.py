@@ -13,6 +13,7 @@ from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.models.lm import experts
 from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
@@ -58,6 +59,7 @@ class LMPolicy:
             lora_targets=LORA_TARGETS,
             seed=seed,
             frozen=frozen,
+            experts=experts.spread(model.lm, config, parallel, world.shard_size),
         )
 
     def _check(self, model: CausalLM) -> None:
@@ -132,7 +134,8 @@ class LMPolicy:
 
     def _flops(self, length: int) -> int:
         def build() -> Any:
-            return transformers.AutoModelForCausalLM.from_config(copy.deepcopy(self.settings))
+            settings = copy.deepcopy(self.settings)
+            return transformers.AutoModelForCausalLM.from_config(settings, experts_implementation=experts.SHAPES)
 
         def inputs() -> dict[str, Any]:
             # a mask that is made already: transformers would look at the values of others
@@ -141,18 +144,26 @@ class LMPolicy:
 
         return forward_flops(build, inputs)
 
+    def sample_flops(self, samples: Samples) -> list[float]:
+        """Operations of a pass forward over each sample, with the logits of its response."""
+        assert samples.lengths is not None, "samples of this policy have lengths"
+        return [self.forward_flops(p + r, r) for p, r in samples.lengths.tolist()]
+
+    def decode_flops(self, samples: Samples) -> list[float]:
+        """Operations of decoding each sample, with its prompt: as many as of a pass over all of it."""
+        return self.sample_flops(samples)
+
     def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
         """See phalanx.training.parts.TrainedPolicy: of the tokens that there are, without padding.
 
-        Decoding costs as much as a pass over what it decodes, and reads each prompt once. What gradient checkpointing
-        computes again is not counted.
+        Decoding reads each prompt once. What gradient checkpointing computes again is not counted.
         """
         assert samples.lengths is not None, "samples of this policy have lengths"
-        prompts, responses = samples.lengths.T.tolist()
-        scored = sum(self.forward_flops(p + r, r) for p, r in zip(prompts, responses, strict=True))
+        prompts, scored = samples.lengths[:, 0].tolist(), sum(self.sample_flops(samples))
         read = {prompt.group_id: length for prompt, length in zip(samples.prompts, prompts, strict=True)}
         again = sum(self.forward_flops(length, 0) for length in prompts)
-        decoded = scored - again + sum(self.forward_flops(length, 0) for length in read.values())
+        decoded = sum(self.decode_flops(samples)) - again
+        decoded += sum(self.forward_flops(length, 0) for length in read.values())
         passes = step_flops(
             round(scored / len(prompts)),
             samples=count,

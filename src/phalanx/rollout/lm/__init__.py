@@ -3,16 +3,18 @@
 import os
 from importlib.util import find_spec
 
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm import LMRLConfig, LMRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import Launch, World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.placement import near_divisors
+from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.models.lm.policy import LMPolicy
+from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 
 
-def check_engine(cfg: LMRLConfig, *, installed: bool = True) -> None:
+def check_engine(cfg: LMRunConfig, *, installed: bool = True) -> None:
     """Raise ConfigError for what an engine cannot do on these ranks, or one that should be `installed` and is not."""
     r, node = cfg.rollout, Launch.from_env().local_world_size
     if r.engine == "policy":
@@ -50,6 +52,8 @@ def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int,
     those of the training. Raises ValueError where vLLM refuses the model.
     """
     r, data = cfg.rollout, cfg.data
+    if isinstance(policy, BlockDiffusionPolicy):
+        return BlockDiffusionRollout(policy, r, data, world, decoded, passes)
     if r.engine == "policy":
         return LMRollout(policy, r, data, world, decoded, passes)
     from phalanx.distributed.vllm_groups import VllmGroups

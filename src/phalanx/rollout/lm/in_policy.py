@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,15 +22,16 @@ from phalanx.types import Each, Prompt, Samples
 
 @dataclass(frozen=True)
 class Drawn:
-    """A sample: the tokens of its prompt and of its response, its text, whether the limit cut it, and what another
-    engine says of the response's log-probabilities.
+    """A sample: the tokens of its prompt and of its response, its text, whether the limit cut it, what the engine says
+    of the response's log-probabilities, and where it was denoised the steps that unmasked its tokens.
     """
 
     prompt: list[int]
     response: list[int]
     text: str
     truncated: bool
-    log_probs: tuple[float, ...] = ()
+    log_probs: Sequence[float] = ()
+    steps: Sequence[int] = ()
 
 
 class LMRollout:
@@ -145,6 +147,17 @@ class LMRollout:
         return found
 
     def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+        tokens, rows = self._encoded(prompts)
+        uniform = self._uniform(names, how.limit, how)
+        forward = self.policy.trained.module
+        responses = decode(forward, self.policy.settings, tokens, rows, uniform, how)
+        return [
+            Drawn(tokens[row], response, self.policy.decode(response), response[-1] not in how.ends)
+            for row, response in zip(rows, responses, strict=True)
+        ]
+
+    def _encoded(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[int]]:
+        """The tokens of different prompts, and the number among these of each prompt."""
         tokens: list[list[int]] = []
         rows: list[int] = []
         known: dict[int, int] = {}
@@ -153,16 +166,15 @@ class LMRollout:
                 known[prompt.group_id] = len(tokens)
                 tokens.append(self.policy.encode(prompt))
             rows.append(known[prompt.group_id])
-        uniform = torch.zeros(len(names), how.limit)
+        return tokens, rows
+
+    def _uniform(self, names: Sequence[tuple[int, ...]], count: int, how: Decoding) -> Tensor:
+        """[B, count] numbers, those of each sample a function of its name."""
+        uniform = torch.zeros(len(names), count)
         if how.temperature > 0:
             for i, name in enumerate(names):
-                uniform[i] = torch.rand(how.limit, generator=torch.Generator().manual_seed(fold_in(*name)))
-        forward = self.policy.trained.module
-        responses = decode(forward, self.policy.settings, tokens, rows, uniform.to(self.world.device), how)
-        return [
-            Drawn(tokens[row], response, self.policy.decode(response), response[-1] not in how.ends)
-            for row, response in zip(rows, responses, strict=True)
-        ]
+                uniform[i] = torch.rand(count, generator=torch.Generator().manual_seed(fold_in(*name)))
+        return uniform.to(self.world.device)
 
     def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
         """The samples as tensors of the same sizes on all ranks, with the policy's log-probabilities."""
@@ -173,14 +185,23 @@ class LMRollout:
         for i, drawn in enumerate(self._drawn):
             ids[i, : starts[i] + lengths[i]] = torch.tensor(drawn.prompt + drawn.response)
         device, width = self.world.device, reduce_int(int(lengths.max()), "max")
-        trace = TokenTrace(ids.to(device), starts.to(device), lengths.to(device), width)
+        trace = self._trace(ids.to(device), starts.to(device), lengths.to(device), width)
         mask = trace.mask
         if self.config.mask_truncated:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
             mask = mask & ~cut[:, None]
         texts = [drawn.text for drawn in self._drawn]
         lengths = torch.stack([starts, lengths], 1)
-        return self._scored(Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths))
+        samples = Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths)
+        return self._scored(replace(samples, positions=self._positions(samples)))
+
+    def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> Any:
+        """What the policy replays: see TokenTrace."""
+        return TokenTrace(ids, starts, lengths, width)
+
+    def _positions(self, samples: Samples) -> Tensor | None:
+        """See phalanx.types.Samples."""
+        return None
 
     def _scored(self, samples: Samples) -> Samples:
         """The samples with the policy's own log-probabilities, by passes of the training's shape."""

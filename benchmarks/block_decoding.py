@@ -1,0 +1,55 @@
+"""Right answers of a block-diffusion model against the tokens that a forward pass unmasks.
+
+    python benchmarks/block_decoding.py FOLDER [FOLDER ...] [--data assets/words/test.jsonl] [--block-size 4]
+
+Greedy, on word problems of the quickstart, at several thresholds and numbers of denoising steps of a block. A forward
+pass is a look at a block; those that keep the keys and values of finished blocks are not counted. The last line is
+JSON.
+"""
+
+import argparse
+import json
+import os
+
+from phalanx.config.lm import LMDataConfig, LMModelConfig, LMRolloutConfig, LMValRolloutConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.data.prompts import validation_sets
+from phalanx.distributed import mesh
+from phalanx.models.lm.blocks import build_block_policy
+from phalanx.rewards.text.gsm8k import Gsm8k
+from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
+
+THRESHOLDS = (1.0, 0.95, 0.9, 0.8, 0.7, 0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folders", nargs="+")
+    parser.add_argument("--data", default="assets/words/test.jsonl")
+    parser.add_argument("--block-size", type=int, default=4)
+    options = parser.parse_args()
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    world = mesh.start(ParallelConfig())
+    (prompts,) = validation_sets([options.data], prompt="question", quoted=False).values()
+    size, data = options.block_size, LMDataConfig(max_prompt_length=64, max_response_length=40)
+    settings = [(size, threshold) for threshold in THRESHOLDS] + [(k, 1.0) for k in (1, 2, 4) if k < size]
+    found = []
+    for folder in options.folders:
+        config = LMModelConfig(path=folder, dtype="float32", block_size=size)
+        policy = build_block_policy(config, ParallelConfig(), data, world, chunk=1024, temperature=1.0, seed=0)
+        for steps, threshold in settings:
+            val = LMValRolloutConfig(denoising_steps_per_block=steps, threshold=threshold)
+            rollout = BlockDiffusionRollout(policy, LMRolloutConfig(val=val), data, world, 100, None)
+            with rollout.awake():
+                drawn = rollout.draw_validation(prompts, each=lambda outputs, about: None)
+            scores = Gsm8k()([one.text for one in drawn], [p.text for p in prompts], [p.meta for p in prompts])
+            tokens, forwards = sum(len(one.steps) for one in drawn), sum(rollout.forwards(one) for one in drawn)
+            row = {"model": folder, "steps": steps, "threshold": threshold, "right": sum(scores) / len(scores)}
+            found.append(row | {"tokens_per_forward": round(tokens / forwards, 2)})
+            print(found[-1], flush=True)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

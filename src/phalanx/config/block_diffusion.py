@@ -1,0 +1,97 @@
+"""Configuration of tasks/train_block_diffusion.py."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from phalanx.config.blocks import check_blocks
+from phalanx.config.lm import LMDataConfig, LMRolloutConfig, LMRunConfig
+from phalanx.config.load import ConfigError, arg
+from phalanx.config.run import COUNT, EmaConfig
+
+# keys of `rollout` that are of samples for training
+OF_TRAINING_SAMPLES = ("n", "correction", "correction_limit", "max_num_gen_batches", "max_draws_per_prompt")
+
+
+@dataclass
+class BlockDiffusionDataConfig(LMDataConfig):
+    """Sources of the samples."""
+
+    prompt_key: str = arg("messages", "column of the chats, or of the prompts, in these files")
+    response_key: Optional[str] = arg(None, "column of the responses; null: the last message of each chat")
+
+
+@dataclass
+class BlockDiffusionConfig:
+    """The supervised loss (BD3-LM, arXiv 2503.09573; LLaDA2.0, arXiv 2512.15745)."""
+
+    micro_batch_size_per_gpu: int = arg(1, "samples per forward and backward pass", **COUNT)
+    noise_range_low: float = arg(0.3, "least probability with which a token is masked", gt=0, le=1)
+    noise_range_high: float = arg(0.8, "largest probability with which a token is masked", gt=0, le=1)
+    noise_per_block: bool = arg(False, "draw that probability for each block, not for each sample")
+    elbo_weight: bool = arg(
+        False, "weight each token by the inverse of that probability, in a mean over all tokens of the responses"
+    )
+    same_token_labels: bool = arg(
+        True, "a position predicts its own token; false: the next one, as autoregressive models do"
+    )
+    loss_agg_mode: str = arg(
+        "token-mean",
+        "token-mean: all masked tokens of a step count alike, on all ranks; micro-batch-mean: the mean of the means of "
+        "micro-batches, as in dFactory",
+        choices=("token-mean", "micro-batch-mean"),
+    )
+    confidence_beta: float = arg(
+        0.0,
+        "weight of the entropy of tokens that are predicted right (dParallel, arXiv 2509.26488), summed and divided as "
+        "the losses are; with micro-batch-mean a mean of these tokens alone, as in dFactory",
+        ge=0,
+    )
+    train_fill: str = arg(
+        "block",
+        "end tokens behind a response that are trained, too: up to the end of its last block, or up to the longest "
+        "sample that there may be, as in dFactory",
+        choices=("block", "max_length"),
+    )
+    log_prob_chunk_size: int = arg(
+        1024, "tokens whose logits over the vocabulary are in memory at once, in training too", ge=1
+    )
+    ema: EmaConfig = field(default_factory=EmaConfig)
+
+
+@dataclass
+class BlockDiffusionRunConfig(LMRunConfig):
+    """Sections that supervised block diffusion shares with every job that trains a language model."""
+
+    data: BlockDiffusionDataConfig = field(default_factory=BlockDiffusionDataConfig)
+
+
+@dataclass
+class BlockDiffusionTaskConfig(BlockDiffusionRunConfig):
+    """Configuration of supervised block diffusion. data.train_files holds chats that end with the response, or prompts
+    with a column of responses; train_batch_size counts samples; `rollout` and `reward` serve validation.
+    """
+
+    rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig, metadata={"unused": OF_TRAINING_SAMPLES})
+    block_diffusion: BlockDiffusionConfig = field(default_factory=BlockDiffusionConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse what does not go together (ConfigError)."""
+        size, b = self.model.block_size, self.block_diffusion
+        if size is None:
+            raise ConfigError("model.block_size is missing: the tokens of a block, 32 in LLaDA2")
+        check_blocks(self)
+        if b.noise_range_low > b.noise_range_high:
+            raise ConfigError(
+                f"block_diffusion.noise_range_low: {b.noise_range_low} is above noise_range_high {b.noise_range_high}"
+            )
+        longest = self.data.max_prompt_length + self.data.max_response_length
+        if b.train_fill == "max_length" and longest % size:
+            raise ConfigError(
+                f"data.max_prompt_length: it and data.max_response_length are {longest} tokens, no whole number of "
+                f"blocks of model.block_size={size}"
+            )
+        if not b.same_token_labels and self.data.val_files:
+            raise ConfigError(
+                "block_diffusion.same_token_labels: false trains a model that is not decoded here; leave out "
+                "data.val_files"
+            )

@@ -1,0 +1,119 @@
+"""A layer's experts over the shard axis: each rank keeps some of them, and tokens travel to their experts and back.
+
+FSDP would gather all experts for every pass, and hold whole gradients of them between micro-batches. Where ranks do not
+run in step, in a rollout, the experts are gathered once, as FSDP does with all else.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from phalanx.distributed.mesh import World
+
+
+class SpreadExperts:
+    """The parameters of `module`, cut by their first dim, the experts, into DTensors as FSDP would make them.
+
+    `parameters` are these, `tensors` what the module computes with: [experts, ...] of this rank, or while they are
+    `gathered` of all. Raises ValueError where experts and ranks do not go together.
+    """
+
+    def __init__(self, module: nn.Module, world: World, dtype: torch.dtype) -> None:
+        self.module, self.mesh, self.dtype = module, world.mesh, dtype
+        self.group = world.mesh.get_group("shard")
+        self.gathered: dict[str, Tensor] | None = None
+        place, size = world.mesh.get_local_rank("shard"), world.shard_size
+        for name, p in list(module.named_parameters(recurse=False)):
+            if len(p) % size:
+                raise ValueError(
+                    f"parallel.expert_parallel: a layer's {len(p)} experts do not go evenly on the {size} ranks of "
+                    "parallel.fsdp_size"
+                )
+            part = p.detach().chunk(size)[place].to(world.device, copy=True)
+            whole = DTensor.from_local(part, world.mesh, [Replicate(), Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(whole, requires_grad=p.requires_grad))
+
+    @property
+    def parameters(self) -> dict[str, DTensor]:
+        """The module's parameters."""
+        return {name: p for name, p in self.module.named_parameters(recurse=False) if isinstance(p, DTensor)}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What to compute with, in the dtype of that."""
+        if self.gathered is not None:
+            return self.gathered
+        return {name: p.to_local().to(self.dtype) for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Have all experts on each rank, until `release`."""
+        gathered: dict[str, Tensor] = {}
+        for name, p in self.parameters.items():
+            part = p.to_local().to(self.dtype).contiguous()
+            gathered[name] = part.new_empty(p.shape)
+            dist.all_gather_into_tensor(gathered[name], part, group=self.group)
+        self.gathered = gathered
+
+    def release(self) -> None:
+        """Go back to this rank's own experts."""
+        self.gathered = None
+
+    def exchange(self, rows: Tensor, counts: Tensor) -> "Exchange":
+        """Send rows [N, D], sorted by expert, of which counts [experts] says how many each gets, to their ranks."""
+        there = counts.view(dist.get_world_size(self.group), -1)
+        here = torch.empty_like(there)
+        dist.all_to_all_single(here, there, group=self.group)
+        sizes = torch.stack([there.sum(1), here.sum(1)]).tolist()
+        return Exchange(rows, here, sizes[0], sizes[1], self.group)
+
+    def sum_gradients(self) -> None:
+        """After the last backward pass: over the copies of the experts; within one, a rank has all there is."""
+        copies = self.mesh.get_group("replicate")
+        for p in self.parameters.values():
+            if not p.requires_grad:
+                continue
+            if p.grad is None:  # no token came this way
+                p.grad = torch.zeros_like(p)
+            if dist.get_world_size(copies) > 1:
+                assert isinstance(p.grad, DTensor)
+                dist.all_reduce(p.grad.to_local(), group=copies)
+
+
+class Exchange:
+    """Rows that have come to this rank's experts: `rows`, sorted by expert, of which each has `counts` many."""
+
+    def __init__(
+        self, rows: Tensor, counts: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+    ) -> None:
+        self.sent, self.received, self.group = sent, received, group
+        came = _Travel.apply(rows, sent, received, group)
+        # they stand by the rank that they came from, and there by expert
+        experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
+        self.order = experts.repeat_interleave(counts.flatten(), output_size=sum(received)).argsort(stable=True)
+        self.rows, self.counts = came[self.order], counts.sum(0)
+
+    def back(self, rows: Tensor) -> Tensor:
+        """What the experts made of the rows, where these came from."""
+        as_they_came = torch.empty_like(rows).index_copy(0, self.order, rows)
+        found: Tensor = _Travel.apply(as_they_came, self.received, self.sent, self.group)
+        return found
+
+
+class _Travel(torch.autograd.Function):
+    """Rows to other ranks, so many to each; their gradients the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        found = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        found = grad.new_empty(sum(ctx.sent), grad.shape[1])
+        dist.all_to_all_single(found, grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
+        return found, None, None, None

@@ -1,0 +1,262 @@
+"""A causal language model's modules as a block-diffusion model."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.messages import cut
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.mesh import World
+from phalanx.functional.block_diffusion import BlockTrace, States, of_responses, replayed, sees, states_of
+from phalanx.functional.tokens import TokenReplay, token_scores
+from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer
+from phalanx.models.lm.policy import LMPolicy
+from phalanx.types import Prompt, Samples
+
+log = logging.getLogger(__name__)
+
+MASK = "<|mask|>"  # the mask token that a tokenizer without one gets
+
+
+class BlockDiffusionLM(CausalLM):
+    """A language model that denoises blocks: its forward returns the scores of the tokens of many states at once."""
+
+    def __init__(self, lm: Any, chunk: int, mask_id: int, *, recomputes: bool = False) -> None:
+        super().__init__(lm, chunk, recomputes=recomputes)
+        self.mask_id = mask_id
+
+    def forward(  # type: ignore[override]
+        self, states: States | None = None, temperature: float = 1.0, *, right: bool = False, **decoding: Any
+    ) -> Any:
+        """Scores [N] of the tokens of weight != 0 of the states: see token_scores. The mask token is no outcome.
+
+        With `right`, log-probability, entropy, and [N] bool whether the token is the likeliest one. With other
+        keywords, the language model's own forward, of which attention_mask [B, 1, Q, K] is bool.
+        """
+        self._recompute(states is not None and torch.is_grad_enabled())
+        if states is None:
+            with self._for_decoding():
+                return self.lm(**decoding | {"attention_mask": self._mask(decoding["attention_mask"])})
+        hidden = self.lm.get_decoder()(
+            input_ids=states.tokens,
+            position_ids=states.positions,
+            attention_mask=self._mask_of(states),
+            use_cache=False,
+        ).last_hidden_state
+        asked = states.weight != 0
+        rows, _, _ = asked.nonzero(as_tuple=True)
+        head = self.lm.get_output_embeddings()
+        asked_for, targets = hidden[rows, states.at[asked]], states.target[asked]
+        scores = token_scores(
+            asked_for,
+            head,
+            targets,
+            temperature=temperature,
+            softcap=self.softcap,
+            chunk=self.chunk,
+            never=self.mask_id,
+        )
+        if not right:
+            return scores
+        return *scores[:2], self._likeliest(asked_for) == targets
+
+    @torch.no_grad()
+    def _likeliest(self, hidden: Tensor) -> Tensor:
+        """[N] the likeliest tokens of states [N, H]."""
+        head = self.lm.get_output_embeddings()
+        found = []
+        for part in hidden.split(self.chunk):
+            logits = head(part)
+            logits[:, self.mask_id] = float("-inf")
+            found.append(logits.argmax(-1))
+        return torch.cat(found) if found else torch.zeros(0, dtype=torch.long, device=hidden.device)
+
+    @contextmanager
+    def _for_decoding(self) -> Iterator[None]:
+        """FlexAttention, which compiles for each shape, is for passes over many states: blocks take torch's own."""
+        config = self.lm.config
+        kind = config._attn_implementation
+        if kind == "flex_attention":
+            config._attn_implementation = "sdpa"
+        try:
+            yield
+        finally:
+            config._attn_implementation = kind
+
+    def _mask_of(self, states: States) -> Any:
+        """The states' attention, for the implementation that the model has."""
+        if self.lm.config._attn_implementation != "flex_attention":
+            return self._mask(states.allowed())
+        block, chunk, limit = states.block, states.chunk, states.limit
+
+        def rule(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return sees(block[b, q], chunk[b, q], limit[b, q], block[b, k], chunk[b, k])
+
+        rows, length = states.tokens.shape
+        return create_block_mask(rule, rows, None, length, length, device=str(states.tokens.device))
+
+    def _mask(self, allowed: Tensor) -> Tensor:
+        """Of bools, as the attention takes it: torch's does, the eager one adds it."""
+        if self.lm.config._attn_implementation != "eager":
+            return allowed
+        dtype = self.lm.dtype
+        return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(
+            ~allowed, torch.finfo(dtype).min
+        )
+
+
+class BlockDiffusionPolicy(LMPolicy):
+    """See phalanx.types.Policy. Its actions are the tokens of a response, each in the state in which it was
+    unmasked."""
+
+    def __init__(self, model: BlockDiffusionLM, *args: Any, size: int, estimate: str, **options: Any) -> None:
+        """`estimate`: see phalanx.functional.block_diffusion.replayed."""
+        super().__init__(model, *args, **options)
+        self.size, self.estimate, self.mask_id = size, estimate, model.mask_id
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """As of a language model. Raises ValueError for a prompt that holds the mask token."""
+        tokens = super().encode(prompt)
+        if self.mask_id in tokens:
+            raise ValueError(
+                f"data: the prompt {cut(prompt.text)!r} holds the mask token {self.tokenizer.mask_token!r}, which "
+                "stands for tokens that are to come; leave it out"
+            )
+        return tokens
+
+    def scored(self, trace: BlockTrace, temperature: float) -> TokenReplay:  # type: ignore[override]
+        """All states of the samples, in one forward pass."""
+        if self.trim:
+            trace = trace.trimmed()
+        states = self.seen(trace)
+        log_prob, entropy, certainty = self.trained.module(states, temperature)
+        weight = of_responses(trace, states, torch.ones_like(entropy)).clamp(min=1)
+        return TokenReplay(
+            of_responses(trace, states, log_prob),
+            of_responses(trace, states, entropy) / weight,
+            of_responses(trace, states, certainty) / weight,
+        )
+
+    def seen(self, trace: BlockTrace) -> States:
+        """The rows of a pass over the samples."""
+        views = replayed(trace, self.estimate)
+        count = int(views.count.max()) if self.trim else trace.states
+        states = states_of(trace.ids, views, mask_id=self.mask_id, count=count)
+        return states.closed(trace.starts + trace.lengths - self.size) if self.trim else states
+
+    def states(self, trace: BlockTrace) -> Tensor:
+        """[B] states of each sample in which a replay looks at its tokens."""
+        return replayed(trace, self.estimate).count
+
+    def looks(self, trace: BlockTrace) -> Tensor:
+        """[B] states of each sample that the rollout went through."""
+        return replayed(trace).count
+
+    def sample_flops(self, samples: Samples) -> list[float]:
+        """Operations of a pass forward over each sample with all of its states, with the logits of its response."""
+        assert samples.lengths is not None, "samples of this policy have lengths"
+        lengths, states = samples.lengths.tolist(), self.states(samples.trace).tolist()
+        return [self.states_flops(p + r, n, r) for (p, r), n in zip(lengths, states, strict=True)]
+
+    def decode_flops(self, samples: Samples) -> list[float]:
+        """Operations of decoding each sample, with its prompt: whole blocks have logits at each look."""
+        assert samples.lengths is not None, "samples of this policy have lengths"
+        lengths, looks = samples.lengths.tolist(), self.looks(samples.trace).tolist()
+        return [self.states_flops(p + r, n, n * self.size) for (p, r), n in zip(lengths, looks, strict=True)]
+
+    def states_flops(self, length: int, states: float, logits: float) -> float:
+        """Operations of a pass forward over `length` clean tokens and some states of them, with so many logits."""
+        # a token of a state sees as many as a clean one, all that was before its block
+        return self.forward_flops(length, 0) * (1 + states * self.size / length) + self.forward_flops(0, logits)
+
+
+def mask_tokenizer(config: LMModelConfig, *, add_mask: bool) -> Any:
+    """The tokenizer of a model folder, which has a mask token: its own, that of model.mask_token or, with `add_mask`, a
+    new one. Raises ValueError, in one line, where there is none.
+    """
+    tokenizer = load_tokenizer(config)
+    if config.mask_token is not None:
+        if config.mask_token not in tokenizer.get_vocab():
+            raise ValueError(f"model.mask_token: {config.mask_token!r} is no token of {config.path!r}")
+        tokenizer.mask_token = config.mask_token
+    if tokenizer.mask_token_id is None:
+        if not add_mask:
+            raise ValueError(
+                f"model.path: {config.path!r}: its tokenizer has no mask token, as block-diffusion models have; name "
+                "it by model.mask_token, or train the model by tasks/train_block_diffusion.py first, which adds one"
+            )
+        tokenizer.add_special_tokens({"mask_token": MASK})
+    return tokenizer
+
+
+def adds_mask(config: LMModelConfig) -> bool:
+    """Whether supervised training gives the tokenizer of a model folder a mask token that it does not know."""
+    return mask_tokenizer(config, add_mask=True).mask_token not in load_tokenizer(config).get_vocab()
+
+
+def load_blocks(
+    config: LMModelConfig, dtype: torch.dtype, chunk: int, *, add_mask: bool
+) -> tuple[BlockDiffusionLM, Any]:
+    """The model of a folder, and its tokenizer; see mask_tokenizer. A new mask token is embedded as the mean of all.
+
+    Raises ValueError, in one line, for models that cannot be looked at this way.
+    """
+    model, tokenizer = load_model(config, dtype, chunk), mask_tokenizer(config, add_mask=add_mask)
+    lm, mask_id = model.lm, tokenizer.mask_token_id
+    check_layers(lm, config.path)
+    rows = lm.get_input_embeddings().num_embeddings
+    if mask_id >= rows + 1:
+        raise ValueError(f"model.path: {config.path!r}: mask token {mask_id} is beyond its {rows} embeddings")
+    if adds_mask(config):
+        log.info("the tokenizer of %s has no mask token: it gets %s", config.path, MASK)
+        _embed_mask(lm, mask_id)
+    return BlockDiffusionLM(lm, chunk, mask_id, recomputes=config.gradient_checkpointing), tokenizer
+
+
+def check_layers(lm: Any, path: str) -> None:
+    """Raise ValueError, in one line, for a model that cannot look at blocks."""
+    settings = lm.config.to_dict()
+    windows = ["sliding_attention"] if settings.get("sliding_window") else []  # of all layers, in older models
+    kinds = settings.get("layer_types") or windows
+    other = sorted({kind for kind in kinds if kind != "full_attention"})
+    if other or lm._is_stateful:
+        raise ValueError(
+            f"model.block_size: {path!r} has layers of other kinds ({other[0] if other else 'a state'}) than attention "
+            "to all that was before; blocks cannot be denoised with it"
+        )
+
+
+@torch.no_grad()
+def _embed_mask(lm: Any, mask_id: int) -> None:
+    if mask_id == lm.get_input_embeddings().num_embeddings:
+        lm.resize_token_embeddings(mask_id + 1, mean_resizing=False)
+    for layer in {lm.get_input_embeddings(), lm.get_output_embeddings()}:
+        layer.weight[mask_id] = layer.weight[:mask_id].float().mean(0).to(layer.weight.dtype)
+
+
+def build_block_policy(
+    config: LMModelConfig,
+    parallel: ParallelConfig,
+    data: LMDataConfig,
+    world: World,
+    *,
+    chunk: int,
+    estimate: str = "trace",
+    add_mask: bool = False,
+    frozen: bool = False,
+    **options: Any,
+) -> BlockDiffusionPolicy:
+    """As phalanx.models.lm.policy.build_policy, of a model in blocks; see load_blocks."""
+    assert config.block_size is not None, "the caller looks"
+    dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
+    model, tokenizer = load_blocks(config, dtype, chunk, add_mask=add_mask)
+    size = config.block_size
+    return BlockDiffusionPolicy(
+        model, tokenizer, world, config, parallel, data, size=size, estimate=estimate, frozen=frozen, **options
+    )

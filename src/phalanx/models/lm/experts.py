@@ -1,0 +1,97 @@
+"""How layers with experts compute, by transformers' own kernels; and without numbers, for plans and counts."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.integrations.moe import ExpertsInterface
+
+from phalanx.config.lm import LMModelConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.expert_parallel import SpreadExperts
+
+SHAPES, SPREAD = "phalanx_shapes", "phalanx_spread"
+
+
+def use(lm: Any, name: str, *, compiled: bool) -> None:
+    """Compute as model.experts_implementation says; ValueError for a model that cannot."""
+    if not lm._can_set_experts_implementation():
+        raise ValueError(
+            f"model.experts_implementation: {name!r} needs a model with experts, and {lm.config.model_type} has none "
+            "that transformers can compute in another way; leave it out"
+        )
+    if compiled and name == "eager":
+        raise ValueError(
+            "model.experts_implementation: eager is a loop whose length is in the data, which model.compile cannot "
+            "compile; set another one, or model.compile=false"
+        )
+    lm.set_experts_implementation(name)
+
+
+def spread(lm: Any, config: LMModelConfig, parallel: ParallelConfig, ranks: int) -> list[nn.Module]:
+    """The modules whose parameters are experts, where these are to be spread over so many ranks; they compute by
+    exchanging tokens from then on. ValueError for a model that cannot.
+    """
+    if not parallel.expert_parallel:
+        return []
+    key = "parallel.expert_parallel: true"
+    found = [m for m in lm.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
+    if not found or not lm._can_set_experts_implementation():
+        raise ValueError(f"{key} needs a model with experts, and {lm.config.model_type} has none; leave it out")
+    if any(m.has_bias or m.is_transposed or not m.has_gate for m in found):
+        raise ValueError(f"{key} knows experts with a gate and without biases; those of {lm.config.model_type} are not")
+    if config.compile:
+        raise ValueError(f"{key} sends as many tokens as there are, which model.compile cannot compile; drop one")
+    if ranks == 1:
+        return []
+    lm.config._experts_implementation = SPREAD
+    return found
+
+
+def exchanged(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """Each token by its experts, on their ranks: states [N, D], chosen and shares [N, K] -> [N, D]."""
+    there: SpreadExperts = experts.spread
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts)
+    rows, tensors = states[order // chosen.shape[1]], there.tensors()
+    if there.gathered is None:
+        exchange = there.exchange(rows, counts)
+        rows = exchange.back(_products(experts, tensors, exchange.rows, exchange.counts))
+    else:
+        rows = _products(experts, tensors, rows, counts)
+    found = torch.empty_like(rows).index_copy(0, order, rows).view(*chosen.shape, -1)
+    return (found * shares[..., None]).sum(1).to(states.dtype)
+
+
+def _products(experts: Any, tensors: dict[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
+    """Rows [N, D], sorted by expert, of which counts says how many each has, through gate, up and down."""
+    if not len(rows):
+        return rows
+    ends = counts.cumsum(0, dtype=torch.int32)
+    inner = experts._apply_gate(F.grouped_mm(rows, tensors["gate_up_proj"].mT, offs=ends))
+    return F.grouped_mm(inner, tensors["down_proj"].mT, offs=ends)
+
+
+def shapes(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    """The products of grouped_mm, as many and as large, but all with the first expert: on the meta device no one else
+    can be chosen, and torch knows grouped_mm in bfloat16 alone.
+
+    states [N, D], chosen and shares [N, K] -> [N, D].
+    """
+    rows = states.repeat_interleave(chosen.shape[1], 0)
+    if experts.has_gate:
+        inner = experts._apply_gate(_linear(rows, experts.gate_up_proj, experts.is_transposed))
+    else:
+        inner = experts.act_fn(_linear(rows, experts.up_proj, experts.is_transposed))
+    outer = _linear(inner, experts.down_proj, experts.is_transposed) * shares.reshape(-1, 1)
+    return outer.view(*chosen.shape, -1).sum(1).to(states.dtype)
+
+
+def _linear(rows: Tensor, weights: Tensor, is_transposed: bool) -> Tensor:
+    first = weights[0]
+    return rows @ first if is_transposed else F.linear(rows, first)
+
+
+ExpertsInterface.register(SHAPES, shapes)
+ExpertsInterface.register(SPREAD, exchanged)

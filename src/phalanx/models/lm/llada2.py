@@ -1,0 +1,87 @@
+"""LLaDA2 as its hub folders hold it, in the modules of Glm4Moe, which is the same architecture.
+
+What differs are names: those of the settings in config.json, and those of the weights, which are translated as they are
+read and written. The folders' own code is never run.
+"""
+
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Split, WeightConverter, WeightRenaming
+from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM
+
+_HEADS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_RENAMED = (
+    ("^model.word_embeddings.", "model.embed_tokens."),
+    (".attention.dense.", ".self_attn.o_proj."),
+    (".attention.query_layernorm.", ".self_attn.q_norm."),
+    (".attention.key_layernorm.", ".self_attn.k_norm."),
+    (".mlp.gate.expert_bias", ".mlp.gate.e_score_correction_bias"),
+)
+
+
+@strict
+class LLaDA2Config(Glm4MoeConfig):
+    """config.json of a LLaDA2, by its own keys; what it lacks has the value that its own code takes."""
+
+    model_type = "llada2_moe"
+    attribute_map: ClassVar[dict[str, str]] = {
+        **Glm4MoeConfig.attribute_map,
+        "num_experts": "n_routed_experts",
+        "num_shared_experts": "n_shared_experts",
+        "use_qkv_bias": "attention_bias",
+    }
+
+    head_dim: int | None = None
+    num_experts_per_tok: int = 2
+    n_group: int = 8
+    topk_group: int = 4
+    routed_scaling_factor: float = 2.5
+    first_k_dense_replace: int = 0
+    use_bias: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Say of what LLaDA2's code does not read what it does."""
+        self.use_qk_norm = True
+        self.norm_topk_prob = self.num_experts_per_tok > 1
+        self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
+        kwargs["sliding_window"] = None  # published with a width, by which a cache of transformers would forget
+        super().__post_init__(**kwargs)
+
+
+class LLaDA2MoeModelLM(Glm4MoeForCausalLM):
+    """The model under the name of its class in config.json."""
+
+    config_class = LLaDA2Config
+    _keys_to_ignore_on_load_unexpected = None  # of Glm's own folders
+
+    def __init__(self, config: LLaDA2Config) -> None:
+        """Raises ValueError for what Glm4Moe has no module for."""
+        if config.use_bias:
+            raise ValueError("use_bias is true in its config.json; expected false, as in all that is published")
+        if not config.n_shared_experts:
+            raise ValueError("num_shared_experts is 0 in its config.json; expected 1 or more")
+        super().__init__(config)
+        # its own code holds the embedding of pad_token_id, by which responses end as well, out of the training
+        self.model.embed_tokens.padding_idx = None
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers would look for experts in this file
+        return True
+
+
+def register() -> None:
+    """Make transformers' Auto classes load folders of LLaDA2, and save them as they were."""
+    experts = get_checkpoint_conversion_mapping(Glm4MoeConfig.model_type)
+    renamed = [WeightRenaming(there.replace(".", r"\."), here) for there, here in _RENAMED]
+    heads = [
+        WeightConverter(f"attention.query_key_value.{kind}", [f"{name}.{kind}" for name in _HEADS], [Split(dim=0)])
+        for kind in ("weight", "bias")
+    ]
+    AutoConfig.register(LLaDA2Config.model_type, LLaDA2Config)
+    AutoModelForCausalLM.register(LLaDA2Config, LLaDA2MoeModelLM)
+    register_checkpoint_conversion_mapping(LLaDA2Config.model_type, [*experts, *renamed, *heads])

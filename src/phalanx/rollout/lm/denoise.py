@@ -1,0 +1,164 @@
+"""Decoding block by block in the trained module, with the keys and values of finished blocks kept.
+
+A block begins as mask tokens behind what is left of the prompt. At each denoising step the model looks at it, and the
+positions of which it is sure are unmasked: those of a probability above a threshold, or the surest ones (LLaDA2.0,
+arXiv 2512.15745). A token is drawn as in phalanx.rollout.lm.decode: it is the inverse of its distribution's cumulative
+sum at a uniform number that belongs to its place in the sample.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from phalanx.functional.block_diffusion import confident, least_unmasked
+from phalanx.rollout.lm.decode import SHRINK, Decoding, draw
+from phalanx.types import JobError
+
+
+@dataclass(frozen=True)
+class Denoising(Decoding):
+    """Settings: blocks of `size` tokens, at most `steps` steps each, see phalanx.functional.block_diffusion.confident
+    for the threshold. `confidence`: the largest probability of a position (distribution), or that of its drawn token.
+    """
+
+    size: int = 1
+    steps: int = 1
+    threshold: float = 1.0
+    mask_id: int = 0
+    confidence: str = "distribution"
+
+    @property
+    def draws(self) -> int:
+        """Uniform numbers of each token: another one at each step where what is drawn says whether it is kept."""
+        return self.steps if self.confidence == "token" else 1
+
+
+@dataclass(frozen=True)
+class Denoised:
+    """A response: whole blocks less what the prompt had of the first one, the step of its block in which each token was
+    unmasked, and its log-probability then.
+    """
+
+    tokens: list[int]
+    steps: list[int]
+    log_probs: list[float]
+
+
+@torch.no_grad()
+def denoise(
+    forward: Callable[..., Any], config: Any, prompts: list[list[int]], rows: list[int], uniform: Tensor, how: Denoising
+) -> list[Denoised]:
+    """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, draws, limit].
+
+    `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
+    """
+    device, size = uniform.device, how.size
+    cache = DynamicCache(config=config)
+    seen, start = read(forward, cache, prompts, rows, how, device)
+    tails = [prompts[row][len(prompts[row]) // size * size :] for row in rows]
+    tail = torch.tensor([len(tokens) for tokens in tails], device=device)
+    blocks = how.limit // size
+    shape = (len(rows), blocks * size)
+    ids, step = torch.full(shape, how.pad, device=device), torch.full(shape, -1, device=device)
+    log_prob = torch.zeros(shape, device=device)
+    alive = torch.arange(len(rows), device=device)
+    within, ends = torch.arange(size, device=device), torch.tensor(how.ends, device=device)
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    used = torch.zeros(len(rows), dtype=torch.long, device=device)  # blocks of each
+    ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
+    for b in range(blocks):
+        state = torch.full((len(alive), size), how.mask_id, device=device)
+        if b == 0:
+            for i, tokens in enumerate(tails):
+                state[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
+        here = slice(b * size, (b + 1) * size)
+        seen = torch.cat([seen, seen.new_ones(len(alive), size)], 1)
+        block = {
+            "attention_mask": seen[:, None, None].expand(-1, 1, size, -1),
+            "position_ids": start[alive, None] + b * size + within,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+        place = (b * size + within - tail[alive, None]).clamp(min=0)  # of each token in its response
+        steps, chosen = torch.full_like(state, -1), torch.zeros(state.shape, device=device)
+        for k, least in enumerate(least_unmasked(size, how.steps)):
+            masked = state == how.mask_id
+            if not masked.any():
+                break
+            logits = forward(input_ids=state, **block).logits
+            cache.crop(-size)
+            drawn = uniform[alive, min(k, how.draws - 1)].gather(1, place)
+            token, probability, confidence = drawn_tokens(logits[masked].float(), drawn[masked], how)
+            finite &= probability.isfinite().all()
+            sure = torch.zeros(state.shape, device=device).masked_scatter(masked, confidence)
+            now = confident(sure, masked, least=least, threshold=how.threshold)
+            state = torch.where(now, state.masked_scatter(masked, token), state)
+            chosen = torch.where(now, chosen.masked_scatter(masked, probability), chosen)
+            steps = torch.where(now, k, steps)
+        ids[alive, here], step[alive, here], log_prob[alive, here] = state, steps, chosen
+        used[alive] += ~ended[alive]
+        ended[alive] |= (torch.isin(state, ends) & (steps >= 0)).any(1)
+        going = ~ended[alive]
+        if b + 1 == blocks or not going.any():
+            break
+        forward(input_ids=state, **block, logits_to_keep=1)  # its keys and values
+        if int(going.sum()) < SHRINK * len(going):
+            cache.batch_select_indices(going.nonzero().squeeze(1))
+            alive, seen = alive[going], seen[going]
+    if not finite:
+        raise JobError(
+            "model.path: the logits of the model hold NaN or infinity while it decodes: its activations overflow; try "
+            "model.dtype=float32 or, where they did not before, a lower optim.lr"
+        )
+    return [
+        Denoised(ids[i, a:z].tolist(), step[i, a:z].tolist(), log_prob[i, a:z].tolist())
+        for i, (a, z) in enumerate(zip(tail.tolist(), (used * size).tolist(), strict=True))
+    ]
+
+
+def read(
+    forward: Callable[..., Any],
+    cache: DynamicCache,
+    prompts: list[list[int]],
+    rows: list[int],
+    how: Denoising,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Read the whole blocks of each prompt once; returns which columns of the cache are real, [B, width] bool, and the
+    position [B] at which each sample's first block of its response begins.
+    """
+    whole = [len(prompt) // how.size * how.size for prompt in prompts]
+    width = max(whole)
+    # padded before by whole blocks, so that all responses begin in the same column
+    ids = torch.full((len(prompts), width), how.pad)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - whole[i] :] = torch.tensor(prompt[: whole[i]], dtype=torch.long)
+    start = torch.tensor(whole, device=device)
+    column = torch.arange(width, device=device)
+    real, at = column >= width - start[:, None], torch.tensor(rows, device=device)
+    if width:
+        block = column // how.size
+        seen = (block[:, None] >= block) & real[:, None]
+        forward(
+            input_ids=ids.to(device),
+            attention_mask=(seen | torch.eye(width, dtype=torch.bool, device=device))[:, None],
+            position_ids=(column - width + start[:, None]).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        cache.batch_select_indices(at)
+    return real[at], start[at]
+
+
+def drawn_tokens(logits: Tensor, uniform: Tensor, how: Denoising) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [M] of logits [M, V], their log-probabilities, and the confidence in each."""
+    logits = logits.index_fill(-1, torch.tensor([how.mask_id], device=logits.device), float("-inf"))
+    token = draw(logits, uniform, how)
+    log_p = (logits / (how.temperature or 1.0)).log_softmax(-1)
+    log_prob = log_p.gather(-1, token[:, None]).squeeze(1)
+    return token, log_prob, (log_prob if how.confidence == "token" else log_p.amax(-1)).exp()

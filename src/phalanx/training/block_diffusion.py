@@ -1,0 +1,259 @@
+"""Supervised block diffusion: masked tokens of a block, predicted from the rest of it and the clean blocks before.
+
+    L = mean over masked tokens of  -log p(x_0 | x_t, clean blocks),   x_t: each token masked with probability t
+
+t ~ U(low, high) for each sample, or block. With weights 1/t, t ~ U(0, 1) for each block, and a mean over all tokens the
+loss bounds the likelihood (BD3-LM, https://arxiv.org/abs/2503.09573, equation 8); LLaDA2 takes t ~ U(.3, .8). The mesh,
+the model, checkpoints, validation and logs are those of reinforcement learning.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
+from phalanx.config.load import ConfigError
+from phalanx.data.prompts import DataError, PromptRow, load_prompts, numbered, validation_sets
+from phalanx.distributed import mesh
+from phalanx.distributed.collectives import reduce_float, reduce_int
+from phalanx.distributed.seed import fold_in
+from phalanx.functional.block_diffusion import States, Views, states_of
+from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
+from phalanx.rollout.lm import check_engine
+from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
+from phalanx.telemetry.metrics import check_loggers
+from phalanx.training import batches
+from phalanx.training.lm_rl import fitting_sets
+from phalanx.training.parts import Parts, build_rewards, start
+from phalanx.training.supervised import Supervised, share_of_rank
+from phalanx.types import Prompt
+
+log = logging.getLogger(__name__)
+
+DECODED_TOGETHER = 64  # responses of a validation
+LEVELS = 5  # of noise, whose losses are logged apart
+
+
+@dataclass(frozen=True)
+class Example:
+    """The tokens of a prompt and of its response."""
+
+    prompt: list[int]
+    response: list[int]
+
+
+@dataclass(frozen=True)
+class Noised:
+    """Rows of a pass, and the probability [B, C, S] with which each token that is asked for was masked; `count` tokens
+    are what its loss is a mean over, which `scale` makes the part of it in that of the whole batch.
+    """
+
+    states: States
+    rate: Tensor
+    count: int
+    scale: float = 0.0
+
+
+def samples_of_rank(cfg: BlockDiffusionTaskConfig, world_size: int) -> int:
+    """A rank's samples per step; raises ConfigError where they do not divide."""
+    micro, key = cfg.block_diffusion.micro_batch_size_per_gpu, "block_diffusion.micro_batch_size_per_gpu"
+    return share_of_rank(cfg, micro, key, "samples", world_size)
+
+
+def check(cfg: BlockDiffusionTaskConfig) -> int:
+    """Refuse what cannot run here (ConfigError); returns the samples of a rank."""
+    if not cfg.data.train_files:
+        raise ConfigError("data.train_files: [] names no samples; give a .jsonl or .parquet file of chats")
+    batches.check_run(cfg)
+    check_engine(cfg)
+    check_loggers(cfg.trainer.logger)
+    return mesh.check(cfg, lambda size: samples_of_rank(cfg, size))
+
+
+def build(cfg: BlockDiffusionTaskConfig) -> "BlockDiffusion":
+    """The job, built on all ranks in step; a ValueError is the user's mistake."""
+    check(cfg)
+    data, key = cfg.data, cfg.data.prompt_key
+    chats = data.response_key is None
+    rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False, answered=chats)
+    val_sets = validation_sets(data.val_files, prompt=key, quoted=False, answered=chats)
+    world = start(cfg)
+    rewards = build_rewards(cfg, world, outputs="completions")
+    policy = build_block_policy(
+        cfg.model,
+        cfg.parallel,
+        data,
+        world,
+        chunk=cfg.block_diffusion.log_prob_chunk_size,
+        temperature=1.0,
+        seed=cfg.trainer.seed,
+        trim=True,
+        add_mask=True,
+    )
+    examples = fitting(rows, policy, cfg.data.response_key, first=world.rank == 0)
+    val_sets = {name: [question(prompt) for prompt in prompts] for name, prompts in val_sets.items()}
+    val_sets = fitting_sets(val_sets, policy, first=world.rank == 0)
+    decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
+    rollout = BlockDiffusionRollout(policy, cfg.rollout, data, world, decoded, None)
+    return BlockDiffusion(cfg, examples, Parts(world, rewards, policy, rollout, val_sets))
+
+
+def fitting(
+    rows: list[PromptRow], policy: BlockDiffusionPolicy, response_key: str | None, *, first: bool
+) -> list[Example]:
+    """The samples that are short enough, as data.overlong_prompts wants it. Raises DataError for a row without a
+    response, or one that has the mask token.
+    """
+    data, key, found = policy.data, "data.train_files", []
+    for number, row in enumerate(rows):
+        example = encoded(row, policy, response_key, f"{key}, sample {number}")
+        lengths = {"prompt": (len(example.prompt), data.max_prompt_length)}
+        lengths["response"] = len(example.response), data.max_response_length
+        over = [(what, length, limit) for what, (length, limit) in lengths.items() if length > limit]
+        if not over:
+            found.append(example)
+        elif data.overlong_prompts == "truncate":
+            # to the end of a block: what follows in it would look like the end
+            least = data.max_response_length
+            least -= (len(example.prompt) + least) % policy.size
+            found.append(Example(example.prompt, example.response[:least]))
+        elif data.overlong_prompts == "error":
+            what, length, limit = over[0]
+            raise DataError(
+                f"{key}, sample {number}: its {what} has {length} tokens, more than data.max_{what}_length={limit}; "
+                "raise that, or set data.overlong_prompts to filter or truncate"
+            )
+    if not found:
+        raise DataError(f"{key}: all {len(rows)} samples are longer than data.max_prompt_length or max_response_length")
+    if first and len(found) < len(rows):
+        log.warning("%s: %d of %d samples are too long and are left out", key, len(rows) - len(found), len(rows))
+    return found
+
+
+def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | None, where: str) -> Example:
+    """The tokens of a row; the response ends with an end token."""
+    prompt = question(numbered(row, 0))
+    if response_key is not None:
+        text = row.meta.get(response_key)
+    else:
+        last = row.messages[-1] if row.messages else {"role": None, "content": None}
+        text = last["content"] if last["role"] == "assistant" else None
+    if not isinstance(text, str):
+        column = "the last message of its chat is not the assistant's" if response_key is None else f"no {response_key}"
+        raise DataError(f"{where} has no response ({column}); see data.prompt_key and data.response_key")
+    if not text.strip():
+        raise DataError(f"{where}: its response is empty")
+    response = policy.tokenizer(text, add_special_tokens=False)["input_ids"]
+    if policy.mask_id in response:
+        raise DataError(f"{where}: its response holds the mask token {policy.tokenizer.mask_token!r}")
+    return Example(policy.encode(prompt), [*response, policy.tokenizer.eos_token_id])
+
+
+def question(prompt: Prompt) -> Prompt:
+    """The prompt of a chat without the answer that it may end with."""
+    messages = prompt.messages or []
+    answered = messages and messages[-1]["role"] == "assistant"
+    return replace(prompt, messages=messages[:-1]) if answered else prompt
+
+
+class BlockDiffusion(Supervised):
+    """Supervised training: `fit()` runs it. `build` makes it."""
+
+    cfg: BlockDiffusionTaskConfig
+    policy: BlockDiffusionPolicy
+
+    def __init__(self, cfg: BlockDiffusionTaskConfig, examples: list[Example], parts: Parts) -> None:
+        c = cfg.block_diffusion
+        per_rank = samples_of_rank(cfg, parts.world.size)
+        super().__init__(cfg, parts, len(examples), per_rank, c.micro_batch_size_per_gpu, c.ema)
+        self.examples = examples
+
+    def passes(self, share: list[int], step: int) -> list[Noised]:
+        """The samples, noised anew: a function of (trainer.seed, step, the sample's number in the batch)."""
+        found = []
+        for place in range(0, self.per_rank, self.micro):
+            part = [self.examples[i] for i in share[place : place + self.micro]]
+            names = range(self.first + place, self.first + place + len(part))
+            found.append(self.noised(part, [fold_in(self.cfg.trainer.seed, step, name) for name in names]))
+        if self.cfg.block_diffusion.loss_agg_mode == "micro-batch-mean":
+            return [replace(part, scale=1 / (max(part.count, 1) * len(found) * self.world.size)) for part in found]
+        total = reduce_int(sum(part.count for part in found), "sum")
+        return [replace(part, scale=1 / max(total, 1)) for part in found]
+
+    def noised(self, examples: list[Example], seeds: list[int]) -> Noised:
+        """States of the blocks of some samples, with some of the response's tokens masked."""
+        c, size, end = self.cfg.block_diffusion, self.policy.size, self.policy.tokenizer.eos_token_id
+        wanted = [len(e.prompt) + len(e.response) for e in examples]
+        if c.train_fill == "max_length":
+            wanted = [self.cfg.data.max_prompt_length + self.cfg.data.max_response_length] * len(examples)
+        widths = [-(-length // size) * size for length in wanted]
+        shape = (len(examples), max(widths))
+        ids, maskable = torch.full(shape, end), torch.zeros(shape, dtype=torch.bool)
+        rate, uniform = torch.ones(shape), torch.ones(shape)
+        for i, (example, width, seed) in enumerate(zip(examples, widths, seeds, strict=True)):
+            tokens = example.prompt + example.response
+            ids[i, : len(tokens)] = torch.tensor(tokens)
+            # nothing follows a response that was cut
+            maskable[i, len(example.prompt) : width if tokens[-1] == end else len(tokens)] = True
+            # of its own width: what others of the pass are has no part in it
+            stream = torch.Generator().manual_seed(seed)
+            levels = torch.rand(width // size if c.noise_per_block else 1, generator=stream)
+            levels = levels.repeat_interleave(width // len(levels))
+            rate[i, :width] = c.noise_range_low + (c.noise_range_high - c.noise_range_low) * levels
+            uniform[i, :width] = torch.rand(width, generator=stream)
+        masked = maskable & (uniform < rate)
+        weight = masked / rate if c.elbo_weight else masked.float()
+        # the bound is of all tokens of the responses, of which some are masked
+        count = int((maskable if c.elbo_weight else masked).sum())
+        target = ids
+        if not c.same_token_labels:
+            # the position before a masked token predicts it, that of an earlier block, too
+            weight, rate, target = weight.roll(-1, 1), rate.roll(-1, 1), ids.roll(-1, 1)
+        views = Views(*(values.unflatten(1, (-1, size))[:, :, None] for values in (masked, weight)))
+        states = states_of(ids, views, mask_id=self.policy.mask_id, count=max(int(views.count.max()), 1))
+
+        def there(values: Tensor) -> Tensor:
+            """[B, C, S] of values [B, T]."""
+            return values.gather(1, states.place.flatten(1)).view_as(states.place)
+
+        states = replace(states, target=there(target)).closed(torch.tensor(widths) - size)
+        return Noised(states.to(self.world.device), there(rate).to(self.world.device), count)
+
+    def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
+        """See Supervised; the sums are of losses and numbers of tokens, by levels of noise."""
+        c, states = self.cfg.block_diffusion, batch.states
+        asked = states.weight != 0
+        log_prob, entropy, right = self.policy.trained.module(states, right=True)
+        losses, weight = -log_prob, states.weight[asked]
+        loss = (losses * weight).sum() * batch.scale
+        if c.confidence_beta > 0:
+            part = batch.scale * (entropy * right).sum()
+            if c.loss_agg_mode == "micro-batch-mean":  # the mean of those alone
+                part = part * batch.count / right.sum().clamp(min=1)
+            loss = loss + c.confidence_beta * part
+        # without a masked token the loss is 0, and has a gradient all the same, which all ranks wait for
+        sums = {"tokens": asked.sum(), "right": right.sum(), "entropy": entropy.detach().sum()}
+        span = max(c.noise_range_high - c.noise_range_low, 1e-6)
+        level = ((batch.rate[asked] - c.noise_range_low) / span * LEVELS).long().clamp(0, LEVELS - 1)
+        for i in range(LEVELS):
+            sums[f"loss_{i}"] = losses.detach()[level == i].sum()
+            sums[f"count_{i}"] = (level == i).sum()
+        return loss, sums
+
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """train/... of the masked tokens of all ranks."""
+        c, total = self.cfg.block_diffusion, {name: reduce_float(value, "sum") for name, value in sums.items()}
+        tokens = max(total["tokens"], 1.0)
+        row = {
+            "train/masked_tokens": total["tokens"],
+            "train/accuracy": total["right"] / tokens,
+            "train/entropy": total["entropy"] / tokens,
+        }
+        width = (c.noise_range_high - c.noise_range_low) / LEVELS
+        for i in range(LEVELS):
+            if total[f"count_{i}"]:
+                middle = c.noise_range_low + width * (i + 0.5)
+                row[f"train/loss_at_{middle:.2f}"] = total[f"loss_{i}"] / total[f"count_{i}"]
+        return row
