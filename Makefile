@@ -22,7 +22,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm faults check lint bench learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 5 minutes"
@@ -36,6 +36,8 @@ help:
 	@echo "make faults           what can go wrong, with 20 random kills in one run, under 15 minutes"
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
+	@echo "make gpu-smoke        what only a GPU can show, as a table of PASS and FAIL; on a CPU the same at tiny shapes"
+	@echo "make gpu-wheels       the few wheels that an image with torch, transformers and peft lacks for it"
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
 	@echo "make learn-lm         the same of language models, about an hour on 2 cores"
 	@echo "make learn-bd         the same of block diffusion, half an hour"
@@ -90,6 +92,23 @@ check: lint
 
 bench: $(VENV)/.installed
 	@$(ON_CPU) sh train.sh benchmarks/step.py $(BENCH_CONFIG) $(ARGS)
+
+gpu-smoke: $(VENV)/.installed
+	@$(IN_VENV) python benchmarks/gpu_smoke.py $(ARGS)
+
+# For an image without network that has torch, transformers, peft, accelerate and safetensors, on x86-64:
+#   python3 -m pip install --no-deps --no-index outputs/gpu_wheels/*.whl && PYTHONPATH=src python3 benchmarks/gpu_smoke.py
+GPU_PYTHON ?= 3.12
+GPU_WHEELS ?= outputs/gpu_wheels
+GPU_PACKAGES = diffusers omegaconf httpx2 httpcore2 truststore requests certifi charset-normalizer regex \
+  importlib_metadata lazy-importer zipp pydantic pydantic-core annotated-types typing-inspection
+gpu-wheels: $(VENV)/.installed
+	@rm -rf $(GPU_WHEELS)
+	@$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --dest $(GPU_WHEELS) \
+	  --python-version $(GPU_PYTHON) --implementation cp $(foreach n,28 24 17,--platform manylinux_2_$(n)_x86_64) \
+	  --platform manylinux2014_x86_64 --constraint constraints.txt $(GPU_PACKAGES)
+	@if [ -n "$$(find $(GPU_WHEELS) -size +64M)" ]; then echo "make: a wheel is larger than 64 MB" >&2; exit 1; fi
+	@du -sh $(GPU_WHEELS)/*.whl
 
 # Tesseract (apt-get install tesseract-ocr) judges beside the training's OCR.
 learn: $(VENV)/.installed-base

@@ -71,13 +71,13 @@ for name in $(env | sed -n 's/^\(PET_[A-Z_]*\)=.*/\1/p'); do unset "$name"; done
 
 [ "$max" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the name or address of node 0"
 [ "$devices" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # a core a rank; several threads each would fight
+# shellcheck disable=SC3045 # the store has three connections to each rank; a shell without these options leaves it so
+{ ulimit -Sn "$(ulimit -Hn)"; } 2>/dev/null || :
 trap '' USR1 USR2 # Slurm sends them to every process of a step; the ranks hear USR1 and print their stacks
 if [ -n "$direct" ]; then
   export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}" MASTER_PORT
   exec python3 "$@"
 fi
-# A mistake in the command line is told here, once, before any rank starts.
-if grep -q 'phalanx\.cli' "$1"; then PHALANX_CHECK=1 python3 "$@" || exit; fi
 command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 
 # shellcheck disable=SC2086 # TORCHRUN_ARGS is several words
@@ -112,9 +112,7 @@ trap 'stop 131' QUIT
 trap 'stop 143' TERM
 exec 3<&0 # a command in the background would read /dev/null; a breakpoint reads the terminal
 (trap '' HUP INT QUIT && exec python3 -m phalanx.launch "$@" <&3 3<&-) &
-child=$!
-[ -z "$stopped" ] || kill -TERM "$child"
-status=0
-wait "$child" || status=$?
+child=$!; [ -z "$stopped" ] || kill -TERM "$child"
+status=0; wait "$child" || status=$?
 while kill -0 "$child" 2>/dev/null; do wait "$child" || :; done # a signal ended the wait, and torchrun is about to
 exit "${stopped:-$status}"

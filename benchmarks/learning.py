@@ -53,6 +53,7 @@ class Subject:
     means: dict[str, str]
     base: Callable[[Path], dict[str, float]]
     after: Callable[[Path, Rows], dict[str, float]]
+    ranks: int = 1  # CPU processes of a run
 
 
 def main(subject: Subject, description: str | None) -> None:
@@ -135,7 +136,7 @@ def trained(subject: Subject, output: Path, name: str, recipe: list[str], seed: 
     recipe = [part.replace(TEACHER, str(teacher(subject, output))) if TEACHER in part else part for part in recipe]
     arguments = [subject.config, *subject.fixed, *recipe, *(f"trainer.{key}" for key in keys)]
     start = time.perf_counter()
-    cpu_s = task(subject.task, arguments, output / f"{slug(name)}-{seed}.log")
+    cpu_s = task(subject.task, arguments, output / f"{slug(name)}-{seed}.log", subject.ranks)
     share = cpu_s / (time.perf_counter() - start)  # of a core: what else the machine does must not count
     rows = metrics(folder)
     curve, seconds = [], 0.0
@@ -171,11 +172,11 @@ def slug(name: str) -> str:
     return name.replace(", ", "-").replace(" ", "_")
 
 
-def task(name: str, arguments: Sequence[str], log: Path) -> float:
-    """Run a task on one CPU process; what it says goes to `log`, and ends this program where it fails. Returns the
-    CPU seconds that it took.
+def task(name: str, arguments: Sequence[str], log: Path, ranks: int = 1) -> float:
+    """Run a task on so many CPU processes; what it says goes to `log`, and ends this program where it fails. Returns
+    the CPU seconds that it took.
     """
-    environment = os.environ | {"NPROC_PER_NODE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | {"NPROC_PER_NODE": str(ranks), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with log.open("w") as file:
         command = ["sh", "train.sh", f"tasks/{name}.py", *arguments]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT)

@@ -4,9 +4,9 @@
     NPROC_PER_NODE=2 sh train.sh benchmarks/lora.py benchmarks/cpu_reference.yaml
 
 One rank answers the first: seconds of a guided forward pass of the rollout's micro-batch with the LoRA beside its base
-(how Phalanx samples: the log-probabilities are those of the update, to the last bit), merged into it, and without it;
-and how far merging moves the velocity. Several ranks answer the second: whole training steps with parallel.fsdp_size =
-the number of ranks, in turns. The last line is JSON.
+(how Phalanx samples: the log-probabilities are those of the update, to the last bit), with the same in peft's kernels,
+merged into the base, and without it; and how far merging moves the velocity. Several ranks answer the second: whole
+training steps with parallel.fsdp_size = the number of ranks, in turns. The last line is JSON.
 """
 
 import copy
@@ -20,16 +20,29 @@ from typing import Any
 
 import torch
 from measure import Bench, arguments, configure, origin, table
+from peft.tuners.lora.layer import Linear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from phalanx.cli import rank, run
 from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
+from phalanx.models.fused_lora import fuse
 from phalanx.models.lora import lora_off
 from phalanx.training.flow_rl import build, check
 
 NOISE = 0.02  # standard deviation of LoRA's B, which begins at 0
+
+
+@contextmanager
+def by_peft(transformer: nn.Module) -> Any:
+    """The LoRA in peft's own five kernels, for a while."""
+    for layer in transformer.modules():
+        if isinstance(layer, Linear):
+            layer.__class__ = Linear
+    yield
+    fuse(transformer)
 
 
 @contextmanager
@@ -61,6 +74,7 @@ def merging(cfg: FlowRLConfig, args: Namespace) -> dict[str, Any]:
     transformer = policy.model.transformer
     modes: dict[str, Callable[[], AbstractContextManager[Any]]] = {
         "beside": nullcontext,
+        "peft": lambda: by_peft(transformer),
         "merged": lambda: merged(transformer),
         "without": lambda: lora_off(transformer),
     }
@@ -76,11 +90,13 @@ def merging(cfg: FlowRLConfig, args: Namespace) -> dict[str, Any]:
             if name == "merged":
                 seconds["merging"].append(clock(device) - start - seconds[name][-1])
     result = {f"{name}_s": statistics.median(values[args.warmup :]) for name, values in seconds.items()}
+    result["peft_ratio"] = result["peft_s"] / result["beside_s"]
     result["merged_ratio"] = result["beside_s"] / result["merged_s"]
     error = (velocity["merged"] - velocity["beside"]).abs().max() / velocity["beside"].abs().max()
     result["velocity_error"] = float(error)
     rows_ = [
         ("LoRA beside its base", f"{result['beside_s']:.4f} s a guided forward pass of {micro} samples"),
+        ("by peft", f"{result['peft_s']:.4f} s   {result['peft_ratio']:.2f} times as long"),
         ("merged", f"{result['merged_s']:.4f} s   {result['merged_ratio']:.2f} times as fast"),
         ("no LoRA", f"{result['without_s']:.4f} s"),
         ("merging and undoing it", f"{result['merging_s']:.4f} s, once a rollout"),
@@ -100,7 +116,7 @@ def sharding(cfg: FlowRLConfig, args: Namespace, ranks: int) -> dict[str, Any]:
             one.parallel.lora_sharding = mode
             bench = Bench.of(one, warmup=args.warmup, steps=args.steps)
             bench.fit()
-            rows += bench.rows[args.warmup :]
+            rows += bench.measures[args.warmup :]
     keys = ("time/rollout", "time/update", "cpu/rollout", "cpu/update")
     result: dict[str, Any] = {}
     for mode, rows in found.items():
@@ -128,7 +144,7 @@ def main() -> None:
         check(cfg)
 
         def job() -> None:
-            ranks = mesh.Launch.from_env().world_size
+            ranks = Launch.from_env().world_size
             result = merging(cfg, args) if ranks == 1 else sharding(cfg, args, ranks)
             head = {"config": args.config, "overrides": args.overrides, "ranks": ranks, "steps": args.steps}
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shapes import SHAPES
 
 from phalanx.cli import fail, rank
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.distributed.collectives import reduce_float
-from phalanx.distributed.mesh import Launch
+from phalanx.distributed.launch import Launch
 from phalanx.telemetry.metrics import Timers
 from phalanx.training.flow_rl import build
 from phalanx.training.rl import Trainer
@@ -56,7 +57,9 @@ def configure(args: argparse.Namespace) -> FlowRLConfig:
         fail(str(error), status=2)
     cfg.data.val_files = []
     if args.shapes and not any(o.startswith("reward.functions=") for o in args.overrides):
-        cfg.reward.functions = [FlowRewardFunctionConfig(path=f"{HERE / 'shapes.py'}:random_reward")]
+        seconds = SHAPES[args.shapes].reward_s if args.shapes in SHAPES else 0.0  # the model tells of an unknown one
+        path = f"{HERE / 'shapes.py'}:random_reward"
+        cfg.reward.functions = [FlowRewardFunctionConfig(path=path, kwargs={"seconds": seconds})]
     if args.shapes or not cfg.data.train_files:
         file = folder / "prompts.txt"
         numbers = range(cfg.data.batch_size(Launch.from_env().world_size) * PROMPTS_EACH)
@@ -129,7 +132,7 @@ class Bench(Trainer):
     def __init__(self, *parts: Any, warmup: int, steps: int, trace: Path | None) -> None:
         super().__init__(*parts)
         self.warmup, self.measured, self.trace = warmup, steps, trace
-        self.rows: list[dict[str, float]] = []
+        self.measures: list[dict[str, float]] = []
         self.after: Callable[[int], None] = lambda step: None
         self.timers = self.meter = Meter(self.world.device)
         self.profile: AbstractContextManager[Any] = nullcontext()
@@ -150,7 +153,7 @@ class Bench(Trainer):
         self.progress.step = step
         assert self.rewards is not None
         row["reward/busy_s"] = self.rewards.busy_s
-        self.rows.append(row | self.timers.pop())
+        self.measures.append(row | self.timers.pop())
         if row["actor/updates_skipped"]:
             fail("all rewards of some update are equal, so that it trains on nothing; give another reward", status=1)
         if self.trace is not None and step == self.total_steps - 1:
@@ -165,12 +168,12 @@ class Bench(Trainer):
 
     def medians(self) -> dict[str, float]:
         """The median of each metric over the measured steps."""
-        rows = self.rows[self.warmup : self.warmup + self.measured]
+        rows = self.measures[self.warmup : self.warmup + self.measured]
         return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
     def spread(self) -> tuple[float, float]:
         """Seconds of the fastest and the slowest measured step."""
-        seconds = [row["perf/step_s"] for row in self.rows[self.warmup : self.warmup + self.measured]]
+        seconds = [row["perf/step_s"] for row in self.measures[self.warmup : self.warmup + self.measured]]
         return min(seconds), max(seconds)
 
     def peak_memory_gb(self) -> float:

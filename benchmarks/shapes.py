@@ -1,13 +1,16 @@
 """A model family of random weights: real architectures, built from their configurations, nothing downloaded or loaded.
 
 In a configuration, `model.family: benchmarks/shapes.py:random_sd3` (or `random_qwen_image`) and `model.path: <shape>`,
-where a shape is one of SHAPES.
+where a shape is one of SHAPES, or one with fewer or more blocks, such as qwen_image/4.
 Weights are made on the device, in the dtype that they are kept in. No layer is left at zero, and prompt embeddings are
-random too, so that no encoder is needed: `text_length` tokens each, 77 + data.max_prompt_length for SD3.
+random too, so that no encoder is needed: of Qwen-Image `text_length` tokens for the longest prompt and a quarter of
+that for the shortest, of SD3 77 + data.max_prompt_length each. For the large models the reward takes as much of a CPU
+as OCR does.
 """
 
 import hashlib
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,11 +35,14 @@ from phalanx.models.flow.family import Embeds
 
 @dataclass(frozen=True)
 class Shape:
-    """Constructor arguments of a transformer and its VAE; `text_length` tokens a prompt, None: by the family's rule."""
+    """Constructor arguments of a transformer and its VAE; `text_length` tokens of the longest prompt, None: by the
+    family's rule; `reward_s` seconds of a CPU for the reward of an image.
+    """
 
     transformer: dict[str, Any]
     vae: dict[str, Any]
     text_length: int | None = None
+    reward_s: float = 0.005
     scheduler: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,6 +84,7 @@ SHAPES: dict[str, Shape] = {
             "qk_norm": "rms_norm",
         },
         vae={**_FOUR_BLOCKS, **_SD3_VAE, "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2},
+        reward_s=0.25,
         scheduler={"shift": 3.0},
     ),
     # 2.6 million parameters: the unit of work of cpu_reference.yaml
@@ -125,7 +132,7 @@ SHAPES: dict[str, Shape] = {
         scheduler={"shift": 3.0},
     ),
     # 20.4 billion parameters: the defaults of diffusers' classes are those of Qwen/Qwen-Image
-    "qwen_image": Shape(transformer={}, vae={}, text_length=64, scheduler=_QWEN_SCHEDULER),
+    "qwen_image": Shape(transformer={}, vae={}, text_length=64, reward_s=0.25, scheduler=_QWEN_SCHEDULER),
     "tiny_qwen_image": Shape(
         transformer={
             "in_channels": 16,
@@ -192,9 +199,18 @@ class RandomQwenImage(qwen_image.Model):
         )
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        assert self.shape.text_length is not None
-        size = (min(self.shape.text_length, max_length), self.transformer.config.joint_attention_dim)
-        return [random_embeds(text, {"prompt_embeds": size}, self.dtype) for text in texts]
+        width, found = self.transformer.config.joint_attention_dim, []
+        for text in texts:
+            length = min(self.text_length(text), max_length)
+            found.append(random_embeds(text, {"prompt_embeds": (length, width)}, self.dtype))
+        return found
+
+    def text_length(self, text: str) -> int:
+        """Tokens of a prompt: a quarter of the longest at least."""
+        longest = self.shape.text_length
+        assert longest is not None
+        shortest = longest // 4
+        return shortest + seed_of(text) % (longest - shortest + 1)
 
 
 # what model.family names: `benchmarks/shapes.py:random_sd3`
@@ -204,9 +220,18 @@ random_qwen_image = SimpleNamespace(Model=RandomQwenImage)
 
 def shape_of(config: FlowModelConfig) -> Shape:
     """The shape that `config.path` names; raises ValueError for an unknown one."""
-    if config.path not in SHAPES:
+    name, _, blocks = config.path.partition("/")
+    if name not in SHAPES or (blocks and not blocks.isdecimal()):
         raise ValueError(f"model.path: {config.path!r} is no shape of benchmarks/shapes.py; known: {', '.join(SHAPES)}")
-    return SHAPES[config.path]
+    return with_blocks(SHAPES[name], int(blocks)) if blocks else SHAPES[name]
+
+
+def with_blocks(shape: Shape, blocks: int) -> Shape:
+    """A shape with so many blocks."""
+    transformer = shape.transformer | {"num_layers": blocks}
+    if "dual_attention_layers" in transformer:
+        transformer["dual_attention_layers"] = tuple(i for i in transformer["dual_attention_layers"] if i < blocks)
+    return replace(shape, transformer=transformer)
 
 
 def random_weights(kind: type[nn.Module], arguments: dict[str, Any], dtype: torch.dtype) -> Any:
@@ -229,14 +254,25 @@ def random_weights(kind: type[nn.Module], arguments: dict[str, Any], dtype: torc
 
 def random_embeds(text: str, sizes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Embeds:
     """Standard normal embeddings of `sizes`, a function of the text."""
-    seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed_of(text))
     found: dict[str, Tensor] = {}
     for name, size in sizes.items():
         found[name] = torch.randn(size, generator=generator).to(dtype)
     return found
 
 
-def random_reward(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
-    """[B] in 0..1: images of random weights can be all alike, and equal rewards would leave nothing to train on."""
+def seed_of(text: str) -> int:
+    """The same number for a text in every process."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little")
+
+
+def random_reward(images: Tensor, prompts: list[str], metadata: list[dict[str, Any]], seconds: float = 0.0) -> Tensor:
+    """[B] in 0..1, after `seconds` of this thread's CPU for each image.
+
+    Images of random weights can be all alike, and equal rewards would leave nothing to train on.
+    """
+    end = time.thread_time() + seconds * len(images)
+    matrix = torch.ones(128, 128)
+    while time.thread_time() < end:
+        torch.mm(matrix, matrix)  # without the interpreter's lock, as OCR works
     return torch.rand(len(images))

@@ -72,9 +72,10 @@ def summary(bench: Bench, args: Namespace) -> dict[str, Any]:
         "peak_memory_gb": bench.peak_memory_gb(),
         "memory_gb": bench.meter.memory_gb,
         "mfu": mfu,
+        "hfu": m.get("perf/hfu"),
         "tflops_per_rank": None if mfu is None or peak is None else mfu * peak / 1e12,
         "peak_tflops": None if peak is None else peak / 1e12,
-        "first_ratio_error": bench.rows[0]["actor/first_ratio_error"],
+        "first_ratio_error": bench.measures[0]["actor/first_ratio_error"],
         "grad_norm": m["actor/grad_norm"],
     }
 
@@ -103,7 +104,8 @@ def show(r: dict[str, Any], bench: Bench) -> None:
     ]
     rows += [(f"  {name}", f"{value:.2f} GB") for name, value in r["memory_gb"].items()]
     if r["mfu"] is not None:
-        rows.append(("utilisation", f"{100 * r['mfu']:.1f} % of {r['peak_tflops']:.3f} TFLOP/s"))
+        again = f"{100 * r['hfu']:.1f} % with what checkpointing computes again"
+        rows.append(("utilisation", f"{100 * r['mfu']:.1f} % of {r['peak_tflops']:.3f} TFLOP/s, {again}"))
     if r["first_ratio_error"]:
         rows.append(("|ratio - 1|", f"{r['first_ratio_error']:.1e} at most in the first update: shapes differ"))
     what = r["shapes"] or bench.cfg.model.path

@@ -19,7 +19,7 @@ def states() -> States:
     length = PROMPT + len(STEPS)
     counts = [torch.tensor([n]) for n in (PROMPT, len(STEPS), 0)]
     ids, step = torch.arange(length)[None], torch.tensor(STEPS)[None]
-    trace = BlockTrace(ids, counts[0], counts[1], step, counts[2], len(STEPS), 5, SIZE)
+    trace = BlockTrace(ids, counts[0], counts[1], len(STEPS), step=step, seeds=counts[2], states=5, size=SIZE)
     return states_of(ids, replayed(trace), mask_id=MASK, count=5)
 
 

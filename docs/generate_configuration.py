@@ -81,6 +81,10 @@ def sections(schema: type, without: type | None = None) -> Iterator[str]:
     for f in fields(schema):
         if f.name in known:
             continue
+        if not is_dataclass(hints[f.name]) and "registry" not in f.metadata:
+            yield f"### {f.name}\n"
+            yield from table(row for row in rows(schema) if row.key == f.name)
+            continue
         section: Any = hints[f.name]
         if "registry" in f.metadata:
             section = type(f.default_factory())

@@ -75,6 +75,11 @@ def lm_overrides(model: Path, folder: Path) -> list[str]:
 
 def tiny_sft_config(model: Path, folder: Path, *overrides: str) -> BlockDiffusionTaskConfig:
     """A supervised job on 8 chats of different lengths a step, in blocks of 4 tokens."""
+    return load(BlockDiffusionTaskConfig, None, [*sft_overrides(model, folder), *overrides])
+
+
+def sft_overrides(model: Path, folder: Path) -> list[str]:
+    """The overrides that make it, whose data and reward are written to `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = []
     for i in range(12):
@@ -84,7 +89,7 @@ def tiny_sft_config(model: Path, folder: Path, *overrides: str) -> BlockDiffusio
         chats.append({"messages": [{"role": role, "content": content} for role, content in turns]})
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
     (folder / "reward.py").write_text(REWARD)
-    base = [
+    return [
         f"model.path={model}",
         "model.dtype=float32",
         "model.block_size=4",
@@ -99,7 +104,6 @@ def tiny_sft_config(model: Path, folder: Path, *overrides: str) -> BlockDiffusio
         "trainer.save_freq=-1",
         f"trainer.output_dir={folder / 'out'}",
     ]
-    return load(BlockDiffusionTaskConfig, None, [*base, *overrides])
 
 
 def fit_sft(cfg: BlockDiffusionTaskConfig) -> dict[str, torch.Tensor]:

@@ -41,12 +41,14 @@ def make_policy(
     *,
     detach_uncond: bool = False,
     max_prompt_length: int = MAX_LENGTH,
+    text_length_multiple: int = 32,
     embeds_cache_dir: Path | None = None,
     **model: Any,
 ) -> FlowPolicy:
     """The policy of a model folder in float32; `model` are keys of FlowModelConfig."""
     data = FlowDataConfig(
         max_prompt_length=max_prompt_length,
+        text_length_multiple=text_length_multiple,
         embeds_cache_dir=None if embeds_cache_dir is None else str(embeds_cache_dir),
     )
     config = FlowModelConfig(**{"path": str(folder), "dtype": "float32"} | model)
@@ -100,10 +102,10 @@ def ode(rollout: PolicyRollout, prompts: list[Prompt] = PROMPTS) -> tuple[Tensor
     return generated.images, latents
 
 
-def velocity(policy: FlowPolicy, guidance: float = 3.0) -> Tensor:
-    """The guided velocity [3, ...] of fixed latents, one of each of PROMPTS, with a gradient."""
+def velocity(policy: FlowPolicy, guidance: float = 3.0, prompts: list[Prompt] = PROMPTS) -> Tensor:
+    """The guided velocity [3, ...] of fixed latents, one of each of three prompts, with a gradient."""
     rollout = make_rollout(policy, 3, guidance=guidance)
-    embeds = rollout.collate(PROMPTS)
+    embeds = rollout.collate(prompts)
     shape = policy.model.latent_shape(rollout.sampler.height, rollout.sampler.width)
     latents = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     return policy.velocity(latents, torch.tensor([900.0, 500.0, 20.0]), embeds, torch.arange(3), rollout.sampler)

@@ -5,6 +5,7 @@ Zero-initialised layers are jittered, so that no output, gradient or text embedd
 """
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import diffusers
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 QWEN_PREFIX = (
@@ -394,3 +396,11 @@ def load_pipeline(folder: str | Path, **parts: Any) -> Any:
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, **absent, **parts)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def halved(folder: Path, to: Path) -> Path:
+    """A model folder whose tensors are in bfloat16."""
+    shutil.copytree(folder, to)
+    for file in to.rglob("*.safetensors"):
+        save_file({name: t.to(torch.bfloat16) for name, t in load_file(file).items()}, file, {"format": "pt"})
+    return to

@@ -18,7 +18,7 @@ from phalanx.config import load
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import PromptRow
 from phalanx.data.streams import PromptStream
-from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.models.trained import TrainedModel
@@ -96,7 +96,9 @@ class WordPolicy:
     def using(self, weights: str) -> AbstractContextManager[None]:
         return self.trained.using(weights)
 
-    def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
+    def step_flops(
+        self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
+    ) -> int:
         weights = sum(p.numel() for p in self.trained.module.parameters())
         return round(2 * weights * count * actions * (1 + references + 3 * updates))
 
@@ -232,7 +234,7 @@ def build(cfg: RLConfig, make: Callable[..., Any] = Trainer) -> Any:
     """The job of a WordPolicy, in the loop that pictures have."""
     algorithm = algorithms.build(cfg.algorithm)
     batches.check(cfg, algorithm)
-    plan = batches.plan(cfg, algorithm, mesh.Launch.from_env().world_size)
+    plan = batches.plan(cfg, algorithm, Launch.from_env().world_size)
     world = start(cfg)
     rewards = build_rewards(cfg, world, outputs="completions")
     policy = WordPolicy(small(Writer, world, cfg, cfg.trainer.seed))

@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
-from phalanx.exit import Stopped, end, end_with_parent, place, rank, say
+from phalanx.exit import Stopped, end, end_with_parent, is_first, leads, place, rank, say
 
 if TYPE_CHECKING:
     from phalanx.distributed.watchdog import Watch
@@ -34,15 +34,17 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 warnings.filterwarnings("ignore", message=".*torch_dtype.*", category=FutureWarning)
+warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
 
 HELP = "--help: this text"
 PLAN = (
-    "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5]: what the job would be on that "
-    "cluster; nothing is trained"
+    "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5] "
+    "[rollout_s=30 inference_s=3 actor_s=10]: what the job would be on that cluster; nothing is trained"
 )
 LONGEST = 2000  # characters of an error
 # known only beside --plan
-PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu", "gpu_memory_gb", "gpu_hour_price")
+PLAN_SECONDS = ("rollout_s", "inference_s", "actor_s")  # of the phase of each role, if all ranks did it
+PLAN_WORDS = ("nnodes", "nproc_per_node", "nproc", "gpu", "gpu_memory_gb", "gpu_hour_price", *PLAN_SECONDS)
 
 
 def parse(
@@ -55,9 +57,9 @@ def parse(
     """The configuration from `[config.yaml] [key=value ...]`.
 
     With --help it prints the help and exits; with --plan, what `plan` makes of the configuration and of the PLAN_WORDS
-    that are given. With PHALANX_CHECK=1, by which train.sh asks before it starts a rank, it runs `check`, which raises
-    ValueError for what the files say without torch, and goes no further. A mistake ends the process with status 2 and
-    one line, printed by rank 0 alone.
+    that are given. With PHALANX_CHECK=1, by which phalanx.launch asks before it starts a rank, it runs `check`, which
+    raises ValueError for what the files say without torch, and goes no further. A mistake ends the process with status
+    2 and one line, printed by rank 0 alone.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -159,7 +161,7 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     except JobError as error:
         _tell(error, status=1)
     except Stopped as stop:
-        end(128 + stop.number, str(stop), str(stop) if rank() == 0 else None)
+        end(128 + stop.number, str(stop), str(stop) if leads() else None)
     # All is written and closed. Worker threads and those of process groups would outlive the interpreter's teardown; a
     # rank was seen to abort ("terminate called without an active exception"), which this most likely prevents.
     end(0)
@@ -167,14 +169,14 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
 
 def fail(message: str, status: int) -> NoReturn:
     """Print one line and exit at once, without waiting for worker threads."""
-    if rank() != 0:
-        # Rank 0 speaks first. Where it fails as well, as with any mistake in the configuration, its
+    if not is_first():
+        # The first rank speaks first. Where it fails as well, as with any mistake in the configuration, its
         # launcher ends the others while they wait here, before they repeat it: by SIGTERM, so that
         # must end them, whatever handlers there are.
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
-    prefix = "error" if rank() == 0 else f"error on rank {rank()}"
+    prefix = "error" if is_first() else f"error on rank {rank()}"
     _end_with(f"{prefix}: {_one_line(message)}", status)
 
 
@@ -194,7 +196,7 @@ def _tell(error: Exception, status: int) -> NoReturn:
 def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """End with an exception that nobody expected (sys.excepthook)."""
     if kind is KeyboardInterrupt:
-        end(128 + signal.SIGINT, f"{place()}: interrupted", "interrupted" if rank() == 0 else None)
+        end(128 + signal.SIGINT, f"{place()}: interrupted", "interrupted" if leads() else None)
     watch = _watch()
     text = "".join(traceback.format_exception(kind, error, trace))
     report = f"{place()}:\n{text.rstrip()}"

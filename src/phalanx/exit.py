@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import signal
 import socket
@@ -12,6 +13,9 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _said: set[str] = set()  # by this process, on the terminal
+_role = ""  # of this process, where ranks have roles of their own
+_leads: bool | None = None  # None: as rank 0 does
+_first: bool | None = None
 
 
 class Stopped(RuntimeError):
@@ -27,9 +31,37 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def leads() -> bool:
+    """Whether this process speaks for the job: rank 0, but where `take_role` has said otherwise."""
+    return rank() == 0 if _leads is None else _leads
+
+
+def is_first() -> bool:
+    """Whether this process is the first of those that do the same and fail alike: of its role, where there are any."""
+    return rank() == 0 if _first is None else _first
+
+
+def take_role(role: str, *, first: bool, lead: bool) -> None:
+    """Be the first rank of a role or not, and the one that speaks for the job or not, in place of rank 0."""
+    global _role, _leads, _first
+    _role, _leads, _first = role, lead, first
+    _log(lead, logging.INFO)
+
+
+def speak_for_role() -> None:
+    """Let warnings of each role's first rank be heard, once roles do different things."""
+    if not leads():
+        _log(is_first(), logging.NOTSET)
+
+
+def _log(aloud: bool, own: int) -> None:
+    logging.getLogger().setLevel(logging.WARNING if aloud else logging.ERROR)
+    logging.getLogger("phalanx").setLevel(own if aloud else logging.NOTSET)
+
+
 def place() -> str:
-    """This process, for a message: `rank 3 on node-b`."""
-    return place_of(rank())
+    """This process, for a message: `rank 3 on node-b`, and `(actor)` where that is its role."""
+    return f"{place_of(rank())} ({_role})" if _role else place_of(rank())
 
 
 def place_of(number: int) -> str:

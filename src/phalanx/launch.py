@@ -1,7 +1,8 @@
 """torchrun with one line in place of its report: `python3 -m phalanx.launch [torchrun's options] tasks/<task>.py ...`.
 
-train.sh starts it on each node. It differs from torchrun in three ways:
+train.sh starts it on each node. It differs from torchrun in four ways:
 
+- The task looks at its command line first: a mistake is told once, before any rank starts.
 - The first error, which the ranks have printed, is the last thing on the terminal, and the exit status is the failed
   rank's. torchrun's own traceback, banner and box, 40 lines, come with PHALANX_TRACEBACK=1 alone.
 - It dies with the process that started it, even by kill -9, and its ranks die with it (see `exit.end_with_parent`).
@@ -12,12 +13,13 @@ train.sh starts it on each node. It differs from torchrun in three ways:
 import contextlib
 import logging
 import os
+import runpy
 import signal
 import socket
 import sys
 import threading
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -35,8 +37,6 @@ STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of ranks that end because a
 def main(argv: list[str]) -> NoReturn:
     """Run torchrun with these arguments, and exit with what came of it."""
     end_with_parent()
-    find_node_0(argv)
-    _announce(argv)
     verbose = os.environ.get("PHALANX_TRACEBACK") == "1"
     if not verbose:
         # torch's Python and C++ sides would repeat in warnings and frames what is told here in a line
@@ -47,11 +47,14 @@ def main(argv: list[str]) -> NoReturn:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    args = run.parse_args(argv)
+    _check(args.training_script, args.training_script_args)
+    find_node_0(args)
+    _announce(args)
     if verbose:
         run.main(argv)
         sys.exit(0)
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' own is another matter
-    args = run.parse_args(argv)
     if args.nnodes != "1" and args.max_restarts > 0:
         threading.Thread(target=_tell_of_waiting, args=(args.nnodes,), daemon=True).start()
     try:
@@ -66,12 +69,28 @@ def main(argv: list[str]) -> NoReturn:
     sys.exit(0)
 
 
-def find_node_0(argv: list[str]) -> None:
+def _check(task: str, words: list[str]) -> None:
+    """End with the task's status where it finds a mistake in its command line, which it tells."""
+    if not Path(task).is_file() or "phalanx.cli" not in Path(task).read_text():
+        return  # of somebody else's
+    child = os.fork()  # torch is loaded here already, which takes longer than the rest
+    if child == 0:
+        logging.disable(logging.NOTSET)
+        os.environ["PHALANX_CHECK"] = "1"
+        sys.argv, sys.path[0] = [task, *words], str(Path(task).parent)
+        runpy.run_path(task, run_name="__main__")
+        sys.exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if status:
+        sys.exit(status if status > 0 else 128 - status)
+
+
+def find_node_0(args: Namespace) -> None:
     """Wait until node 0's port answers; on node 0 itself, until its address is known. Say so where that takes long.
 
     Ends the process after JOIN_S seconds.
     """
-    address, port, first = _node_0(argv)
+    address, port, first = _node_0(args)
     if not address:
         return
     where = f"MASTER_ADDR={address}, MASTER_PORT={port}"
@@ -89,31 +108,21 @@ def find_node_0(argv: list[str]) -> None:
         say(f"WARNING: this is node 0, but {where} is no address of its own; the job hangs unless it is led here")
 
 
-def _announce(argv: list[str]) -> None:
-    """Say that ranks are started, on node 0 alone: torch, which starts them, takes seconds to load."""
-    args = _parsed(argv)
-    if _node_0(argv)[2] and args.nproc_per_node:
-        each = "" if args.nnodes in ("", "1") else f" on each of {args.nnodes} nodes"
+def _announce(args: Namespace) -> None:
+    """Say that ranks are started, on node 0 alone: they take seconds to load torch."""
+    if _node_0(args)[2]:
+        each = "" if args.nnodes == "1" else f" on each of {args.nnodes} nodes"
         say(f"starting {args.nproc_per_node} {'rank' if args.nproc_per_node == '1' else 'ranks'}{each}")
 
 
-def _parsed(argv: list[str]) -> Namespace:
-    """The options of torchrun that matter here."""
-    # torch's own parser would load torch first, for seconds in which the user hears nothing
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--node-rank", type=int, default=0)
-    for name in ("--nnodes", "--nproc-per-node", "--master-addr", "--master-port", "--rdzv-endpoint", "--rdzv-conf"):
-        parser.add_argument(name, default="")
-    return parser.parse_known_args(argv)[0]
-
-
-def _node_0(argv: list[str]) -> tuple[str, int, bool]:
+def _node_0(args: Namespace) -> tuple[str, int, bool]:
     """Node 0's address and port, and whether this is node 0; no address for a job of one node."""
-    args = _parsed(argv)
+    if args.standalone:
+        return "", 0, True
     if args.rdzv_endpoint:
         address, _, port = args.rdzv_endpoint.rpartition(":")
         return address, int(port), "is_host=true" in args.rdzv_conf
-    return args.master_addr, int(args.master_port or 0), args.node_rank == 0
+    return args.master_addr, args.master_port, args.node_rank == 0
 
 
 def _problem(address: str, port: int, first: bool) -> str | None:

@@ -47,6 +47,10 @@ class Trace(Protocol):
     def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """The samples of several traces of one rollout, one after the other."""
+
     def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
         """The trace after the policy itself has replayed all samples, those in the rows `parts` one by one: see
         phalanx.rollout.correction.
@@ -76,7 +80,8 @@ class Samples:
     where the rollout's are exact at all; False on all ranks where the shapes have changed since. `lengths` [B, 2], on
     the CPU, are the tokens of each prompt and of its response, where samples are made of tokens. `on_policy`: each of
     them is trained once, by the weights that drew it, so that log_prob is that of the pass that trains it, NaN here.
-    `positions` [B] of each sample in a pass, on the CPU, where those are not its tokens.
+    `positions` [B] of each sample in a pass, on the CPU, where those are not its tokens. `version` [B], on the CPU: the
+    training steps of the weights that drew each, where those may be older than the policy's.
     """
 
     prompts: list[Prompt]
@@ -90,6 +95,7 @@ class Samples:
     lengths: Tensor | None = None
     on_policy: bool = False
     positions: Tensor | None = None
+    version: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor | None:
@@ -172,7 +178,10 @@ class Teacher:
 
 
 class Policy(Protocol):
-    """The trained model, as algorithms and rollouts see it."""
+    """The trained model, as algorithms and rollouts see it. `trace_type`: the class of its traces."""
+
+    @property
+    def trace_type(self) -> type: ...
 
     def replay(self, trace: Any) -> Any:
         """The Replay of a Trace."""

@@ -64,6 +64,26 @@ def test_layouts_agree(blocks_folder: Path, tmp_path: Path) -> None:
             assert_same_weights(one["weights"], parts[0][name]["weights"], 1e-3)
 
 
+def drawn_lengths(cfg: LMRLConfig) -> tuple[dict[str, float], list[list[int]]]:
+    """What a rollout says of its responses, and their tokens."""
+    from phalanx.training.lm_rl import build
+
+    t = build(cfg)
+    with t.rollout.awake():
+        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+    ids = samples.trace.ids[samples.trace.responses].split(samples.trace.lengths.tolist())
+    return t.rollout.metrics(samples, torch.zeros(len(ids))), [tokens.tolist() for tokens in ids]
+
+
+def test_a_response_is_as_long_as_up_to_its_end(blocks_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_lm_config(blocks_folder, tmp_path, *BLOCKS, "data.max_response_length=80")
+    ((row, responses),) = run_ranks(drawn_lengths, 1, cfg)
+    end = AutoTokenizer.from_pretrained(blocks_folder).eos_token_id
+    lengths = [tokens.index(end) + 1 if end in tokens else len(tokens) for tokens in responses]
+    assert row["response/length_mean"] == sum(lengths) / 16 < sum(map(len, responses)) / 16
+    assert (row["response/length_min"], row["response/length_max"]) == (min(lengths), max(lengths))
+
+
 def test_every_estimate_trains(blocks_folder: Path, tmp_path: Path) -> None:
     """Its old log-probs are those of the same masks; what the others are is no part of what is drawn."""
     cfgs = {

@@ -1,6 +1,7 @@
 """The check of a cluster on real ranks: what they measure together, and that it ends, and says why, where one does not."""
 
 import os
+import re
 import socket
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ from phalanx.config import load
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.types import JobError
 from tests.ranks import free_port, run_ranks
 
@@ -97,6 +99,31 @@ def test_two_nodes_that_share_a_disk(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_roles_are_placed_and_their_weights_timed(tmp_path: Path) -> None:
+    here = [f"trainer.output_dir={tmp_path}/a", "min_free_gb=0", "placement={rollout: 2, inference: 0, actor: 1}"]
+    (findings, verdict), *_ = run_ranks(whole, 3, free_port(), [here] * 3, init=False)
+    assert verdict is None
+    assert findings[1] == "ok       placement: rollout rank 2, inference rank 0, actor rank 1"
+    rate = re.fullmatch(
+        r"ok       roles: weights from rank 1 to the 2 that sample or score in (.+) s a GB \(rank [02] on .+\)",
+        findings[-1],
+    )
+    assert rate is not None and 0.001 < float(rate[1]) < 1000
+
+
+def test_a_placement_that_does_not_fit(tmp_path: Path) -> None:
+    """The other steps go on, without the last one; where nodes are told differently, the first one's counts."""
+    good, bad = "placement={rollout: 0, actor: 1}", "placement={rollout: 0, actor: 2}"
+    own = [f"trainer.output_dir={tmp_path}/a", "min_free_gb=0", "timeout_s=20"]
+    for first, other, failed in ((bad, bad, "placement"), (good, bad, "configuration"), (bad, good, "placement")):
+        given = [[*own, first], [*own, other]]
+        (findings, verdict), (_, told) = run_ranks(whole, 2, free_port(), given, local_world=1, init=False)
+        assert verdict == told and verdict is not None and failed in verdict
+        wrong = "FAIL     placement: actor: '2': this world has ranks 0 to 1" in findings
+        assert wrong == (first is bad)
+        assert topics(findings)[-1] == ("ok       bandwidth" if first is bad else "ok       roles")
+
+
 def test_two_nodes_that_do_not_share_a_disk(tmp_path: Path) -> None:
     own = [[f"trainer.output_dir={tmp_path}/{rank}", "timeout_s=2"] for rank in range(2)]
     (findings, verdict), (_, other) = run_ranks(whole, 2, free_port(), own, local_world=1, init=False)
@@ -165,7 +192,7 @@ def test_a_rank_that_hangs_is_named_in_time(tmp_path: Path) -> None:
 def leaves_early(port: int, who: int) -> tuple[list[str], str | None] | None:
     """One rank says that it is here, and ends."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    launch = mesh.Launch.from_env()
+    launch = Launch.from_env()
     if launch.rank != who:
         return whole(port, [["timeout_s=2"]] * 2, grace_s=0.5)
     exchange = KVExchange(launch.rank, 2, open_store(launch, 2))

@@ -1,5 +1,6 @@
 """The layout is no part of the result: same samples to the last bit, same gradient, on any mesh and micro-batch."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,21 @@ def test_a_batch_per_rank_is_the_batch_of_all(sd3_folder: Path, tmp_path: Path) 
     own = ("data.train_batch_size=32", "data.train_batch_size_per_gpu=2")
     own += ("actor.ppo_mini_batch_size=16", "actor.ppo_mini_batch_size_per_gpu=1")
     assert_same_step(whole, run_ranks(one_step, 2, configure(sd3_folder, tmp_path, *LORA, *own)), lr=1e-3)
+
+
+def compiled_step(cfg: FlowRLConfig) -> dict[str, Any]:
+    torch.compile = partial(torch.compile, backend="eager")  # to make code of the graphs takes the compiler minutes
+    return one_step(cfg)
+
+
+def test_compiled_blocks_are_sharded_and_checkpointed(qwen_folder: Path, tmp_path: Path) -> None:
+    """With one graph for both modes: the first update has a ratio of exactly 1."""
+    keys = (*LORA, "actor.ppo_micro_batch_size_per_gpu=2")
+    reference = run_ranks(one_step, 1, configure(qwen_folder, tmp_path / "a", *keys))
+    fast = ("model.compile=true", "model.gradient_checkpointing=true", "parallel.fsdp_size=2")
+    cfg = configure(qwen_folder, tmp_path / "b", *keys, *fast)
+    found = run_ranks(compiled_step, 2, cfg, timeout=240)
+    assert all(part["row"]["actor/first_ratio_error"] == 0 for part in (*reference, *found))
+    torch.testing.assert_close(together(found, "images"), together(reference, "images"), rtol=0, atol=1e-3)
+    norm = reference[0]["row"]["actor/grad_norm"]
+    assert found[0]["row"]["actor/grad_norm"] == pytest.approx(norm, rel=1e-3)

@@ -1,11 +1,13 @@
 """Language models in the loop: the layout is no part of the result, and a resumed run is the run."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from phalanx.config.lm import LMRLConfig
 from tests.jobs import assert_same_weights, rows
 from tests.lm import fit, one_step, tiny_lm_config
 from tests.ranks import run_ranks
@@ -61,6 +63,24 @@ def test_gradient_checkpointing_and_chunks_change_nothing(lm_folder: Path, tmp_p
     assert plain["texts"] == thrifty["texts"]
     assert thrifty["row"]["actor/grad_norm"] == pytest.approx(plain["row"]["actor/grad_norm"], rel=1e-5)
     assert_same_weights(plain["weights"], thrifty["weights"], 1e-3)
+
+
+def compiled_step(cfg: LMRLConfig) -> dict[str, Any]:
+    torch.compile = partial(torch.compile, backend="eager")  # to make code of the graphs takes the compiler minutes
+    return one_step(cfg)
+
+
+@pytest.mark.full
+def test_compiled_layers_take_the_same_step(lm_folder: Path, tmp_path: Path) -> None:
+    """Sharded and recomputed, decoding with them, and old log-probs by the graph of the update."""
+    keys = (*LORA, KL)
+    (plain,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "plain", *keys))
+    fast = ("model.compile=true", "model.gradient_checkpointing=true", "parallel.fsdp_size=2")
+    parts = run_ranks(compiled_step, 2, tiny_lm_config(lm_folder, tmp_path / "fast", *keys, *fast), timeout=200)
+    assert joined(parts, "texts") == plain["texts"]
+    assert all(part["row"]["actor/first_ratio_error"] == 0 for part in parts)
+    assert parts[0]["row"]["actor/grad_norm"] == pytest.approx(plain["row"]["actor/grad_norm"], rel=1e-4)
+    assert_same_weights(plain["weights"], parts[0]["weights"], 1e-3)
 
 
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:

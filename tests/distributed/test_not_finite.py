@@ -86,7 +86,7 @@ def warnings_of(cfg: FlowRLConfig) -> tuple[list[str], dict[str, Tensor]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx.training.rl").addHandler(handler)
+    logging.getLogger("phalanx.training.collecting").addHandler(handler)
     return said, fit(cfg)
 
 

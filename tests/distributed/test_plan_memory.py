@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from benchmarks.scale import Mail
 from PIL import Image
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from phalanx.config import load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
@@ -41,6 +40,7 @@ from tests.tiny import jitter, tiny_sd3
 WITHIN, HEAP_NOISE = 0.08, 2_500_000
 LORA, FULL = "model.lora_rank=16", "model.lora_rank=0"
 CHECKPOINTING, BF16 = "model.gradient_checkpointing=true", "model.dtype=bfloat16"
+SOME_BLOCKS = [CHECKPOINTING, "model.gradient_checkpointing_blocks=2"]
 SHARDED = "parallel.fsdp_size=2"
 ONE_PASS = ["actor.ppo_micro_batch_size_per_gpu=4", "rollout.micro_batch_size_per_gpu=4"]
 
@@ -236,6 +236,10 @@ def compare(plan: Planned, memory: Memory, took: dict[str, int]) -> None:
     [
         pytest.param(1, [FULL, CHECKPOINTING, *ONE_PASS], id="full, checkpointing, one pass"),
         pytest.param(1, [LORA, CHECKPOINTING, BF16], id="lora, checkpointing, bfloat16"),
+        pytest.param(1, [FULL, *SOME_BLOCKS, *ONE_PASS], id="full, checkpointing of 2 blocks of 6, one pass"),
+        pytest.param(
+            2, [LORA, *SOME_BLOCKS, BF16, SHARDED], id="sharded, lora, checkpointing of 2 blocks of 6, bfloat16"
+        ),
         pytest.param(1, [FULL, "actor.ema.decay=0.9"], id="full, EMA, two passes"),
         pytest.param(2, [FULL, CHECKPOINTING, "parallel.fsdp_size=1", "algorithm.kl_loss_coef=0.1"], id="copies, KL"),
         pytest.param(2, [FULL, CHECKPOINTING, SHARDED, "actor.ema.decay=0.9", *ONE_PASS], id="sharded, EMA, one pass"),
@@ -270,31 +274,6 @@ def test_memory_of_flow_matching(medium_folder: Path, tmp_path: Path) -> None:
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
-
-
-class Mail(TorchDispatchMode):
-    """Bytes that a rank of a ring receives, by the collective and the size of its group; numbers are left out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.received: dict[tuple[str, int], float] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kind = {"_allgather_base_": "gather", "_reduce_scatter_base_": "reduce", "allreduce_": "sum"}
-        name = func._schema.name.removeprefix("c10d::")
-        if func.namespace == "c10d" and name in kind:
-            leaves = tree_leaves((args, kwargs))
-            size = max(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
-            (ranks,) = [dist.ProcessGroup.unbox(leaf).size() for leaf in leaves if is_group(leaf)]
-            if size >= 1000 and ranks > 1:
-                key = (kind[name], ranks)
-                share = (2 if name == "allreduce_" else 1) * (ranks - 1) / ranks
-                self.received[key] = self.received.get(key, 0) + share * size
-        return func(*args, **(kwargs or {}))
-
-
-def is_group(leaf: Any) -> bool:
-    return isinstance(leaf, torch.ScriptObject) and "ProcessGroup" in leaf._type().qualified_name()
 
 
 def messages(cfg: FlowRLConfig) -> dict[tuple[str, int], float]:

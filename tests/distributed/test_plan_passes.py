@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.scale import Mail
 
 from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
@@ -17,7 +18,6 @@ from phalanx.plan.memory import count
 from phalanx.plan.text import messages
 from phalanx.telemetry.flops import peak_flops
 from phalanx.training.flow_rl import build
-from tests.distributed.test_plan_memory import Mail
 from tests.jobs import PROMPTS, base_overrides
 from tests.ranks import run_ranks
 from tests.tiny import jitter, load_pipeline
@@ -65,7 +65,7 @@ def step(cfg: FlowRLConfig) -> dict[str, Any]:
     return seen | {
         "gathered": gathered,
         "held": held,
-        "flops": t.performance(samples, 1.0)["perf/mfu"] * t.world.size * peak,
+        "flops": t.performance(samples, 1.0)["perf/hfu"] * t.world.size * peak,
     }
 
 

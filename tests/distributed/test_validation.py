@@ -204,6 +204,7 @@ def kept(rollout: Any, reward: Callable[[Any], list[float]], keep: int) -> tuple
     cfg = RunConfig()
     cfg.trainer.log_val_generations, cfg.rollout.val.n = keep, 2
     rewards: list[float] = []
+    rank = dist.get_rank()
     return validation.validate(
         cfg,
         rollout,
@@ -212,7 +213,7 @@ def kept(rollout: Any, reward: Callable[[Any], list[float]], keep: int) -> tuple
         lambda: (torch.tensor(rewards), {}),
         "set",
         [Prompt(f"prompt {i}", i, {}) for i in range(5)],
-        cast(Any, SimpleNamespace(rank=dist.get_rank(), size=dist.get_world_size())),
+        cast(Any, SimpleNamespace(rank=rank, data_rank=rank, data_size=dist.get_world_size(), context_size=1)),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from phalanx.training.checkpoint import read_meta
 from tests.jobs import PROMPTS, base_overrides
-from tests.lm import lm_overrides
+from tests.lm import lm_overrides, sft_overrides
 from tests.ranks import ROOT, end_with_parent, launch_environment
 
 TASK = "tests/faults/task.py"
@@ -23,7 +23,8 @@ class Job:
     """One node's `sh train.sh`, begun at once; a context manager that leaves no process behind.
 
     `folder` holds prompts, the output_dir `out`, and the terminal's text `<name>.log`. `prefix` goes before the
-    command, such as `ip netns exec ...`. With `lm` the model is a language model.
+    command, such as `ip netns exec ...`. With `lm` the model is a language model, with `sft` one that learns to denoise
+    blocks, supervised.
     """
 
     def __init__(
@@ -35,14 +36,16 @@ class Job:
         prefix: Sequence[str] = (),
         name: str = "node",
         lm: bool = False,
+        sft: bool = False,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
-        base = lm_overrides(model, folder) if lm else base_overrides(model, folder)
+        recipe, overrides_of = ("lm", lm_overrides) if lm else ("sft", sft_overrides) if sft else ("", base_overrides)
+        base = overrides_of(model, folder)
         self.folder, self.log = folder, folder / f"{name}.log"
         settings = [f"parallel.timeout_s={TIMEOUT_S}", "rollout.micro_batch_size_per_gpu=4", *overrides]
         mark = f"{folder}/{name}"  # in the environment of all that the job starts
-        variables = {"NPROC_PER_NODE": "2", "RECIPE": "lm" if lm else "", "NODE_MARK": mark, **(env or {})}
+        variables = {"NPROC_PER_NODE": "2", "RECIPE": recipe, "NODE_MARK": mark, **(env or {})}
         self._mark = f"NODE_MARK={mark}\0"
         with self.log.open("a") as log:
             self.process = subprocess.Popen(

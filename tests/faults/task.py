@@ -1,7 +1,8 @@
-"""tasks/train_flowgrpo.py, or with RECIPE=lm tasks/train_grpo.py, whose ranks also say which phase they are in, so that
-tests can aim.
+"""tasks/train_flowgrpo.py, or with RECIPE=lm tasks/train_grpo.py and with RECIPE=sft tasks/train_block_diffusion.py, whose
+ranks also say which phase they are in, so that tests can aim.
 
-FAULT names what goes wrong: `raise:RANK:STEP` and `hang:RANK:STEP` in the update of that step, once.
+FAULT names what goes wrong in reinforcement learning: `raise:RANK:STEP` and `hang:RANK:STEP` in the update of that step, or
+on a rank that only samples in its sampling, once.
 """
 
 import os
@@ -12,18 +13,28 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from phalanx import exit
 from phalanx.cli import parse, run
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 
-LANGUAGE = os.environ.get("RECIPE") == "lm"
+RECIPES: dict[str, tuple[str, type[Any]]] = {
+    "": ("flow_rl", FlowRLConfig),
+    "lm": ("lm_rl", LMRLConfig),
+    "sft": ("block_diffusion", BlockDiffusionTaskConfig),
+}
+RECIPE = os.environ.get("RECIPE", "")
+MODULE, SCHEMA = RECIPES[RECIPE]
 PHASES = ("rollout", "reward", "update", "checkpoint", "validation")
 
 
 def build(cfg: Any) -> Callable[[], None]:
     from phalanx.telemetry.metrics import Timers
     from phalanx.training.rl import Trainer
+    from phalanx.training.serving import Pace, Sampler
 
+    own, seen, usual = exit.rank(), [0], Sampler.sample
     kind, rank, step = (os.environ.get("FAULT") or "none:-1:-1").split(":")
 
     class Phases(Timers):
@@ -33,25 +44,47 @@ def build(cfg: Any) -> Callable[[], None]:
         def __call__(self, name: str) -> Iterator[None]:
             with super().__call__(name):
                 part = said.with_suffix(".part")
-                part.write_text(f"{os.getpid()} {trainer.progress.step} {name}")
+                part.write_text(f"{os.getpid()} {step_of()} {name}")
                 part.replace(said)
                 time.sleep(float(os.environ.get("PHASE_S", "0")))
                 yield
 
     class Faulty(Trainer):
         def update(self, *args: Any) -> dict[str, float]:
-            if kind != "none" and (self.world.rank, self.progress.step) == (int(rank), int(step)):
-                if kind == "raise":
-                    raise KeyError("no such thing")
-                time.sleep(1000)
+            fail(self.progress.step)
             return super().update(*args)
 
-    recipe = import_module("phalanx.training.lm_rl" if LANGUAGE else "phalanx.training.flow_rl")
-    trainer = recipe.build(cfg, Faulty)
-    said = Path(cfg.trainer.output_dir).parent / f"phase_{trainer.world.rank}"
+    def fail(at: int) -> None:
+        if kind != "none" and (own, at) == (int(rank), int(step)):
+            if kind == "raise":
+                raise KeyError("no such thing")
+            time.sleep(1000)
+
+    def sample(self: Sampler, at: int, part: int = 0) -> Any:
+        seen[:] = [at]
+        fail(at)
+        return usual(self, at, part)
+
+    def step_of() -> int:
+        return trainer.progress.step if not isinstance(trainer, Sampler) else seen[0]
+
+    Sampler.sample = sample
+    recipe = import_module(f"phalanx.training.{MODULE}")
+    trainer = recipe.build(cfg) if RECIPE == "sft" else recipe.build(cfg, Faulty)
+    said = Path(cfg.trainer.output_dir).parent / f"phase_{own}"
     trainer.timers = Phases()
+    if isinstance(trainer, Sampler):
+        trainer.pace = Pace(trainer.timers)
+    elif isinstance(trainer, Trainer) and trainer.schedule is not None:
+        trainer.schedule.timers = trainer.timers
     return trainer.run
 
 
+def check(cfg: Any) -> None:
+    from phalanx.jobs.inputs import check_placement
+
+    check_placement(cfg)
+
+
 if __name__ == "__main__":
-    run(build, parse(LMRLConfig if LANGUAGE else FlowRLConfig, __doc__ or ""))
+    run(build, parse(SCHEMA, __doc__ or "", check=check))

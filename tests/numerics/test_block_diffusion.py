@@ -14,6 +14,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.block_diffusion import BlockTrace, States, confident, least_unmasked, replayed, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
+from phalanx.rollout.lm.denoise import Denoising, drawn_tokens
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.types import Prompt, Samples
 from tests.policies import disturb
@@ -201,3 +202,18 @@ def test_the_surest_positions_are_unmasked() -> None:
     assert confident(sure, masked, least=3, threshold=0.9).tolist() == [[True, True, False, True]]
     assert confident(sure, masked, least=1, threshold=0.99).tolist() == [[False, True, False, False]]
     assert [least_unmasked(4, k) for k in (1, 2, 3, 4)] == [[4], [2, 2], [2, 1, 1], [1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("keys", [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"confidence": "token"}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_draw_in_parts_is_the_draw(keys: dict[str, Any], dtype: torch.dtype) -> None:
+    how = replace(Denoising(limit=16, temperature=0.7, ends=(1,), pad=0, size=SIZE, steps=SIZE, mask_id=5), **keys)
+    stream = torch.Generator().manual_seed(0)
+    logits = (3 * torch.randn(6, SIZE, 1000, generator=stream)).to(dtype)
+    uniform, masked = (torch.rand(6, SIZE, generator=stream) for _ in range(2))
+    whole = drawn_tokens(logits, masked < 0.8, uniform, how)
+    for rows in (1, 7):
+        with patch("phalanx.rollout.lm.denoise.TOGETHER", rows * 1000 + 999):
+            parts = drawn_tokens(logits, masked < 0.8, uniform, how)
+        assert all(torch.equal(one, other) for one, other in zip(parts, whole, strict=True))
+    assert 12 < len(whole[0]) < 24 and not (whole[0] == how.mask_id).any()

@@ -63,7 +63,7 @@ def test_no_tensor_of_a_pass_is_larger_than_a_chunk() -> None:
     )
     lm = Qwen3ForCausalLM(settings).eval()
     lm.gradient_checkpointing_enable({"use_reentrant": False})
-    model = CausalLM(lm, chunk=16, recomputes=True)
+    model = CausalLM(lm, chunk=16, recomputes=1)
     ids = torch.randint(VOCABULARY, (4, 33))
     with Largest() as largest:
         scores, _, _ = model(ids, torch.ones(4, 32, dtype=torch.bool), 1.0)

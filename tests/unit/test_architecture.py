@@ -45,7 +45,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "math_verify": ("rewards.text._child",),
     "matplotlib": ("tools.digits",),
     "onnxruntime": ("rewards.image.ocr",),
-    "peft": ("models.lora",),
+    "peft": ("models.lora", "models.fused_lora"),
     "pyarrow": ("data",),
     "rapidfuzz": ("rewards.image.ocr", "rewards.judge.vlm_ocr"),
     "rapidocr": ("rewards.image.ocr",),

@@ -111,3 +111,15 @@ def test_an_unknown_backend(world: World, folder: Path) -> None:
         make_policy(world, folder, attn_backend="falsh")
     known = ", ".join(sorted(b.value for b in AttentionBackendName))
     assert str(error.value) == f"model.attn_backend: 'falsh' is unknown to diffusers; known: {known}"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_rotations_are_the_complex_ones(world: World, qwen_folder: Path, dtype: str) -> None:
+    complex_, real = (make_policy(world, qwen_folder, dtype=dtype) for _ in range(2))
+    real.model.prepare_compiling()
+    with Operations() as operations:
+        found = velocity(real)
+    assert "view_as_complex" not in operations.names
+    wanted = velocity(complex_)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6 if dtype == "float32" else 0.02)

@@ -15,6 +15,7 @@ from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.training import flow_rl
 from phalanx.training.batches import BatchPlan
 
@@ -409,13 +410,13 @@ def test_impossible_combinations(changes: dict[str, Any], message: str) -> None:
 
 
 def test_offload_needs_shards() -> None:
-    sizes = ParallelConfig(fsdp_size=1, param_offload=True), mesh.Launch(0, 2, 0, 2)
+    sizes = ParallelConfig(fsdp_size=1, param_offload=True), Launch(0, 2, 0, 2)
     assert refusal(mesh.check_sharding, "adamw", *sizes) == (
         "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
     )
     both = ParallelConfig(fsdp_size=2, param_offload=True, expert_parallel=True)
     with pytest.raises(ConfigError, match=r"^parallel\.param_offload: true has no way with parallel\.expert_parallel"):
-        mesh.check_sharding("adamw", both, mesh.Launch(0, 2, 0, 2))
+        mesh.check_sharding("adamw", both, Launch(0, 2, 0, 2))
 
 
 def test_the_last_step_is_fine_under_the_other_types() -> None:

@@ -15,6 +15,7 @@ from phalanx.cluster.messages import difference, listed, name_nodes, spans
 from phalanx.cluster.table import table
 from phalanx.config import ConfigError, load
 from phalanx.config.tasks import CheckClusterConfig
+from phalanx.distributed.roles import Roles
 from tests.ranks import ROOT
 
 MACHINE = Machine(
@@ -261,6 +262,25 @@ def test_bandwidth() -> None:
         "ok       bandwidth: all-reduce over all ranks 1.5 GB/s"
     ]
     assert lines(diagnose.bandwidths({"a": [0]}, {0: {}})) == []
+
+
+def test_roles() -> None:
+    """The rank that has the weights last is named; the actor's own do not count."""
+    roles = Roles({"rollout": (0, 1, 2), "inference": (3,), "actor": (4, 5)})
+    assert lines(diagnose.placement(roles)) == [
+        "ok       placement: rollout ranks 0-2, inference rank 3, actor ranks 4-5"
+    ]
+    seconds = {0: 0.05, 1: 0.05, 2: 0.0625, 3: 0.05, 4: 0.5, 5: None}
+    assert lines(diagnose.roles(NODES, roles, seconds)) == [
+        "ok       roles: weights from rank 4 to the 4 that sample or score in 0.0625 s a GB (rank 2 on b)"
+    ]
+    text = table(NODES, {}, {}, {}, {}, roles).splitlines()
+    assert text[0].split()[:4] == ["node", "ranks", "device", "roles"]
+    assert [" ".join(line.split()[3:7]) for line in text[1:]] == [
+        "rollout 0-1 - -",
+        "rollout 2, inference 3",
+        "actor 4-5 - -",
+    ]
 
 
 # -- words ------------------------------------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ class Algorithm(GroupAlgorithm):
     def loss(self, policy, batch):
         return -batch.advantage[:, None] * policy.replay(batch.trace).log_prob, {}
 """
-SECTIONS = "model, parallel, data, rollout, optim, reward, trainer, algorithm, actor"
+SECTIONS = "model, parallel, data, rollout, optim, reward, trainer, algorithm, actor, placement"
 ALGORITHM_KEYS = (
     "name, adv_clip_max, global_std, norm_adv_by_std_in_grpo, group_filter, group_filter_k, kl_loss_coef, "
     "kl_convention, importance, timestep_weight, clip_ratio"
@@ -409,7 +409,7 @@ MISTAKES = [
     (["algorithm=flow_grpo"], f"algorithm: expected a section, got 'flow_grpo'; its keys: {ALGORITHM_KEYS}"),
     (["reward.functions=ocr"], "reward.functions: expected a list of sections, got 'ocr'"),
     (["reward.functions=[ocr]"], "reward.functions[0]: expected a section, got 'ocr'; its keys: name, path, weight, "
-     "initial_weight, weight_steps, clip, kwargs, frames"),
+     "initial_weight, weight_steps, clip, kwargs, per_sample, frames"),
     (["reward.functions=[{weight: heavy}]"], "reward.functions[0].weight: expected a number, got 'heavy'"),
     (["reward.functions=[{weight: nan}]"], "reward.functions[0].weight: expected a finite number, got nan"),
     (["reward.functions=[{kwargs: 3}]"], "reward.functions[0].kwargs: expected a section of keys and values, got 3"),
@@ -554,8 +554,9 @@ def test_help_lists_every_key_with_its_default_and_meaning(tmp_path: Path) -> No
     )
     assert done.stderr == ""
     shown = done.stdout
-    plan = "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5]: what the job would be on "
-    assert f"[config.yaml] [key=value ...]\n  --help: this text\n  {plan}that cluster; nothing is trained\n\n" in shown
+    plan = "--plan [nnodes=4] [nproc=8] [gpu=H100] [gpu_memory_gb=80] [gpu_hour_price=2.5] "
+    plan += "[rollout_s=30 inference_s=3 actor_s=10]: what the job would be on that cluster; nothing is trained"
+    assert f"[config.yaml] [key=value ...]\n  --help: this text\n  {plan}\n\n" in shown
     wanted = [key for key in leaves(FlowRLConfig) if key != "algorithm"]
     wanted += ["algorithm.name", "algorithm.temperature", "algorithm.plain"]
     assert len(wanted) > 80

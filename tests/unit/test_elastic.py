@@ -2,6 +2,9 @@
 
 import logging
 import multiprocessing
+import os
+import resource
+import signal
 import time
 
 import pytest
@@ -9,7 +12,8 @@ import torch.distributed as dist
 
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRLConfig
-from phalanx.distributed.mesh import Launch, check_elastic
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import check_elastic, check_sharding
 from phalanx.distributed.watchdog import Watch
 from tests.ranks import run_ranks
 
@@ -20,9 +24,9 @@ def job(*overrides: str) -> FlowRLConfig:
     return load(FlowRLConfig, None, ["model.path=any", *overrides])
 
 
-def works(size: int) -> None:
-    if size % 8:
-        raise ConfigError(f"data.train_batch_size: 32 does not divide over {size} ranks")
+def works(launch: Launch) -> None:
+    if launch.world_size % 8:
+        raise ConfigError(f"data.train_batch_size: 32 does not divide over {launch.world_size} ranks")
 
 
 def test_worlds_of_a_range_of_nodes() -> None:
@@ -53,7 +57,9 @@ def test_a_restart_must_resume(elastic: dict[str, str]) -> None:
 
 def test_a_sharding_that_a_world_forbids_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        check_elastic(job("parallel.fsdp_size=8"), Launch.from_env({**ENV, "NNODES": "1:2"}), lambda size: None)
+        cfg = job("parallel.fsdp_size=8")
+        launch = Launch.from_env({**ENV, "NNODES": "1:2"})
+        check_elastic(cfg, launch, lambda other: check_sharding("adamw", cfg.parallel, other))
     assert [record.message for record in caplog.records] == [
         "NNODES=1:2: with 4 ranks the job would end: parallel.fsdp_size: 8 does not divide the world's 4 ranks; nearest "
         "that does: 4"
@@ -73,6 +79,21 @@ def test_a_signal_to_a_forked_worker_is_not_the_ranks() -> None:
     assert run_ranks(pool_beside_a_watch, 1, timeout=20) == [None]
 
 
+def stopped_beside_many_files() -> int | None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    kept = [os.dup(0) for _ in range(1100)]  # as connections to many ranks
+    watch = Watch(0, ["a"], range(1), 10.0)
+    assert watch._wakeup.fileno() > max(kept) >= 1024
+    watch.listen()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.3)
+    return watch.stop
+
+
+def test_a_signal_is_heard_beside_more_open_files_than_select_knows() -> None:
+    assert run_ranks(stopped_beside_many_files, 1, timeout=20) == [signal.SIGTERM]
+
+
 def watches(count: int) -> list[Watch]:
     store = dist.HashStore()
     hosts = ["a"] * 2 + ["b"] * (count - 2)
@@ -87,6 +108,17 @@ def test_the_first_error_wins() -> None:
     assert second.tell("rank 1: KeyError") == ("rank 1: KeyError", True)
     assert first.tell("rank 0: connection closed by peer") == ("rank 1: KeyError", False)
     assert third.explain() == "rank 1: KeyError"
+
+
+@pytest.mark.parametrize("spreads", [True, False])
+def test_a_signal_to_one_role_stops_all(spreads: bool) -> None:
+    """Two launchers of a rank each; without roles the next collective says it."""
+    store = dist.HashStore()
+    told, other = (Watch(rank, "ab", range(rank, rank + 1), 10.0, store, store, spreads=spreads) for rank in (0, 1))
+    told._seen = other._seen = [(b"0", time.monotonic())] * 2
+    told._hear(signal.SIGTERM)
+    other._exchange(store)
+    assert (told.stop, other.stop) == (signal.SIGTERM, signal.SIGTERM if spreads else None)
 
 
 def test_who_is_silent_is_lost() -> None:

@@ -6,10 +6,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed import mesh
+from phalanx.distributed.node import Node
 from phalanx.models.flow import embeds
 from phalanx.models.flow.embeds import EmbedsCache
 from phalanx.models.flow.family import Embeds
 from tests.policies import MAX_LENGTH, PROMPTS, make_policy, one_rank
+from tests.ranks import run_ranks
 
 
 class Encoder:
@@ -134,3 +138,38 @@ def test_embeddings_of_qwen_image_have_no_padding(qwen_folder: Path) -> None:
     lengths = [len(short["prompt_embeds"]), len(long["prompt_embeds"])]
     assert batch["prompt_embeds"].shape == (2, 20, 64) and batch["prompt_embeds_mask"].sum(1).tolist() == lengths
     assert batch["prompt_embeds"][~batch["prompt_embeds_mask"]].abs().max() == 0
+
+
+# Texts of the ranks of a node in two rounds: of a border both ranks show it, and a second epoch gives them to others.
+ROUNDS = [[["a", "bb", ""], ["bb", "ccc", ""]], [["ccc", "dddd", ""], ["a", "bb", "eeeee", ""]]]
+
+
+def in_turns(folder: Path | None, shards: int | None = None) -> tuple[list[list[str]], list[Embeds]]:
+    """What a rank encoded, and the embeddings of its texts afterwards."""
+    encoder, world = Encoder(), mesh.start(ParallelConfig(fsdp_size=shards))
+    torch.manual_seed(world.rank)
+    cache, node = EmbedsCache(encoder, "model", None if folder is None else str(folder)), Node(world, 60.0)
+    for wanted in ROUNDS:
+        cache.share(wanted, node, lambda texts: encoder(texts) if texts else [])
+    calls = list(encoder.calls)
+    found = [embeds for wanted in ROUNDS for embeds in cache(wanted[node.place])]
+    assert encoder.calls == calls
+    return calls, found
+
+
+@pytest.mark.parametrize(("nodes", "shards"), [(1, 2), (2, 2), (2, 1)])
+def test_a_node_encodes_a_prompt_once(nodes: int, shards: int) -> None:
+    """Whoever encoded it: the ranks of a node have the same values, bit for bit."""
+    ranks = run_ranks(in_turns, 2 * nodes, None, shards, local_world=2)
+    for (first, mine), (second, others) in zip(ranks[::2], ranks[1::2], strict=True):
+        assert first == [["a", ""], ["dddd"]]
+        assert second == [["bb", "ccc"], ["eeeee"]]
+        found = dict(zip([*ROUNDS[0][0], *ROUNDS[1][0]], mine, strict=True))
+        for text, other in zip([*ROUNDS[0][1], *ROUNDS[1][1]], others, strict=True):
+            assert len(other["prompt_embeds"]) == len(text)
+            assert text not in found or same(other, found[text])
+
+
+def test_what_is_on_disk_is_encoded_by_none(tmp_path: Path) -> None:
+    run_ranks(in_turns, 2, tmp_path)
+    assert [calls for calls, _ in run_ranks(in_turns, 2, tmp_path)] == [[], []]

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import phalanx.training.offload
 from phalanx.config.run import EmaConfig, OptimConfig, ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.fsdp import Sharded
+from phalanx.training.offload import PART, OffloadedState
 from phalanx.training.optim import Ema, Optimizer, learning_rate
 from tests.ranks import run_ranks
 
@@ -73,13 +75,17 @@ def full(values: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def train(config: OptimConfig, fsdp_size: int, dtype: torch.dtype, offload: bool) -> dict[str, Any]:
-    """On a rank: some steps, each rank with its share of the rows. The norms, rates, and all weights at the end."""
+def train(config: OptimConfig, fsdp_size: int, dtype: torch.dtype, offload: bool, part: int = PART) -> dict[str, Any]:
+    """On a rank: some steps, each rank with its share of the rows. The norms, rates, and all weights at the end.
+    `part`: bytes of the optimizer's state that travel together.
+    """
+    phalanx.training.offload.PART = part
     parallel = ParallelConfig(fsdp_size=fsdp_size, reshard_after_forward=True)
     world = mesh.start(parallel)
     net = Net()
     sharded = Sharded(net, list(net.blocks), world, parallel, dtype)
     optimizer = Optimizer(config, sharded, STEPS, offload=offload)
+    addresses = [t.data_ptr() for state in optimizer.state().values() for t in state.values()]
     said = []
     for step in range(STEPS):
         x = data(step).chunk(world.size)[world.rank].to(world.device)
@@ -89,6 +95,7 @@ def train(config: OptimConfig, fsdp_size: int, dtype: torch.dtype, offload: bool
         said.append({k: float(v) for k, v in optimizer.step(torch.zeros(())).items()})
         assert all(p.grad is None for p in [*net.parameters(), *sharded.parameters.values()])
     moments = [t for state in optimizer.state().values() for t in state.values()]
+    assert [t.data_ptr() for t in moments] == addresses  # a checkpoint is loaded into them
     return {
         "said": said,
         "weights": full(sharded.parameters),
@@ -155,14 +162,44 @@ def test_weights_are_kept_in_float32_where_the_module_computes_in_bfloat16() -> 
         assert torch.equal(result["module"][name], value.bfloat16())
 
 
+@pytest.mark.parametrize("part", [PART, 300, 1])  # all parameters together, some, each by itself
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_offload_changes_nothing(name: str) -> None:
-    """On a GPU the moments travel; everywhere they end up on the CPU, and all is as without."""
-    kept, moved = (run_ranks(train, 1, settings(name=name), 1, torch.float32, offload)[0] for offload in (False, True))
+def test_offload_changes_nothing(name: str, part: int) -> None:
+    """The moments travel, in parts; they end up on the CPU, and all is as without."""
+    kept, moved = (
+        run_ranks(train, 1, settings(name=name), 1, torch.float32, offload, part)[0] for offload in (False, True)
+    )
     assert moved["devices"] == {"cpu"} and kept["device"] in kept["devices"]
     assert kept["said"] == moved["said"]
     assert all(torch.equal(kept["weights"][name], moved["weights"][name]) for name in kept["weights"])
     assert all(torch.equal(a, b) for a, b in zip(kept["moments"], moved["moments"], strict=True))
+
+
+def test_parts_of_the_state_take_turns_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is there with its own values while it is visited, and back where it was afterwards."""
+    monkeypatch.setattr("phalanx.training.offload.PART", 1024)
+    sizes = [100, 200, 0, 7, 300, 1, 150, 90]  # 0: of uneven shards
+    parameters = [torch.zeros(n) for n in sizes]
+    states = [{"step": torch.tensor(0.0), "m": torch.full((n,), float(i))} for i, n in enumerate(sizes)]
+    first = [state["step"] for state in states]
+    offloaded = OffloadedState(zip(parameters, states, strict=True))
+    homes = [state["m"].data_ptr() for state in states]
+    for turn in range(2):
+        seen: list[int] = []
+        for part in offloaded.visits():
+            numbers = [i for i, p in enumerate(parameters) if any(p is q for q in part)]
+            for i in numbers:
+                assert states[i]["m"].tolist() == [i + turn] * sizes[i]
+                assert sizes[i] == 0 or states[i]["m"].data_ptr() != homes[i]
+                states[i]["m"] += 1
+            seen += numbers
+            assert len(numbers) < len(sizes)
+        assert seen == list(range(len(sizes)))
+        assert [state["m"].data_ptr() for state in states] == homes
+        assert all(
+            state["m"].tolist() == [i + turn + 1] * n for i, (n, state) in enumerate(zip(sizes, states, strict=True))
+        )
+    assert all(state["step"] is step for state, step in zip(states, first, strict=True))
 
 
 def muon_step() -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from phalanx.config import ConfigError, load
@@ -30,11 +30,12 @@ from phalanx.plan.loading import Loading
 from phalanx.plan.memory import Memory, Phase, count
 from phalanx.plan.pace import Gpu
 from phalanx.plan.rehearsal import Planned
-from phalanx.plan.text import ALLOWED, describe, messages, sizes
+from phalanx.plan.text import describe, messages, sizes
+from phalanx.plan.warnings import ALLOWED
 from phalanx.training import flow_rl
 from tests.jobs import base_overrides, tiny_config
 from tests.ranks import ROOT, launch_environment
-from tests.tiny import load_pipeline
+from tests.tiny import halved, load_pipeline
 from tests.unit.test_plan_lm import SHIPPED_LM
 
 QUICKSTART = str(ROOT / "configs" / "flowgrpo" / "quickstart.yaml")
@@ -479,6 +480,22 @@ def test_files_are_shared_unless_they_are_cast(
         f"loading  up to {size / 1e6:.2f} MB a node; {4 * size / 1e6:.2f} if files that are not here hold other dtypes, "
         "for each rank casts its own"
     )
+
+
+def test_files_are_shared_where_ranks_cast_their_parts(sd3_folder: Path, tmp_path: Path) -> None:
+    """Of a full fine-tuning of a model in bfloat16; one tensor that a cast to bfloat16 would change, and all is own."""
+    folder = halved(sd3_folder, tmp_path / "half")
+    cfg = tiny_config(folder, tmp_path, "model.dtype=bfloat16")
+    model = family_of(cfg.model)(cfg.model, torch.bfloat16, torch.float32)
+    assert is_mapped(next(model.transformer.parameters()))
+    size = sum(p.nbytes for p in model.transformer.parameters()) + nbytes(model.vae, *model.text_encoders)
+    assert memory_of(cfg).loading[0] == Loading(shared=size)
+    file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"proj_out.bias": tensors["proj_out.bias"].float()}, file, {"format": "pt"})
+    model = family_of(cfg.model)(cfg.model, torch.bfloat16, torch.float32)
+    assert not is_mapped(next(model.transformer.parameters()))
+    assert memory_of(cfg).loading[0].own == sum(p.nbytes for p in model.transformer.parameters())
 
 
 def is_mapped(tensor: Tensor) -> bool:
@@ -927,10 +944,12 @@ def test_time_and_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sd3_fol
     plan = plan_of(cfg, Cluster(1, 4))
     assert section(describe(plan, Gpu()), "Arithmetic")[0].endswith(" a rank: too little to tell a time from")
     monkeypatch.setattr("phalanx.plan.rehearsal.RLRehearsal.flops", 4 * 45 * 989.4e12)
+    monkeypatch.setattr("phalanx.plan.rehearsal.RLRehearsal.model_flops", 3 * 45 * 989.4e12)
     text = describe(plan, Gpu(price=2.5))
     title = "Arithmetic and time, assumed that H100 does 25 to 45 % of its 989 TFLOP/s in bfloat16"
     assert section(text, title) == [
         "a step    178.1 PFLOP, 44.52 a rank: 100 to 180 s",
+        "repeated  25 % of it, in backward passes: perf/mfu would be 18.8 to 33.8 %",
         "images    0.0889 to 0.160 a second, 0.0222 to 0.0400 on a GPU",
         "the job   2 steps: 0.0556 to 0.100 hours, 0.222 to 0.400 GPU-hours",
         "cost      0.556 to 1.00, at 2.5 for a GPU-hour",
@@ -940,7 +959,7 @@ def test_time_and_price(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sd3_fol
     text = describe(plan, Gpu("NVIDIA A100-SXM4-80GB"))
     title = "Arithmetic and time, assumed that NVIDIA A100-SXM4-80GB does 25 to 45 % of its 312 TFLOP/s in bfloat16"
     slower = section(text, title)
-    assert slower[0].endswith(": 317 to 571 s") and slower[2] == "1000 steps  88.1 to 159 hours, 352 to 634 GPU-hours"
+    assert slower[0].endswith(": 317 to 571 s") and slower[3] == "1000 steps  88.1 to 159 hours, 352 to 634 GPU-hours"
     assert "assumed that H100 does" in describe(plan, Gpu("some other card"))
 
 

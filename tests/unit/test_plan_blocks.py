@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
@@ -13,7 +14,9 @@ from phalanx.plan import plan_job
 from phalanx.plan.blocks import PlannedBlockPolicy
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
+from phalanx.plan.ledger import META, Ledger
 from phalanx.plan.memory import count
+from phalanx.rollout.lm.denoise import Denoising, drawn_tokens
 from tests.lm import tiny_lm_config
 from tests.ranks import ROOT
 
@@ -55,7 +58,7 @@ def test_operations_are_those_of_the_job(estimate: str, lm_folder: Path, tmp_pat
     states = {"trace": looks, "coupled": 9}.get(estimate, 3)
     scored, decoded = job.policy.states_flops(76, states, 12), job.policy.states_flops(76, looks, 4 * looks)
     read = job.policy.forward_flops(64, 0)
-    assert job.flops == pytest.approx(16 * decoded - (16 - 4) * read + 16 * scored * (1 + 3), rel=1e-6)
+    assert job.model_flops == pytest.approx(16 * decoded - (16 - 4) * read + 16 * scored * (1 + 3), rel=1e-6)
 
 
 def test_flex_attention_holds_no_dense_mask(lm_folder: Path, tmp_path: Path) -> None:
@@ -69,6 +72,18 @@ def test_flex_attention_holds_no_dense_mask(lm_folder: Path, tmp_path: Path) -> 
     row = 256 + 128 - 4 + 128 * 4
     masks = 2 * row**2 * 4  # of two samples, in float32
     assert math.isclose(peaks["sdpa"] - peaks["flex_attention"], 2 * masks, rel_tol=0.3), "of two layers"
+
+
+def test_a_draw_from_many_words_is_bounded() -> None:
+    """64 blocks of LLaDA2, whose logits alone are 1.3 GB in float32."""
+    ledger, how = Ledger(), Denoising(256, 0.7, (1,), 0, top_p=0.9, size=32, steps=32, mask_id=5)
+    with ledger, torch.no_grad():
+        logits = torch.empty(64, 32, 157184, dtype=torch.bfloat16, device=META)
+        masked, uniform = torch.ones(64, 32, dtype=torch.bool, device=META), torch.empty(64, 32, device=META)
+        with ledger.during("draw"):
+            drawn_tokens(logits, masked, uniform, how)
+    draw = ledger.phases["draw"]
+    assert 0.3e9 < draw.peak - draw.before < 1e9
 
 
 def test_models_that_cannot_look_at_blocks(lm_folder: Path, tmp_path: Path) -> None:

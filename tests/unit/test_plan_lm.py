@@ -118,7 +118,10 @@ def test_operations_are_those_of_the_job(lm_folder: Path, tmp_path: Path) -> Non
     assert isinstance(job.policy, LMPolicy)
     scored, read = job.policy.forward_flops(76, 12), job.policy.forward_flops(64, 0)
     decoded = 16 * scored - (16 - 4) * read
-    assert job.flops == pytest.approx(decoded + 16 * scored * (1 + 3), rel=1e-6)
+    assert job.model_flops == pytest.approx(decoded + 16 * scored * (1 + 3), rel=1e-6)
+    assert job.flops - job.model_flops == pytest.approx(16 * job.policy.forward_flops(0, 12), rel=1e-6)  # of logits
+    job.policy.config = replace(job.policy.config, gradient_checkpointing=True)
+    assert job.flops - job.model_flops == pytest.approx(16 * scored, rel=1e-6)
     cfg.model = replace(cfg.model, lora_rank=4)
     assert planned(cfg, Cluster(1, 2)).flops < job.flops
 

@@ -33,6 +33,7 @@ KNOWN = [
     "Gradient norm",
     "Throughput (images per second and rank)",
     "Seconds by phase",
+    "FLOPs utilisation",
 ]
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
@@ -96,7 +97,12 @@ def run(folder: Path, steps: int = 3) -> Path:
         for step in range(1, steps + 1):
             row = {"reward/mean": 0.1 * step, "reward/std": 0.05, "reward/max": 1.0, "reward/ocr": 0.1 * step}
             row |= {"actor/grad_norm": float("nan") if step == 2 else 0.5, "actor/ratio_mean": 1.0}
-            row |= {"time/rollout": 3.0, "time/update": 1.0, "perf/images_per_gpu_per_s": 20.0}
+            row |= {
+                "time/rollout": 3.0,
+                "time/update": 1.0,
+                "perf/images_per_gpu_per_s": 20.0,
+                "perf/mfu": 0.125 * step,
+            }
             row |= {"val/ocr/reward/mean": 0.75, "val/easy/reward/mean": 0.8} if step == steps else {}
             log.log(step, row)
         log.records(steps, "ocr", [Record(f'sign "{i}" & <more>', 0.875, picture(10 + i), i) for i in range(2)])
@@ -117,6 +123,7 @@ def test_it_says_what_the_files_say(tmp_path: Path) -> None:
     assert "Training reward 0.100 → 0.300 ▲ +0.200 from step 1 to 3" in words
     assert "Training steps 3 of 3" in words
     assert "Wall time 0:00:0" in words
+    assert "Throughput 20 images per second and rank Model FLOPs 25.0 % of the device's peak" in words
     titles = re.findall(r'<figure class="chart"><figcaption>(.*?)</figcaption>', page.source)
     assert titles[: len(KNOWN)] == KNOWN
     assert "experiment_name: my <run>" in words  # the configuration, as text

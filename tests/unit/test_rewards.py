@@ -356,6 +356,42 @@ def test_cpu_rewards_overlap_with_sampling() -> None:
     assert time.perf_counter() - sampled >= 0.4
 
 
+def test_a_call_is_cut_over_the_workers() -> None:
+    """Of samples that are scored each by itself: the order and the scores are those of a whole call."""
+    listing = mine("listed", term="whole"), mine("listed", term="cut")
+    listing[1].per_sample = True
+    batches = [some(*("x" * (i + k) for i in range(11)), bonus=0) for k in (1, 12)] + [some("last", bonus=0)]
+    reward = rewards(*listing, num_workers=3)
+    found = scored(reward, *batches)
+    assert found["cut"] == found["whole"] == [*range(1, 23), 4]
+    assert len(reward.spans) == 3 + 6 + 6 + 1
+    napping = mine("nap", seconds=0.1)
+    napping.per_sample = True
+    reward = rewards(napping, num_workers=4)
+    reward.submit(*some(*"abcdefgh"))
+    begin = time.perf_counter()
+    reward.collect()
+    assert time.perf_counter() - begin < 0.6  # eight naps one after the other take 0.8
+    assert len(reward.spans) == 8 and reward.busy_s >= 0.8
+
+
+def test_which_calls_are_cut(tmp_path: Path) -> None:
+    """Those of built-in rewards on the CPU, and of others that the configuration says it of."""
+    (tmp_path / "own.py").write_text("def own(images, prompts, metadata):\n    return [0.0] * len(images)\n")
+    own = entry(path=f"{tmp_path / 'own.py'}:own")
+    http = entry("http", url="http://127.0.0.1:1")
+    assert [term.per_sample for term in rewards(own, entry("jpeg_compressibility"), http).terms] == [False, True, False]
+    own.per_sample = True
+    jpeg = entry("jpeg_compressibility")
+    jpeg.per_sample = False
+    assert [term.per_sample for term in rewards(own, jpeg).terms] == [True, False]
+    device = mine("OnDevice")
+    device.per_sample = True
+    assert told(ConfigError, rewards, device) == (
+        "reward.functions[0].per_sample: OnDevice does not run on the threads that could share a call; leave it out"
+    )
+
+
 def test_device_rewards_run_after_the_rollout_one_at_a_time() -> None:
     reward = rewards(mine("OnDevice", term="a"), mine("OnDevice", term="b"), num_workers=4)
     instances = [term.function for term in reward.terms]

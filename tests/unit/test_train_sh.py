@@ -2,6 +2,7 @@
 
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -55,6 +56,20 @@ COMMANDS = {
     ),
     "MAX_RESTARTS=5": "--standalone --nnodes 1 --nproc-per-node 1 --max-restarts 5 --signals-to-handle SIGTERM",
 }
+
+
+def test_as_many_open_files_as_the_system_allows(shell: list[str], folder: Path) -> None:
+    write_tool(folder, "torchrun", "ulimit -n")
+    done = subprocess.run(
+        command(shell, *TASK),
+        cwd=folder,
+        env={"PATH": str(folder / "bin")},
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (500, 3000)),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr) == ("3000\n", "")
 
 
 @pytest.mark.parametrize("variables", COMMANDS)

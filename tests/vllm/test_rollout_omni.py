@@ -14,7 +14,8 @@ import torch.distributed as dist
 from phalanx.config.flow import FlowDataConfig, FlowModelConfig, FlowRolloutConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
-from phalanx.distributed.mesh import Launch, World
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow import build_rollout
 from phalanx.types import Samples

@@ -20,9 +20,12 @@ from phalanx.cluster.disk import PATIENCE_S, SharedFolder
 from phalanx.cluster.exchange import KVExchange, master, open_store
 from phalanx.cluster.messages import listed, name_nodes, on_nodes, reason
 from phalanx.cluster.table import table
+from phalanx.config import ConfigError
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.roles import Roles, roles_of
 from phalanx.types import JobError
 
 GRACE_S = 5.0  # for notes to arrive after a step's time limit
@@ -39,6 +42,7 @@ ADVICE = {
     "clocks": NETWORK,
     "all-reduce": NETWORK,
     "bandwidth": "raise timeout_s if the network is slow",
+    "roles": NETWORK,
 }
 
 
@@ -46,7 +50,7 @@ class ClusterCheck:
     """The check on one rank: all ranks call `run` together. Findings and facts are with rank 0."""
 
     def __init__(self, cfg: CheckClusterConfig) -> None:
-        self.cfg, self.launch = cfg, mesh.Launch.from_env()
+        self.cfg, self.launch = cfg, Launch.from_env()
         # one thread for all steps, since CUDA's current device is a thread's
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="check")
         self._stuck = False
@@ -57,6 +61,7 @@ class ClusterCheck:
         self.machines: dict[str, facts.Machine] = {}
         self.ahead: dict[str, float] = {}
         self.rates: dict[int, dict[str, float]] = {}
+        self.roles: Roles | None = None  # where ranks have roles of their own
 
     def run(self) -> None:
         """Go through all steps and print the findings; raises JobError, on all ranks, if training would fail."""
@@ -70,11 +75,13 @@ class ClusterCheck:
             "all-reduce": self._sums,
             "bandwidth": self._bandwidth,
         }
+        if self.cfg.placement:
+            steps["roles"] = self._across_roles
         left = list(steps)
         while left and self._agree(steps[left.pop(0)]()):
             pass
         if self.launch.rank == 0:
-            print(table(self.nodes, self.machines, self.gpus, self.ahead, self.rates))
+            print(table(self.nodes, self.machines, self.gpus, self.ahead, self.rates, self.roles))
             print(*self.findings, sep="\n", flush=True)
         verdict = self._agree(self._verdict(left))
         # the store may end with rank 0, which goes on only once all have read the verdict
@@ -95,6 +102,7 @@ class ClusterCheck:
         notes = self.exchange.gather(asdict(facts.RankInfo.here(self.launch)), limit)
         infos = [facts.RankInfo(**note) for note in notes.values()]
         self.nodes = name_nodes(infos)
+        placed = self._place()
         # one rank of each node, for what is the same for all its ranks
         self.firsts = self._agree([ranks[0] for ranks in self.nodes.values()])
         if self.launch.rank != 0:
@@ -105,7 +113,19 @@ class ClusterCheck:
             return False
         self.findings += diagnose.ranks(self.nodes, infos, self.cfg.expect)
         self._can_connect = not diagnose.any_failed(diagnose.ranks(self.nodes, infos))  # whatever is expected
+        self.findings += placed
         return True
+
+    def _place(self) -> list[Finding]:
+        """Find out which ranks do what."""
+        try:
+            roles = roles_of(self.cfg.placement, self.launch)
+        except ConfigError as error:
+            return [Finding(FAIL, "placement", str(error).removeprefix("placement").lstrip(".: "))]
+        if roles.collocated:
+            return []
+        self.roles = roles
+        return diagnose.placement(roles)
 
     def _machines(self) -> bool:
         gpu_notes = self._ask("GPUs", lambda: asdict(facts.look_at_gpu(self.launch.local_rank)))
@@ -177,6 +197,18 @@ class ClusterCheck:
             return False
         self.rates = rates
         self.findings += diagnose.bandwidths(self.nodes, rates)
+        return True
+
+    def _across_roles(self) -> bool:
+        """Time the weights' way between roles, as in training; ranks that cannot be placed have none."""
+        found = self._agree(None if self.roles is None else self.roles.ranks)  # as nodes may be told differently
+        if found is None:
+            return True
+        roles = Roles({role: tuple(ranks) for role, ranks in found.items()})
+        seconds = self._ask("roles", lambda: measure.weights_across(self.world, roles, 2 * self.cfg.timeout_s))
+        if seconds is None:
+            return False
+        self.findings += diagnose.roles(self.nodes, roles, seconds)
         return True
 
     def _open_store(self) -> dist.Store:

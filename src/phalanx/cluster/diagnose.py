@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from phalanx.cluster.facts import ENOUGH, Gpu, Machine, PathFact, RankInfo
 from phalanx.cluster.messages import Nodes, count, difference, listed, numbered, on_nodes
+from phalanx.distributed.roles import ACTOR, Roles
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
 
@@ -92,6 +93,11 @@ def ranks(nodes: Nodes, infos: Sequence[RankInfo], expect: int | None = None) ->
         topic.fail(f"{shares}, but LOCAL_WORLD_SIZE={told[0]}; {advice}")
     each = f", {per_node} on each" if len(nodes) > 1 else ""
     return topic.or_ok(f"{size} on {count(len(nodes), 'node')}{each}")
+
+
+def placement(roles: Roles) -> list[Finding]:
+    """Say which ranks do what."""
+    return Topic("placement").or_ok(", ".join(f"{role} {numbered(ranks)}" for role, ranks in roles.ranks.items()))
 
 
 def versions(machines: Machines) -> list[Finding]:
@@ -294,6 +300,16 @@ def bandwidths(nodes: Nodes, measured: Rates) -> list[Finding]:
         link = f"{links[name]:.3g} GB/s from {names[names.index(name) - 1]}"
         topic.warn(f"{name} gets {link}, the median is {median:.3g}; all nodes will wait")
     return topic.findings
+
+
+def roles(nodes: Nodes, placed: Roles, seconds: Mapping[int, float | None]) -> list[Finding]:
+    """Report how long weights take between roles, by the rank that sees them last."""
+    known = {rank: value for rank, value in seconds.items() if value is not None and placed.of(rank) != ACTOR}
+    last, first = max(known, key=lambda rank: known[rank]), placed.ranks[ACTOR][0]
+    there = f"the {len(known)} that sample or score" if len(known) > 1 else "the one that samples"
+    return Topic("roles").or_ok(
+        f"weights from rank {first} to {there} in {known[last]:.3g} s a GB ({on_nodes(nodes, [last])})"
+    )
 
 
 def by_node(nodes: Nodes, measured: Rates) -> tuple[dict[str, float], dict[str, float]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from phalanx.cluster.messages import reason
-from phalanx.distributed.mesh import Launch
+from phalanx.distributed.launch import Launch
 from phalanx.types import JobError
 
 POLL_S = 0.05

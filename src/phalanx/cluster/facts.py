@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from phalanx import __version__
 from phalanx.config.tasks import CheckClusterConfig
-from phalanx.distributed.mesh import Launch
+from phalanx.distributed.launch import Launch
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.headers import check_components
 

@@ -2,19 +2,25 @@
 
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
+from datetime import timedelta
 from math import inf
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.distributed.link import Link
 from phalanx.distributed.mesh import World
+from phalanx.distributed.roles import ACTOR, Roles
 
 ROUND_TRIPS = 8
 # numbers: a message that fits into a packet, a small one, and one that is sent in pieces
 SUM_SIZES = (1, 1000, 1 << 20)
 REPETITIONS = 5
+WEIGHT_BYTES = {"cuda": 1 << 30, "cpu": 16 << 20}
+TENSOR_BYTES = 8 << 20
 MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 
 
@@ -119,6 +125,27 @@ def _ring(size: int, device: torch.device, group: dist.ProcessGroup) -> float:
             work.wait()
 
     return size / _seconds(shift, device) / 1e9
+
+
+def weights_across(world: World, roles: Roles, timeout_s: float) -> float | None:
+    """Seconds for a GB (10^9 bytes) of weights from the actor's first rank to all that sample or score, as this rank
+    sees it; None on the actor's other ranks. Connects the roles first, by the groups that a job has.
+    """
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    link = Link(roles, world.rank, dist.PrefixStore("check_cluster", store), world.device)
+    size = WEIGHT_BYTES[world.device.type]
+    shapes = {str(i): (torch.Size([TENSOR_BYTES // 4]), torch.float32) for i in range(size // TENSOR_BYTES)}
+    weights = torch.zeros(TENSOR_BYTES // 4, device=world.device)
+
+    def send() -> None:
+        link.send_weights(((name, weights) for name in shapes), shapes)
+
+    def receive() -> None:
+        deque(link.receive_weights(shapes), maxlen=0)
+
+    if link.role == ACTOR and world.rank != link.lead:
+        return None
+    return _seconds(send if link.role == ACTOR else receive, world.device) / size * 1e9
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:

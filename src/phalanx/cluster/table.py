@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from phalanx.cluster.diagnose import Rates, by_node
 from phalanx.cluster.facts import Gpu, Machine
 from phalanx.cluster.messages import Nodes, spans
+from phalanx.distributed.roles import Roles
 
 TEXTS = ("node", "ranks", "device")
 FIGURES = (
@@ -20,14 +21,22 @@ FIGURES = (
 
 
 def table(
-    nodes: Nodes, machines: Mapping[str, Machine], gpus: Mapping[int, Gpu], ahead: Mapping[str, float], rates: Rates
+    nodes: Nodes,
+    machines: Mapping[str, Machine],
+    gpus: Mapping[int, Gpu],
+    ahead: Mapping[str, float],
+    rates: Rates,
+    roles: Roles | None = None,
 ) -> str:
-    """A row for each node, with `-` for what was not measured or does not exist there."""
+    """A row for each node, with `-` for what was not measured or does not exist there, and with the roles of its ranks
+    where these have any.
+    """
     from rich.console import Console
     from rich.table import Table
 
     grid = Table(box=None, pad_edge=False)
-    for title in TEXTS:
+    texts = TEXTS if roles is None else (*TEXTS, "roles")
+    for title in texts:
         grid.add_column(title, no_wrap=True)
     for title in FIGURES:
         grid.add_column(title, no_wrap=True, justify="right")
@@ -52,7 +61,10 @@ def table(
             shown["GB/s inside"] = f"{inside[name]:.3g}"
         if name in links:
             shown["GB/s from node before"] = f"{links[name]:.3g}"
-        cells = [shown.get(title, "-") for title in (*TEXTS[2:], *FIGURES)]
+        if roles is not None:
+            here = {role: [rank for rank in ranks if rank in own] for role, own in roles.ranks.items()}
+            shown["roles"] = ", ".join(f"{role} {spans(own)}" for role, own in here.items() if own)
+        cells = [shown.get(title, "-") for title in (*texts[2:], *FIGURES)]
         grid.add_row(name, spans(ranks), *cells)
     text = io.StringIO()
     Console(file=text, width=1000, highlight=False, markup=False).print(grid)

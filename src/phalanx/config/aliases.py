@@ -23,6 +23,11 @@ PREFIXES = {
 }
 RENAMED = {
     "trainer.nnodes": "the environment variable NNODES",
+    "cluster.num_nodes": "the environment variable NNODES",
+    "cluster.component_placement.actor": "placement",
+    "cluster.component_placement.rollout": "placement",
+    "cluster.component_placement.inference": "placement",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size": "parallel.ulysses_sequence_parallel_size",
     "trainer.n_gpus_per_node": "the environment variable NPROC_PER_NODE",
     "trainer.default_local_dir": "trainer.output_dir",
     "trainer.resume_mode": "trainer.resume",

@@ -9,7 +9,10 @@ from phalanx.config.load import ConfigError, arg
 from phalanx.config.run import COUNT, EmaConfig
 
 # keys of `rollout` that are of samples for training
-OF_TRAINING_SAMPLES = ("n", "correction", "correction_limit", "max_num_gen_batches", "max_draws_per_prompt")
+OF_TRAINING_SAMPLES = (
+    *("n", "correction", "correction_limit", "max_num_gen_batches", "max_draws_per_prompt"),
+    *("schedule", "parts", "max_staleness", "in_flight"),
+)
 
 
 @dataclass

@@ -46,6 +46,12 @@ class FlowDataConfig(DataConfig):
     embeds_cache_dir: Optional[str] = arg(
         None, "folder where prompt embeddings are kept between runs; null: memory only", path=True
     )
+    text_length_multiple: int = arg(
+        32,
+        "texts that attention masks (Qwen-Image, Z-Image) are padded to a multiple of so many tokens, up to the most "
+        "that there can be, so that few shapes come up; 1: to the longest of the step",
+        **COUNT,
+    )
 
 
 @dataclass
@@ -129,6 +135,7 @@ OF_TRAINING_SAMPLES = (
         "correction_limit",
         "max_num_gen_batches",
         "max_draws_per_prompt",
+        *("schedule", "parts", "max_staleness", "in_flight"),
         "init_same_noise",
         "noise_level",
     ),

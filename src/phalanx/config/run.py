@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Optional
 from phalanx.config.load import arg
 
 DTYPES = ("float32", "bfloat16")
+SCHEDULES = ("synchronous", "pipelined", "one_step_off")
 CORRECTIONS = ("rescore", "none", "truncated_is", "rejection")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 COUNT: dict[str, Any] = {"ge": 1, "le": 65536}  # of what is made or held at once
@@ -32,7 +33,21 @@ class ModelConfig:
     target_modules: Optional[list[str]] = arg(None, "module name suffixes that get a LoRA; null: the family's default")
     lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimized", choices=DTYPES)
     gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
+    gradient_checkpointing_blocks: Optional[int] = arg(
+        None, "with gradient_checkpointing, so many blocks are recomputed, the first ones; null: all", ge=1
+    )
     compile: bool = arg(False, "torch.compile each transformer block")
+
+    def recomputed(self, blocks: int) -> int:
+        """The number of a model's blocks that are recomputed; ValueError where it has fewer."""
+        if not self.gradient_checkpointing:
+            return 0
+        wanted = self.gradient_checkpointing_blocks
+        if wanted is not None and wanted > blocks:
+            raise ValueError(
+                f"model.gradient_checkpointing_blocks: {wanted}; expected 1 to {blocks}, the model's blocks"
+            )
+        return blocks if wanted is None else wanted
 
 
 @dataclass
@@ -48,10 +63,17 @@ class ParallelConfig:
     expert_parallel: bool = arg(
         False, "under FSDP keep experts apart on its ranks, where tokens travel to them, in place of gathering them"
     )
+    ulysses_sequence_parallel_size: int = arg(
+        1, "neighbouring ranks that hold the same samples and each a part of their tokens: of flow models", **COUNT
+    )
     param_offload: bool = arg(False, "keep sharded weights on the CPU between uses (needs fsdp_size > 1)")
     optimizer_offload: bool = arg(False, "keep the optimizer's state and the EMA on the CPU")
     timeout_s: float = arg(600.0, "seconds after which a collective that some rank does not join ends the job", gt=0)
     heartbeat_timeout_s: float = arg(45.0, "seconds without a sign of life after which a rank counts as lost", gt=0)
+
+    def data_ranks(self, ranks: int) -> int:
+        """So many ranks count as ranks with samples of their own."""
+        return ranks // self.ulysses_sequence_parallel_size
 
 
 @dataclass
@@ -108,6 +130,20 @@ class RolloutConfig:
         1, "most times that a prompt is sampled, while all rewards of its samples are equal", **TIMES
     )
     micro_batch_size_per_gpu: Optional[int] = arg(None, "samples drawn together; null: the engine's choice", **COUNT)
+    schedule: str = arg(
+        "synchronous",
+        "with ranks that only sample (placement): each phase after the other; pipelined: a step's samples are trained "
+        "while further ones are drawn; one_step_off: the next step's are drawn while this one's are trained",
+        choices=SCHEDULES,
+    )
+    parts: int = arg(4, "parts of a step that a pipelined schedule samples one after the other", **TIMES)
+    max_staleness: int = arg(1, "most training steps by which samples may be older than the weights", ge=0)
+    in_flight: str = arg(
+        "finish",
+        "samples that are being drawn one step off at a checkpoint or a stop: finish waits for them and keeps them in "
+        "the checkpoint; drop draws them again after a restart, by the newer weights",
+        choices=("finish", "drop"),
+    )
     val: ValRolloutConfig = field(default_factory=ValRolloutConfig)
 
 
@@ -207,6 +243,11 @@ class RewardFunctionConfig:
     weight_steps: int = arg(0, "training steps of that change", ge=0)
     clip: Optional[list[float]] = arg(None, "[low, high]: scores are clamped to this range; null: as they are")
     kwargs: dict[str, Any] = arg({}, "keyword arguments of the reward")
+    per_sample: Optional[bool] = arg(
+        None,
+        "a sample's score depends on that sample alone, so that reward.num_workers threads may share a call; null: so "
+        "it is for built-in rewards on the CPU, except http, which sends requests at once itself",
+    )
 
 
 @dataclass
@@ -313,6 +354,9 @@ class RLConfig(RunConfig):
 
     algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
     actor: ActorConfig = field(default_factory=ActorConfig)
+    placement: dict[str, Any] = arg(
+        {}, "ranks of each role, such as {rollout: 0-5, actor: 6-7}: see docs/placement.md; {}: all ranks do everything"
+    )
 
     def __post_init__(self) -> None:
         """Fill in what follows from another section."""

@@ -60,9 +60,9 @@ class PromptStream:
         """The rows of one training step's prompts."""
         return self._numbers.batch(step)
 
-    def prompts(self, numbers: list[int]) -> list[Prompt]:
-        """The prompts of these rows."""
-        return [numbered(self._rows[number], i) for i, number in enumerate(numbers)]
+    def prompts(self, numbers: list[int], first: int = 0) -> list[Prompt]:
+        """The prompts of these rows, whose `group_id` count from `first`."""
+        return [numbered(self._rows[number], first + i) for i, number in enumerate(numbers)]
 
     def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:
         """The rows of a step, with others in these places: rows that the step does not have, as far as there are any.

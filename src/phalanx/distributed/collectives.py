@@ -7,14 +7,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.distributed.launch import Launch
+
 T = TypeVar("T")
+
+_alike = 1
+
+
+def count_once(alike: int) -> None:
+    """From now on runs of `alike` neighbouring ranks hold the same samples: what is gathered or added up over all
+    samples takes those of the first rank of each run.
+    """
+    global _alike
+    _alike = alike
 
 
 def all_gather(value: Tensor) -> Tensor:
-    """Concatenate equal-shaped CPU tensors of all ranks, in the order of ranks."""
+    """Concatenate equal-shaped CPU tensors of all ranks with samples of their own, in the order of ranks."""
+    return torch.cat(all_gather_apart(value)[::_alike])
+
+
+def all_gather_apart(value: Tensor) -> list[Tensor]:
+    """Equal-shaped CPU tensors of all ranks, in the order of ranks."""
     out = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(out, value.contiguous())
-    return torch.cat(out)
+    return out
 
 
 def all_gather_object(value: T) -> list[T]:
@@ -24,32 +41,34 @@ def all_gather_object(value: T) -> list[T]:
     return out
 
 
-def broadcast_object(value: T) -> T:
-    """Rank 0's value, on all ranks."""
+def broadcast_object(value: T, source: int = 0) -> T:
+    """The value of rank `source`, on all ranks."""
     box = [value]
-    dist.broadcast_object_list(box, src=0)
+    dist.broadcast_object_list(box, src=source)
     return box[0]
 
 
 def reduce_int(value: int, op: str) -> int:
     """The "max" or "sum" of an integer over all ranks."""
-    box = torch.tensor([value], dtype=torch.int64)
-    dist.all_reduce(box, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
-    return int(box)
+    return int(_reduced(torch.tensor([value], dtype=torch.int64), op))
 
 
 def reduce_float(value: float, op: str) -> float:
     """The "max" or "sum" of a number over all ranks."""
-    box = torch.tensor([value], dtype=torch.float64)
-    dist.all_reduce(box, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
-    return float(box)
+    return float(_reduced(torch.tensor([value], dtype=torch.float64), op))
 
 
 def reduce_sum(values: Tensor) -> Tensor:
     """The sum of all ranks' CPU tensors of one shape."""
-    summed = values.clone()
-    dist.all_reduce(summed)
-    return summed
+    return _reduced(values.clone(), "sum")
+
+
+def _reduced(values: Tensor, op: str) -> Tensor:
+    """`values`, which take in those of the other ranks."""
+    if op == "sum" and dist.get_rank() % _alike:
+        values.zero_()
+    dist.all_reduce(values, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
+    return values
 
 
 def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -66,12 +85,17 @@ def agree(error: str | None, stop: int) -> tuple[str | None, int]:
     The error is that of the lowest rank that has one, with its rank (None where all went well);
     `stop`, the number of a signal that asks the job to stop (0: none), is the largest of all ranks.
     """
-    said = all_gather_object((error, stop))
-    largest = max(signal for _, signal in said)
-    for rank, (text, _) in enumerate(said):
-        if text:
-            return (f"rank {rank}: {text}" if len(said) > 1 else text), largest
-    return None, largest
+    ranks, own = dist.get_world_size(), dist.get_rank()
+    # asked at every micro-batch: two numbers of each rank go round, and words only where there are any
+    box = torch.tensor([ranks - own if error else 0, stop], dtype=torch.int64)
+    dist.all_reduce(box, dist.ReduceOp.MAX)
+    failed, largest = box.tolist()
+    if not failed:
+        return None, largest
+    first = ranks - failed
+    launch = Launch.from_env()  # ranks are named by their number in the world, which may have other roles
+    text = broadcast_object(f"rank {launch.rank}: {error}" if launch.world_size > 1 else error, first)
+    return text, largest
 
 
 def to_first(value: Tensor, source: int) -> None:

@@ -4,6 +4,7 @@ FSDP would gather all experts for every pass, and hold whole gradients of them b
 run in step, in a rollout, the experts are gathered once, as FSDP does with all else.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,10 @@ class SpreadExperts:
     `gathered` of all. Raises ValueError where experts and ranks do not go together.
     """
 
-    def __init__(self, module: nn.Module, world: World, dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, world: World, dtype: torch.dtype, kept: Callable[[Tensor], torch.dtype]
+    ) -> None:
+        """It computes in `dtype`; `kept(p)` is what a parameter is kept in."""
         self.module, self.mesh, self.dtype = module, world.mesh, dtype
         self.group = world.mesh.get_group("shard")
         self.gathered: dict[str, Tensor] | None = None
@@ -32,7 +36,7 @@ class SpreadExperts:
                     f"parallel.expert_parallel: a layer's {len(p)} experts do not go evenly on the {size} ranks of "
                     "parallel.fsdp_size"
                 )
-            part = p.detach().chunk(size)[place].to(world.device, copy=True)
+            part = p.detach().chunk(size)[place].to(world.device, kept(p), copy=True)
             whole = DTensor.from_local(part, world.mesh, [Replicate(), Shard(0)], run_check=False)
             setattr(module, name, nn.Parameter(whole, requires_grad=p.requires_grad))
 

@@ -43,14 +43,17 @@ class Sharded:
         config: ParallelConfig,
         dtype: torch.dtype,
         experts: Sequence[nn.Module] = (),
+        kept: torch.dtype | None = None,
     ) -> None:
-        """`experts` are spread over the shard axis. Raises ValueError where they cannot be."""
-        self.module, self.world, self.config = module, world, config
+        """`experts` are spread over the shard axis. Parameters of fewer bits than `kept` are cast to it, by each rank
+        the part that it keeps. Raises ValueError where experts cannot be spread.
+        """
+        self.module, self.world, self.config, self._kept = module, world, config, kept
         self._fsdp: list[FSDPModule] = []
         self._copies: dict[str, tuple[nn.Parameter, Tensor]] = {}
         if config.expert_parallel and world.shard_size > 1 and not experts:
             raise ValueError("parallel.expert_parallel: true needs a language model with experts; leave it out")
-        self._spread = [SpreadExperts(m, world, dtype) for m in experts] if world.shard_size > 1 else []
+        self._spread = [SpreadExperts(m, world, dtype, self._dtype) for m in experts] if world.shard_size > 1 else []
         for found in self._spread:
             found.module.spread = found  # type: ignore[assignment]  # where its forward finds it
         trained = _trained(module)
@@ -68,6 +71,8 @@ class Sharded:
         else:
             replicated = list(trained)
             module.to(world.device)
+            for p in module.parameters():
+                p.data = p.data.to(self._dtype(p))
         self.parameters: dict[str, Tensor] = dict(trained)
         for name in replicated:
             self.parameters[name] = self._own(name, trained[name], dtype)
@@ -95,10 +100,9 @@ class Sharded:
         # root gets what is outside the blocks. A unit is gathered as a whole; with one per block, about
         # two blocks' weights are whole at a time, one that computes and the next one on its way.
         for i, unit in enumerate([*blocks, self.module]):
-            # One by one, so that a model larger than the device is never whole on it. Not with offload:
-            # the root's turn would bring the blocks' shards along, which are to stay on the CPU.
-            if not self.config.param_offload:
-                unit.to(self.world.device)
+            # FSDP would want whole parameters. It gets their shapes, and of the files that they are views of a rank
+            # reads its own parts.
+            whole = self._take_out(unit, ignored)
             fully_shard(
                 unit,
                 mesh=self.world.mesh,
@@ -107,6 +111,7 @@ class Sharded:
                 reshard_after_forward=self.config.reshard_after_forward and i < len(blocks),
                 ignored_params=ignored,
             )
+            self._put_parts(unit, whole)
         for m in self.module.modules():
             for name, buffer in m.named_buffers(recurse=False):
                 # only parameters are offloaded; a buffer is used where it is
@@ -116,6 +121,39 @@ class Sharded:
                 # second call it would sum by PREMUL_SUM(1.0), which gloo does not have.
                 m.set_gradient_divide_factor(1.0)
                 m.set_force_sum_reduction_for_comms(True)
+
+    def _take_out(self, unit: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Parameter]:
+        """The parameters of a unit that are neither ignored nor sharded yet, by name; there, but shapes stay."""
+        found = {}
+        shapes: dict[nn.Parameter, nn.Parameter] = {}
+        for name, p in list(unit.named_parameters(remove_duplicate=False)):
+            if p in ignored or isinstance(p, DTensor):
+                continue
+            found[name] = p
+            if p not in shapes:
+                shapes[p] = nn.Parameter(torch.empty_like(p, device="meta", dtype=self._dtype(p)), p.requires_grad)
+            head, _, leaf = name.rpartition(".")
+            setattr(unit.get_submodule(head), leaf, shapes[p])
+        return found
+
+    def _put_parts(self, unit: nn.Module, whole: dict[str, nn.Parameter]) -> None:
+        """Give the parameters of a unit that is sharded, without values so far, this rank's part of theirs."""
+        device = torch.device("cpu") if self.config.param_offload else self.world.device
+        place, size = self.world.mesh.get_local_rank("shard"), self.world.shard_size
+        made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one has several names
+        parts = {}
+        for name, p in whole.items():
+            if p not in made:
+                rows = -(-len(p) // size)
+                part = p.detach()[place * rows : (place + 1) * rows]
+                part = part.to(device, self._dtype(p), copy=True)
+                made[p] = nn.Parameter(as_part_of(part, unit.get_parameter(name)), p.requires_grad)
+            parts[name] = made[p]
+        unit.load_state_dict(parts, strict=False, assign=True)
+
+    def _dtype(self, p: Tensor) -> torch.dtype:
+        """What a parameter is kept in."""
+        return p.dtype if self._kept is None or p.dtype.itemsize >= self._kept.itemsize else self._kept
 
     def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """The optimizer's tensor of a replicated parameter: a copy where that is not in `dtype`."""

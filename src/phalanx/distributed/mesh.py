@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,46 +20,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.config import ConfigError
-from phalanx.config.run import ParallelConfig, RunConfig
+from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
 from phalanx.distributed import watchdog
-from phalanx.distributed.collectives import all_gather_object, broadcast_object
+from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
+from phalanx.distributed.context_parallel import check_context, context_groups, context_mesh
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.link import Link
 from phalanx.distributed.placement import near_divisors
+from phalanx.distributed.roles import ACTOR, ROLLOUT, Roles, roles_of
+from phalanx.exit import take_role
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Launch:
-    """This process's place by the launcher's environment; a single process where that is empty."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    max_restarts: int = 0  # how often the launcher may start the ranks again
-    nodes: str = ""  # of an elastic job: the range of nodes, such as 2:4
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str] = os.environ) -> "Launch":
-        world = int(env.get("WORLD_SIZE", "1"))
-        # train.sh exports NNODES as the user gave it: only a range makes the job elastic
-        nodes = env.get("NNODES", "")
-        return cls(
-            rank=int(env.get("RANK", "0")),
-            world_size=world,
-            local_rank=int(env.get("LOCAL_RANK", "0")),
-            local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world))),
-            max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
-            nodes=nodes if ":" in nodes else "",
-        )
-
-    def worlds(self) -> list[int]:
-        """World sizes that an elastic job may have as nodes come and go; else the present one."""
-        if not self.nodes:
-            return [self.world_size]
-        first, last = (int(n) for n in self.nodes.split(":"))
-        return [n * self.local_world_size for n in range(first, last + 1)]
 
 
 @dataclass(frozen=True)
@@ -67,7 +39,9 @@ class World:
     """This process's place in the world.
 
     `mesh` has axes (replicate, shard); `checkpoint_group` is a CPU group of all ranks; `watch`
-    hears signals and knows which ranks live.
+    hears signals and knows which ranks live. Where ranks have roles of their own, all of that but the watch is of the
+    ranks of one role, as its launcher would see them (`launch`), and `link` leads to the others. Under context
+    parallelism `context` is a second mesh of the same ranks, see phalanx.distributed.context_parallel.
     """
 
     rank: int
@@ -76,6 +50,39 @@ class World:
     mesh: DeviceMesh
     checkpoint_group: dist.ProcessGroup
     watch: watchdog.Watch
+    launch: Launch
+    link: Link | None = None
+    context: DeviceMesh | None = None
+
+    @property
+    def context_size(self) -> int:
+        """Number of neighbouring ranks that hold the same samples."""
+        return 1 if self.context is None else self.context.shape[-1]
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's place among those with samples of their own, equal on ranks that hold the same ones."""
+        return self.rank // self.context_size
+
+    @property
+    def data_size(self) -> int:
+        """Number of ranks with samples of their own."""
+        return self.size // self.context_size
+
+    @property
+    def role(self) -> str:
+        """What this rank does: `actor` where it does everything."""
+        return ACTOR if self.link is None else self.link.role
+
+    @property
+    def samples(self) -> bool:
+        """Whether this rank samples."""
+        return self.link is None or self.link.role == ROLLOUT
+
+    @property
+    def lead(self) -> bool:
+        """Whether this is the rank that speaks for the job and writes its files."""
+        return self.role == ACTOR and self.rank == 0
 
     @property
     def shard_size(self) -> int:
@@ -114,19 +121,25 @@ def check_sharding(optimizer: str, config: ParallelConfig, launch: Launch) -> No
         )
 
 
-def check(cfg: RunConfig, plan: Callable[[int], T]) -> T:
-    """What `plan(world_size)` makes of this world; refuses what it cannot run (ConfigError)."""
+def check(cfg: RunConfig, plan: Callable[[Roles], T]) -> T:
+    """What `plan` makes of this world's roles; refuses what it cannot run (ConfigError)."""
     launch = Launch.from_env()
-    check_sharding(cfg.optim.name, cfg.parallel, launch)
-    found = plan(launch.world_size)
-    check_elastic(cfg, launch, plan)
+
+    def checked(launch: Launch) -> T:
+        roles = roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, launch)
+        check_context(cfg, roles, launch)
+        check_sharding(cfg.optim.name, cfg.parallel, roles.launch(ACTOR, launch))
+        return plan(roles)
+
+    found = checked(launch)
+    check_elastic(cfg, launch, checked)
     return found
 
 
-def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[int], object]) -> None:
+def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[Launch], object]) -> None:
     """Refuse what a job with restarts cannot do, and warn of world sizes that it cannot run with.
 
-    `works(world_size)` raises ConfigError for such a size.
+    `works(launch)` raises ConfigError for such a size.
     """
     # torchrun restarts ranks with the same command line, so "never" or a path would start over
     resume = cfg.trainer.resume
@@ -140,8 +153,7 @@ def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[int], object]
             continue
         # a warning, not an error: the present size works, and that one may never come
         try:
-            check_sharding(cfg.optim.name, cfg.parallel, replace(launch, world_size=size))
-            works(size)
+            works(replace(launch, world_size=size))
         except ConfigError as error:
             log.warning("NNODES=%s: with %d ranks the job would end: %s", launch.nodes, size, error)
 
@@ -153,45 +165,82 @@ def group_timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=timeout_s + (30 if torch.cuda.is_available() else 0))
 
 
-def start(config: ParallelConfig) -> World:
-    """Join the world and cut its mesh. Every group gets the configured time limit."""
-    launch = Launch.from_env()
-    width = shard_size(config, launch)
+def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) -> World:
+    """Join the world, as a rank of a role by `placement`, and cut its mesh. Every group gets the configured time
+    limit.
+    """
+    whole = Launch.from_env()
+    roles = roles_of(placement or {}, whole)
+    role = roles.of(whole.rank)
+    launch = roles.launch(role, whole)
+    width = role_width(config, launch, role)
     timeout = group_timeout(config.timeout_s)
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", launch.local_rank) if cuda else torch.device("cpu")
     if cuda:
         # before any collective: NCCL and FSDP2 take the current device, on every rank 0 at first
         torch.cuda.set_device(device)
+    # else each gloo group, of which the world has two, connects every rank to every other: 2,000 sockets of 1,024 ranks
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # gloo serves tensors on the CPU (rewards, prompts, counts), so they need no copy to a GPU
     backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    if not dist.is_initialized() and "RANK" in os.environ:
+    store: dist.Store = dist.HashStore()
+    if not roles.collocated:
+        take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
+        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        own = dist.PrefixStore(f"role/{role}", store)
+        dist.init_process_group(backend, timeout=timeout, store=own, rank=launch.rank, world_size=launch.world_size)
+    elif not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     elif (
         not dist.is_initialized()
     ):  # `python tasks/...` without a launcher: a world of one, without a port to listen on
-        dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=0, world_size=1)
     # Ranks are numbered node by node and the last axis counts fastest, so that a shard axis of one node's ranks lies
     # within a node. FSDP2 takes both axes for HSDP: it gathers weights along `shard`, and reduces gradients along both.
     shape = (launch.world_size // width, width)
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
-    for group in mesh.get_all_groups():  # subgroups do not inherit the default group's limit
+    count_once(config.ulysses_sequence_parallel_size)
+    context = context_mesh(config, launch.world_size, device)
+    for group in (
+        *mesh.get_all_groups(),
+        *context_groups(context),
+    ):  # subgroups do not inherit the default group's limit
         _set_pg_timeout(timeout, group)
     # Checkpoints are written by a thread while training goes on. Collectives of two threads on one
     # group may meet in another order on another rank, so that thread has a group to itself.
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
-    watch = _watch(launch, min(config.heartbeat_timeout_s, config.timeout_s))
-    return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch)
+    link = None if roles.collocated else Link(roles, whole.rank, store, device)
+    watch = _watch(whole, min(config.heartbeat_timeout_s, config.timeout_s), store, link)
+    return World(launch.rank, launch.world_size, device, mesh, checkpoint_group, watch, launch, link, context)
 
 
-def _watch(launch: Launch, silence_s: float) -> watchdog.Watch:
+def role_width(config: ParallelConfig, launch: Launch, role: str) -> int:
+    """The width of the shard axis on the ranks of a role. parallel.fsdp_size is the actor's; on other roles it is the
+    most, and the widest that their ranks of a node can be divided by.
+    """
+    if role == ACTOR:
+        return shard_size(config, launch)
+    most = config.fsdp_size or launch.local_world_size
+    return next(width for width in range(most, 0, -1) if launch.local_world_size % width == 0)
+
+
+def _watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | None) -> watchdog.Watch:
     """This rank's watch, over connections of its own to the store that the world was made with."""
     host = socket.gethostname()
+    marks = [] if link is None else [link.role]
     if launch.world_size != launch.local_world_size:  # clones of one image often share a host name
-        host += f" (node {launch.rank // launch.local_world_size})"
-    hosts = all_gather_object(host)
-    # torchrun's store may outlive a restart of the ranks, with the last words of those before them
-    name = broadcast_object(uuid.uuid4().hex)
+        marks.insert(0, f"node {launch.rank // launch.local_world_size}")
+    if marks:
+        host += f" ({', '.join(marks)})"
+    if link is None:
+        hosts = all_gather_object(host)
+        # torchrun's store may outlive a restart of the ranks, with the last words of those before them
+        name = broadcast_object(uuid.uuid4().hex)
+    else:  # no default group holds all ranks
+        store.set(f"host/{launch.rank}", host)
+        hosts = [host.decode() for host in store.multi_get([f"host/{rank}" for rank in range(launch.world_size)])]
+        name = store.compare_set("watch", "", uuid.uuid4().hex).decode()
     stores: list[dist.Store] = []
     if launch.world_size > 1 and "MASTER_ADDR" in os.environ:
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -203,9 +252,13 @@ def _watch(launch: Launch, silence_s: float) -> watchdog.Watch:
             stores.append(dist.PrefixStore(f"watch/{name}", client))
     first = launch.rank - launch.local_rank
     local = range(first, first + launch.local_world_size)
-    watch = watchdog.Watch(launch.rank, hosts, local, silence_s, *stores)
+    watch = watchdog.Watch(launch.rank, hosts, local, silence_s, *stores, spreads=link is not None)
     watchdog.current = watch  # for cli, which has no World at hand when an exception ends it all
-    dist.barrier()  # every rank's first sign of life is in the store before anybody reads them all
+    # every rank's first sign of life is in the store before anybody reads them all
+    if link is None:
+        dist.barrier()
+    else:
+        link.meet()
     if stores:
         watch.start()
     return watch
@@ -220,14 +273,16 @@ def stop() -> None:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Collectives with nobody else, where there is no process group: for a job that is counted and does not run."""
+def alone(ranks: int = 1) -> Iterator[None]:
+    """Collectives with nobody else, where there is no process group, as if there were so many ranks: for a job that is
+    counted and does not run.
+    """
     if dist.is_initialized():
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         yield
     finally:

@@ -18,6 +18,7 @@ seconds:
   with it instead of with what a lost connection looks like from their side;
 - `told`, `read`: how many ranks have reported an error, and how many have read the first one;
 - `stop/<rank>`, `done/<rank>`: the rank was told to stop, or has finished;
+- `stop`: the signal by which all ranks are to stop, where they have roles of their own;
 - `stacks`: how many times all stacks were asked for (SIGUSR1).
 """
 
@@ -61,7 +62,10 @@ class Watch:
         silence_s: float,
         store: dist.Store | None = None,
         second: dist.Store | None = None,
+        *,
+        spreads: bool = False,
     ) -> None:
+        """`spreads`: a signal to one rank stops all, which have no collective in which they would agree on it."""
         self.rank, self.hosts = rank, hosts
         self.local_ranks, self.silence_s = local_ranks, silence_s
         # One store serves all ranks, and each reads the beats of all: 1000 ranks beat every 10 s.
@@ -69,6 +73,7 @@ class Watch:
         self.stop: signal.Signals | None = None
         self._store = store
         self._second = second
+        self._spreads = spreads
         self._beat = 0
         self._seen: list[tuple[bytes, float]] = []  # each rank's last beat, and when it was new
         self._contact = time.monotonic()  # with the store
@@ -199,10 +204,11 @@ class Watch:
     # -- the watch's side --------------------------------------------------------------------------
 
     def _run(self) -> None:
+        poller = select.poll()  # select() knows no more than 1,024 open files, of which many ranks take more
+        poller.register(self._wakeup, select.POLLIN)
         while True:
             # sleep until the next look at the others, or until a signal's byte comes
-            ready, _, _ = select.select([self._wakeup], [], [], self.interval)
-            for number in self._wakeup.recv(64) if ready else b"":
+            for number in self._wakeup.recv(64) if poller.poll(1000 * self.interval) else b"":
                 self._hear(number)
             lost = self._lost(self.silence_s)
             if lost is not None and not self._closed.is_set():
@@ -224,6 +230,8 @@ class Watch:
         self._seen = [old if beat == old[0] else (beat, now) for beat, old in zip(beats, self._seen, strict=True)]
         if store.check(["error"]) and not self._closed.is_set():
             self._leave(self._read(store))
+        if self._spreads and self.stop is None and store.check(["stop"]):
+            self.stop = signal.Signals(int(store.get("stop")))
         asked = store.add("stacks", 0)
         if asked > self._stacks:
             self._stacks = asked
@@ -238,6 +246,8 @@ class Watch:
             self.stop = signal.Signals(number)
             if self._store is not None and not self._closed.is_set():
                 self._end_if_alone()
+                if self._spreads:
+                    self._bounded(lambda store: store.set("stop", str(number)))
 
     def _end_if_alone(self) -> None:
         """On SIGTERM, end now if a rank of this launcher has died: there is no step left to finish.

@@ -17,68 +17,25 @@ Shapes: B samples, T tokens of the longest prompt with its response, K = T / S b
 response, V views of a block, C states of a sample. Blocks are counted from the first token of a prompt.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from phalanx.functional.token_budget import in_order
+from phalanx.functional.tokens import TokenTrace
 
 
-@dataclass(frozen=True)
-class BlockTrace:
-    """Prompts with their responses and the order in which these were unmasked.
-
-    ids [B, T], padded behind; starts [B], the prompts' lengths; lengths [B], those of the responses, which end with a
-    block; step [B, A], the denoising step of its block in which each token was unmasked; seeds [B], of estimates that
-    draw. `width` is A, `states` the most states of a sample, on all ranks, and `size` is S.
+@dataclass(frozen=True, kw_only=True)
+class BlockTrace(TokenTrace):
+    """Prompts with their responses, which end with a block, and the order in which these were unmasked: step [B, A],
+    the denoising step of its block of each token; seeds [B], of estimates that draw. `states` are the most states of a
+    sample, on all ranks, and `size` is S.
     """
 
-    ids: Tensor
-    starts: Tensor
-    lengths: Tensor
     step: Tensor
     seeds: Tensor
-    width: int
     states: int
     size: int
-    certainty: Tensor | None = None
-
-    def select(self, rows: Tensor) -> "BlockTrace":
-        """The samples in `rows` [b]."""
-        certainty = None if self.certainty is None else self.certainty[rows]
-        return replace(
-            self,
-            ids=self.ids[rows],
-            starts=self.starts[rows],
-            lengths=self.lengths[rows],
-            step=self.step[rows],
-            seeds=self.seeds[rows],
-            certainty=certainty,
-        )
-
-    def trimmed(self) -> "BlockTrace":
-        """The same, no wider than the longest of these samples."""
-        longest = int((self.starts + self.lengths).max())
-        return replace(self, ids=self.ids[:, :longest])
-
-    def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> "BlockTrace":
-        """The trace with the policy's certainty: nothing else depends on the weights."""
-        values = in_order([replay.self_certainty for replay in replays], parts)
-        return replace(self, certainty=values.sum(1) / self.lengths.clamp(min=1))
-
-    @property
-    def mask(self) -> Tensor:
-        """[B, A] bool: the tokens of the responses."""
-        return torch.arange(self.width, device=self.ids.device) < self.lengths[:, None]
-
-    @property
-    def responses(self) -> Tensor:
-        """[B, T] bool: where the tokens of the responses stand in ids."""
-        at = torch.arange(self.ids.shape[1], device=self.ids.device)
-        return (at >= self.starts[:, None]) & (at < (self.starts + self.lengths)[:, None])
 
     @property
     def steps(self) -> Tensor:

@@ -97,6 +97,27 @@ class FlowTrace:
             prompt_index=self.prompt_index[rows],
         )
 
+    @classmethod
+    def joined(cls, parts: Sequence["FlowTrace"]) -> "FlowTrace":
+        """See phalanx.types.Trace. Each part has the embeddings of prompts of its own."""
+        branches = 2 if parts[0].sampler.guided else 1
+        embeds = {}
+        for name in parts[0].embeds:
+            some = [part.embeds[name].unflatten(0, (branches, -1)) for part in parts]
+            embeds[name] = torch.cat(some, 1).flatten(0, 1)
+        first, index = 0, []
+        for part in parts:
+            index.append(part.prompt_index + first)
+            first += len(next(iter(part.embeds.values()))) // branches
+        return replace(
+            parts[0],
+            latents=torch.cat([part.latents for part in parts]),
+            means=torch.cat([part.means for part in parts]),
+            clean=torch.cat([part.clean for part in parts]),
+            embeds=embeds,
+            prompt_index=torch.cat(index),
+        )
+
     def rescored(self, replays: Sequence[FlowReplay], parts: Sequence[Tensor]) -> "FlowTrace":
         """The trace with the means of `replays`, which hold the samples in the rows `parts`."""
         return replace(self, means=in_order([replay.mean for replay in replays], parts))

@@ -7,7 +7,7 @@ V the vocabulary, N tokens of all responses of a batch, sample by sample.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +31,28 @@ class TokenTrace:
     width: int
     certainty: Tensor | None = None
 
-    def select(self, rows: Tensor) -> "TokenTrace":
+    def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
-        certainty = None if self.certainty is None else self.certainty[rows]
-        return TokenTrace(self.ids[rows], self.starts[rows], self.lengths[rows], self.width, certainty)
+        values: dict[str, Any] = {name: value[rows] for name, value in self._tensors.items()}
+        return replace(self, **values)
 
-    def trimmed(self) -> "TokenTrace":
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """See phalanx.types.Trace."""
+        names = parts[0]._tensors
+        values: dict[str, Any] = {name: torch.cat([part._tensors[name] for part in parts]) for name in names}
+        return replace(parts[0], **values)
+
+    @property
+    def _tensors(self) -> dict[str, Tensor]:
+        """All of them have a row for each sample."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def trimmed(self) -> Self:
         """The same, no wider than the longest of these samples."""
         return replace(self, ids=self.ids[:, : int((self.starts + self.lengths).max())])
 
-    def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> "TokenTrace":
+    def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
         """The trace with the policy's certainty: nothing else depends on the weights."""
         values = in_order([replay.self_certainty for replay in replays], parts)
         return replace(self, certainty=values.sum(1) / self.lengths.clamp(min=1))
@@ -51,10 +63,15 @@ class TokenTrace:
         return torch.arange(self.width, device=self.ids.device) < self.lengths[:, None]
 
     @property
+    def responses(self) -> Tensor:
+        """[B, T] bool: where the tokens of the responses stand in ids."""
+        at = torch.arange(self.ids.shape[1], device=self.ids.device)
+        return (at >= self.starts[:, None]) & (at < (self.starts + self.lengths)[:, None])
+
+    @property
     def predicting(self) -> Tensor:
         """[B, T - 1] bool: the positions that predict a response's tokens."""
-        at = torch.arange(1, self.ids.shape[1], device=self.ids.device)
-        return (at >= self.starts[:, None]) & (at < (self.starts + self.lengths)[:, None])
+        return self.responses[:, 1:]
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from phalanx.config.lm import LMModelConfig, LMRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
-from phalanx.distributed.mesh import Launch
+from phalanx.distributed.launch import Launch
 from phalanx.models.flow.policy import DTYPES, family_of
 from phalanx.models.lm import export as language_models
 from phalanx.models.lm.blocks import adds_mask

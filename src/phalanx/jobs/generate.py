@@ -19,6 +19,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
 from phalanx.data.prompts import load_prompts, numbered
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.jobs.export import open_given
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer
@@ -36,7 +37,7 @@ class Generation:
 
     def __init__(self, cfg: GenerateConfig) -> None:
         self.cfg = cfg
-        if mesh.Launch.from_env().world_size > 1:
+        if Launch.from_env().world_size > 1:
             raise ConfigError("generation runs in one process; start it by python3, or set NPROC_PER_NODE=1")
         self.trained = open_given(cfg.checkpoint, cfg.weights, cfg.model.path)
         run = self.trained.run if self.trained is not None else LMRunConfig()

@@ -3,9 +3,15 @@
 The ranks look again, and closer: at images, at classes of libraries, at tensors.
 """
 
+import os
+
+from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.lm import LMRunConfig
+from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import load_prompts, validation_sets
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.roles import roles_of
 from phalanx.models.flow.headers import local_index
 from phalanx.models.lm.headers import check_folder
 
@@ -14,6 +20,7 @@ def check_flow(cfg: FlowRunConfig, *, prompts: bool = True) -> None:
     """Raise ValueError, in one line, for files of a flow-matching job that cannot be read. With `prompts` the training
     files hold prompts, otherwise something else.
     """
+    check_placement(cfg)
     local_index(cfg.model.path)
     if prompts and cfg.data.train_files:
         load_prompts(cfg.data.train_files, "data.train_files", prompt=cfg.data.prompt_key)
@@ -24,8 +31,25 @@ def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
     """Raise ValueError, in one line, for files of a language model's job that cannot be read; `answered`: see
     load_prompts.
     """
+    check_placement(cfg)
     check_folder(cfg.model.path)
     key = cfg.data.prompt_key
     if cfg.data.train_files:
         load_prompts(cfg.data.train_files, "data.train_files", prompt=key, quoted=False, answered=answered)
     validation_sets(cfg.data.val_files, prompt=key, quoted=False, answered=answered)
+
+
+def check_placement(cfg: RunConfig) -> None:
+    """Raise ConfigError for a placement on none of the worlds that train.sh may start, where it has said which."""
+    if not isinstance(cfg, RLConfig) or "NPROC_PER_NODE" not in os.environ:
+        return
+    nodes, node = os.environ.get("NNODES", "1"), int(os.environ["NPROC_PER_NODE"])
+    problems: list[ConfigError] = []
+    counts = range(int(nodes.split(":")[0]), int(nodes.split(":")[-1]) + 1)
+    for count in counts:
+        try:
+            roles_of(cfg.placement, Launch(0, count * node, 0, node, nodes=nodes if ":" in nodes else ""))
+        except ConfigError as error:
+            problems.append(error)
+    if len(problems) == len(counts):
+        raise problems[0]

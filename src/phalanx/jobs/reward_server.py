@@ -30,7 +30,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.config import ConfigError
 from phalanx.config.tasks import ServeRewardConfig
-from phalanx.distributed.mesh import Launch
+from phalanx.distributed.launch import Launch
 from phalanx.exit import Stopped
 from phalanx.functional.rewards import combine
 from phalanx.jobs.memory_budget import MemoryBudget

@@ -22,6 +22,8 @@ from phalanx.config.tasks import SampleConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object, gather_object
+from phalanx.distributed.context_parallel import KEY
+from phalanx.distributed.launch import Launch
 from phalanx.functional.frames import evenly_spaced
 from phalanx.jobs.export import open_checkpoint, open_given
 from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, standing
@@ -62,7 +64,10 @@ class Generator:
             self.prompts = read_prompts(cfg, (family.image_column,))
         check_guidance(cfg, family)
         check_frames(cfg, family)
-        mesh.shard_size(cfg.parallel, mesh.Launch.from_env())
+        size = cfg.parallel.ulysses_sequence_parallel_size
+        if size > 1:
+            raise ConfigError(f"{KEY}: {size} is of training; ranks sample prompts of their own here, so set it to 1")
+        mesh.shard_size(cfg.parallel, Launch.from_env())
         self.world = mesh.start(cfg.parallel)
         # a run in progress may have written another checkpoint since this rank looked
         if self.trained is not None:

@@ -47,14 +47,24 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        float32 = input.dtype == self.weight.dtype == torch.float32
-        few = input.numel() < MIN_ROWS * self.in_features
-        if not float32 or input.device.type != "cpu" or few:
+        if not _takes(input, self.weight):
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
             return _product(input, self.weight, self.bias)
         # the operation has no derivative of its own
         return _Linear.apply(input, self.weight, self.bias)
+
+
+def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool) -> Tensor:
+    """[..., in] -> [..., out] as a layer computes it, without a derivative where it is oneDNN that does."""
+    if onednn and _takes(input, weight):
+        return _product(input, weight, bias)
+    return F.linear(input, weight, bias)
+
+
+def _takes(input: Tensor, weight: Tensor) -> bool:
+    float32 = input.dtype == weight.dtype == torch.float32
+    return float32 and input.device.type == "cpu" and input.numel() >= MIN_ROWS * weight.shape[1]
 
 
 class _Linear(torch.autograd.Function):

@@ -19,6 +19,8 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    from phalanx.models.fused_lora import fuse
+
     linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
 
     def matches(target: str) -> bool:
@@ -47,6 +49,7 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
         )
         # in place, without a PeftModel around it: diffusers' own class keeps its methods
         inject_adapter_in_model(lora, module)
+    fuse(module)
     for p in module.parameters():
         if p.requires_grad:
             p.data = p.data.to(getattr(torch, config.lora_dtype))

@@ -3,18 +3,20 @@
 It knows nothing of what the module computes. A job may have several: a policy and a critic.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from phalanx.config.run import ModelConfig, ParallelConfig
-from phalanx.distributed.fsdp import Sharded, local
+from phalanx.distributed.fsdp import Sharded, as_part_of, local
 from phalanx.distributed.mesh import World
 from phalanx.models.linear import prefers_onednn, use_onednn
 from phalanx.models.lora import add_lora, lora_off, merged_weights
+from phalanx.models.one_graph import OneGraph
 
 
 class TrainedModel:
@@ -33,30 +35,40 @@ class TrainedModel:
         seed: int,
         frozen: bool = False,
         experts: Sequence[nn.Module] = (),
+        kept: torch.dtype | None = None,
     ) -> None:
         """Add the LoRA that `config` asks for, compile `blocks` where it does, and shard them.
 
         `dtype` is what the module computes in; `lora_targets` the layers that get a LoRA unless
-        `config` names others, whose weights are a function of `seed`. `frozen`: nothing is trained. `experts`: see
-        Sharded.
+        `config` names others, whose weights are a function of `seed`. `frozen`: nothing is trained. `experts` and
+        `kept`: see Sharded.
         Raises ValueError for unknown layers.
         """
         self.module, self.world, self.config, self.dtype = module, world, config, dtype
         self.lora = config.lora_rank > 0
+        self.recomputed = config.recomputed(len(blocks)) / max(
+            len(blocks), 1
+        )  # of the blocks, by gradient checkpointing
         module.eval()  # dropout would make a replay disagree with the rollout
         if self.lora:
             add_lora(module, config, lora_targets, seed)
         else:
             module.requires_grad_(not frozen)
+        self._one_graph: OneGraph | None = None
         if config.compile:
-            # block by block: those that are alike share one compilation
-            for block in blocks:
-                block.compile(fullgraph=True)
+            self._one_graph = OneGraph(blocks)
         elif world.device.type == "cpu" and prefers_onednn():
             use_onednn(module)
-        self.sharded = Sharded(module, blocks, world, parallel, dtype, experts)
+        self.sharded = Sharded(module, blocks, world, parallel, dtype, experts, kept)
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function` of `args`, which runs the module: rounded alike with gradients on and off.
+
+        Not for decoding, which keeps what blocks compute.
+        """
+        return function(*args) if self._one_graph is None else self._one_graph(function, *args)
 
     def unsharded(self) -> AbstractContextManager[None]:
         """A context in which all weights are gathered, for forward passes without gradients."""
@@ -69,6 +81,32 @@ class TrainedModel:
         All ranks must draw all of them, in step; see merged_weights.
         """
         yield from merged_weights(self.module.state_dict(), self.config)
+
+    @property
+    def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Of the trained tensors, whole."""
+        return {name: (p.shape, p.dtype) for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def whole(self, weights: str | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The trained tensors, whole, one after the other, or other values of theirs (`add_weights`).
+
+        All ranks must draw all of them, in step.
+        """
+        for name, p in self.parameters.items():
+            value = p.detach() if weights is None else as_part_of(self._weights[weights][name].to(p.device), p)
+            yield name, value.full_tensor() if isinstance(value, DTensor) else value
+
+    @torch.no_grad()
+    def take(self, values: Iterable[tuple[str, Tensor]]) -> None:
+        """Put whole tensors in place of the trained ones, as `whole` gives them."""
+        self.sharded.reshard()
+        for name, value in values:
+            p = self.parameters[name]
+            if isinstance(p, DTensor):  # each rank has the whole and keeps its own part, without a message
+                value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
+            local(p).copy_(local(value))
+        self.sharded.copy_to_module()
 
     def add_weights(self, name: str, values: dict[str, Tensor]) -> None:
         """Make `using(name)` possible: `values` are laid out as `parameters`."""

@@ -7,28 +7,36 @@ that are but shapes (torch's meta device).
 import os
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import torch
 
+from phalanx.cli import PLAN_SECONDS
 from phalanx.config import ConfigError
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig, LMRunConfig
+from phalanx.config.run import RLConfig
 from phalanx.plan.blueprint import family_name, fetch, tidy
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import FILES
 from phalanx.plan.pace import Gpu
-from phalanx.plan.text import describe, sizes
+from phalanx.plan.roles import describe_roles
+from phalanx.plan.schedules import given_seconds, schedules
+from phalanx.plan.split import Split
+from phalanx.plan.tables import listed
+from phalanx.plan.text import describe, roles_on, sizes
 from phalanx.telemetry.flops import known_gpus, named_peak_flops
 from phalanx.training import block_diffusion, flow_matching, flow_rl, lm_rl
 
 
 @tidy()
 def plan_job(cfg: FlowRunConfig | LMRunConfig, words: Mapping[str, str]) -> str:
-    """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc), gpu, gpu_memory_gb and gpu_hour_price;
-    what is missing comes from train.sh's variables, and from the GPU that is here.
+    """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc), gpu, gpu_memory_gb, gpu_hour_price and the
+    seconds of phases; what is missing comes from train.sh's variables, and from the GPU that is here.
 
     Of several sizes the largest that works is described. Raises ValueError, with one line, where the job itself would
     be refused, or the model folder cannot be read.
@@ -51,8 +59,39 @@ def plan_job(cfg: FlowRunConfig | LMRunConfig, words: Mapping[str, str]) -> str:
         none = f"no number of nodes from {asked[0].nodes} to {asked[-1].nodes} works: " if len(asked) > 1 else ""
         raise ConfigError(none + refused[asked[0]])
     largest = [cluster for cluster in asked if cluster not in refused][-1]
-    text = describe(planned(cfg, largest), gpu)
+    text = _described(cfg, largest, gpu, words)
     return text if len(asked) == 1 else f"{sizes(cfg, asked, refused)}\n\n{text}"
+
+
+def _described(cfg: FlowRunConfig | LMRunConfig, cluster: Cluster, gpu: Gpu, words: Mapping[str, str]) -> str:
+    """The plan of one size."""
+    roles = roles_on(cfg, cluster)
+    numbers = {
+        name: _number(name, words, "seconds of the phase if all ranks did it, such as 30") for name in PLAN_SECONDS
+    }
+    given = given_seconds({name: number for name, number in numbers.items() if number is not None}, cfg, roles)
+
+    def refusal(schedule: str, split: Split) -> str | None:
+        assert isinstance(cfg, LMRLConfig | FlowRLConfig), "only samples are drawn elsewhere"
+        staleness = max(cfg.rollout.max_staleness, schedule == "one_step_off")
+        rollout: Any = replace(cfg.rollout, schedule=schedule, max_staleness=staleness)
+        placement = {role: f"{ranks} ranks" for role, ranks in split.items()}
+        try:
+            with patch.dict(os.environ, NNODES=""):  # what an elastic job may become is not asked
+                check(replace(cfg, rollout=rollout, placement=placement), cluster)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    if not roles.collocated:
+        assert isinstance(cfg, RLConfig), "only samples are drawn elsewhere"
+        return describe_roles(cfg, cluster, roles, gpu, given, refusal)
+    text = describe(planned(cfg, cluster), gpu)
+    if given is not None:
+        assert isinstance(cfg, RLConfig), "given_seconds looks"
+        title, rows = schedules(cfg, roles, given, refusal, gpu)
+        text = "\n".join([text, "", title, *listed(rows)])
+    return text
 
 
 def clusters(words: Mapping[str, str], env: Mapping[str, str]) -> list[Cluster]:

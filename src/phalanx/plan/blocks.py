@@ -97,7 +97,7 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
         ids, step = (torch.zeros(share, n, dtype=torch.long, device=META) for n in (before + limit, limit))
         starts, lengths, seeds = (torch.full((share,), n, device=META) for n in (before, limit, 0))
         self.policy.looks_of_a_response = limit / self.per_look
-        trace = BlockTrace(ids, starts, lengths, step, seeds, limit, self.most, size)
+        trace = BlockTrace(ids, starts, lengths, limit, step=step, seeds=seeds, states=self.most, size=size)
         return trace, before + limit + (self.most - 1) * size
 
     def _decoded(self, count: int, n: int, how: Decoding) -> None:
@@ -121,8 +121,7 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
             use_cache=True,
         ).logits
         full.crop(-size)
-        masked = state == how.mask_id
-        drawn_tokens(logits[masked].float(), torch.empty(count * size, device=META), how)
+        drawn_tokens(logits, state == how.mask_id, torch.empty(count, size, device=META), how)
 
 
 def planned_block_policy(

@@ -18,6 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.context_parallel import context_mesh
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
@@ -101,6 +104,18 @@ class PlannedPolicy(FlowPolicy):
         return nullcontext()
 
 
+def planned_world(parallel: ParallelConfig, cluster: Cluster, rank: int) -> World:
+    """A rank of many that stands for all that hold the same samples: it is number `rank` of those with others. They
+    are there where tokens are shared, see mesh.alone.
+    """
+    shared = parallel.ulysses_sequence_parallel_size
+    numbers = {"rank": rank, "size": cluster.ranks, "data_rank": rank, "data_size": parallel.data_ranks(cluster.ranks)}
+    context = context_mesh(parallel, shared, torch.device("cpu"))
+    rest = {"device": META, "watch": None, "link": None, "context_size": shared, "context": context}
+    launch = Launch(rank * shared, cluster.ranks, 0, 1)  # it says nothing to the ranks of its node
+    return cast(World, SimpleNamespace(**numbers, **rest, shard_size=1, launch=launch))
+
+
 def planned_policy(
     cfg: FlowRunConfig,
     cluster: Cluster,
@@ -118,7 +133,7 @@ def planned_policy(
     # neither of these changes what is kept in memory, and none can be done without numbers
     config = replace(cfg.model, attn_backend=None, compile=False, lora_init="gaussian")
     data = replace(cfg.data, embeds_cache_dir=None)
-    world = cast(World, SimpleNamespace(rank=rank, size=cluster.ranks, shard_size=1, device=META, watch=None))
+    world = planned_world(cfg.parallel, cluster, rank)
     with META:
         policy = build_policy(
             config,

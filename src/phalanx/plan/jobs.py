@@ -13,10 +13,11 @@ from phalanx import algorithms
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.run import RunConfig
+from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import PromptRow
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
+from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
 from phalanx.models.flow.folder import read_index
 from phalanx.plan.blocks import PlannedBlockRollout, planned_block_policy
 from phalanx.plan.blueprint import PlannedPolicy, fetch, planned_policy
@@ -32,34 +33,61 @@ from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
 from phalanx.training.flow_matching import ENCODED_TOGETHER
 from phalanx.training.flow_parts import FlowParts
 from phalanx.training.parts import Parts, about
+from phalanx.training.roles import of_role
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, teacher_model, teacher_rollout
 from phalanx.types import Teacher
 
 
-def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
-    """The job on a cluster that it can run on, after a step; seconds.
+def planned(cfg: RunConfig, cluster: Cluster, roles: Roles | None = None, role: str = "") -> Planned:
+    """The job on a cluster that it can run on, after a step; seconds. With `roles`, the part of the ranks that have
+    this one.
 
     `cfg.model.path` is a local folder (`fetch`); of a flow model, `cfg.model.family` is set (`family_name`). Raises
     ValueError for a model folder that cannot be read.
     """
     due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
-    with mesh.alone(), fused_attention():
-        job = _job(cfg, cluster)
+    with mesh.alone(cfg.parallel.ulysses_sequence_parallel_size), fused_attention():
+        job = _job(cfg, cluster) if roles is None else _part(cfg, cluster, roles, role)
         with job.ledger:
-            if due and cfg.data.val_files and cfg.reward.functions:
+            if due and cfg.data.val_files and cfg.reward.functions and job.role in ("", ROLLOUT):
                 few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
                 job.run_validation(_prompts(job.policy, few).batch(0))
             job.run_step()
     return job
 
 
+def role_plan(cfg: RLConfig, roles: Roles, role: str) -> BatchPlan:
+    """The arithmetic of a role: of the actor's, that of the whole step, and of others', that of a part of it."""
+    actors = len(roles.ranks[ACTOR])
+    if isinstance(cfg, LMRLConfig):
+        plan = lm_rl.plan(cfg, actors)
+    else:
+        assert isinstance(cfg, FlowRLConfig)
+        plan = flow_rl.plan(cfg, actors)
+    return plan if role == ACTOR else of_role(plan, cfg, roles, role)
+
+
+def _part(cfg: RunConfig, cluster: Cluster, roles: Roles, role: str) -> RLRehearsal:
+    """The part of a role, whose ranks are a world of their own."""
+    assert isinstance(cfg, LMRLConfig | FlowRLConfig), "only samples are drawn elsewhere"
+    width = mesh.role_width(cfg.parallel, roles.launch(role, cluster.launch), role)
+    own = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
+    plan, world = role_plan(cfg, roles, role), cluster.of_role(roles, role)
+    job = _lm(own, world, plan) if isinstance(own, LMRLConfig) else _rl(own, world, plan, teaches=role == ACTOR)
+    job.role = role
+    job.rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
+    return job
+
+
 def _job(cfg: RunConfig, cluster: Cluster) -> Planned:
     if isinstance(cfg, LMRLConfig):
-        return _lm(cfg, cluster)
+        return _lm(cfg, cluster, lm_rl.plan(cfg, cluster.ranks))
     if isinstance(cfg, BlockDiffusionTaskConfig):
         return _block_diffusion(cfg, cluster)
     assert isinstance(cfg, FlowRunConfig)
-    return _rl(cfg, cluster) if isinstance(cfg, FlowRLConfig) else _flow_matching(cfg, cluster)
+    if isinstance(cfg, FlowRLConfig):
+        return _rl(cfg, cluster, flow_rl.plan(cfg, cfg.parallel.data_ranks(cluster.ranks)))
+    return _flow_matching(cfg, cluster)
 
 
 def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
@@ -72,11 +100,12 @@ def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
     return max(range(ranks), key=more_prompts)
 
 
-def _lm(cfg: LMRLConfig, cluster: Cluster) -> LMRehearsal:
-    plan, algorithm = lm_rl.plan(cfg, cluster.ranks), lm_rl.build_algorithm(cfg)
+def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan) -> LMRehearsal:
+    algorithm = lm_rl.build_algorithm(cfg)
+    plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
     rank, actor = _busiest(plan, cfg.rollout.n, cluster.ranks), cfg.actor
     options: dict[str, Any] = {"rank": rank, "chunk": actor.log_prob_chunk_size}
-    passes = lm_rl.scoring(plan, algorithm)
+    passes = lm_rl.scoring(plan, algorithm, stale=cfg.rollout.schedule == "one_step_off")
     if cfg.model.block_size is None:
         policy = planned_lm_policy(cfg, cluster, Ledger(), **options)
         rollout = PlannedLMRollout(policy, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, passes)
@@ -90,12 +119,14 @@ def _lm(cfg: LMRLConfig, cluster: Cluster) -> LMRehearsal:
         return LMRehearsal(cfg, plan, algorithm, parts, _prompts(policy, plan.samples // cfg.rollout.n))
 
 
-def _rl(cfg: FlowRLConfig, cluster: Cluster) -> RLRehearsal:
-    plan, algorithm, n = flow_rl.plan(cfg, cluster.ranks), algorithms.build(cfg.algorithm), cfg.rollout.n
-    rank = _busiest(plan, n, cluster.ranks)
+def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, *, teaches: bool = True) -> RLRehearsal:
+    """`teaches`: with the algorithm's teachers."""
+    algorithm, n = algorithms.build(cfg.algorithm), cfg.rollout.n
+    rank = _busiest(plan, n, cfg.parallel.data_ranks(cluster.ranks))
     policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=cfg.actor.detach_uncond)
     rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, plan.samples // n)
-    teachers = {teacher.name: _teacher(teacher, cfg, policy, rollout) for teacher in algorithm.teachers}
+    taught = algorithm.teachers if teaches else ()
+    teachers = {teacher.name: _teacher(teacher, cfg, policy, rollout) for teacher in taught}
     with policy.ledger, policy.ledger.uncounted():
         parts = FlowParts(policy.world, None, policy, rollout, {})
         return RLRehearsal(cfg, plan, algorithm, parts, prompts, teachers)
@@ -107,7 +138,7 @@ def _flow_matching(cfg: FlowRunConfig, cluster: Cluster) -> FlowMatchingRehearsa
     rollout = PolicyRollout(policy, cfg.rollout, policy.world, cfg.rollout.micro_batch_size_per_gpu or 16)
     parts = FlowParts(policy.world, None, policy, rollout, {})
     with policy.ledger, policy.ledger.uncounted():
-        return FlowMatchingRehearsal(cfg, _Images(cfg, cluster.ranks), parts)  # type: ignore[arg-type]
+        return FlowMatchingRehearsal(cfg, _Images(cfg, cfg.parallel.data_ranks(cluster.ranks)), parts)  # type: ignore[arg-type]
 
 
 def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster) -> BlockDiffusionRehearsal:

@@ -9,6 +9,8 @@ from torch import nn
 
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.roles import Roles
 from phalanx.models.trained import TrainedModel
 
 REDUCED = torch.float32.itemsize  # of the dtype in which gradients are summed over ranks
@@ -26,9 +28,19 @@ class Cluster:
         """Ranks of all nodes."""
         return self.nodes * self.per_node
 
+    @property
+    def launch(self) -> Launch:
+        """What the launcher would say on its first rank."""
+        return Launch(0, self.ranks, 0, self.per_node)
+
+    def of_role(self, roles: Roles, role: str) -> "Cluster":
+        """The ranks of a role as the world that they see."""
+        own = roles.launch(role, self.launch)
+        return Cluster(own.world_size // own.local_world_size, own.local_world_size)
+
     def width(self, parallel: ParallelConfig) -> int:
         """Ranks that share a copy of the weights; ConfigError where it does not divide the world."""
-        return mesh.shard_size(parallel, mesh.Launch(0, self.ranks, 0, self.per_node))
+        return mesh.shard_size(parallel, self.launch)
 
     def shard_groups(self, width: int) -> list[range]:
         """Ranks that share one copy of the weights, copy by copy."""
@@ -152,9 +164,9 @@ class Layout:
         *blocks, root = self.units()
         return sum(blocks) + root if throughout else root + 2 * max(blocks)
 
-    def stored(self) -> int:
-        """The sharded weights, whole, in the dtype that they are kept in."""
-        return sum(w.gathered * w.kept.itemsize for w in self.weights if w.sharded)
+    def stored(self, *, trained: bool = False) -> int:
+        """The sharded weights, whole, in the dtype that they are kept in; or of them those that are `trained`."""
+        return sum(w.gathered * w.kept.itemsize for w in (self.trained if trained else self.weights) if w.sharded)
 
     def gradient(self, w: Weight, *, summed: bool = False) -> int:
         """What stays of a gradient: this rank's reduced part, or while passes are `summed`, the whole in float32."""

@@ -66,6 +66,8 @@ class Ledger(TorchDispatchMode):
         moves = func is aten._to_copy.default and kwargs.get("device") is not None
         if moves and args[0].is_meta and kwargs["device"].type == "cpu":
             return self._to_host(args[0], kwargs)
+        if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]  # memory of the host is never written to, and so takes none
         true: int | None = None
         if func is aten.index.Tensor and args[0].is_meta:
             # what is left of a mask by another one has all that is true in it

@@ -6,8 +6,7 @@ All prompts and responses are as long as they may be. Only the folder's configur
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -15,13 +14,13 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from phalanx.config.lm import LMRunConfig
-from phalanx.distributed.mesh import World
 from phalanx.engines.loading import loading
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.model import DTYPES, CausalLM, causal_lm
 from phalanx.models.lm.policy import LMPolicy
+from phalanx.plan.blueprint import planned_world
 from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
 from phalanx.rollout.lm.decode import Decoding, draw
@@ -160,7 +159,7 @@ def planned_lm_policy(
     # kernels that are not here take as much memory as torch's own; and none of these changes what is kept
     attention = "eager" if model.attn_implementation == "eager" else "sdpa"
     config = replace(model, attn_implementation=attention, compile=False, lora_init="gaussian")
-    world = cast(World, SimpleNamespace(rank=rank, size=cluster.ranks, shard_size=1, device=META, watch=None))
+    world = planned_world(cfg.parallel, cluster, rank)
     with loading(f"model.path: {model.path!r} does not load"):
         settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
     with META:

@@ -12,6 +12,9 @@ from pathlib import Path
 from torch import nn
 
 from phalanx.config.lm import LMRunConfig
+from phalanx.distributed.link import BUCKET_BYTES
+from phalanx.distributed.roles import ACTOR, ROLLOUT
+from phalanx.models.stored import dtype_to_read
 from phalanx.plan.blueprint import PlannedPolicy
 from phalanx.plan.engines import RewardModel, engine_copy, engine_share, reward_model
 from phalanx.plan.layout import Weight
@@ -19,6 +22,7 @@ from phalanx.plan.ledger import nbytes
 from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.plan.loading import Loading, loading, loading_of_module
 from phalanx.plan.rehearsal import Planned
+from phalanx.training.offload import PART, SLOTS
 
 
 @dataclass(frozen=True)
@@ -77,12 +81,14 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
     the reward model, where there is one.
     """
     layout, teachers = p.policy.layout, p.frozen
-    reward = reward_model(p.cfg, gpu_memory, layout.width)
+    samples, trains = p.role in ("", ROLLOUT), p.role in ("", ACTOR)
+    reward = reward_model(p.cfg, gpu_memory, layout.width) if samples else None
     judge = reward or RewardModel()
     trained = [w for w in layout.trained if not w.away]
-    beside, stay = _beside(p, layout.trained), _beside(p, [] if p.cfg.parallel.optimizer_offload else trained)
+    stays = trained if trains and not p.cfg.parallel.optimizer_offload else []
+    beside, stay = _beside(p, layout.trained if trains else []), _beside(p, stays)
     vae, encoders = _parts_beside(p.policy)
-    engine, sleeps = engine_share(p.cfg, gpu_memory, layout), _engine_sleeps(p)
+    engine, sleeps = engine_share(p.cfg, gpu_memory, layout) if samples else 0, _engine_sleeps(p)
     theirs = {name: nbytes(*teacher.model.text_encoders) for name, teacher in teachers.items()}
     own = {name: theirs[name] * _reads_alone(p, e) for name, e in teachers.items()}
     held = {
@@ -100,25 +106,40 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
         "weights": layout.away(),
         **{name: e.layout.away() for name, e in teachers.items()},
         **{name: size - stay[name] for name, size in beside.items()},
-        "reference": layout.kept(layout.trained) if p.copies_reference else 0,
+        "reference": layout.kept(layout.trained) if p.copies_reference and trains else 0,
         "images": p.outputs_size,
         "sleeping reward model": judge.asleep,
     }
     # on GPUs, AdamW takes the roots of all second moments at once; the message to other copies was sent by then
-    moved = _beside(p, trained)["optimizer's state"] - stay["optimizer's state"]
-    stepping = max(layout.message(), moved + layout.kept(trained))
+    moved, roots = _beside(p, trained)["optimizer's state"] - stay["optimizer's state"], layout.kept(trained)
+    if moved:
+        # of the parts that are there at a time
+        part = max(PART, max(w.part for w in trained) * moved // sum(w.part for w in trained))
+        moved, roots = min(moved, SLOTS * part), min(roots, part)
+    stepping = max(layout.message(), moved + roots)
     gradients = sum(layout.gradient(w) for w in trained)
+    update = [Phase("optimizer", gradients=gradients, other=p.samples_size + stepping)] if trains else []
     return Memory(
         held={name: size for name, size in held.items() if size},
         phases=[
-            *([Phase("encode prompts", other=max([encoders, *own.values()]))] if encoders else []),
+            *([Phase("encode prompts", other=max([encoders, *own.values()]))] if encoders and samples else []),
+            *([Phase("weights from the actor", other=_passing_on(p))] if p.role else []),
             *_phases(p, layout.kept(trained), reward, engine if sleeps else 0),
-            Phase("optimizer", gradients=gradients, other=p.samples_size + stepping),
+            *update,
         ],
         host={name: size for name, size in host.items() if size},
         loading=list(_loading(p)),
         reward=reward,
     )
+
+
+def _passing_on(p: Planned) -> int:
+    """Whole tensors on their way from the actor: a message and the one before or after it, and where they are sent a
+    tensor of the next one.
+    """
+    sizes = [w.numel * w.kept.itemsize for w in p.policy.layout.trained]
+    message = max(*sizes, min(BUCKET_BYTES, sum(sizes)), 0)
+    return message * (3 if p.role == ACTOR else 2)
 
 
 def _loading(p: Planned) -> Iterator[Loading]:
@@ -129,7 +150,8 @@ def _loading(p: Planned) -> Iterator[Loading]:
     encoders = _from_files(p.policy, "text_encoder")
     yield encoders + _transformer(p.policy) + _from_files(p.policy, "vae")
     # made on the CPU, when the model has gone to the device
-    yield encoders + Loading(own=engine_copy(p.cfg, p.policy.layout))
+    if p.role in ("", ROLLOUT):
+        yield encoders + Loading(own=engine_copy(p.cfg, p.policy.layout))
     there = encoders + Loading(own=p.policy.layout.away())
     for teacher in p.frozen.values():  # each with encoders and VAE, equal ones too
         theirs = _from_files(teacher, "text_encoder")
@@ -165,7 +187,10 @@ def _weights(policy: PlannedPolicy | PlannedLMPolicy, files: Path) -> Loading:
     """The weights in these files; a LoRA is new, and in none."""
     lora = sum(w.numel * w.kept.itemsize for w in policy.layout.weights if ".lora_" in w.name)
     base = next(w for w in policy.layout.weights if ".lora_" not in w.name)
-    return loading(files, policy.layout.whole() - lora, base.kept) + Loading(own=lora)
+    # where all weights are trained, ranks cast their parts of what the files hold
+    read = dtype_to_read(files, base.kept) if policy.config.lora_rank == 0 else base.kept
+    size = (policy.layout.whole() - lora) * read.itemsize // base.kept.itemsize
+    return loading(files, size, read) + Loading(own=lora)
 
 
 def _from_files(policy: PlannedPolicy, kind: str) -> Loading:

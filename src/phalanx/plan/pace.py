@@ -3,6 +3,8 @@
 import math
 from dataclasses import dataclass
 
+import torch
+
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import RunConfig
@@ -14,6 +16,7 @@ USED = (0.25, 0.45)  # of its peak, an assumption
 SHORTEST = 1.0  # seconds of a step; below, launches of kernels and the host decide, not arithmetic
 
 Rows = list[tuple[str, str]]
+Interval = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -30,42 +33,69 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     ranks, dtype, flops = p.policy.layout.cluster.ranks, p.policy.layout.dtype, p.flops
     unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
     counted = f"{flops / size:.4g} {unit}, {flops / ranks / size:.4g} a rank"
-    card, peak = CARD, named_peak_flops(CARD, dtype)
-    if gpu.name is not None and (known := named_peak_flops(gpu.name, dtype)) is not None:
-        card, peak = gpu.name, known
-    assert peak is not None
     least, most = USED
-    step = flops / ranks / peak / most, flops / ranks / peak / least
+    step = seconds(flops / ranks, gpu, dtype)
     if step[0] < SHORTEST:
         return "Arithmetic", [("a step", f"{counted}: too little to tell a time from")]
+    again = 1 - p.model_flops / flops
     noun = sampled(p.cfg)
-    images = p.cfg.data.batch_size(ranks) if p.plan is None else p.plan.samples
+    images = p.cfg.data.batch_size(p.cfg.parallel.data_ranks(ranks)) if p.plan is None else p.plan.samples
     rate = images / step[1], images / step[0]
-    total = p.cfg.trainer.total_training_steps
-    steps = 1000 if total is None else total
-    hours = _times(step, steps / 3600)
-    whole = _times(hours, ranks)
     rows = [
-        ("a step", f"{counted}: {_range(step)} s"),
-        (noun, f"{_range(rate)} a second, {_range(_times(rate, 1 / ranks))} on a GPU"),
-        ("1000 steps" if total is None else "the job", f"{_range(hours)} hours, {_range(whole)} GPU-hours"),
+        ("a step", f"{counted}: {between(step)} s"),
+        (noun, f"{between(rate)} a second, {between(_times(rate, 1 / ranks))} on a GPU"),
+        *whole_job(p.cfg, step, ranks, gpu),
     ]
-    if total is not None:
-        rows[-1] = ("the job", f"{steps} steps: {rows[-1][1]}")
     left_out = "rewards, validation, checkpoints, text encoders, VAE, waiting for the slowest rank"
     if isinstance(p, LMRehearsal | BlockDiffusionRehearsal):
         data = p.cfg.data
         tokens = _times(rate, (data.max_prompt_length + data.max_response_length) / ranks)
-        rows.insert(2, ("tokens", f"{_range(tokens)} a second on a GPU, were all prompts and responses the longest"))
+        rows.insert(2, ("tokens", f"{between(tokens)} a second on a GPU, were all prompts and responses the longest"))
         left_out = "validation, checkpoints, the slowest rank"
+    if again > 0:
+        useful = _times((100 * least, 100 * most), 1 - again)
+        rows.insert(
+            1, ("repeated", f"{100 * again:.0f} % of it, in backward passes: perf/mfu would be {between(useful)} %")
+        )
     if isinstance(p, LMRehearsal):
         left_out = "that decoding waits for memory, rewards, validation, checkpoints, the slowest rank"
-    if gpu.price is not None:
-        rows.append(("cost", f"{_range(_times(whole, gpu.price))}, at {gpu.price:g} for a GPU-hour"))
     rows.append(("left out", left_out))
-    kind = str(dtype).removeprefix("torch.")
-    title = f"Arithmetic and time, assumed that {card} does {least * 100:.0f} to {most * 100:.0f} %"
-    return f"{title} of its {peak / 1e12:.0f} TFLOP/s in {kind}", rows
+    return f"Arithmetic and time, {assumed(gpu, dtype)}", rows
+
+
+def seconds(flops: float, gpu: Gpu, dtype: torch.dtype) -> Interval:
+    """The least and the most that a rank takes for so many operations."""
+    _, peak = _card(gpu, dtype)
+    return flops / peak / USED[1], flops / peak / USED[0]
+
+
+def assumed(gpu: Gpu, dtype: torch.dtype) -> str:
+    """What `seconds` assumes, in words."""
+    card, peak = _card(gpu, dtype)
+    kind, (least, most) = str(dtype).removeprefix("torch."), USED
+    part = f"{least * 100:.0f} to {most * 100:.0f} %"
+    return f"assumed that {card} does {part} of its {peak / 1e12:.0f} TFLOP/s in {kind}"
+
+
+def whole_job(cfg: RunConfig, step: Interval, ranks: int, gpu: Gpu) -> Rows:
+    """The time of all steps, and their price where that of a GPU is known."""
+    total = cfg.trainer.total_training_steps
+    hours = _times(step, (1000 if total is None else total) / 3600)
+    whole = _times(hours, ranks)
+    said = f"{between(hours)} hours, {between(whole)} GPU-hours"
+    rows = [("1000 steps", said) if total is None else ("the job", f"{total} steps: {said}")]
+    if gpu.price is not None:
+        rows.append(("cost", f"{between(_times(whole, gpu.price))}, at {gpu.price:g} for a GPU-hour"))
+    return rows
+
+
+def _card(gpu: Gpu, dtype: torch.dtype) -> tuple[str, float]:
+    """The name and the peak of the GPU, or where it is not known, of another one."""
+    if gpu.name is not None and (known := named_peak_flops(gpu.name, dtype)) is not None:
+        return gpu.name, known
+    peak = named_peak_flops(CARD, dtype)
+    assert peak is not None
+    return CARD, peak
 
 
 def sampled(cfg: RunConfig) -> str:
@@ -75,11 +105,11 @@ def sampled(cfg: RunConfig) -> str:
     return "responses" if isinstance(cfg, LMRunConfig) else "images"
 
 
-def _times(interval: tuple[float, float], factor: float) -> tuple[float, float]:
+def _times(interval: Interval, factor: float) -> Interval:
     return interval[0] * factor, interval[1] * factor
 
 
-def _range(interval: tuple[float, float]) -> str:
-    """Two numbers of three digits, or of all that stand before the point."""
+def between(interval: Interval) -> str:
+    """Two numbers of three digits, or of all that stand before the point; one where they are equal."""
     least, most = (f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}" for x in interval)
-    return f"{least} to {most}"
+    return least if interval[0] == interval[1] else f"{least} to {most}"

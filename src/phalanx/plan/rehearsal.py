@@ -7,14 +7,17 @@ what ranks say to one another, is arithmetic (phalanx.plan.layout).
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import EmaConfig, RLConfig
+from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.plan.blocks import PlannedBlockPolicy
 from phalanx.plan.blueprint import PlannedPolicy
 from phalanx.plan.lm import PlannedLMPolicy
@@ -36,6 +39,7 @@ class Rehearsal(Run):
     samples_size = 0  # bytes of the step's samples on the device
     outputs_size = 0  # bytes of their images on the host
     copies_reference = False  # whether the reference is a copy of the weights as they were at first
+    role = ""  # of the rank that is planned, where ranks have roles of their own
 
     @property
     def frozen(self) -> dict[str, PlannedPolicy]:
@@ -77,52 +81,109 @@ class Rehearsal(Run):
         self.ledger.drop_gradients()
         return {"grad_norm": 0.0, "lr": 0.0, "skipped": False}
 
+    def operations(self, *, recomputed: bool) -> int:
+        """Floating-point operations of a step on all ranks; `recomputed`: with what checkpointing repeats."""
+        raise AssertionError("a job has a step of its own")
+
+    @property
+    def flops(self) -> int:
+        """What the GPUs compute in a step."""
+        return self.operations(recomputed=True)
+
+    @property
+    def model_flops(self) -> int:
+        """What the model needs in a step."""
+        return self.operations(recomputed=False)
+
     def go_on(self, failure: RewardError | None = None) -> None:
         """There is but one rank."""
 
     def run_validation(self, prompts: list[Prompt]) -> None:
         """The sampling of a validation on these prompts."""
         with self.ledger.during("validation: sample"):
-            weights = self.policy.using("ema") if self.learner.ema is not None else nullcontext()
+            average = self.learner.ema is not None and not self.role  # else the actor sends it in place of the weights
+            weights = self.policy.using("ema") if average else nullcontext()
             with weights, self.rollout.awake():
                 self.rollout.sample_validation(prompts, each=self.submit)
 
 
 class RLRehearsal(Rehearsal, Trainer):
-    """Reinforcement learning. `samples` are those of the step."""
+    """Reinforcement learning. `samples` are those of the step. `rescores`: log-probs may be taken again here, not by
+    another role.
+    """
 
     cfg: RLConfig
     samples: Samples
+    rescores = True
 
     @property
     def frozen(self) -> dict[str, PlannedPolicy]:
         return {name: cast(PlannedPolicy, teacher.policy) for name, teacher in self.teachers.items()}
 
+    @property
+    def sent(self) -> int:
+        """Bytes of this rank's samples, as they go to another role."""
+        trace = vars(self.samples.trace)
+        beside = {name: value for name, value in vars(self.samples).items() if name != "outputs"}
+        values = [part for value in (*trace.values(), *beside.values()) for part in tree_leaves(value)]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+
     def run_step(self) -> None:
-        """Sample, and train on rewards of which each prompt's best is another sample."""
+        """Sample, and train on rewards of which each prompt's best is another sample; of a role, its part of that."""
         reward = (torch.arange(self.plan.samples) + self.group_id) % self.cfg.rollout.n
         known = "reference" in self.algorithm.references and "reference" not in self.learner.averages
         self.copies_reference = known and not self.policy.trained.is_base("reference")
         with self.ledger.during("rollout: sample"):
             drawn = self.sample(0)
-        with self.ledger.during("rescore"):
-            self.samples, _ = self.rescore(drawn)
+        if self.role in (ACTOR, INFERENCE):  # other ranks drew them
+            self.ledger.phases.clear()
+            if self.cfg.rollout.schedule == "one_step_off":
+                drawn = replace(drawn, exact=False, version=torch.zeros_like(drawn.index))
+        self.samples = drawn
+        if self.rescores:
+            with self.ledger.during("rescore"):
+                self.samples, _ = self.rescore(drawn)
         del drawn
         self.samples_size = self.ledger.live
         outputs = self.samples.outputs
-        self.outputs_size = outputs.nbytes if isinstance(outputs, Tensor) else 0  # texts are next to nothing
-        with self.ledger.during("update"):
-            self.update(self.samples, reward.float(), 0)
+        if isinstance(outputs, Tensor) and self.role in ("", ROLLOUT):  # texts are next to nothing
+            self.outputs_size = outputs.nbytes
+        if self.role in ("", ACTOR):
+            with self.ledger.during("update"):
+                self.update(self.samples, reward.float(), 0)
+
+    def behaviour(self) -> AbstractContextManager[None]:
+        """Other ranks sample with the weights that they were sent."""
+        return nullcontext() if self.role else super().behaviour()
 
     def credit(self, batches: MicroBatches, units: Units, kept: Tensor) -> dict[str, float]:
         """An advantage for each action, whatever it is; nobody trains a critic here."""
         batches.advantage = batches.advantage[:, None].expand(batches.mask.shape)
         return {}
 
+    def operations(self, *, recomputed: bool) -> int:
+        return self.step_flops(self.samples, recomputed=recomputed)
+
     @property
-    def flops(self) -> int:
-        """Floating-point operations of the step on all ranks."""
-        return self.step_flops(self.samples)
+    def flops_of_role(self) -> int:
+        """What all ranks of this one's role compute in a step."""
+        samples = replace(self.samples, on_policy=True)  # whose log-probs nobody takes again
+        trained = self.step_flops(samples, recomputed=True)
+        drawn, scored = (
+            self.policy.step_flops(
+                samples,
+                actions=self.algorithm.levels or samples.mask.shape[1],
+                count=self.plan.samples,
+                updates=0,
+                references=passes,
+                recomputed=True,
+            )
+            for passes in (0, 1)
+        )
+        phases = self.ledger.phases
+        again = sum(name in phases and phases[name].passes > 0 for name in ("rollout: log-probs", "rescore"))
+        own = {ROLLOUT: drawn, INFERENCE: 0, ACTOR: trained - drawn}[self.role]
+        return (own + again * (scored - drawn)) * self.plan.parts
 
     def _reference(self, name: str, batches: MicroBatches) -> tuple[Policy, MicroBatches, AbstractContextManager[Any]]:
         """As a phase of its own."""
@@ -154,15 +215,13 @@ class FlowMatchingRehearsal(Rehearsal, FlowMatching):
         with self.ledger.during("update"):
             self.update(0)
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of a step on all ranks."""
+    def operations(self, *, recomputed: bool) -> int:
         model, r, length = self.policy.model, self.cfg.rollout, self.cfg.data.max_prompt_length
         return step_flops(
             model.flops(r.height, r.width, model.most_tokens(length, r.height, r.width)),
             samples=self.batch_size,
             lora=self.policy.trained.lora,
-            checkpointing=self.cfg.model.gradient_checkpointing,
+            checkpointing=recomputed * self.policy.trained.recomputed,
         )
 
 
@@ -191,16 +250,14 @@ class BlockDiffusionRehearsal(Rehearsal, BlockDiffusion):
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {}
 
-    @property
-    def flops(self) -> int:
-        """Floating-point operations of a step on all ranks."""
+    def operations(self, *, recomputed: bool) -> int:
         data, masked = self.cfg.data, self.cfg.block_diffusion.noise_range_high
         length, response = data.max_prompt_length + data.max_response_length, data.max_response_length
         return step_flops(
             round(self.policy.states_flops(length, response / self.policy.size, response * masked)),
             samples=self.batch_size,
             lora=self.policy.trained.lora,
-            checkpointing=self.cfg.model.gradient_checkpointing,
+            checkpointing=recomputed * self.policy.trained.recomputed,
         )
 
 

@@ -25,6 +25,7 @@ PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.text", "phalanx.rewards.ju
 FORMS = "module:function or path/to/file.py:function"
 TAKES = ("images", "videos", "completions")  # names of a reward's first parameter that say what it takes
 EITHER = "outputs"  # or that it takes images or completions, whichever the job makes
+TOGETHER = ("http",)  # built-in rewards on the CPU that want a whole call: it batches, and asks side by side
 # Names that the trainer logs beside the terms, as reward/mean and so on.
 RESERVED = ("mean", "std", "max", "min", "zero_std_ratio", "std_mean", "kl_mean")
 
@@ -40,6 +41,7 @@ class Term:
     takes: str = "images"  # or "videos", "completions"
     frames: int = 1  # of a video, that are scored as images
     extras: tuple[str, ...] = ()  # that come with its scores; see RewardWithExtras
+    per_sample: bool = False  # a call may be cut: scores depend on their own sample alone
 
     @property
     def rows(self) -> tuple[str, ...]:
@@ -118,7 +120,14 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         else:
             _check_arguments(function, arguments, {}, key, label)
     frames = cfg.frames if isinstance(cfg, FlowRewardFunctionConfig) else 1
-    return Term(name, function, _share(cfg, key), on_device, takes, frames, _extras(function, label))
+    together = on_device or of_policy or is_judge
+    if cfg.per_sample and together:
+        raise ConfigError(
+            f"{key}.per_sample: {label} does not run on the threads that could share a call; leave it out"
+        )
+    cut = cfg.path is None and label not in TOGETHER if cfg.per_sample is None else cfg.per_sample
+    per_sample = cut and not together
+    return Term(name, function, _share(cfg, key), on_device, takes, frames, _extras(function, label), per_sample)
 
 
 def _extras(function: Callable[..., Any], label: str) -> tuple[str, ...]:

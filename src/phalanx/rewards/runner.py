@@ -16,6 +16,7 @@ from torch import Tensor
 
 from phalanx.config.messages import reason
 from phalanx.config.run import RewardConfig
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.rewards import combine
 from phalanx.rewards.base import PolicyReward, RewardError, RewardOutput, copied
@@ -35,10 +36,11 @@ Rows = dict[str, Tensor]  # float32 [B] on the CPU, by the names in the logs
 class RewardSet:
     """All terms of the reward of one rank.
 
-    CPU rewards run on `reward.num_workers` threads from `submit` on (`reward.overlap`), or from `collect` on; rewards
-    on the device (DeviceReward) run from `collect` on, one call at a time. Judges need an `ask` in between. After
-    `collect`: `busy_s`, seconds that rewards worked, without those of the reward model, which are `judge_s`; `spans`,
-    (start, end) of each call by `time.perf_counter`.
+    CPU rewards run on `reward.num_workers` threads from `submit` on (`reward.overlap`), or from `collect` on; a call is
+    cut over them where scores depend on their own sample alone (Term.per_sample). Rewards on the device (DeviceReward)
+    run from `collect` on, one call at a time. Judges need an `ask` in between. After `collect`: `busy_s`,
+    seconds that rewards worked, without those of the reward model, which are `judge_s`; `spans`, (start, end) of each
+    call by `time.perf_counter`.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class RewardSet:
         *,
         outputs: str = "images",
         beside: bool = False,
+        launch: Launch | None = None,
     ) -> None:
         """Resolve and load the rewards; raises ConfigError, one line, for what cannot be used.
 
         `group_timeout_s` is the time limit of collectives between the ranks, which judges need; None: no judges.
         `outputs` is what the job makes, "images" (or videos) or "completions": rewards of the other are refused.
-        `beside`: the reward model answers from `submit` on, which all ranks of the world then call equally often.
+        `beside`: the reward model answers from `submit` on, which all ranks of the world then call equally often;
+        `launch` is that world, None for the launcher's.
         """
         unparseable_score = None if group_timeout_s is None else cfg.model.unparseable_score
         self.terms = build_terms(cfg.functions, device, unparseable_score, outputs)
@@ -77,11 +81,12 @@ class RewardSet:
         self._judges: JudgePool | None = None
         if judges and group_timeout_s is not None:
             self._judges = JudgePool(
-                judges, cfg.model, group_timeout_s, outputs=outputs, device=self._device, beside=beside
+                judges, cfg.model, group_timeout_s, outputs=outputs, device=self._device, beside=beside, launch=launch
             )
         self._asked = False
 
         # the threads start with the first call
+        self._workers = cfg.num_workers
         self._cpu_pool = DaemonPool(cfg.num_workers, "reward")
         self._device_pool = DaemonPool(1, "reward-device")
         self._calls: list[Call] = []  # submitted and not yet collected
@@ -101,10 +106,13 @@ class RewardSet:
             if isinstance(term.function, ParsedAnswers | PolicyReward):
                 continue  # called with the answers, once they are there, or by the policy: see `ask`, `of_policy`
             seen, whose = seen_by(term.takes, outputs, prompts, term.frames)
-            call = Call(term, seen, whose, len(whose) // len(prompts), forgives=self._forgives)
-            self._calls.append(call)
-            if self._overlap and not term.on_device:
-                self._start(call)
+            frames = len(whose) // len(prompts)
+            for part in self._parts(term, len(prompts)):
+                own = slice(part.start * frames, part.stop * frames)
+                call = Call(term, seen[own], whose[own], frames, forgives=self._forgives)
+                self._calls.append(call)
+                if self._overlap and not term.on_device:
+                    self._start(call)
         if self._judges is not None:
             seen, whose = seen_by("images", outputs, prompts, self._max_judge_frames)
             self._judges.submit(seen, whose)
@@ -189,6 +197,12 @@ class RewardSet:
         shares = [term.share for term in there]
         return combine([terms[term.name] for term in there], shares, step=step, group_id=group_id)
 
+    def _parts(self, term: Term, count: int) -> list[range]:
+        """The samples of each call of a term on `count` samples."""
+        # twice as many as threads: samples take unequal times, and a thread may still be busy with the last micro-batch
+        pieces = min(2 * self._workers, count) if term.per_sample and self._workers > 1 else 1
+        return [range(i * count // pieces, (i + 1) * count // pieces) for i in range(pieces)]
+
     def _start(self, call: "Call") -> None:
         if call.term.on_device:
             call.future = self._device_pool.submit(lambda: self._run_on_device(call))
@@ -222,8 +236,8 @@ class RewardSet:
 
 
 class Call:
-    """One call of one term on one micro-batch, or on all answers to a judge. `start` and `end` are set by the worker
-    thread; 0 until then.
+    """One call of one term on a micro-batch or a part of it, or on all answers to a judge. `start` and `end` are set by
+    the worker thread; 0 until then.
     """
 
     def __init__(

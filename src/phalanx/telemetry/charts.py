@@ -114,7 +114,15 @@ CHARTS = (
         "Phases that run at the same time (rewards beside sampling) are stacked all the same.",
         bars=True,
     ),
-    Chart("FLOPs utilisation", "perf/mfu", "Share of the device's peak.", zero=True),
+    Chart(
+        "Idle share of each role", "idle/(.+)", "The time in which the role's first rank waits for others.", zero=True
+    ),
+    Chart(
+        "FLOPs utilisation",
+        "perf/[mh]fu",
+        "Share of the device's peak: mfu without, hfu with what checkpointing computes again.",
+        zero=True,
+    ),
     Chart("Peak memory (GB)", "perf/peak_memory_gb", zero=True),
 )
 

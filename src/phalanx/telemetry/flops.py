@@ -1,6 +1,7 @@
 """Floating-point operations that a training step takes, and that the device could do.
 
-Model FLOPs utilisation is `step_flops(...) / (step_seconds * ranks * peak_flops(...))`. A
+Model FLOPs utilisation is `step_flops(...) / (step_seconds * ranks * peak_flops(...))` without
+checkpointing, hardware FLOPs utilisation the same with what checkpointing computes again. A
 multiplication and an addition are two operations. Only matrix products, convolutions and attention
 are counted (what torch's own counter knows); norms, activations and rotations are memory-bound and
 below one per cent of a transformer.
@@ -77,7 +78,7 @@ def step_flops(
     *,
     samples: int,
     lora: bool,
-    checkpointing: bool,
+    checkpointing: float,
     steps: int = 0,
     window: int = 1,
     cfg: bool = False,
@@ -95,8 +96,8 @@ def step_flops(
     - each of `references`, the passes of a sample with other weights: `window * branches`;
     - each of `updates_per_sample` updates (`ppo_epochs`), for each of the `window` trained steps:
       `branches` for the replay, and for every branch that has a gradient (one of two if
-      `detach_uncond`) 2 for the backward pass of a full fine-tune or 1 for a LoRA, and 1 more for
-      recomputation if `checkpointing`.
+      `detach_uncond`) 2 for the backward pass of a full fine-tune or 1 for a LoRA, and `checkpointing`
+      more, the part of the blocks that is recomputed.
 
     A LoRA needs gradients of activations but not of the frozen weights: half of a backward pass.
     Left out: the LoRA's own products (about rank / width), attention's backward beyond that (its
@@ -105,7 +106,7 @@ def step_flops(
     """
     branches = 2 if cfg else 1
     grad_branches = 1 if detach_uncond else branches
-    backward = (1 if lora else 2) + (1 if checkpointing else 0)
+    backward = (1 if lora else 2) + checkpointing
     rollout = steps * branches
     others = references * window * branches
     update = window * (branches + grad_branches * backward)

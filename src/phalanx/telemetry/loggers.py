@@ -30,6 +30,12 @@ CONSOLE_KEYS = (
     "actor/grad_norm",
     "actor/kl_ref",
     "perf/step_s",
+    "perf/images_per_gpu_per_s",
+    "perf/tokens_per_gpu_per_s",
+    "perf/mfu",
+    "idle/rollout",
+    "idle/inference",
+    "idle/actor",
 )
 CONSOLE_CHARACTERS = 600  # of a prompt, a text or a ground truth
 GIF_FRAMES = 16  # of a video in tensorboard: a GIF compresses badly

@@ -17,6 +17,7 @@ from datetime import timedelta
 from html import escape
 from importlib.resources import files
 from pathlib import Path
+from statistics import median
 
 from phalanx.telemetry.charts import VALIDATION, Chart, charts_of
 from phalanx.telemetry.metrics import ELAPSED, METRICS_FILE
@@ -144,6 +145,7 @@ def _headline(run: Run) -> str:
     seconds = _wall_seconds(run)
     if seconds is not None:
         tiles.append(_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
+    tiles += _pace(run)
     notes = []
     if not run.rows:
         notes.append(f"{METRICS_FILE} has no rows yet.")
@@ -155,6 +157,19 @@ def _headline(run: Run) -> str:
     return f'{heading}<section class="tiles" aria-label="Headline figures">{"".join(tiles)}</section>' + notes_html(
         notes
     )
+
+
+def _pace(run: Run) -> list[str]:
+    """Tiles with medians over the steps, of the throughput and of the FLOPs that the model needs."""
+    tiles = []
+    for noun in ("images", "tokens"):
+        rates = [rate for _, rate in run.points(f"perf/{noun}_per_gpu_per_s")]
+        if rates:
+            tiles.append(_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
+    used = [share for _, share in run.points("perf/mfu")]
+    if used:
+        tiles.append(_tile("Model FLOPs", f"{100 * median(used):.1f} %", "of the device's peak"))
+    return tiles
 
 
 def _validations(run: Run) -> dict[str, list[Point]]:

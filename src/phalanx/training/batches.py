@@ -25,6 +25,7 @@ class BatchPlan:
 
     A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one. `budget`: in place of
     `micro`, the most tokens of a forward and backward pass. `packed`: its samples stand in one row, without padding.
+    `parts`: of a step, of which this is one, where samples are trained while further ones are drawn.
     """
 
     samples: int
@@ -40,6 +41,7 @@ class BatchPlan:
     forward: bool = False
     budget: int | None = None
     packed: bool = False
+    parts: int = 1
 
     @property
     def by_tokens(self) -> bool:
@@ -214,7 +216,7 @@ _CONTENTS = dict.fromkeys((".lock", "running.json", "config.yaml", "metrics.json
 _CONTENTS |= dict.fromkeys(("checkpoints", "val", "tensorboard"), "folder")
 
 
-_KEYS = {
+KEYS = {
     "prompts": "data.train_batch_size",
     "n": "rollout.n",
     "mini": "actor.ppo_mini_batch_size",
@@ -252,7 +254,7 @@ class _Numbers:
             what = f"{mini_key}: {mini_prompts} do not divide {self.key('prompts')} {self.product('prompts')}"
             return what, ("mini", "prompts")
         samples = mini * self.n
-        update = f"{mini_prompts} x {_KEYS['n']} {self.n} = {samples} samples of an update"
+        update = f"{mini_prompts} x {KEYS['n']} {self.n} = {samples} samples of an update"
         if samples % world:
             return f"{mini_key}: {update} do not divide over {world} ranks", ("mini", "n")
         # samples of a prompt that are trained together are on one rank
@@ -262,14 +264,14 @@ class _Numbers:
         per_update, per_rank = samples // world, prompts * self.n // world
         if per_update % micro:
             what = f"{micro} does not divide the {per_update} samples of an update on a rank"
-            return f"{_KEYS['micro']}: {what} ({update} / {world} ranks)", ("micro", "n")
+            return f"{KEYS['micro']}: {what} ({update} / {world} ranks)", ("micro", "n")
         if per_rank % self.rollout_micro == 0:
             return None
         uneven = f"does not divide the {per_rank} samples of a rank"
         if self.rollout is not None:
-            return f"{_KEYS['rollout']}: {self.rollout} {uneven}", ("rollout",)
+            return f"{KEYS['rollout']}: {self.rollout} {uneven}", ("rollout",)
         rows = f"{micro} x {self.actions} trained steps = {self.rollout_micro}"
-        what = f"{_KEYS['micro']}: {rows}, the rollout's micro-batch, {uneven}"
+        what = f"{KEYS['micro']}: {rows}, the rollout's micro-batch, {uneven}"
         return what, ("micro", "rollout")
 
     def nearest(self, keys: tuple[str, ...]) -> str:
@@ -324,7 +326,7 @@ class _Numbers:
 
     def key(self, name: str) -> str:
         """The key of a number."""
-        return f"{_KEYS[name]}_per_gpu" if name in self.per_gpu else _KEYS[name]
+        return f"{KEYS[name]}_per_gpu" if name in self.per_gpu else KEYS[name]
 
     def product(self, name: str) -> str:
         """A number, and what it comes from where it follows the ranks."""

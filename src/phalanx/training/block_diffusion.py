@@ -69,7 +69,7 @@ def check(cfg: BlockDiffusionTaskConfig) -> int:
     batches.check_run(cfg)
     check_engine(cfg)
     check_loggers(cfg.trainer.logger)
-    return mesh.check(cfg, lambda size: samples_of_rank(cfg, size))
+    return mesh.check(cfg, lambda roles: samples_of_rank(cfg, roles.world_size))
 
 
 def build(cfg: BlockDiffusionTaskConfig) -> "BlockDiffusion":

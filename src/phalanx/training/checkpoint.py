@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -28,6 +29,7 @@ from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
 MOST = 10**15  # of any count
+IN_FLIGHT = "in_flight.safetensors"  # behind the rank, in the names of files
 
 
 @dataclass
@@ -139,6 +141,12 @@ def find(root: Path, without: Collection[Path] = ()) -> Path | None:
     return None
 
 
+def kept_in_flight(folder: Path) -> list[Tensor]:
+    """What the ranks have kept in a checkpoint of samples that were drawn already, in the order of ranks: bytes."""
+    files = sorted(folder.glob(f"__*_{IN_FLIGHT}"), key=lambda file: int(file.name.split("_")[2]))
+    return [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files]
+
+
 def read_meta(folder: Path) -> dict[str, Any]:
     """The meta.json of a checkpoint."""
     return dict(parse_json((folder / "meta.json").read_text()))
@@ -226,8 +234,10 @@ class Checkpointer:
             raise ValueError(f"trainer.resume: {folder} cannot be loaded: {reason}") from error
         return Progress(**read_meta(folder)["progress"])
 
-    def save(self, state: dict[str, Any], progress: Progress) -> None:
-        """Copy the state to the CPU and write it in the background, the one before first."""
+    def save(self, state: dict[str, Any], progress: Progress, in_flight: Tensor | None = None) -> None:
+        """Copy the state to the CPU and write it in the background, the one before first. `in_flight`: bytes of samples
+        of this rank that are to be trained next.
+        """
         self.wait()  # two copies at once might not fit into the memory
         final = self.root / f"step_{progress.step:06d}"
         part = final.with_suffix(".tmp")
@@ -245,13 +255,17 @@ class Checkpointer:
         meta = {"progress": asdict(progress), "signature": self.signature}
         response: Any = dcp.async_save(state, checkpoint_id=str(part), process_group=self.world.checkpoint_group)
         # a daemon, since a rank that fails must not wait for a disk: what is half-written is passed over
-        self._pending = threading.Thread(target=self._finish, args=(response, part, final, meta), daemon=True)
+        self._pending = threading.Thread(
+            target=self._finish, args=(response, part, final, meta, in_flight), daemon=True
+        )
         self._pending.start()
 
-    def _finish(self, response: Any, part: Path, final: Path, meta: dict[str, Any]) -> None:
+    def _finish(self, response: Any, part: Path, final: Path, meta: dict[str, Any], in_flight: Tensor | None) -> None:
         """On every rank, in the background: publish once all ranks have written."""
         problem, checksums = None, {}
         try:
+            if in_flight is not None:
+                (part / f"__{self.world.rank}_{IN_FLIGHT}").write_bytes(in_flight.numpy().tobytes())
             response.result()
             checksums = {f.name: _checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
         except (CheckpointException, OSError, RuntimeError) as error:

@@ -85,7 +85,7 @@ class CriticTrainer:
     def relative_cost(self, policy: TrainedModel) -> float:
         """Operations of a step's values and updates, in forward passes of the policy over the samples."""
         own, other = (sum(p.numel() for p in m.module.parameters()) for m in (self.critic.trained, policy))
-        update = 4 if self.critic.trained.config.gradient_checkpointing else 3
+        update = 3 + self.critic.trained.recomputed
         return own / other * (1 + update * self.epochs)
 
 

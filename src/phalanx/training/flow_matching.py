@@ -23,7 +23,7 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
-from phalanx.training.flow_parts import FlowParts, build_parts
+from phalanx.training.flow_parts import FlowParts, build_parts, check_plan
 from phalanx.training.supervised import Supervised, share_of_rank
 from phalanx.types import JobError, Prompt
 
@@ -42,7 +42,8 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
     if cfg.rollout.num_frames > 1:
         raise ConfigError(f"rollout.num_frames: {cfg.rollout.num_frames}: flow matching trains on images; set it to 1")
     check_loggers(cfg.trainer.logger)
-    return mesh.check(cfg, lambda size: images_of_rank(cfg, size))
+    check_plan(cfg)
+    return mesh.check(cfg, lambda roles: images_of_rank(cfg, cfg.parallel.data_ranks(roles.world_size)))
 
 
 def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
@@ -69,7 +70,7 @@ class FlowMatching(Supervised):
 
     def __init__(self, cfg: FlowMatchingTaskConfig, images: ImageTextData, parts: FlowParts) -> None:
         c = cfg.flow_matching
-        per_rank = images_of_rank(cfg, parts.world.size)
+        per_rank = images_of_rank(cfg, parts.world.data_size)
         super().__init__(cfg, parts, len(images), per_rank, c.micro_batch_size_per_gpu, c.ema)
         self.images = images
         # without guidance: each branch is trained for itself

@@ -1,13 +1,16 @@
 """The parts of every job that trains a flow-matching model."""
 
 from dataclasses import dataclass
+from typing import cast
 
 from phalanx.config.flow import FlowRunConfig
+from phalanx.config.load import ConfigError, known_modules, resolve_registry
 from phalanx.data.prompts import validation_sets
-from phalanx.models.flow.policy import FlowPolicy, build_policy, image_columns
+from phalanx.distributed.context_parallel import KEY
+from phalanx.models.flow.policy import FAMILIES, FlowPolicy, build_policy, family_of, image_columns
 from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.training.parts import Parts, build_rewards, start
+from phalanx.training.parts import Elsewhere, Parts, build_rewards, start
 
 
 @dataclass(frozen=True)
@@ -18,11 +21,26 @@ class FlowParts(Parts):
     rollout: PolicyRollout
 
 
+def check_plan(cfg: FlowRunConfig) -> None:
+    """Refuse context parallelism of a family that diffusers has no plan for (ConfigError)."""
+    size = cfg.parallel.ulysses_sequence_parallel_size
+    if size == 1 or family_of(cfg.model).transformer_class._cp_plan is not None:
+        return
+    families = {name: resolve_registry(FAMILIES, name, "model.family") for name in known_modules(FAMILIES)}
+    able = [n for n, found in families.items() if "Model" in vars(found) and found.Model.transformer_class._cp_plan]
+    raise ConfigError(
+        f"{KEY}: {size} needs a plan of diffusers for model.path {cfg.model.path!r}, and it has some for "
+        f"{', '.join(sorted(able))} alone; set it to 1"
+    )
+
+
 def build_parts(cfg: FlowRunConfig, micro: int, *, detach_uncond: bool = False, window: bool = True) -> FlowParts:
     """`micro` and `window` are the rollout's. Raises ValueError, with one line, for what the user can fix."""
     world = start(cfg)
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
     rewards = build_rewards(cfg, world)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
-    rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
+    rollout = cast(PolicyRollout, Elsewhere(cfg.rollout.engine == "policy", PolicyRollout.noun))
+    if world.samples:
+        rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
     return FlowParts(world, rewards, policy, rollout, val_sets)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from phalanx import algorithms
@@ -11,7 +12,7 @@ from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
-from phalanx.distributed.placement import place
+from phalanx.distributed.roles import INFERENCE, ROLLOUT, Roles
 from phalanx.functional.window import sde_window, trained_count
 from phalanx.models.flow.policy import family_of, image_columns
 from phalanx.rollout.flow import check_engine
@@ -20,8 +21,10 @@ from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
 from phalanx.training.batches import BatchPlan
-from phalanx.training.flow_parts import build_parts
+from phalanx.training.flow_parts import build_parts, check_plan
 from phalanx.training.rl import Trainer
+from phalanx.training.roles import checked, of_role, part_of
+from phalanx.training.serving import Sampler, Scorer
 from phalanx.training.teacher import check_teacher, load_teacher
 from phalanx.types import Algorithm
 
@@ -29,8 +32,10 @@ T = TypeVar("T", bound=Trainer)
 log = logging.getLogger(__name__)
 
 
-def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ignore[assignment]
-    """The job, built by `make` on all ranks in step; a ValueError is the user's mistake."""
+def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T | Sampler | Scorer:  # type: ignore[assignment]
+    """The job, or this rank's part in it, built on all ranks in step, the training by `make`; a ValueError is the
+    user's mistake.
+    """
     # Mistakes are found in the order of their price: numbers first, files next, then what takes
     # process groups and models to find out.
     plan = check(cfg)
@@ -44,15 +49,21 @@ def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ig
         check_teacher(teacher, cfg.model)
     detach, window = cfg.actor.detach_uncond, algorithm.levels is None
     parts = build_parts(cfg, plan.rollout_micro, detach_uncond=detach, window=window)
+    world = parts.world
+    if world.role == INFERENCE:
+        return Scorer(cfg, part_of(plan, cfg, world), world, parts.policy)
+    if world.role == ROLLOUT:
+        return Sampler(cfg, part_of(plan, cfg, world), algorithm, parts, prompts)
     teachers = {}
     for teacher in algorithm.teachers:
         loaded = load_teacher(teacher, cfg, parts.policy, parts.world, plan.rollout_micro)
         teachers[teacher.name] = loaded
         # its prompts are encoded at the same steps as the policy's: the text encoders of both then visit the device
         # before a rollout, and never within a step
-        parts.rollout.ahead.encoders.append(loaded.rollout.encode)
+        if world.samples:
+            parts.rollout.ahead.encoders.append(loaded.rollout.encode)
     trainer = make(cfg, plan, algorithm, parts, prompts, teachers)
-    if parts.world.rank == 0:
+    if world.lead:
         held_out = [p for some in parts.val_sets.values() for p in some]
         held_out_overlap(rows, held_out, parts.policy.model.image_column)
         _warn_of_inexact_log_probs(cfg, plan, algorithm, exact=parts.rollout.exact)
@@ -60,11 +71,6 @@ def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ig
 
 
 def _warn_of_inexact_log_probs(cfg: FlowRLConfig, plan: BatchPlan, algorithm: Algorithm, *, exact: bool) -> None:
-    if cfg.model.compile:
-        log.warning(
-            "model.compile: sampling and training are compiled apart, so their log-probs may differ in the last "
-            "bits (see actor/first_ratio_error)"
-        )
     if exact and not plan.exact and algorithm.levels is None:
         log.warning(
             "rollout.micro_batch_size_per_gpu %d is not ppo_micro_batch_size_per_gpu x window = %d: log-probs of "
@@ -81,14 +87,24 @@ def check(cfg: FlowRLConfig) -> BatchPlan:
     """
     check_config(cfg)
     check_loggers(cfg.trainer.logger)
-    found = mesh.check(cfg, lambda size: plan(cfg, size))
-    if cfg.reward.model.path is not None:
-        launch = mesh.Launch.from_env()
-        place(cfg.reward.model, launch.world_size, launch.local_world_size)
+    found = mesh.check(cfg, lambda roles: check_roles(cfg, roles))
     check_engine(cfg.rollout)
+    check_plan(cfg)
     family = family_of(cfg.model)
     train_sampler(cfg.rollout, family)
     val_sampler(cfg.rollout, family)
+    return found
+
+
+def check_roles(cfg: FlowRLConfig, roles: Roles) -> BatchPlan:
+    """The actor's arithmetic; ConfigError where it or that of other roles is uneven."""
+    found = checked(cfg, algorithms.build(cfg.algorithm), partial(plan, cfg), roles)
+    part = of_role(found, cfg, roles, ROLLOUT)
+    if part.per_rank % part.rollout_micro:  # of another shape than the replay's
+        raise ConfigError(
+            f"actor.ppo_micro_batch_size_per_gpu: the rollout's passes of {part.rollout_micro} samples do not divide "
+            f"the {part.per_rank} of each of its {len(roles.ranks[ROLLOUT])} ranks; change that, or placement"
+        )
     return found
 
 

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
@@ -15,26 +16,31 @@ from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
-from phalanx.distributed.placement import place
+from phalanx.distributed.roles import INFERENCE, ROLLOUT
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm import build_rollout, check_engine
+from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batches
 from phalanx.training.batches import BatchPlan
 from phalanx.training.critic import CriticTrainer
 from phalanx.training.lm_teacher import load_teacher
-from phalanx.training.parts import Parts, build_rewards, start
+from phalanx.training.parts import Elsewhere, Parts, build_rewards, start
 from phalanx.training.rl import Trainer
-from phalanx.types import Algorithm, Prompt
+from phalanx.training.roles import checked, part_of
+from phalanx.training.serving import Sampler, Scorer
+from phalanx.types import Algorithm, Prompt, Rollout
 
 T = TypeVar("T", bound=Trainer)
 log = logging.getLogger(__name__)
 
 
-def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: ignore[assignment]
-    """The job, built by `make` on all ranks in step; a ValueError is the user's mistake."""
+def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T | Sampler | Scorer:  # type: ignore[assignment]
+    """The job, or this rank's part in it, built on all ranks in step, the training by `make`; a ValueError is the
+    user's mistake.
+    """
     plan = check(cfg)
     algorithm = build_algorithm(cfg)
     data, key = cfg.data, cfg.data.prompt_key
@@ -48,10 +54,19 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
             "to validate by, such as {name: gsm8k, weight: 0}"
         )
     policy = load_policy(cfg, world)
-    rows = fitting(rows, "data.train_files", policy, first=world.rank == 0)
-    val_sets = fitting_sets(val_sets, policy, first=world.rank == 0)
-    rollout = build_rollout(cfg, policy, world, plan.rollout_micro, scoring(plan, algorithm))
+    if world.role == INFERENCE:
+        return Scorer(cfg, part_of(plan, cfg, world), world, policy)
+    rows = fitting(rows, "data.train_files", policy, first=world.lead)
+    val_sets = fitting_sets(val_sets, policy, first=world.lead)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
+    rollout: Rollout = cast(Rollout, Elsewhere(cfg.rollout.engine == "policy", LMRollout.noun))
+    if world.samples:
+        part = part_of(plan, cfg, world)
+        decoded = cfg.rollout.micro_batch_size_per_gpu or part.per_rank
+        passes = scoring(plan, algorithm, stale=cfg.rollout.schedule == "one_step_off")
+        rollout = build_rollout(cfg, policy, world, decoded, passes)
+        if world.role == ROLLOUT:
+            return Sampler(cfg, part, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts)
     teachers = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
     critic: CriticTrainer | None = None
     if cfg.algorithm.needs_critic:
@@ -59,7 +74,7 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T:  # type: igno
         critic = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, cfg.trainer.critic_warmup)
     parts = Parts(world, rewards, policy, rollout, val_sets)
     trainer = make(cfg, plan, algorithm, parts, prompts, teachers, critic)
-    if world.rank == 0:
+    if world.lead:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some])
     return trainer
 
@@ -96,11 +111,8 @@ def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
             + (", and rollout.denoising_steps_per_block times it)" if cfg.model.block_size else ")")
         )
     check_loggers(cfg.trainer.logger)
-    found = mesh.check(cfg, lambda size: plan(cfg, size))
+    found = mesh.check(cfg, lambda roles: checked(cfg, build_algorithm(cfg), partial(plan, cfg), roles))
     check_engine(cfg, installed=installed)
-    if cfg.reward.model.path is not None:
-        launch = mesh.Launch.from_env()
-        place(cfg.reward.model, launch.world_size, launch.local_world_size)
     return found
 
 
@@ -136,11 +148,11 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     return replace(found, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)
 
 
-def scoring(plan: BatchPlan, algorithm: Algorithm) -> Passes | None:
+def scoring(plan: BatchPlan, algorithm: Algorithm, *, stale: bool = False) -> Passes | None:
     """The passes that take old log-probabilities; None where each sample is trained once, by the weights that drew it:
-    then they are those of the very pass that trains it.
+    then they are those of the very pass that trains it. `stale`: by newer weights.
     """
-    once = plan.updates * plan.epochs == 1
+    once = plan.updates * plan.epochs == 1 and not stale
     # advantages of single actions may want them before, and so may a user's own loss
     if once and not algorithm.per_action and type(algorithm).loss is TokenAlgorithm.loss:
         return None

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from phalanx.distributed.collectives import reduce_sum
 from phalanx.distributed.mesh import World
 from phalanx.functional.aggregation import action_weights, count_actions
 from phalanx.training.batches import BatchPlan
@@ -68,10 +68,10 @@ class Units:
     def of(cls, numbers: Tensor, sample_mask: Tensor, plan: BatchPlan, world: World) -> "Units":
         """Units [U, s] of the samples of all ranks, where sample_mask [N] says which samples are trained on."""
         counted = sample_mask[numbers].all(1)
-        share = len(numbers) // world.size
-        first = world.rank * share
+        share = len(numbers) // world.data_size
+        first = world.data_rank * share
         own = slice(first, first + share)
-        return cls(counted, first, numbers[own] - world.rank * plan.per_rank, counted[own])
+        return cls(counted, first, numbers[own] - world.data_rank * plan.per_rank, counted[own])
 
     def dealt(self, updates: int) -> Tensor:
         """[U] the optimizer step that trains on each unit; -1 for those that do not count.
@@ -110,9 +110,12 @@ def optimizer_steps(
     mode: str,
     constant: float | None,
     tokens: Tensor | None = None,
+    summed: bool = False,
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """The micro-batches of each optimizer step of a pass over the samples, each as the places of its samples on this
     rank [b] and the weights of its units' actions [u, A]; a step with nothing to learn is left out.
+
+    With `summed` the weights lack the denominator over all ranks (1 / T or 1 / S), which the caller divides by.
 
     All ranks make equally many micro-batches: as many as the one with most units that count, since the collectives of a
     backward pass want every rank. mask [B, A]: the actions of this rank's samples; see phalanx.functional.aggregation
@@ -121,16 +124,16 @@ def optimizer_steps(
     mask = mask.cpu()[units.mine[:, 0]]  # samples that are trained as one have their actions in common
     dealt = units.dealt(plan.updates)
     places = units.places(dealt, plan.updates)
-    totals = torch.zeros(plan.updates, 2, dtype=torch.int64)
-    for k, rows in enumerate(places):
-        totals[k] = count_actions(mask[rows], units.kept[rows])
+    totals = torch.stack([count_actions(mask[rows], units.kept[rows]) for rows in places])
     if world.size > 1:
-        dist.all_reduce(totals)
+        totals = reduce_sum(totals)
     steps = []
     for k, (actions, samples) in enumerate(totals.tolist()):
-        busiest = int((dealt == k).view(world.size, -1).sum(1).max())
+        busiest = int((dealt == k).view(world.data_size, -1).sum(1).max())
         if busiest == 0 or actions == 0:  # nothing to learn from, on any rank
             continue
+        if summed:
+            actions = samples = 1
         weight = action_weights(mask, units.kept, actions, samples, mode=mode, constant=constant)
         # those that do not count come last, and may be left out
         if plan.budget is None:

@@ -1,13 +1,13 @@
 """The optimizer over named tensors, its learning rate, and the moving average of the weights."""
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.config.run import EmaConfig, OptimConfig
 from phalanx.distributed.fsdp import Sharded, local
+from phalanx.training.offload import OffloadedState
 
 
 def learning_rate(config: OptimConfig, update: int, total_updates: int) -> float:
@@ -33,7 +33,7 @@ class Optimizer:
 
     def __init__(self, config: OptimConfig, sharded: Sharded, total_updates: int, *, offload: bool = False) -> None:
         self.config, self.sharded = config, sharded
-        self.total_updates, self.offload = total_updates, offload
+        self.total_updates = total_updates
         self.updates = 0
         muon = sharded.hidden_matrices if config.name == "muon" else set()
         # Plain tensors that share their storage with the parameters. A DTensor's every operation
@@ -60,7 +60,7 @@ class Optimizer:
             for part in matrices:
                 optimizer.state[part] = {"momentum_buffer": torch.zeros_like(part)}
             self._optimizers.append(optimizer)
-        self._move("cpu")
+        self._offloaded = OffloadedState(self._states().items()) if offload else None
 
     @torch.no_grad()
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
@@ -75,21 +75,34 @@ class Optimizer:
         if not self.sharded.finite(loss, norm):
             self.drop_gradients()
             return {"grad_norm": norm, "lr": lr, "skipped": True}
+        gradients: dict[Tensor, Tensor | None] = {}
         for name, p in self.sharded.parameters.items():
             part = self._parts[name]
-            part.grad = None if p.grad is None else local(p.grad).reshape(part.shape)
+            gradients[part] = None if p.grad is None else local(p.grad).reshape(part.shape)
             p.grad = None
-        self._move(None)
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            optimizer.step()
-            optimizer.zero_grad()
-        self._move("cpu")
+        for parts in [list(gradients)] if self._offloaded is None else self._offloaded.visits():
+            self._update({part: gradients.pop(part) for part in parts})
         # the module may compute with copies in another dtype
         self.sharded.copy_to_module()
         self.updates += 1
         return {"grad_norm": norm, "lr": lr, "skipped": False}
+
+    def _update(self, gradients: dict[Tensor, Tensor | None]) -> None:
+        """Update these parameters: an optimizer passes over those that have no gradient."""
+        for part, gradient in gradients.items():
+            part.grad = gradient
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the accumulated gradients."""
+        for p in self.sharded.parameters.values():
+            if p.grad is not None:
+                p.grad.mul_(factor)
 
     def drop_gradients(self) -> None:
         """Forget the accumulated gradients: an update that is not made."""
@@ -99,20 +112,12 @@ class Optimizer:
     def state(self) -> dict[str, dict[str, Tensor]]:
         """This rank's part of the state by the name of its parameter."""
         # by name, as torch's own state dict goes by places, which other layers would shift
-        states: dict[Any, dict[str, Tensor]] = {}
-        for optimizer in self._optimizers:
-            states |= optimizer.state
+        states = self._states()
         return {name: states[part] for name, part in self._parts.items()}
 
-    def _move(self, device: str | None) -> None:
-        """Move the moments, with offload, to `device`, or to their parameter's where it is None."""
-        if not self.offload:
-            return
-        for optimizer in self._optimizers:
-            for part, state in optimizer.state.items():
-                for key, value in state.items():
-                    if value.dim() > 0:  # AdamW keeps its count of steps on the CPU
-                        state[key] = value.to(device or part.device)
+    def _states(self) -> dict[Tensor, dict[str, Tensor]]:
+        """The state by this rank's part of the parameter."""
+        return {part: state for optimizer in self._optimizers for part, state in optimizer.state.items()}
 
 
 class Average:

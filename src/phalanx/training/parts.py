@@ -11,10 +11,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.config.run import RunConfig
+from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.placement import judged_beside
+from phalanx.distributed.roles import ACTOR
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
 from phalanx.training import folder_lock
@@ -29,9 +31,12 @@ class TrainedPolicy(Policy, Protocol):
     @property
     def trained(self) -> TrainedModel: ...
 
-    def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
+    def step_flops(
+        self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
+    ) -> int:
         """Floating-point operations of a training step of `count` samples like these, in which
-        `actions` of each are trained `updates` times and seen `references` times by other weights.
+        `actions` of each are trained `updates` times and seen `references` times by other weights;
+        `recomputed`: with what backward passes compute again to save memory.
         """
 
 
@@ -46,6 +51,14 @@ class LoadedTeacher(Protocol):
 
     def relative_cost(self, samples: Samples) -> float:
         """Operations of its view of a sample over those of the policy's own."""
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What the actor knows of a rollout on other ranks: see phalanx.types.Rollout."""
+
+    exact: bool
+    noun: str
 
 
 class Critic(Protocol):
@@ -77,22 +90,26 @@ def start(cfg: RunConfig) -> World:
     if cfg.trainer.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
         torch.use_deterministic_algorithms(True)
-    ranks = mesh.Launch.from_env().world_size
+    ranks = Launch.from_env().world_size
     if ranks > 1:
         log.info("joining %d ranks", ranks)
-    world = mesh.start(cfg.parallel)
-    folder_lock.hold(Path(cfg.trainer.output_dir), world)
+    world = mesh.start(cfg.parallel, cfg.placement if isinstance(cfg, RLConfig) else None)
+    if world.role == ACTOR:
+        folder_lock.hold(Path(cfg.trainer.output_dir), world)
     return world
 
 
 def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> RewardSet | None:
-    """The rewards of this rank, None where the configuration has none. `outputs`: what the job
+    """The rewards of this rank, None where the configuration has none, or other ranks sample. `outputs`: what the job
     makes, "images" (or videos) or "completions".
     """
-    if not cfg.reward.functions:
+    if not cfg.reward.functions or not world.samples:
         return None
-    beside = judged_beside(cfg, world.shard_size)
-    return RewardSet(cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside)
+    # where ranks share the scoring of a sample they do not submit equally often
+    beside = judged_beside(cfg, world.shard_size) and world.context_size == 1
+    return RewardSet(
+        cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside, launch=world.launch
+    )
 
 
 @contextmanager

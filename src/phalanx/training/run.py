@@ -2,9 +2,10 @@
 
 import logging
 import resource
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +17,27 @@ from phalanx.config import save
 from phalanx.config.run import EmaConfig, RunConfig
 from phalanx.config.secrets import public
 from phalanx.distributed import mesh
-from phalanx.distributed.collectives import agree, reduce_int
+from phalanx.distributed.collectives import agree
 from phalanx.exit import Stopped
-from phalanx.rewards import RewardError
-from phalanx.telemetry.metrics import METRICS_FILE, RunLogger, Timers, read_metrics
+from phalanx.telemetry.metrics import METRICS_FILE, RunLogger, read_metrics
 from phalanx.telemetry.report import write_report
 from phalanx.training import folder_lock
-from phalanx.training.checkpoint import Checkpointer, Progress, find
+from phalanx.training.checkpoint import Checkpointer, Progress, find, kept_in_flight
 from phalanx.training.learner import Learner
 from phalanx.training.parts import Parts
-from phalanx.training.validation import validate
-from phalanx.types import JobError, Outputs, Prompt
+from phalanx.training.scoring import Scoring
+from phalanx.types import JobError
 
 log = logging.getLogger(__name__)
 
 
-class Run:
+class Run(Scoring):
     """One run of a training job. Subclasses bring the loop, `fit`."""
-
-    cfg: RunConfig
 
     def __init__(self, cfg: RunConfig, parts: Parts) -> None:
         """Take the parts, which are made already on all ranks."""
-        self.cfg, self.world = cfg, parts.world
-        self.policy, self.rollout = parts.policy, parts.rollout
-        self.rewards, self.val_sets = parts.rewards, parts.val_sets
+        super().__init__(cfg, parts)
         self.output_dir = Path(cfg.trainer.output_dir)
-        self.timers = Timers()
-        self.unscored = 0  # samples that a reward failed on since a row of metrics took the number
-        self._told_of_errors = False
 
     def prepare(
         self,
@@ -98,15 +91,16 @@ class Run:
         w, model = self.world, self.policy.trained
         trained = sum(p.numel() for p in model.parameters.values())
         total = sum(p.numel() for p in model.module.parameters())
+        shared = f", each sample on {w.context_size}" if w.context_size > 1 else ""
         return (
-            f"{w.size} ranks on {w.device.type}: {w.size // w.shard_size} replicas of {w.shard_size} shards; "
+            f"{w.size} ranks on {w.device.type}: {w.size // w.shard_size} replicas of {w.shard_size} shards{shared}; "
             f"{type(model.module).__name__}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained; "
             f"steps {self.progress.step} to {self.total_steps} of {self.batch()}; files in {self.output_dir}"
         )
 
     def batch(self) -> str:
         """What a step trains on, in words."""
-        return f"{self.cfg.data.batch_size(self.world.size)} prompts"
+        return f"{self.cfg.data.batch_size(self.world.data_size)} prompts"
 
     def fit(self) -> None:
         """Train to the last step."""
@@ -114,7 +108,11 @@ class Run:
 
     def run(self) -> None:
         """Train, write the report, and say what came of it. Raises JobError, or Stopped once the state is saved."""
-        dist.barrier()  # whoever hears a signal waits for its neighbours' answer
+        # whoever hears a signal waits for its neighbours' answer
+        if self.world.link is None:
+            dist.barrier()
+        else:
+            self.world.link.meet()
         self.world.watch.listen()
         try:
             self._run()
@@ -130,6 +128,7 @@ class Run:
             raise
         except Stopped as stop:
             raise self._keep(stop) from None
+        self.release()
         self.world.watch.close()
         if self.cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
             raise JobError("the last checkpoint was not written; make space, and the same command goes on")
@@ -141,103 +140,13 @@ class Run:
             with suppress(OSError):  # a closed terminal fails no finished job
                 print(*validation_summary(self.output_dir), report, sep="\n", flush=True)
 
-    # -- scoring and validation -----------------------------------------------------------------------------------
-
-    def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
-        """Hand a micro-batch to the rewards. All ranks call it equally often: a failure that shows on one ends all,
-        and so does a signal to stop, since nothing is trained while samples are drawn.
-        """
-        with self.together():
-            check_finite(outputs, prompts)
-            if self.rewards is not None:
-                self.rewards.submit(outputs, prompts)
-        self.timers.advance()
-
-    def ask(self) -> None:
-        """Wait for the reward model's answers to the judges' questions about what was submitted, as a phase of its own.
-
-        A question that it cannot be asked ends the job on all ranks.
-        """
-        if self.rewards is not None and self.rewards.must_ask:
-            with self.timers("judge"), self.together():
-                self.rewards.ask()
-
-    def score(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """This rank's rewards [B] and their terms; a reward that fails on any rank ends the job on all."""
-        assert self.rewards is not None
-        if self.rewards.must_ask:  # in validation, where nobody has asked yet
-            with self.together():
-                self.rewards.ask()
-        with self.together():
-            terms = self.rewards.collect()
-        if self.cfg.reward.on_error != "fail" and terms:  # the policy may give all of them
-            terms = self._forgiven(terms)
-        return self.rewards.weighted(terms), terms
-
-    def _forgiven(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's terms [B] as reward.on_error wants them: 0 where there is no score, or NaN for one to skip.
-
-        Raises RewardError, on all ranks, where more have none than reward.max_error_fraction allows.
-        """
-        assert self.rewards is not None
-        cfg, lost = self.cfg.reward, torch.stack([values.isnan() for values in terms.values()]).any(0)
-        count, scored = reduce_int(int(lost.sum()), "sum"), reduce_int(len(lost), "sum")
-        self.unscored += count
-        if count == 0:
-            return terms
-        first, _ = agree(self.rewards.problem, 0)
-        what = f"{count} of {scored} {self.rollout.noun} have no score"
-        if count > cfg.max_error_fraction * scored:
-            allowed = f"more than reward.max_error_fraction={cfg.max_error_fraction:g} of them"
-            raise RewardError(f"{what}, {allowed}; the first: {first}")
-        if self.world.rank == 0 and not self._told_of_errors:
-            log.warning(
-                "reward.on_error=%s: %s; from here on see reward/errors; the first: %s", cfg.on_error, what, first
-            )
-        self._told_of_errors = True
-        return terms if cfg.on_error == "skip" else {name: values.nan_to_num(0.0) for name, values in terms.items()}
-
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """For the rewards' part of all ranks: what fails on one ends all, as in `go_on`."""
-        failure: RewardError | None = None
-        try:
-            yield
-        except RewardError as error:
-            failure = error
-        self.go_on(failure)
-
-    def go_on(self, failure: RewardError | None = None) -> None:
-        """On all ranks at once: raise the RewardError of the lowest rank that has one, or Stopped where a rank was
-        told to stop.
-        """
-        message, stop = agree(str(failure) if failure is not None else None, self.world.watch.stop or 0)
-        if message is not None:
-            raise RewardError(message) from failure
-        if stop:
-            raise Stopped(stop)
-
-    def take_errors(self, prefix: str = "") -> dict[str, float]:
-        """The number of samples that rewards failed on since the last call, as a metric where they may fail."""
-        if self.cfg.reward.on_error == "fail":
-            return {}
-        count, self.unscored = self.unscored, 0
-        return {f"{prefix}reward/errors": float(count)}
-
     def validate(self, step: int) -> dict[str, float]:
         """Validate on all sets and hand the samples to the loggers; returns the row, empty where there is nothing."""
-        row: dict[str, float] = {}
-        if self.rewards is None:
-            return row
+        if not self.cfg.reward.functions:
+            return {}
         with self.timers("validation"):
-            for name, prompts in self.val_sets.items():
-                samples = -(-len(prompts) // self.world.size) * self.cfg.rollout.val.n  # of a rank
-                self.timers.expect(-(-samples // self.rollout.micro_batch_size))
-                weights = nullcontext() if self.learner.ema is None else self.policy.using("ema")
-                found, records = validate(
-                    self.cfg, self.rollout, weights, self.submit, self.score, name, prompts, self.world
-                )
-                row |= found | self.take_errors(f"val/{name}/")
+            row, kept = self.validated(nullcontext if self.learner.ema is None else partial(self.policy.using, "ema"))
+            for name, records in kept.items():
                 self.logger.records(step, name, records)
         return row
 
@@ -248,7 +157,7 @@ class Run:
         if self.progress.unfinished is not None:
             self.end_step(self.progress.step, self.progress.unfinished)
         elif self.progress.step == 0 and self.cfg.trainer.val_before_train and self.val_sets:
-            if self.rewards is not None:
+            if self.cfg.reward.functions:
                 log.info("validating on %d prompts", sum(map(len, self.val_sets.values())))
             self.logger.log(0, self.validate(0) | self.timers.pop())
 
@@ -310,7 +219,15 @@ class Run:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
+    def release(self, stop: int = 0) -> None:
+        """Let ranks of other roles end, by the signal `stop` where there was one."""
+
+    def in_flight(self, step: int) -> Tensor | None:
+        """What a checkpoint of step number `step` keeps of samples that are drawn already, of this rank: bytes."""
+        return None
+
     def _save(self, progress: Progress) -> None:
+        in_flight = self.in_flight(progress.step)
         with self.timers("checkpoint"):
             problem = self._not_finite()
             if problem is not None:
@@ -318,7 +235,7 @@ class Run:
                     f"after step {progress.step} {problem}; nothing is saved over the checkpoints of before; "
                     "lower optim.lr, or look at the rewards"
                 )
-            self.checkpointer.save(self.state(), replace(progress))
+            self.checkpointer.save(self.state(), replace(progress), in_flight)
 
     def _not_finite(self) -> str | None:
         """On all ranks: the weights that hold NaN or infinity, in words; None where there are none."""
@@ -334,6 +251,7 @@ class Run:
             self._save(self.progress)
             self.checkpointer.wait()
         self.logger.close()
+        self.release(stop.number)
         self.world.watch.close()
         newest = find(self.checkpointer.root)
         kept = "no checkpoint is kept" if newest is None else f"the same command goes on from {newest}"
@@ -351,6 +269,7 @@ class Run:
 
     def _resume(self) -> Progress:
         folder = self.checkpointer.locate(self.cfg.trainer.resume)
+        self.kept = [] if folder is None else kept_in_flight(folder)
         if folder is None:
             return Progress()
         progress = self.checkpointer.load(folder, self.state())
@@ -376,19 +295,6 @@ def validation_summary(folder: Path) -> list[str]:
         ends = points[:1] if len(points) == 1 else [points[0], points[-1]]
         lines.append(f"{key}: " + " -> ".join(f"{value:.3f} (step {step})" for step, value in ends))
     return lines
-
-
-def check_finite(outputs: Outputs, prompts: Sequence[Prompt]) -> None:
-    """Raise RewardError for a picture or video with NaN or infinity, which would be scored as a black one."""
-    if not isinstance(outputs, Tensor):
-        return
-    fine = outputs.flatten(1).isfinite().all(1)
-    if not fine.all():
-        bad = fine.tolist().index(False)
-        raise RewardError(
-            f"the sample of the prompt {prompts[bad].text!r} holds NaN or infinity; look at the weights of "
-            "model.path, at model.dtype and at optim.lr"
-        )
 
 
 def peak_memory_gb(device: torch.device) -> float:

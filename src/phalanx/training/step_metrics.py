@@ -25,21 +25,40 @@ def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -
     return row | {f"reward/{name}": values.mean().item() for name, values in terms.items()}
 
 
-def token_metrics(lengths: Tensor, trained: int, step_s: float, timers: Timers) -> dict[str, float]:
+def merged_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
+    """The metrics of a step from those of its parts: extremes, sums of seconds, and means of all else."""
+    found = {}
+    for key in rows[0]:
+        values = [row[key] for row in rows if key in row]
+        if key.endswith("max"):
+            found[key] = max(values)
+        elif key.endswith("min"):
+            found[key] = min(values)
+        elif key.startswith("time/") or key.endswith(("_s", "/errors")):
+            found[key] = sum(values)
+        else:
+            found[key] = sum(values) / len(values)
+    return found
+
+
+def token_metrics(
+    lengths: Tensor, trained: int, step_s: float, timers: Timers, ranks: int | None = None
+) -> dict[str, float]:
     """perf/... of samples that are made of tokens: all of them, and by rank and second those that each phase reads or
     makes. lengths [B, 2] are this rank's prompts and responses, of which `trained` tokens went through the update.
+    `ranks` of all roles; None: those here.
     """
-    ranks = dist.get_world_size()
+    ranks, here = ranks or dist.get_world_size(), dist.get_world_size()
     total, drawn, own = int(lengths.sum()), int(lengths[:, 1].sum()), trained
     total, drawn, trained = (reduce_int(number, "sum") for number in (total, drawn, trained))
     row = {
         "perf/total_num_tokens": float(total),
         "perf/tokens_per_gpu_per_s": total / ranks / step_s,
-        "perf/token_imbalance": reduce_int(own, "max") * ranks / trained if trained else 1.0,
+        "perf/token_imbalance": reduce_int(own, "max") * here / trained if trained else 1.0,
     }
     for phase, tokens in (("rollout", drawn), ("rescore", total), ("update", trained)):
         if timers.seconds(phase) > 0:
-            row[f"perf/{phase}_tokens_per_gpu_per_s"] = tokens / ranks / timers.seconds(phase)
+            row[f"perf/{phase}_tokens_per_gpu_per_s"] = tokens / here / timers.seconds(phase)
     return row
 
 

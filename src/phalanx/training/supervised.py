@@ -43,7 +43,7 @@ class Supervised(Run):
         """`samples` there are, of which a step takes `per_rank` for each rank, in passes of `micro`."""
         super().__init__(cfg, parts)
         self.per_rank, self.micro = per_rank, micro
-        self.batch_size = per_rank * parts.world.size
+        self.batch_size = per_rank * parts.world.data_size
         self.stream = IndexStream(samples, self.batch_size, cfg.data.seed)
         steps = cfg.trainer.total_training_steps
         if steps is None:
@@ -75,7 +75,7 @@ class Supervised(Run):
                 self.progress.samples_seen += self.batch_size
                 row |= {
                     "perf/step_s": seconds,
-                    f"perf/{self.noun}_per_gpu_per_s": self.per_rank / seconds,
+                    f"perf/{self.noun}_per_gpu_per_s": self.per_rank / self.world.context_size / seconds,
                     "perf/peak_memory_gb": peak_memory_gb(self.world.device),
                 }
                 self.end_step(step + 1, row)
@@ -115,4 +115,4 @@ class Supervised(Run):
     @property
     def first(self) -> int:
         """The place of this rank's first sample in a step's batch."""
-        return self.world.rank * self.per_rank
+        return self.world.data_rank * self.per_rank

@@ -34,6 +34,7 @@ class Updates(Run):
     group_id: Tensor
     # samples of this rank that the last step trained, and their tokens, once for each time
     _trained = _trained_tokens = 0
+    _lengths: Tensor | None = None  # of this rank's samples, where those of the step come in parts
 
     def update(self, samples: Samples, reward: Tensor, step: int) -> dict[str, float]:
         """All optimizer steps on the samples of training step `step`; reward [N] is that of all ranks' samples,
@@ -48,7 +49,7 @@ class Updates(Run):
         sample_mask = of_scored(algorithm.sample_mask, reward, self.group_id, False)
         numbers = algorithm.units(without_gaps(reward, self.group_id), self.group_id)
         units = Units.of(numbers, sample_mask, plan, self.world)
-        mine = slice(self.world.rank * plan.per_rank, (self.world.rank + 1) * plan.per_rank)
+        mine = slice(self.world.data_rank * plan.per_rank, (self.world.data_rank + 1) * plan.per_rank)
         batches = MicroBatches(samples, advantage[mine], self.world.device)
         row: dict[str, float] = {}
         stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
@@ -72,17 +73,9 @@ class Updates(Run):
                 stats.append([])
                 total = torch.zeros((), device=self.world.device)
                 for i, (rows, weight) in enumerate(parts):
-                    batch = batches.select(rows, weight)
-                    # gradients are summed across ranks with those of the last micro-batch, once
-                    policy.trained.sharded.set_last_micro_batch(i == len(parts) - 1)
-                    per_action, scalars = algorithm.loss(policy, batch)
-                    loss = (per_action * batch.weight).sum()
-                    loss.backward()
-                    total += loss.detach()
+                    loss, scalars = self.learn_from(batches, rows, weight, last=i == len(parts) - 1)
+                    total += loss
                     stats[-1].append(scalars)
-                    self._trained += len(rows)
-                    self._trained_tokens += 0 if tokens is None else int(tokens[rows].sum())
-                    self.timers.advance()
                 if updates and self.too_far(stats[-1]):
                     self.learner.optimizer.drop_gradients()
                     break
@@ -90,6 +83,23 @@ class Updates(Run):
             if len(updates) < len(stats):
                 break
         return row | update_metrics("actor", stats, updates, plan.updates * cfg.ppo_epochs)
+
+    def learn_from(
+        self, batches: MicroBatches, rows: Tensor, weight: Tensor, *, last: bool
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """Forward and backward pass of the samples in `rows` [b] with the weights [u, A] of their actions; the loss and
+        the scalars. `last`: of an optimizer step.
+        """
+        batch, tokens = batches.select(rows, weight), batches.samples.tokens
+        # gradients are summed across ranks with those of the last micro-batch, once
+        self.policy.trained.sharded.set_last_micro_batch(last)
+        per_action, scalars = self.algorithm.loss(self.policy, batch)
+        loss = (per_action * batch.weight).sum()
+        loss.backward()
+        self._trained += len(rows)
+        self._trained_tokens += 0 if tokens is None else int(tokens[rows].sum())
+        self.timers.advance()
+        return loss.detach(), scalars
 
     def credit(self, batches: MicroBatches, units: Units, kept: Tensor) -> dict[str, float]:
         """Advantages of single actions in place of those of samples, and the critic's updates, if there is one; kept
@@ -124,7 +134,7 @@ class Updates(Run):
         if limit is None or "ratio_mean" not in scalars[0]:
             return False
         total = sum(float(row["ratio_mean"]) for row in scalars)
-        return reduce_float(total, "sum") > limit * len(scalars) * self.world.size
+        return reduce_float(total, "sum") > limit * len(scalars) * self.world.data_size
 
     def corruption_seeds(self, samples: Samples, step: int, epoch: int) -> list[int]:
         """A seed for each sample of this rank, a function of (trainer.seed, step, sample, epoch)."""
@@ -147,7 +157,7 @@ class Updates(Run):
                     batch = theirs.select(part.flatten(), torch.ones(len(part), batches.mask.shape[1]))
                     results.append(self.algorithm.reference_output(policy, batch))
             outputs = torch.cat(results)
-            found[name] = outputs.new_zeros(self.plan.per_rank, *outputs.shape[1:])
+            found[name] = outputs.new_zeros(len(batches.advantage), *outputs.shape[1:])
             found[name][torch.cat(parts).flatten().to(outputs.device)] = outputs
         return found
 
@@ -171,26 +181,29 @@ class Updates(Run):
 
     def performance(self, samples: Samples, seconds: float) -> dict[str, float]:
         """Throughput, utilisation and memory of the step."""
-        plan = self.plan
+        link = self.world.link
+        ranks = self.world.size if link is None else link.roles.world_size
         row = {
             "perf/step_s": seconds,
-            f"perf/{self.rollout.noun}_per_gpu_per_s": plan.per_rank / seconds,
+            f"perf/{self.rollout.noun}_per_gpu_per_s": self.plan.samples / ranks / seconds,
             "perf/peak_memory_gb": reduce_float(peak_memory_gb(self.world.device), "max"),
         }
-        if self.rewards is not None:  # on worker threads; time/reward is what was left to wait for
-            row["perf/reward_busy_s"] = self.rewards.busy_s
-            if self.rewards.judge_s is not None:
-                row["perf/judge_busy_s"] = self.rewards.judge_s
+        if link is not None:
+            row["idle/actor"] = self.timers.seconds("wait") / seconds
         peak = peak_flops(self.world.device, self.policy.trained.dtype)
         if peak is not None:
-            flops = reduce_float(float(self.step_flops(samples)), "sum") / self.world.size  # each rank goes by its own
-            row["perf/mfu"] = flops / (seconds * self.world.size * peak)
-        if samples.lengths is not None:
-            row |= token_metrics(samples.lengths, self._trained_tokens, seconds, self.timers)
+            # each rank goes by its own samples
+            mine = [float(self.step_flops(samples, recomputed=again)) for again in (False, True)]
+            flops = reduce_sum(torch.tensor(mine, dtype=torch.float64)) / self.world.data_size
+            used = flops / (seconds * ranks * peak)
+            row["perf/mfu"], row["perf/hfu"] = used.tolist()
+        lengths = samples.lengths if self._lengths is None else self._lengths
+        if lengths is not None:
+            row |= token_metrics(lengths, self._trained_tokens, seconds, self.timers, ranks)
         return row
 
-    def step_flops(self, samples: Samples) -> int:
-        """Floating-point operations of the last step on all ranks."""
+    def step_flops(self, samples: Samples, *, recomputed: bool) -> int:
+        """Floating-point operations of the last step on all ranks; `recomputed`: with what checkpointing repeats."""
         plan = self.plan
         costs = [1.0 for name in self.algorithm.references if name not in self.teachers]
         costs += [teacher.relative_cost(samples) for teacher in self.teachers.values()]
@@ -203,4 +216,5 @@ class Updates(Run):
             count=plan.samples,
             updates=self._trained / plan.per_rank,
             references=references,
+            recomputed=recomputed,
         )

@@ -32,16 +32,16 @@ def validate(
     `submit` was given.
     """
     keep, n = cfg.trainer.log_val_generations, cfg.rollout.val.n
-    share = -(-len(prompts) // world.size)
+    share = -(-len(prompts) // world.data_size)
     # ranks must do equal work, so the end is filled up with the last prompt and cut off again below
-    mine = [prompts[min(world.rank * share + j, len(prompts) - 1)] for j in range(share)]
+    mine = [prompts[min(world.data_rank * share + j, len(prompts) - 1)] for j in range(share)]
     pictures: dict[int, Tensor] = {}  # of this rank's prompts, by their numbers
     texts: dict[int, str] = {}
 
     def each(outputs: Outputs, sampled: list[Prompt]) -> None:
         for prompt, output in zip(sampled, outputs, strict=True):
             number = prompt.group_id
-            if number >= keep or number // share != world.rank:
+            if number >= keep or _holder(number, share, world) != world.rank:
                 continue
             # a prompt's samples come one after the other, its first one first
             if isinstance(output, str):
@@ -74,6 +74,11 @@ def validate(
     return row, records
 
 
+def _holder(number: int, share: int, world: World) -> int:
+    """The rank that keeps the sample of a prompt: the first of those that have it."""
+    return number // share * world.context_size
+
+
 def _on_first(pictures: dict[int, Tensor], texts: dict[int, str], count: int, share: int, world: World) -> list[Output]:
     """On rank 0 the `count` outputs that all ranks kept, in the order of prompts; else nothing."""
     # pictures go one at a time, as a gather would hold room for those of every rank; texts are small
@@ -84,7 +89,7 @@ def _on_first(pictures: dict[int, Tensor], texts: dict[int, str], count: int, sh
         return []
     for number in range(len(pictures), count if pictures else 0):
         pictures[number] = torch.empty_like(pictures[0])
-        to_first(pictures[number], number // share)
+        to_first(pictures[number], _holder(number, share, world))
     for part in gather_object(texts):
         texts |= part
     outputs: dict[int, Output] = {number: picture.numpy() for number, picture in pictures.items()}

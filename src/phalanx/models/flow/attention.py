@@ -1,4 +1,6 @@
-"""`model.attn_backend`: diffusers' attention dispatch, tried before it is used; SD3 obeys it too."""
+"""`model.attn_backend`: diffusers' attention dispatch, tried before it is used; SD3 obeys it too. And Qwen-Image's
+attention for `model.compile`.
+"""
 
 from typing import Any
 
@@ -95,3 +97,60 @@ class DispatchedJointAttention:
         """What a layer makes of x [N, L, D], head by head: [N, L, heads, head_dim]."""
         heads = projection(x).unflatten(-1, (attn.heads, -1))
         return heads if norm is None else norm(heads)
+
+
+class RealRotaryAttention(DispatchedJointAttention):
+    """Qwen-Image's joint attention with rotations [L, D / 2, 2] of real numbers.
+
+    diffusers' own processor rotates complex ones, of which Inductor makes no kernel: each rotation would be several
+    passes over queries and keys.
+    """
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states [N, L, D], encoder_hidden_states [N, T, D], its mask [N, T] -> the same shapes.
+
+        `attention_mask` is None, as of diffusers' own.
+        """
+        assert encoder_hidden_states is not None and image_rotary_emb is not None
+        image, text = image_rotary_emb
+        length = encoder_hidden_states.shape[1]
+        q = self._heads(attn, hidden_states, attn.to_q, attn.norm_q)
+        k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
+        v = self._heads(attn, hidden_states, attn.to_v)
+        text_q = self._heads(attn, encoder_hidden_states, attn.add_q_proj, attn.norm_added_q)
+        text_k = self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)
+        text_v = self._heads(attn, encoder_hidden_states, attn.add_v_proj)
+        q = torch.cat([rotated(text_q, text), rotated(q, image)], 1)
+        k = torch.cat([rotated(text_k, text), rotated(k, image)], 1)
+        v = torch.cat([text_v, v], 1)
+        mask = encoder_hidden_states_mask
+        if mask is not None:
+            mask = torch.cat([mask, mask.new_ones(hidden_states.shape[:2])], 1)[:, None, None]
+        out = dispatch_attention_fn(
+            q, k, v, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
+        )
+        out = out.flatten(2, 3).to(q.dtype)
+        drawn = attn.to_out[1](attn.to_out[0](out[:, length:].contiguous()))
+        return drawn, attn.to_add_out(out[:, :length].contiguous())
+
+
+def use_real_rotations(transformer: Any) -> None:
+    """Have a transformer of Qwen-Image rotate as RealRotaryAttention does."""
+    transformer.set_attn_processor(RealRotaryAttention())
+    # outside the blocks, so that no complex tensor is an input of theirs
+    transformer.pos_embed.register_forward_hook(lambda module, args, out: tuple(map(torch.view_as_real, out)))
+
+
+def rotated(x: Tensor, rotations: Tensor) -> Tensor:
+    """x [N, L, heads, D], whose pairs turn by the cosines and sines of `rotations` [L, D / 2, 2], in float32."""
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = rotations[:, None].unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(3).to(x.dtype)

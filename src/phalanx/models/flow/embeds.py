@@ -1,4 +1,4 @@
-"""Prompt embeddings: encoded once per prompt, kept in memory and, if a folder is given, on disk."""
+"""Prompt embeddings: encoded once per prompt and node, kept in memory and, if a folder is given, on disk."""
 
 import hashlib
 import uuid
@@ -7,8 +7,10 @@ from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load, load_file, save, save_file
 
+from phalanx.distributed.node import Node
 from phalanx.models.flow.family import Embeds
 
 MEMORY_LIMIT = 4 << 30  # bytes of embeddings that stay in memory
@@ -45,6 +47,40 @@ class EmbedsCache:
             self._remember(text, embeds)
             self._write(text, embeds)
         return [found[text] for text in texts]
+
+    def share(
+        self, wanted: Sequence[Sequence[Hashable]], node: Node, encode: Callable[[list[Any]], list[Embeds]]
+    ) -> None:
+        """Have the embeddings of what this rank wants: `wanted` are the texts of every rank of the node.
+
+        What a rank has, it sends to those who lack it; what none has, one of them encodes. Which one does not show:
+        texts are encoded one by one. `encode` is that of this cache, and raises on all ranks or on none.
+        """
+        every = list(dict.fromkeys(text for texts in wanted for text in texts))
+        mine = set(wanted[node.place])
+        # held here, since memory may forget; only what is wanted here is read from disk
+        looked = {text: self._look_up(text) if text in mine else self._memory.get(text) for text in every}
+        found = {text: embeds for text, embeds in looked.items() if embeds is not None}
+        has = node.all_gather(torch.tensor([text in found for text in every], dtype=torch.uint8)).bool()
+        wants = torch.tensor([[text in texts for text in every] for texts in map(set, wanted)])
+        lacks = wants & ~has
+        # the first rank that has it, or in turns one that encodes it
+        source = has.int().argmax(0)
+        new = (~has.any(0)).nonzero().flatten()
+        source[new] = torch.arange(len(new)) % len(node.ranks)
+        to_encode = [every[i] for i in new.tolist() if source[i] == node.place]
+        for text, embeds in zip(to_encode, encode(to_encode), strict=True):
+            found[text] = embeds
+            self._write(text, embeds)
+        parcels = []
+        for place in range(len(node.ranks)):
+            sent = (lacks[place] & (source == node.place)).nonzero().flatten().tolist() if place != node.place else []
+            parcels.append(_pack({i: found[every[i]] for i in sent}))
+        for parcel in node.exchange(parcels):
+            found |= {every[i]: embeds for i, embeds in _unpack(parcel).items()}
+        for text in every:
+            if text in mine and looked[text] is None:
+                self._remember(text, found[text])
 
     def room(self) -> int:
         """Number of entries, of the mean size of those in memory, that fill half of it."""
@@ -85,6 +121,18 @@ class EmbedsCache:
         # a prompt may be longer than the name of a file, and hold any character
         digest = hashlib.sha256(f"{self._identity}\n{text}".encode()).hexdigest()
         return self._folder / digest[:2] / f"{digest}.safetensors"
+
+
+def _pack(embeds: dict[int, Embeds]) -> bytes:
+    return save({f"{i} {name}": t.contiguous() for i, tensors in embeds.items() for name, t in tensors.items()})
+
+
+def _unpack(parcel: bytes) -> dict[int, Embeds]:
+    found: dict[int, Embeds] = {}
+    for key, tensor in load(parcel).items():
+        i, _, name = key.partition(" ")
+        found.setdefault(int(i), {})[name] = tensor
+    return found
 
 
 def _size(embeds: Embeds) -> int:

@@ -28,6 +28,7 @@ from phalanx.models.flow.folder import (
     model_index,
 )
 from phalanx.models.flow.headers import absent_components, component_names
+from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 from phalanx.telemetry.flops import forward_flops
 
 Embeds = dict[str, Tensor]
@@ -83,7 +84,11 @@ class FlowModel:
     dtype: torch.dtype
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        """Load `config.path`: the transformer in `weights_dtype`, all else in `dtype`."""
+        """Load `config.path`: the transformer to be kept in `weights_dtype`, all else in `dtype`.
+
+        Where all is trained, or nothing, parameters of the transformer come as their files hold them where that is for
+        the caller to cast; see phalanx.models.stored.
+        """
         self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
         encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]
         self.text_encoders = [encoder for encoder in encoders if encoder is not None]
@@ -96,7 +101,13 @@ class FlowModel:
         index = model_index(path)
         given = absent_components(index) | self.components(path)
         self.dtype = dtype
-        self.transformer = transformer.from_pretrained(path, subfolder="transformer", torch_dtype=weights_dtype)
+        files, read = {"pretrained_model_name_or_path": path, "subfolder": "transformer"}, weights_dtype
+        if config.lora_rank == 0:
+            read = dtype_to_read(Path(path) / "transformer", weights_dtype)
+        self.transformer = transformer.from_pretrained(**files, torch_dtype=read)
+        if read is not weights_dtype and not computes_alike(self.transformer):
+            read = weights_dtype
+            self.transformer = transformer.from_pretrained(**files, torch_dtype=read)
         for name in component_names(index):
             if name.startswith("text_encoder"):
                 given[name] = load_text_encoder(path, name, index[name][1], dtype)
@@ -107,9 +118,12 @@ class FlowModel:
         check_layers(path, self.transformer)
         check_vae(path, self.vae.config)
         check_tokenizers(path, self.pipeline.components)
-        # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
-        # block has weights of one dtype
-        nn.Module.to(self.transformer, weights_dtype)
+        if read is weights_dtype:
+            # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
+            # block has weights of one dtype
+            nn.Module.to(self.transformer, weights_dtype)
+        else:
+            widen_buffers(self.transformer, weights_dtype)
 
     def components(self, path: str) -> dict[str, Any]:
         """Components that the family loads itself, by their names in the pipeline."""
@@ -118,6 +132,9 @@ class FlowModel:
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks: the units of sharding, compilation and checkpointing."""
         return list(self.transformer.transformer_blocks)
+
+    def prepare_compiling(self) -> None:
+        """Exchange, before blocks are compiled, parts of the transformer of which the compiler makes poor code."""
 
     def heads(self) -> tuple[int, int]:
         """Attention heads, and the size of one."""
@@ -170,6 +187,16 @@ class FlowModel:
     def tokens(self, height: int, width: int) -> int:
         """Image tokens of the transformer."""
         raise AssertionError
+
+    def context_plan(self) -> dict[str, Any]:
+        """diffusers' plan of context parallelism: which layers' inputs are split, and whose outputs are gathered."""
+        return self.transformer_class._cp_plan
+
+    def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
+        """Numbers of tokens of a sample that the plan splits and that do not follow from a step's texts, by whose they
+        are; `max_length` is that of texts.
+        """
+        return {f"an image of {height} x {width}": self.tokens(height, width)}
 
     def shift(self, height: int, width: int) -> float:
         """s by which the scheduler moves the noise levels of an image: s t / (1 + (s - 1) t)."""

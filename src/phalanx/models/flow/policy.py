@@ -15,15 +15,20 @@ from phalanx.config.flow import FlowDataConfig, FlowModelConfig
 from phalanx.config.load import known_modules, resolve_registry
 from phalanx.config.messages import reason
 from phalanx.config.run import ParallelConfig
+from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.mesh import World
+from phalanx.distributed.node import Node
+from phalanx.distributed.placement import near_divisors
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.functional.flow import FlowReplay, FlowTrace, Noised, Sampler
 from phalanx.functional.noising import noise_levels
 from phalanx.functional.sde import sde_step
 from phalanx.models.flow.attention import set_backend
+from phalanx.models.flow.context import share_tokens
 from phalanx.models.flow.embeds import EmbedsCache
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import model_index
+from phalanx.models.recompute import recompute
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import step_flops
 from phalanx.types import Prompt, Samples
@@ -70,6 +75,8 @@ def image_columns(config: FlowModelConfig) -> tuple[str, ...]:
 class FlowPolicy:
     """See phalanx.types.Policy. `trained` has the weights, `model` the whole pipeline."""
 
+    trace_type: type = FlowTrace
+
     def __init__(
         self,
         model: FlowModel,
@@ -81,17 +88,23 @@ class FlowPolicy:
         seed: int,
         detach_uncond: bool = False,
         frozen: bool = False,
+        kept: torch.dtype | None = None,
     ) -> None:
-        """`frozen`: nothing is trained. Raises ValueError for what the model refuses."""
+        """`frozen`: nothing is trained; `kept`: see Sharded. Raises ValueError for what the model refuses."""
         self.model, self.world, self.config = model, world, config
         self.detach_uncond = detach_uncond
         model.check_length(data.max_prompt_length)
         for module in (model.vae, *model.text_encoders):
             module.requires_grad_(False).eval()
         if config.gradient_checkpointing:
-            model.transformer.enable_gradient_checkpointing()
+            blocks = model.blocks()
+            model.transformer.enable_gradient_checkpointing(recompute(blocks[: config.recomputed(len(blocks))]))
+        if config.compile:
+            model.prepare_compiling()
         if config.attn_backend is not None:
             set_backend(model, config.attn_backend, world.device)
+        if world.context is not None:
+            share_tokens(model, world)
         self.trained = TrainedModel(
             model.transformer,
             model.blocks(),
@@ -102,6 +115,7 @@ class FlowPolicy:
             lora_targets=model.lora_targets,
             seed=seed,
             frozen=frozen,
+            kept=kept,
         )
         # all that an embedding depends on, beside its text: runs share the cache on disk
         identity = f"{config.path} {config.family} {config.dtype} {data.max_prompt_length}"
@@ -109,9 +123,10 @@ class FlowPolicy:
             identity += f" {config.revision}"
         if model.image_column is not None:
             identity += f" {config.reference_size}"
-        self._max_length = data.max_prompt_length
+        self._max_length, self._multiple = data.max_prompt_length, data.text_length_multiple
         self._forward_flops: int | None = None
         self._embeds = EmbedsCache(self._encode, identity, data.embeds_cache_dir)
+        self.node = Node(world, parallel.timeout_s)
 
     # -- text -------------------------------------------------------------------------------------
 
@@ -122,17 +137,52 @@ class FlowPolicy:
         (height, width) is that of the images to be made. Raises ValueError for an image that cannot
         be read.
         """
+        return self._embeds(self._keys(prompts, negatives, size))
+
+    def embed_in_turns(
+        self,
+        prompts: list[list[Prompt]],
+        negatives: bool,
+        size: tuple[int, int],
+        agreed: Callable[[Callable[[], list[Embeds]]], list[Embeds]],
+    ) -> None:
+        """Encode what this rank will `embed`, each text on one rank of the node: `prompts` are those of all its ranks.
+
+        `agreed` runs what may raise ValueError on one rank, so that all ranks raise.
+        """
+        wanted = [self._keys(each, negatives, size) for each in prompts]
+        self._embeds.share(wanted, self.node, lambda texts: agreed(lambda: self._encode(texts) if texts else []))
+
+    def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, int] | None) -> list[Any]:
+        """What the embeddings of the prompts, then of their negatives, are kept by."""
         texts = [p.text for p in prompts]
         if negatives:
             default = self.model.default_negative
             texts += [default if p.negative is None else p.negative for p in prompts]
         column = self.model.image_column
         if column is None:
-            return self._embeds(texts)
+            return list(texts)
         assert size is not None
         shown = prompts * 2 if negatives else prompts
         pairs = zip(texts, shown, strict=True)
-        return self._embeds([Instruction(text, p.meta[column], size) for text, p in pairs])
+        return [Instruction(text, p.meta[column], size) for text, p in pairs]
+
+    def text_length(self, longest: int, size: tuple[int, int]) -> int:
+        """Tokens that texts of at most `longest` are padded to; `size` (height, width) is that of the images."""
+        # a kernel is chosen, or compiled, anew for each length: there are to be few
+        rounded = longest + -longest % self._multiple
+        length = max(longest, min(rounded, self.model.most_tokens(self._max_length, *size)))
+        return length + -length % self.world.context_size
+
+    def check_shared(self, sampler: Sampler) -> None:
+        """Raise ValueError where ranks that hold the same samples cannot share their tokens evenly."""
+        size, shape = self.world.context_size, (sampler.height, sampler.width, sampler.num_frames)
+        for what, count in self.model.split_tokens(*shape, self._max_length).items():
+            if count % size:
+                near = near_divisors(count, size)
+                raise ValueError(
+                    f"{KEY}: {size} does not divide the {count} tokens of {what}; nearest that does: {near}"
+                )
 
     def room(self) -> int:
         """Number of embeddings, of prompts and negatives like those so far, that stay in memory."""
@@ -187,7 +237,8 @@ class FlowPolicy:
 
         def unguided(latents: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:
             taken = _take(embeds, rows, sampler)
-            return self.model.velocity(latents, timesteps, taken, sampler.height, sampler.width).float()
+            size = sampler.height, sampler.width
+            return self.trained.run(self.model.velocity, latents, timesteps, taken, *size).float()
 
         if not sampler.guided:
             return unguided(latents, timesteps, rows)
@@ -287,7 +338,9 @@ class FlowPolicy:
             self._forward_flops = self.model.flops(s.height, s.width, length, s.num_frames)
         return self._forward_flops
 
-    def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
+    def step_flops(
+        self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
+    ) -> int:
         """See phalanx.training.parts.TrainedPolicy."""
         trace: FlowTrace = samples.trace
         return step_flops(
@@ -298,7 +351,7 @@ class FlowPolicy:
             cfg=trace.sampler.guided,
             updates_per_sample=updates,
             lora=self.trained.lora,
-            checkpointing=self.config.gradient_checkpointing,
+            checkpointing=recomputed * self.trained.recomputed,
             references=references,
             detach_uncond=self.detach_uncond,
         )
@@ -349,7 +402,8 @@ def build_policy(
     weights = sum(p.numel() for p in model.transformer.parameters())
     log.info("laying out %s, %.2f M weights", type(model.transformer).__name__, weights / 1e6)
     model.vae.to(world.device)  # small, and needed after each micro-batch: it does not travel
-    return make(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen)
+    kept = weights_dtype if config.lora_rank == 0 else None
+    return make(model, world, config, parallel, data, seed=seed, detach_uncond=detach_uncond, frozen=frozen, kept=kept)
 
 
 def _take(embeds: Embeds, rows: Tensor, sampler: Sampler) -> Embeds:

@@ -27,7 +27,7 @@ MASK = "<|mask|>"  # the mask token that a tokenizer without one gets
 class BlockDiffusionLM(CausalLM):
     """A language model that denoises blocks: its forward returns the scores of the tokens of many states at once."""
 
-    def __init__(self, lm: Any, chunk: int, mask_id: int, *, recomputes: bool = False) -> None:
+    def __init__(self, lm: Any, chunk: int, mask_id: int, *, recomputes: int = 0) -> None:
         super().__init__(lm, chunk, recomputes=recomputes)
         self.mask_id = mask_id
 
@@ -115,6 +115,8 @@ class BlockDiffusionPolicy(LMPolicy):
     """See phalanx.types.Policy. Its actions are the tokens of a response, each in the state in which it was
     unmasked."""
 
+    trace_type = BlockTrace
+
     def __init__(self, model: BlockDiffusionLM, *args: Any, size: int, estimate: str, **options: Any) -> None:
         """`estimate`: see phalanx.functional.block_diffusion.replayed."""
         super().__init__(model, *args, **options)
@@ -135,7 +137,7 @@ class BlockDiffusionPolicy(LMPolicy):
         if self.trim:
             trace = trace.trimmed()
         states = self.seen(trace)
-        log_prob, entropy, certainty = self.trained.module(states, temperature)
+        log_prob, entropy, certainty = self.trained.run(self.trained.module, states, temperature)
         weight = of_responses(trace, states, torch.ones_like(entropy)).clamp(min=1)
         return TokenReplay(
             of_responses(trace, states, log_prob),
@@ -201,13 +203,16 @@ def adds_mask(config: LMModelConfig) -> bool:
 
 
 def load_blocks(
-    config: LMModelConfig, dtype: torch.dtype, chunk: int, *, add_mask: bool
+    config: LMModelConfig, dtype: torch.dtype, chunk: int, *, add_mask: bool, stored: bool = False
 ) -> tuple[BlockDiffusionLM, Any]:
-    """The model of a folder, and its tokenizer; see mask_tokenizer. A new mask token is embedded as the mean of all.
+    """The model of a folder, and its tokenizer; see mask_tokenizer, load_model. A new mask token is embedded as the
+    mean of all.
 
     Raises ValueError, in one line, for models that cannot be looked at this way.
     """
-    model, tokenizer = load_model(config, dtype, chunk), mask_tokenizer(config, add_mask=add_mask)
+    # the mean of all embeddings wants them as they will be kept
+    stored = stored and not adds_mask(config)
+    model, tokenizer = load_model(config, dtype, chunk, stored=stored), mask_tokenizer(config, add_mask=add_mask)
     lm, mask_id = model.lm, tokenizer.mask_token_id
     check_layers(lm, config.path)
     rows = lm.get_input_embeddings().num_embeddings
@@ -216,7 +221,7 @@ def load_blocks(
     if adds_mask(config):
         log.info("the tokenizer of %s has no mask token: it gets %s", config.path, MASK)
         _embed_mask(lm, mask_id)
-    return BlockDiffusionLM(lm, chunk, mask_id, recomputes=config.gradient_checkpointing), tokenizer
+    return BlockDiffusionLM(lm, chunk, mask_id, recomputes=model.recomputes), tokenizer
 
 
 def check_layers(lm: Any, path: str) -> None:
@@ -255,8 +260,20 @@ def build_block_policy(
     """As phalanx.models.lm.policy.build_policy, of a model in blocks; see load_blocks."""
     assert config.block_size is not None, "the caller looks"
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
-    model, tokenizer = load_blocks(config, dtype, chunk, add_mask=add_mask)
+    stored = config.lora_rank == 0
+    model, tokenizer = load_blocks(config, dtype, chunk, add_mask=add_mask, stored=stored)
+    kept = dtype if stored else None
     size = config.block_size
     return BlockDiffusionPolicy(
-        model, tokenizer, world, config, parallel, data, size=size, estimate=estimate, frozen=frozen, **options
+        model,
+        tokenizer,
+        world,
+        config,
+        parallel,
+        data,
+        size=size,
+        estimate=estimate,
+        frozen=frozen,
+        kept=kept,
+        **options,
     )

@@ -29,9 +29,8 @@ class ValueLM(nn.Module):
         """Values [N] float32 of the text up to each of the positions `predicting` [B, T - 1] of ids [B, T]; `lengths`
         as in CausalLM.
         """
-        if self.recomputes:  # see CausalLM
-            for block in self.blocks():
-                block.training = torch.is_grad_enabled()
+        for block in self.blocks()[: self.recomputes]:  # see CausalLM
+            block.training = torch.is_grad_enabled()
         states = states_at(self.backbone, ids, predicting, lengths)
         # in bfloat16 a value would have three digits
         return nn.functional.linear(states.float(), self.value.weight.float(), self.value.bias.float()).squeeze(1)
@@ -51,7 +50,7 @@ class LMCritic:
     def values(self, trace: TokenTrace) -> Tensor:
         """[B, A] float32: the value before each token of the responses, 0 behind a response's end."""
         trace, lengths = self.policy.read(trace)
-        values = self.trained.module(trace.ids, trace.predicting, lengths)
+        values = self.trained.run(self.trained.module, trace.ids, trace.predicting, lengths)
         mask = trace.mask
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
 
@@ -68,9 +67,10 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
         dtype=own.dtype if config.dtype is None else config.dtype,
         lora_rank=0,
         gradient_checkpointing=own.gradient_checkpointing if checkpointing is None else checkpointing,
+        gradient_checkpointing_blocks=None,
     )
     key = "model.path" if config.path is None else "critic.model.path"
-    model = load_model(settings, torch.float32, chunk=1, key=key)
+    model = load_model(settings, torch.float32, chunk=1, key=key, stored=True)
     rows, wanted = model.lm.get_input_embeddings().num_embeddings, len(policy.tokenizer)
     if rows < wanted:
         raise ValueError(f"{key}: {settings.path!r} embeds {rows} tokens, and the policy's tokenizer has {wanted}")
@@ -83,5 +83,7 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
     spread = experts.spread(model.lm, settings, parallel, policy.world.shard_size)
     critic = ValueLM(model)
     dtype = DTYPES[settings.dtype]
-    trained = TrainedModel(critic, critic.blocks(), policy.world, settings, parallel, dtype, seed=seed, experts=spread)
+    trained = TrainedModel(
+        critic, critic.blocks(), policy.world, settings, parallel, dtype, seed=seed, experts=spread, kept=torch.float32
+    )
     return LMCritic(trained, policy)

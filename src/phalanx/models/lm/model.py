@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import token_scores
 from phalanx.models.lm import experts, llada2, packing
 from phalanx.models.lm.headers import check_folder
+from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 
 log = logging.getLogger(__name__)
 
@@ -26,10 +28,12 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class CausalLM(nn.Module):
     """A language model whose training does not hold logits of a whole batch: its forward returns the scores of tokens.
 
+    In training the first blocks are recomputed, `recomputes` many.
+
     Both ways of calling it go through this module, the root of FSDP; a call of `lm` would make that a second root.
     """
 
-    def __init__(self, lm: Any, chunk: int, *, recomputes: bool = False) -> None:
+    def __init__(self, lm: Any, chunk: int, *, recomputes: int = 0) -> None:
         super().__init__()
         self.lm, self.chunk, self.recomputes = lm, chunk, recomputes
         softcap = lm.config.to_dict().get("final_logit_softcapping")
@@ -61,9 +65,8 @@ class CausalLM(nn.Module):
         """Whether layers with gradient checkpointing do it: in transformers they do where they are in training mode,
         in which all else here is never.
         """
-        if self.recomputes:
-            for block in self.blocks():
-                block.training = on
+        for block in self.blocks()[: self.recomputes]:
+            block.training = on
 
     def blocks(self) -> list[nn.Module]:
         """The layers, which are sharded one by one; they go by other names in older models."""
@@ -85,28 +88,45 @@ def states_at(decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[i
     return row[0, predicting[real]]
 
 
-def load_model(config: LMModelConfig, dtype: torch.dtype, chunk: int, key: str = "model.path") -> CausalLM:
-    """Load `config.path` in `dtype`; ValueError, in one line with the `key` that named it, for what does not load."""
+def load_model(
+    config: LMModelConfig, dtype: torch.dtype, chunk: int, key: str = "model.path", *, stored: bool = False
+) -> CausalLM:
+    """Load `config.path` in `dtype`; ValueError, in one line with the `key` that named it, for what does not load.
+
+    `stored`: parameters come as their files hold them where that is for the caller to cast; see dtype_to_read.
+    """
     check_folder(config.path, key)
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     log.info("loading the model %s", config.path)
     with loading(f"{key}: {config.path!r} does not load"):
-        lm, info = transformers.AutoModelForCausalLM.from_pretrained(
-            config.path,
-            revision=config.revision,
-            trust_remote_code=False,
-            use_safetensors=True,
-            dtype=dtype,
-            attn_implementation=config.attn_implementation,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-        )
+        read = dtype_to_read(Path(config.path).expanduser(), dtype) if stored else dtype
+        lm, info = _from_files(config, read)
+        if read is not dtype:
+            if computes_alike(lm):
+                widen_buffers(lm, dtype)
+                lm.config.dtype = dtype
+            else:
+                lm, info = _from_files(config, dtype)
     if lm.config.to_dict().get("is_decoder") is False:
         raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
     if not any(isinstance(child, nn.ModuleList) for child in lm.get_decoder().children()):
         raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
     check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
     return causal_lm(lm, config, chunk, key)
+
+
+def _from_files(config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    found: tuple[Any, dict[str, Any]] = transformers.AutoModelForCausalLM.from_pretrained(
+        config.path,
+        revision=config.revision,
+        trust_remote_code=False,
+        use_safetensors=True,
+        dtype=dtype,
+        attn_implementation=config.attn_implementation,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    return found
 
 
 def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path") -> CausalLM:
@@ -121,7 +141,9 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
         packing.check(lm)
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return CausalLM(lm, chunk, recomputes=config.gradient_checkpointing)
+    model = CausalLM(lm, chunk)
+    model.recomputes = config.recomputed(len(model.blocks()))
+    return model
 
 
 def load_tokenizer(config: LMModelConfig) -> Any:

@@ -26,6 +26,8 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 class LMPolicy:
     """See phalanx.types.Policy. `trained` has the weights, `temperature` is that of sampling."""
 
+    trace_type: type = TokenTrace
+
     def __init__(
         self,
         model: CausalLM,
@@ -39,8 +41,11 @@ class LMPolicy:
         seed: int,
         trim: bool = False,
         frozen: bool = False,
+        kept: torch.dtype | None = None,
     ) -> None:
-        """`trim`: a pass is no wider than its longest sample. Raises ValueError for what the model refuses."""
+        """`trim`: a pass is no wider than its longest sample; `kept`: see Sharded. Raises ValueError for what the model
+        refuses.
+        """
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
         self.temperature, self.trim = temperature, trim
         self.settings = model.lm.config
@@ -60,6 +65,7 @@ class LMPolicy:
             seed=seed,
             frozen=frozen,
             experts=experts.spread(model.lm, config, parallel, world.shard_size),
+            kept=kept,
         )
 
     def _check(self, model: CausalLM) -> None:
@@ -99,7 +105,7 @@ class LMPolicy:
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """As `replay`, at another temperature."""
         trace, lengths = self.read(trace)
-        scores = self.trained.module(trace.ids, trace.predicting, temperature, lengths)
+        scores = self.trained.run(self.trained.module, trace.ids, trace.predicting, temperature, lengths)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
         return TokenReplay(*(zeros.masked_scatter(mask, values) for values in scores))
@@ -153,10 +159,12 @@ class LMPolicy:
         """Operations of decoding each sample, with its prompt: as many as of a pass over all of it."""
         return self.sample_flops(samples)
 
-    def step_flops(self, samples: Samples, *, actions: int, count: int, updates: float, references: float) -> int:
+    def step_flops(
+        self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
+    ) -> int:
         """See phalanx.training.parts.TrainedPolicy: of the tokens that there are, without padding.
 
-        Decoding reads each prompt once. What gradient checkpointing computes again is not counted.
+        Decoding reads each prompt once. Logits count as computed again, which they are in passes of several chunks.
         """
         assert samples.lengths is not None, "samples of this policy have lengths"
         prompts, scored = samples.lengths[:, 0].tolist(), sum(self.sample_flops(samples))
@@ -170,9 +178,11 @@ class LMPolicy:
             steps=0 if samples.on_policy else 1,  # the old log-probabilities
             updates_per_sample=updates,
             lora=self.trained.lora,
-            checkpointing=False,
+            checkpointing=recomputed * self.trained.recomputed,
             references=references,
         )
+        if recomputed:
+            decoded += (1 - self.trained.recomputed) * updates * self.forward_flops(0, int(samples.lengths[:, 1].sum()))
         return passes + round(decoded / len(prompts) * count)
 
     # -- weights ----------------------------------------------------------------------------------
@@ -227,7 +237,18 @@ def build_policy(
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
-    model = load_model(config, dtype, chunk)
+    stored = config.lora_rank == 0
+    model = load_model(config, dtype, chunk, stored=stored)
     return LMPolicy(
-        model, tokenizer, world, config, parallel, data, temperature=temperature, seed=seed, trim=trim, frozen=frozen
+        model,
+        tokenizer,
+        world,
+        config,
+        parallel,
+        data,
+        temperature=temperature,
+        seed=seed,
+        trim=trim,
+        frozen=frozen,
+        kept=dtype if stored else None,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx.config import ConfigError
 from phalanx.config.run import RewardModelConfig
-from phalanx.distributed.mesh import Launch
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.placement import place
 from phalanx.distributed.reward_group import DomainRank
 from phalanx.rewards.base import RewardError
@@ -51,9 +51,13 @@ def check(cfg: RewardModelConfig) -> None:
 class RewardModel:
     """This rank's part of the reward model. All ranks of the world make it, and `ask`, at the same point."""
 
-    def __init__(self, cfg: RewardModelConfig, timeout_s: float, *, text: bool = False) -> None:
-        """Place the model and load it; ValueError where that cannot be. `text`: it is asked without images."""
-        launch = Launch.from_env()
+    def __init__(
+        self, cfg: RewardModelConfig, timeout_s: float, *, text: bool = False, launch: Launch | None = None
+    ) -> None:
+        """Place the model on the ranks of `launch` (None: of the whole world) and load it; ValueError where that cannot
+        be. `text`: it is asked without images.
+        """
+        launch = launch or Launch.from_env()
         domains = place(cfg, launch.world_size, launch.local_world_size)
         check(cfg)
         self._domain_rank = DomainRank(next(d for d in domains if launch.rank in d.ranks), timeout_s)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phalanx.config.messages import reason
 from phalanx.config.run import RewardModelConfig
+from phalanx.distributed.launch import Launch
 from phalanx.media.pictures import to_uint8
 from phalanx.rewards.base import RewardError, copied
 from phalanx.rewards.judge._base import Judge
@@ -47,11 +48,12 @@ class JudgePool:
         outputs: str,
         device: torch.device,
         beside: bool,
+        launch: Launch | None = None,
     ) -> None:
         """Load the reward model for `outputs`, images or completions; ValueError where it cannot be used."""
         self._judges = judges
         self._of_text = outputs == "completions"
-        self._model = RewardModel(cfg, timeout_s, text=self._of_text)
+        self._model = RewardModel(cfg, timeout_s, text=self._of_text, launch=launch)
         self._batches: list[JudgeBatch] = []  # submitted, and not yet handed out by `ask`
         self.busy_s = 0.0
         self._spent_s = 0.0  # since the last `ask`

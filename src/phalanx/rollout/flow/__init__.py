@@ -11,7 +11,7 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 
 def check_engine(config: FlowRolloutConfig) -> None:
     """Raise ValueError for an engine that is not installed, or a correction of what needs none."""
-    if config.engine != "vllm_omni" and config.correction != "rescore":
+    if config.engine != "vllm_omni" and config.correction != "rescore" and config.schedule != "one_step_off":
         why = "its log-probs are exact" if config.engine == "policy" else "its images have no log-probs"
         raise ValueError(
             f"rollout.correction: {config.correction} has nothing to correct where rollout.engine is {config.engine}; "

@@ -37,6 +37,10 @@ def on_all_ranks(read: Callable[[], T]) -> T:
     return found
 
 
+def _call(read: Callable[[], T]) -> T:
+    return read()
+
+
 class PolicyRollout:
     """See phalanx.types.Rollout."""
 
@@ -57,6 +61,7 @@ class PolicyRollout:
         # refuses sizes that the model cannot make now, and not hours later in the first validation
         for sampler in (self.sampler, self.val_sampler):
             policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
+            policy.check_shared(sampler)
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
         """Encode the prompts of step `step`, and of those after it as many as the cache can hold."""
@@ -82,7 +87,8 @@ class PolicyRollout:
         schedule = self.schedule(sampler)
         # Names, not the state of a generator, seed the noise: which rank draws an image, and what
         # it has drawn before, has no part in it.
-        names = [(seed, step, *divmod(i, c.n)) for i in index.tolist()]
+        mine = [prompts[i // c.n] for i in index.tolist()]
+        names = [(seed, step, prompt.group_id, i % c.n) for prompt, i in zip(mine, index.tolist(), strict=True)]
         job = Job(
             sampler=sampler,
             schedule=schedule,
@@ -94,7 +100,6 @@ class PolicyRollout:
             trained=trained,
             same_init=c.init_same_noise,
         )
-        mine = [prompts[i // c.n] for i in index.tolist()]
         drawn = self.draw(job, mine, each)
         # a replay needs the latents of the window alone; those of all steps would fill the memory
         first = window.start
@@ -184,8 +189,8 @@ class PolicyRollout:
         """
         # Consecutive numbers, so that a rank has few prompts. At its borders it may have only some
         # of a prompt's samples: groups are put together where rewards are gathered.
-        n, share = self.config.n, len(prompts) * self.config.n // self.world.size
-        index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
+        n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
+        index = torch.arange(self.world.data_rank * share, (self.world.data_rank + 1) * share)
         used, rows = torch.unique(index // n, return_inverse=True)
         embeds = self.collate([prompts[g] for g in used.tolist()], negatives=self.sampler.guided)
         return index, rows.to(self.world.device), embeds
@@ -260,22 +265,31 @@ class PolicyRollout:
         return Schedule(sigmas.to(device), timesteps.to(device), sigmas.tolist())
 
     def encode(self, batches: list[list[Prompt]]) -> int:
-        """Encode this rank's share of the prompts of several steps at once, for `sample` to find.
+        """Encode this rank's share of the prompts of several steps at once, for `sample` to find; a prompt of several
+        ranks of the node is encoded by one of them.
 
         Returns the number of steps like these that the cache has room for, on the rank where they
         are fewest.
         """
-        rank, n = self.world.rank, self.config.n
-        mine: list[Prompt] = []
-        for prompts in batches:
-            share = len(prompts) * n // self.world.size  # see `share`
-            last = (rank + 1) * share - 1
-            mine += prompts[rank * share // n : last // n + 1]
-        self.embed(mine, self.sampler.guided, self.sampler)
+        node, sampler = self.policy.node, self.sampler
+        shown = [self._shown(batches, rank) for rank in node.ranks]
+        mine = shown[node.place]
+        # text alone can always be encoded
+        agreed = on_all_ranks if self.policy.model.image_column is not None else _call
+        self.policy.embed_in_turns(shown, sampler.guided, (sampler.height, sampler.width), agreed)
         entries = len(mine) * (2 if self.sampler.guided else 1)
         room = self.policy.room() * len(batches) // entries
         # the fewest, as all ranks must encode at the same steps
         return -reduce_int(-room, "max")
+
+    def _shown(self, batches: list[list[Prompt]], rank: int) -> list[Prompt]:
+        """The prompts of a rank's samples; see `share`."""
+        n, place, found = self.config.n, rank // self.world.context_size, list[Prompt]()
+        for prompts in batches:
+            share = len(prompts) * n // self.world.data_size
+            last = (place + 1) * share - 1
+            found += prompts[place * share // n : last // n + 1]
+        return found
 
     def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
         """See FlowPolicy.embed. Raises JobError, on all ranks, where a prompt's image is unreadable."""
@@ -291,11 +305,13 @@ class PolicyRollout:
 
         `sampler`: None for that of training.
         """
-        embeds = self.embed(prompts, negatives, sampler or self.sampler)
+        sampler = sampler or self.sampler
+        embeds = self.embed(prompts, negatives, sampler)
         lengths = [e["prompt_embeds"].shape[0] for e in embeds]
         # Padded to the longest of all ranks, and masked where any rank has a shorter one: kernels
         # round differently at another length or with a mask, so a rank's own would show the layout.
         longest = reduce_int(max(lengths), "max")
         shortest = -reduce_int(-min(lengths), "max")
-        batch = self.policy.model.collate(embeds, longest, padded=longest != shortest)
+        length = self.policy.text_length(longest, (sampler.height, sampler.width))
+        batch = self.policy.model.collate(embeds, length, padded=length != shortest)
         return {name: value.to(self.world.device) for name, value in batch.items()}

@@ -5,9 +5,11 @@ from importlib.util import find_spec
 
 from phalanx.config.lm import LMRLConfig, LMRunConfig
 from phalanx.config.load import ConfigError
-from phalanx.distributed.mesh import Launch, World
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.placement import near_divisors
+from phalanx.distributed.roles import ROLLOUT, roles_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
@@ -16,9 +18,12 @@ from phalanx.rollout.lm.in_policy import LMRollout
 
 def check_engine(cfg: LMRunConfig, *, installed: bool = True) -> None:
     """Raise ConfigError for what an engine cannot do on these ranks, or one that should be `installed` and is not."""
-    r, node = cfg.rollout, Launch.from_env().local_world_size
+    r, launch = cfg.rollout, Launch.from_env()
+    if isinstance(cfg, LMRLConfig):
+        launch = roles_of(cfg.placement, launch).launch(ROLLOUT, launch)
+    node = launch.local_world_size
     if r.engine == "policy":
-        if r.correction != "rescore":
+        if r.correction != "rescore" and r.schedule != "one_step_off":
             raise ConfigError(
                 f"rollout.correction: {r.correction} has nothing to correct where rollout.engine is policy; its "
                 "log-probs are exact"
@@ -60,7 +65,7 @@ def build_rollout(cfg: LMRLConfig, policy: LMPolicy, world: World, decoded: int,
     from phalanx.engines.vllm_text import TextEngine, TextEngineConfig
     from phalanx.rollout.lm.vllm import VllmRollout
 
-    launch, size = Launch.from_env(), r.tensor_parallel_size
+    launch, size = world.launch, r.tensor_parallel_size
     first = world.rank - world.rank % size
     group = range(first, first + size)
     config = TextEngineConfig(

@@ -18,6 +18,8 @@ from phalanx.functional.block_diffusion import confident, least_unmasked
 from phalanx.rollout.lm.decode import SHRINK, Decoding, draw
 from phalanx.types import JobError
 
+TOGETHER = 2**24  # logits that are drawn from at once, each of which takes up to 50 bytes meanwhile
+
 
 @dataclass(frozen=True)
 class Denoising(Decoding):
@@ -92,7 +94,8 @@ def denoise(
             logits = forward(input_ids=state, **block).logits
             cache.crop(-size)
             drawn = uniform[alive, min(k, how.draws - 1)].gather(1, place)
-            token, probability, confidence = drawn_tokens(logits[masked].float(), drawn[masked], how)
+            token, probability, confidence = drawn_tokens(logits, masked, drawn, how)
+            del logits  # before the next look makes others
             finite &= probability.isfinite().all()
             sure = torch.zeros(state.shape, device=device).masked_scatter(masked, confidence)
             now = confident(sure, masked, least=least, threshold=how.threshold)
@@ -155,8 +158,18 @@ def read(
     return real[at], start[at]
 
 
-def drawn_tokens(logits: Tensor, uniform: Tensor, how: Denoising) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [M] of logits [M, V], their log-probabilities, and the confidence in each."""
+def drawn_tokens(logits: Tensor, masked: Tensor, uniform: Tensor, how: Denoising) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [M] of the M masked positions of logits [R, S, V], their log-probabilities, and the confidence in each;
+    masked and uniform are [R, S].
+    """
+    flat, numbers = logits.flatten(0, 1), uniform.flatten()
+    rows = masked.flatten().nonzero().squeeze(1).split(max(TOGETHER // logits.shape[-1], 1))
+    parts = [_drawn(flat[part].float(), numbers[part], how) for part in rows]
+    token, log_prob, confidence = (torch.cat(values) for values in zip(*parts, strict=True))
+    return token, log_prob, confidence
+
+
+def _drawn(logits: Tensor, uniform: Tensor, how: Denoising) -> tuple[Tensor, Tensor, Tensor]:
     logits = logits.index_fill(-1, torch.tensor([how.mask_id], device=logits.device), float("-inf"))
     token = draw(logits, uniform, how)
     log_p = (logits / (how.temperature or 1.0)).log_softmax(-1)

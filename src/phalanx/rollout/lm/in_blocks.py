@@ -7,10 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import reduce_int
-from phalanx.distributed.mesh import World
-from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_diffusion import BlockTrace
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
@@ -27,26 +24,14 @@ class BlockDiffusionRollout(LMRollout):
 
     policy: BlockDiffusionPolicy
 
-    def __init__(
-        self,
-        policy: BlockDiffusionPolicy,
-        config: LMRolloutConfig,
-        data: LMDataConfig,
-        world: World,
-        micro_batch_size: int,
-        passes: Passes | None,
-    ) -> None:
-        super().__init__(policy, config, data, world, micro_batch_size, passes)
-        size, val = policy.size, config.val
-        block: dict[str, Any] = {"size": size, "mask_id": policy.mask_id, "confidence": config.confidence}
-        steps = config.denoising_steps_per_block or size
-        self.how = Denoising(**asdict(self.how), **block, steps=steps, threshold=config.threshold)
-        self.val_how = Denoising(
-            **asdict(self.val_how),
-            **block,
-            steps=val.denoising_steps_per_block or steps,
-            threshold=config.threshold if val.threshold is None else val.threshold,
-        )
+    def _settings(self) -> tuple[Decoding, Decoding]:
+        config, val, size = self.config, self.config.val, self.policy.size
+        block: dict[str, Any] = {"size": size, "mask_id": self.policy.mask_id, "confidence": config.confidence}
+        block |= {"steps": config.denoising_steps_per_block or size, "threshold": config.threshold}
+        own = {"steps": val.denoising_steps_per_block, "threshold": val.threshold}
+        of_val = block | {name: value for name, value in own.items() if value is not None}
+        plain, plain_val = super()._settings()
+        return Denoising(**asdict(plain), **block), Denoising(**asdict(plain_val), **of_val)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """As of a language model, with rollout/tokens_per_forward: those that a look at a block unmasks."""
@@ -69,8 +54,10 @@ class BlockDiffusionRollout(LMRollout):
         drawn = []
         for row, response in zip(rows, found, strict=True):
             end = next((i for i, token in enumerate(response.tokens) if token in how.ends), None)
+            behind = 0 if end is None else len(response.tokens) - end - 1
             text = self.policy.decode(response.tokens[:end])
-            drawn.append(Drawn(tokens[row], response.tokens, text, end is None, response.log_probs, response.steps))
+            cut = end is None
+            drawn.append(Drawn(tokens[row], response.tokens, text, cut, response.log_probs, response.steps, behind))
         return drawn
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> BlockTrace:
@@ -78,9 +65,8 @@ class BlockDiffusionRollout(LMRollout):
         for i, drawn in enumerate(self._drawn):
             step[i, : len(drawn.steps)] = torch.tensor(drawn.steps)
         seeds = torch.tensor([fold_in(*drawn.prompt, *drawn.response) for drawn in self._drawn])
-        trace = BlockTrace(
-            ids, starts, lengths, step.to(ids.device), seeds.to(ids.device), width, states=0, size=self.policy.size
-        )
+        step, seeds = step.to(ids.device), seeds.to(ids.device)
+        trace = BlockTrace(ids, starts, lengths, width, step=step, seeds=seeds, states=0, size=self.policy.size)
         most = reduce_int(int(self.policy.states(trace).max()), "max")
         return replace(trace, states=most)
 

@@ -23,7 +23,8 @@ from phalanx.types import Each, Prompt, Samples
 @dataclass(frozen=True)
 class Drawn:
     """A sample: the tokens of its prompt and of its response, its text, whether the limit cut it, what the engine says
-    of the response's log-probabilities, and where it was denoised the steps that unmasked its tokens.
+    of the response's log-probabilities, and where it was denoised the steps that unmasked its tokens, of which so many
+    stand `behind` its end.
     """
 
     prompt: list[int]
@@ -32,6 +33,7 @@ class Drawn:
     truncated: bool
     log_probs: Sequence[float] = ()
     steps: Sequence[int] = ()
+    behind: int = 0
 
 
 class LMRollout:
@@ -55,10 +57,7 @@ class LMRollout:
         """
         self.policy, self.config, self.data, self.world = policy, config, data, world
         self.micro_batch_size, self.passes = micro_batch_size, passes
-        limit = data.max_response_length
-        self.how = Decoding(limit, config.temperature, policy.ends, policy.pad)
-        val = config.val
-        self.val_how = Decoding(val.max_response_length or limit, val.temperature, policy.ends, policy.pad, val.top_p)
+        self.how, self.val_how = self._settings()
         self._drawn: list[Drawn] = []  # those of the last `sample`, for `resample`
         self._seed = (0, 0)
 
@@ -80,7 +79,7 @@ class LMRollout:
         index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
         mine = [prompts[i // n] for i in index.tolist()]
         self._seed = (seed, step)
-        names = [(seed, step, *divmod(i, n)) for i in index.tolist()]
+        names = [(seed, step, prompt.group_id, i % n) for prompt, i in zip(mine, index.tolist(), strict=True)]
         self._drawn = self._draw(mine, names, self.how, each)
         return self._samples(mine, index)
 
@@ -95,8 +94,8 @@ class LMRollout:
         places = own + [0] * (reduce_int(len(own), "max") - len(own))
         names = []
         for j in places:
-            group, i = divmod(int(samples.index[j]), n)
-            names.append((*self._seed, group, i + attempt * n))
+            i = int(samples.index[j]) % n
+            names.append((*self._seed, samples.prompts[j].group_id, i + attempt * n))
         again = self._draw([samples.prompts[j] for j in places], names, self.how, each)
         for j, drawn in zip(own, again, strict=False):
             self._drawn[j] = drawn
@@ -118,7 +117,7 @@ class LMRollout:
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """response/... and prompt/... of the samples of all ranks; reward [N] is theirs."""
         trace: TokenTrace = samples.trace
-        lengths = trace.lengths.float()
+        lengths = torch.tensor([float(len(drawn.response) - drawn.behind) for drawn in self._drawn])
         cut = torch.tensor([drawn.truncated for drawn in self._drawn])
         total = reduce_int(len(cut), "sum")
         count = reduce_int(int(cut.sum()), "sum")
@@ -135,6 +134,13 @@ class LMRollout:
         return row
 
     # -- the work ---------------------------------------------------------------------------------
+
+    def _settings(self) -> tuple[Decoding, Decoding]:
+        """Of samples, and of a validation's."""
+        config, val, limit = self.config, self.config.val, self.data.max_response_length
+        ends, pad = self.policy.ends, self.policy.pad
+        how = Decoding(limit, config.temperature, ends, pad)
+        return how, Decoding(val.max_response_length or limit, val.temperature, ends, pad, val.top_p)
 
     def _draw(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding, each: Each) -> list[Drawn]:
         """A sample for each prompt, a micro-batch after the other, each handed to `each` when it is done."""

@@ -36,6 +36,9 @@ class Model(PackedModel):
         """Blocks of two streams, then those of one."""
         return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
 
+    def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
+        return super().split_tokens(height, width, frames, max_length) | {"data.max_prompt_length": max_length}
+
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         # T5's padding stays: the model was trained with it, and attends to it
         embeds, pooled, _ = self.pipeline.encode_prompt(texts, device=device, max_sequence_length=max_length)

@@ -1,9 +1,12 @@
 """Qwen-Image (arXiv 2508.02324): packed latents, dynamic shift, true classifier-free guidance."""
 
+import math
+
 import torch
 from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
 
+from phalanx.models.flow.attention import use_real_rotations
 from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, PackedModel, padded_texts, to_pixels
 
 
@@ -18,6 +21,9 @@ class Model(PackedModel):
     masks_text = True
     # the layers of VeRL-Omni's recipes: all but the modulation
     lora_targets = (*JOINT_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
+
+    def prepare_compiling(self) -> None:
+        use_real_rotations(self.transformer)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         # the pipeline puts the prompt into its template and drops the template's first 34 tokens
@@ -51,6 +57,10 @@ class Model(PackedModel):
     def image_shapes(self, height: int, width: int) -> list[tuple[int, int, int]]:
         """Frames, rows and columns of each image in a sequence of image tokens."""
         return [(1, *self.grid(height, width))]
+
+    def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
+        count = sum(math.prod(shape) for shape in self.image_shapes(height, width))
+        return {f"an image of {height} x {width}": count}
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """True classifier-free guidance: each token [C] keeps the length that it has in `positive`."""

@@ -111,6 +111,14 @@ class Model(FlowModel):
         _, rows, columns = self.transformer.config.patch_size
         return (h // rows) * (w // columns)
 
+    def context_plan(self) -> dict[str, Any]:
+        # but for timesteps of each token, of which there are none here: see __init__
+        return {layer: plan for layer, plan in super().context_plan().items() if layer != ""}
+
+    def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
+        latents = self.sample_shape(height, width, frames)[1] // self.transformer.config.patch_size[0]
+        return {f"a video of {frames} x {height} x {width}": latents * self.tokens(height, width)}
+
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
         return self.sample_shape(height, width, 1)
 

@@ -140,6 +140,9 @@ class Model(FlowModel):
             embeds.append({"prompt_embeds": padded, "text_mask": torch.arange(length) < n})
         return embeds
 
+    def most_tokens(self, max_length: int, height: int, width: int) -> int:
+        return _filled(max_length)
+
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
         """`prompt_embeds` [N, length, D], `text_mask` [N, length] and, where `padded`,
         `attention_mask` [N, length].

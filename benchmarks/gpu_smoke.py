@@ -1,0 +1,130 @@
+"""One command for the first minutes on a GPU: what only real kernels can show, as a table of PASS and FAIL.
+
+    make gpu-smoke                                     # or, where nothing can be installed by make:
+    python benchmarks/gpu_smoke.py [--only attention compile] [--json gpu_smoke.json]
+
+On a GPU of 80 GB it is to take under ten minutes, at the real widths of Qwen-Image, SD3.5 and Qwen2.5; on a CPU the
+same runs at tiny shapes. Weights are random; nothing is downloaded. Each check is a process of its own: an error, a
+crash or a hang of one is a FAIL, and the next one runs. What only CUDA has is a dash on a CPU. The exit status is 1
+where a line fails.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import NoReturn
+
+# before torch is asked for GPUs: a process that has started CUDA has no forks that can use it
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for trainer.deterministic
+
+import smoke_kernels
+import smoke_kill
+import smoke_steps
+import torch
+from measure import origin
+from smoke_lines import FAIL, NONE, PASS, Line, device
+
+CHECKS: dict[str, Callable[[], Iterator[Line]]] = {
+    "attention": smoke_kernels.attention,
+    "exact": smoke_steps.exact,
+    "exact_lm": smoke_steps.exact_lm,
+    "step": smoke_steps.step,
+    "plan": smoke_steps.plan,
+    "fsdp": smoke_steps.fsdp,
+    "compile": smoke_steps.recompiles,
+    "transfers": smoke_kernels.transfers,
+    "judge": smoke_kernels.sleeping_judge,
+    "vllm": smoke_steps.sleeping_vllm,
+    "kill": smoke_kill.kill,
+}
+LIMIT_S = 240.0  # of a check
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", nargs="+", choices=CHECKS, default=list(CHECKS), metavar="CHECK", help=", ".join(CHECKS)
+    )
+    parser.add_argument("--json", type=Path, default=Path("outputs/gpu_smoke.json"), help="(outputs/gpu_smoke.json)")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child is not None:
+        child(args.only[0], args.child)
+    start, found = time.perf_counter(), {}
+    with tempfile.TemporaryDirectory(prefix="phalanx-smoke-") as name:
+        for check in args.only:
+            begun, cpu = time.perf_counter(), cpu_seconds()
+            lines = run(check, Path(name))
+            took, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
+            found[check] = {"s": round(took, 2), "cpu_s": round(cpu, 2), "lines": [asdict(line) for line in lines]}
+            print(f"\n{check}, {took:.1f} s, {cpu:.1f} s of the CPU", *map(row, lines), sep="\n", flush=True)
+        where = json.loads((Path(name) / "origin.json").read_text())
+    states = [line["state"] for check in found.values() for line in check["lines"]]
+    took = time.perf_counter() - start
+    counts = ", ".join(f"{states.count(state)} {state}" for state in (PASS, FAIL, NONE))
+    print(f"\n{counts} in {took:.0f} s on {where['device']}, torch {where['torch']}; {args.json}", flush=True)
+    args.json.parent.mkdir(parents=True, exist_ok=True)
+    args.json.write_text(json.dumps({**where, "s": round(took, 1), "checks": found}, indent=1) + "\n")
+    sys.exit(1 if FAIL in states else 0)
+
+
+def run(check: str, folder: Path) -> list[Line]:
+    """The lines of a check, from a process of its own."""
+    file, log = folder / f"{check}.jsonl", folder / f"{check}.log"
+    process = multiprocessing.get_context("fork").Process(target=child, args=(check, folder))  # imports nothing again
+    process.start()
+    process.join(LIMIT_S)
+    hung = process.is_alive()
+    if hung:
+        process.kill()
+        process.join()
+    lines = [Line(**json.loads(text)) for text in file.read_text().splitlines()] if file.is_file() else []
+    if hung:
+        lines.append(Line(check, FAIL, LIMIT_S, "s", "it ran longer, and was ended"))
+    elif process.exitcode != 0:
+        lines.append(Line(check, FAIL, process.exitcode, "", "the process's exit status, or the signal that ended it"))
+    if any(line.state == FAIL for line in lines):
+        sys.stderr.write("".join(f"{check}| {text}\n" for text in log.read_text().splitlines()[-60:]))
+    return lines
+
+
+def cpu_seconds() -> float:
+    """Of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def child(check: str, folder: Path) -> NoReturn:
+    """Run a check; its lines go to a file of `folder` one by one, and all that it prints to another."""
+    descriptor = os.open(folder / f"{check}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(descriptor, stream)
+    if torch.cuda._is_in_bad_fork():  # an import has started CUDA in spite of the variable
+        os.execv(sys.executable, [sys.executable, __file__, "--only", check, "--child", str(folder)])
+    if device().type == "cpu":
+        torch.set_num_threads(1)
+    (folder / "origin.json").write_text(json.dumps(origin(device())))
+    with (folder / f"{check}.jsonl").open("w", buffering=1) as out:
+        for line in CHECKS[check]():
+            out.write(json.dumps(asdict(line)) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # threads of process groups and compilers would outlive the interpreter's end
+
+
+def row(line: Line) -> str:
+    """A line of the table."""
+    value = "" if line.value is None else f"{line.value:.3g} {line.unit}"
+    return f"  {line.state:<4}  {line.name:<44}  {value:>14}  {line.note}".rstrip()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Does a policy learn from samples that are one step old, with and without a correction? On the quickstart's task, with
+equally many samples, over several seeds.
+
+    python benchmarks/learn_roles.py
+    python benchmarks/learn_roles.py "one step off, none" --seeds 0 --steps 20 --no-docs
+
+As learn_lm.py, with the recipes of learn_roles.yaml on two ranks, one that samples and one that trains; the table and
+the curves go to docs/placement.md.
+"""
+
+from dataclasses import replace
+
+from learn_lm import SUBJECT as LANGUAGE
+from learning import main
+
+SUBJECT = replace(
+    LANGUAGE,
+    name="learn_roles",
+    fixed=[*LANGUAGE.fixed, "placement={rollout: 0, actor: 1}"],
+    results="learning_roles.json",
+    page="placement.md",
+    picture="learning_roles.png",
+    steps=60,
+    ranks=2,
+)
+
+if __name__ == "__main__":
+    main(SUBJECT, __doc__)

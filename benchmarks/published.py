@@ -1,0 +1,91 @@
+"""Published throughput of other trainers, beside what the arithmetic of the same recipes allows here.
+
+    python benchmarks/published.py
+
+Nothing of ours is measured: the plan counts a step's floating-point operations, and rates are those at 25 and 45 % of
+the GPU's dense peak, an assumption. The last column is the part of the peak at which Phalanx would be as fast as what
+is published. It prints the table of docs/performance.md, in a minute and without a GPU.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from phalanx.config import load
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.plan.blueprint import family_name, fetch, tidy
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster
+from phalanx.plan.lm import FILES
+from phalanx.plan.pace import USED
+from phalanx.plan.rehearsal import LMRehearsal, Planned, RLRehearsal
+from phalanx.telemetry.flops import named_peak_flops
+
+HERE = Path(__file__).resolve().parent
+CONFIGS = HERE.parent / "configs"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A figure: `rate` of `unit` a second and GPU, on so many GPUs of a node. `recipe` is ours with their numbers."""
+
+    who: str
+    rate: float
+    unit: str
+    gpu: str
+    gpus: int
+    recipe: str
+
+
+FIGURES = [
+    Published("VeRL-Omni, FlowGRPO of Qwen-Image, LoRA", 0.305, "images", "H800", 4, "flowgrpo/qwen_image_ocr_lora"),
+    Published("VeRL-Omni, all weights, no guidance", 0.510, "images", "H200", 4, "flowgrpo/qwen_image_ocr_full"),
+    Published("SGLang, sampling alone, guidance", 19.2, "image-steps", "H200", 1, "flowgrpo/qwen_image_ocr_lora"),
+    Published("RLinf, GRPO of 1.5 B", 3361, "tokens", "H100", 8, "grpo/math_deepseek_r1_distill_1_5b"),
+]
+
+
+def plan(figure: Published) -> Planned:
+    """Our recipe on their GPUs."""
+    file, cluster = str(CONFIGS / f"{figure.recipe}.yaml"), Cluster(1, figure.gpus)
+    if figure.unit == "tokens":
+        text = load(LMRLConfig, file, [])
+        text.model.path = fetch(text.model.path, text.model.revision, FILES)
+        return planned(text, cluster)
+    cfg = load(FlowRLConfig, file, [])
+    cfg.model.path = fetch(cfg.model.path, cfg.model.revision)
+    cfg.model.family = family_name(cfg.model)
+    return planned(cfg, cluster)
+
+
+def cost(figure: Published, p: Planned) -> float:
+    """Floating-point operations of one of the figure's units."""
+    assert isinstance(p, RLRehearsal)
+    if figure.unit == "image-steps":
+        trace = p.samples.trace
+        return p.policy.forward_flops(trace) * (2 if trace.sampler.guided else 1)
+    each = p.flops / p.plan.samples
+    return each / p.cfg.data.max_response_length if isinstance(p, LMRehearsal) else each
+
+
+def main() -> None:
+    print("| | published | modelled here | as fast at |\n|---|---|---|---|")
+    for figure in FIGURES:
+        peak = named_peak_flops(figure.gpu, torch.bfloat16)
+        assert peak is not None
+        with tidy():
+            whole = peak / cost(figure, plan(figure))
+        places = 0 if whole > 1000 else 1 if whole > 10 else 3
+        least, most = (f"{whole * share:,.{places}f}" for share in USED)
+        where = f"{figure.gpus} x {figure.gpu}" if figure.gpus > 1 else figure.gpu
+        print(
+            f"| {figure.who}: {figure.unit} a second and GPU, {where} | {figure.rate:,} | {least} to {most} "
+            f"| {100 * figure.rate / whole:.0f} % of the peak |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,38 @@
+"""What the launcher says of this process."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process's place by the launcher's environment; a single process where that is empty."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    max_restarts: int = 0  # how often the launcher may start the ranks again
+    nodes: str = ""  # of an elastic job: the range of nodes, such as 2:4
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str] = os.environ) -> "Launch":
+        world = int(env.get("WORLD_SIZE", "1"))
+        # train.sh exports NNODES as the user gave it: only a range makes the job elastic
+        nodes = env.get("NNODES", "")
+        return cls(
+            rank=int(env.get("RANK", "0")),
+            world_size=world,
+            local_rank=int(env.get("LOCAL_RANK", "0")),
+            local_world_size=int(env.get("LOCAL_WORLD_SIZE", str(world))),
+            max_restarts=int(env.get("TORCHELASTIC_MAX_RESTARTS", "0")),
+            nodes=nodes if ":" in nodes else "",
+        )
+
+    def worlds(self) -> list[int]:
+        """World sizes that an elastic job may have as nodes come and go; else the present one."""
+        if not self.nodes:
+            return [self.world_size]
+        first, last = (int(n) for n in self.nodes.split(":"))
+        return [n * self.local_world_size for n in range(first, last + 1)]

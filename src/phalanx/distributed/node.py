@@ -1,0 +1,48 @@
+"""The ranks of this rank's node, who give one another what one of them has."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from phalanx.distributed.mesh import World, group_timeout
+
+
+class Node:
+    """`ranks` by their numbers, and this one's `place` among them. All ranks of the world make theirs at the same
+    point, and a call is one of all ranks of the node.
+    """
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        launch = world.launch
+        self.place, size = launch.local_rank, launch.local_world_size
+        first = launch.rank - launch.local_rank
+        self.ranks = range(first, first + size)
+        self._group: dist.ProcessGroup | None = None  # that of the world, where it is one node
+        if size in (1, launch.world_size):
+            return
+        if size == world.shard_size:
+            self._group = world.mesh.get_group("shard")
+        else:
+            self._group = dist.new_group(
+                list(self.ranks), group_timeout(timeout_s), backend="gloo", use_local_synchronization=True
+            )
+
+    def all_gather(self, value: Tensor) -> Tensor:
+        """Every rank's CPU tensor of one shape, stacked in the order of ranks."""
+        if len(self.ranks) == 1:
+            return value[None]
+        found = [torch.empty_like(value) for _ in self.ranks]
+        dist.all_gather(found, value.contiguous(), group=self._group)
+        return torch.stack(found)
+
+    def exchange(self, parcels: list[bytes]) -> list[bytes]:
+        """Send each rank its parcel; what each has sent here, in the order of ranks."""
+        if len(self.ranks) == 1:
+            return parcels
+        sizes = torch.tensor([len(parcel) for parcel in parcels])
+        received = self.all_gather(sizes)[:, self.place].tolist()
+        # a tensor of no bytes could not be made of a buffer
+        sent = torch.frombuffer(bytearray(b"".join(parcels) or b"\0"), dtype=torch.uint8)[: int(sizes.sum())]
+        box = torch.empty(sum(received), dtype=torch.uint8)
+        dist.all_to_all_single(box, sent, received, sizes.tolist(), group=self._group)
+        return [part.numpy().tobytes() for part in box.split(received)]

@@ -1,0 +1,189 @@
+"""Which ranks do what: `placement`, by role.
+
+    {}                                                              every rank does everything in turns
+    {"actor,rollout": "all"}                                        the same
+    {"rollout": "0-19", "inference": "20-23", "actor": "24-31"}     each rank does one thing
+
+Ranks are `all`; numbers and ranges, inclusive, such as `0-3,8-11`; the same ranks of each node, `0-5 of each node`; or,
+as an elastic job needs them, a number or a share, `4 ranks`, `1/4`, of which one may be `rest`: those are laid out in
+the order in which they are given.
+"""
+
+import difflib
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from phalanx.config import ConfigError
+from phalanx.distributed.launch import Launch
+
+ACTOR, ROLLOUT, INFERENCE = ROLES = ("actor", "rollout", "inference")
+_FORMS = "all, 0-3,8-11, 0-5 of each node, or for an elastic job 4 ranks, 1/4, rest"
+
+
+@dataclass(frozen=True)
+class Roles:
+    """`ranks` of each role, ascending. Either each rank has one role, or all ranks are actor and rollout."""
+
+    ranks: dict[str, tuple[int, ...]]
+
+    @property
+    def collocated(self) -> bool:
+        """Whether all ranks do everything."""
+        return self.ranks[ACTOR] == self.ranks[ROLLOUT]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all roles."""
+        return max(max(ranks) for ranks in self.ranks.values()) + 1
+
+    def of(self, rank: int) -> str:
+        """The role of a rank, `actor` where it does everything."""
+        return next(role for role in ROLES if rank in self.ranks.get(role, ()))
+
+    def launch(self, role: str, launch: Launch) -> Launch:
+        """The launch as a world of one role: its rank and size there, and how many neighbours of a node it has.
+
+        Of this rank where it has the role, else of the role's first rank.
+        """
+        if self.collocated:
+            return launch
+        ranks, node = self.ranks[role], launch.local_world_size
+        rank = launch.rank if launch.rank in ranks else ranks[0]
+        # a block of so many, counted from the role's first rank, lies within a node
+        neighbours = math.gcd(*(sum(r // node == n for r in ranks) for n in {r // node for r in ranks}))
+        return replace(launch, rank=ranks.index(rank), world_size=len(ranks), local_world_size=neighbours)
+
+
+def roles_of(placement: Mapping[str, Any], launch: Launch) -> Roles:
+    """The roles of this launch's ranks; ConfigError, one line, where they do not cover the world exactly once."""
+    if not placement:
+        everyone = tuple(range(launch.world_size))
+        return Roles({ACTOR: everyone, ROLLOUT: everyone})
+    given: dict[str, str] = {}
+    for names, value in placement.items():
+        for name in str(names).split(","):
+            role = name.strip()
+            if role not in ROLES:
+                raise ConfigError(f"placement: no role {role!r}{_hint(role)}")
+            if role in given:
+                raise ConfigError(f"placement: {role} is placed twice")
+            given[role] = " ".join(str(value).split())
+    for role in (ACTOR, ROLLOUT):
+        if role not in given:
+            raise ConfigError(f"placement: no ranks for {role}; expected actor and rollout, and inference where wanted")
+    counted = {role: text for role, text in given.items() if _is_count(text)}
+    if counted and len(counted) < len(given):
+        ranges = ", ".join(role for role in given if role not in counted)
+        raise ConfigError(f"placement: counts ({', '.join(counted)}) and ranges ({ranges}) do not go together")
+    if counted:
+        return Roles(_laid_out(counted, launch.world_size))
+    found = {role: _ranks(role, text, launch) for role, text in given.items()}
+    _check_cover(found, launch.world_size)
+    return Roles(found)
+
+
+def span(ranks: tuple[int, ...]) -> str:
+    """`0-3,8` of (0, 1, 2, 3, 8)."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def _hint(role: str) -> str:
+    if role == "reward":
+        return "; rewards run where the rollout does, and reward.model.placement places a reward model there"
+    near = difflib.get_close_matches(role, ROLES, 1)
+    return f"; did you mean {near[0]}?" if near else f"; there are {', '.join(ROLES)}"
+
+
+def _is_count(text: str) -> bool:
+    return re.fullmatch(r"\d+ ranks?|\d+/\d+|rest", text) is not None
+
+
+def _ranks(role: str, text: str, launch: Launch) -> tuple[int, ...]:
+    """The ranks that a text names."""
+    key, size, node = f"placement.{role}: {text!r}", launch.world_size, launch.local_world_size
+    if text == "all":
+        return tuple(range(size))
+    each = re.fullmatch(r"(.+) of each node", text)
+    if launch.nodes and each is None:
+        raise ConfigError(
+            f"{key} names ranks, which change as nodes come and go (NNODES={launch.nodes}); expected such as 4 ranks, "
+            "1/4, rest, or 0-5 of each node"
+        )
+    body, last = (each[1], node - 1) if each else (text, size - 1)
+    found: list[int] = []
+    for part in body.split(","):
+        bounds = re.fullmatch(r" ?(\d+)(?: ?- ?(\d+))? ?", part)
+        if bounds is None:
+            raise ConfigError(f"{key} should be {_FORMS}")
+        a, b = int(bounds[1]), int(bounds[2] or bounds[1])
+        if a > b:
+            raise ConfigError(f"{key}: {a}-{b} runs backwards; expected {b}-{a}")
+        if b > last:
+            raise ConfigError(f"{key}: {'a node' if each else 'this world'} has ranks 0 to {last}")
+        twice = [r for r in range(a, b + 1) if r in found]
+        if twice:
+            raise ConfigError(f"{key} names ranks {span(tuple(twice))} twice")
+        found += range(a, b + 1)
+    if each:
+        found = [n * node + r for n in range(size // node) for r in found]
+    return tuple(sorted(found))
+
+
+def _laid_out(counted: dict[str, str], world_size: int) -> dict[str, tuple[int, ...]]:
+    """The ranks of roles that have a number of them, one role after the other."""
+    counts: dict[str, int] = {}
+    for role, text in counted.items():
+        if text == "rest":
+            continue
+        share = text.split("/")
+        if len(share) == 2:
+            above, below = int(share[0]), int(share[1])
+            if below == 0 or above * world_size % below:
+                raise ConfigError(f"placement.{role}: {text!r} of {world_size} ranks is no whole number")
+            counts[role] = above * world_size // below
+        else:
+            counts[role] = int(text.split()[0])
+        if counts[role] == 0:
+            raise ConfigError(f"placement.{role}: {text!r} is no rank; leave the role out")
+    rest = [role for role in counted if role not in counts]
+    if len(rest) > 1:
+        raise ConfigError(f"placement: {' and '.join(rest)} are both the rest; one can be")
+    total = sum(counts.values())
+    words = " + ".join(f"{role} {count}" for role, count in counts.items())
+    if rest and total >= world_size:
+        raise ConfigError(f"placement: {words} of {world_size} ranks leave none for {rest[0]}")
+    if not rest and total != world_size:
+        raise ConfigError(f"placement: {words} = {total} of {world_size} ranks; make one of them rest")
+    found, first = {}, 0
+    for role in counted:
+        count = counts.get(role, world_size - total)
+        found[role] = tuple(range(first, first + count))
+        first += count
+    return found
+
+
+def _check_cover(found: dict[str, tuple[int, ...]], world_size: int) -> None:
+    """Refuse roles that share ranks, or leave some idle."""
+    together = found[ACTOR] == found[ROLLOUT]
+    if together and INFERENCE in found:
+        raise ConfigError("placement: inference needs actor and rollout apart; together they score by themselves")
+    for role, ranks in found.items():
+        for other, others in found.items():
+            both = tuple(sorted(set(ranks) & set(others)))
+            if other > role and both and not (together and {role, other} == {ACTOR, ROLLOUT}):
+                raise ConfigError(
+                    f"placement: ranks {span(both)} are both {role}'s ({span(ranks)}) and {other}'s ({span(others)})"
+                )
+    idle = tuple(sorted(set(range(world_size)) - {rank for ranks in found.values() for rank in ranks}))
+    if idle:
+        words = ", ".join(f"{role} {span(ranks)}" for role, ranks in found.items())
+        raise ConfigError(f"placement: ranks {span(idle)} of {world_size} have no role ({words})")

@@ -1,0 +1,44 @@
+"""Context parallelism by diffusers' plans: which layers' inputs are split and whose outputs are gathered."""
+
+import warnings
+
+from diffusers import ContextParallelConfig, ParallelConfig
+from diffusers.hooks import apply_context_parallel
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+from diffusers.models.attention_processor import Attention
+
+from phalanx.distributed.context_parallel import KEY
+from phalanx.distributed.mesh import World
+from phalanx.models.flow.family import FlowModel
+
+
+def share_tokens(model: FlowModel, world: World) -> None:
+    """Let the transformer split the tokens of its samples over the ranks that hold the same ones, before it is sharded.
+
+    Raises ValueError where it cannot.
+    """
+    assert world.context is not None
+    size, (heads, _) = world.context_size, model.heads()
+    if heads % size:
+        raise ValueError(f"{KEY}: {size} does not divide the model's {heads} attention heads")
+    config = ContextParallelConfig(ulysses_degree=size, mesh=world.context)
+    parallel = ParallelConfig(context_parallel_config=config)
+    # not by enable_parallelism, which would count accelerators, of which a CPU has none
+    parallel.setup(world.rank, world.size, world.device, mesh=world.context)
+    for module in model.transformer.modules():
+        if isinstance(module, Attention | AttentionModuleMixin):
+            _check_backend(module.processor._attention_backend)
+            module.processor._parallel_config = parallel
+    # diffusers gathers by a function that torch has renamed
+    warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor`", FutureWarning)
+    apply_context_parallel(model.transformer, config, model.context_plan())
+
+
+def _check_backend(name: str | None) -> None:
+    """Raise ValueError for a backend, None for diffusers' default, that has no way to exchange tokens for heads."""
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    backend = active if name is None else AttentionBackendName(name)
+    known = sorted(_AttentionBackendRegistry._supports_context_parallel)
+    if backend.value not in known:
+        raise ValueError(f"model.attn_backend: {backend.value} has no way with {KEY}; expected {', '.join(known)}")

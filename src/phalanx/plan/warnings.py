@@ -1,0 +1,106 @@
+"""What a plan warns of."""
+
+from collections.abc import Iterator, Sequence
+
+from phalanx.distributed.roles import ACTOR, ROLLOUT, span
+from phalanx.plan.layout import Layout
+from phalanx.plan.memory import Memory
+from phalanx.plan.pace import Gpu
+from phalanx.plan.rehearsal import BlockDiffusionRehearsal, LMRehearsal, Planned
+from phalanx.plan.tables import Scale
+
+ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
+SPARE = 0.1  # of a GPU's memory, for gaps of the allocator
+
+
+def crossing(layout: Layout, ranks: Sequence[int], per_node: int) -> Iterator[str]:
+    """Whether weights are gathered over the network; `ranks` are the numbers that these have in the world."""
+    cluster, width = layout.cluster, layout.width
+    for group in cluster.shard_groups(width):  # it sends all weights over the network, many times a step
+        own = tuple(ranks[i] for i in group)
+        first, last = own[0] // per_node, own[-1] // per_node
+        if first < last:
+            inside = max(w for w in range(1, width) if cluster.per_node % w == 0)
+            yield (
+                f"ranks {span(own)} share one copy of the weights and are on nodes {first} to {last}: every gather "
+                f"of weights goes through the network; parallel.fsdp_size={inside} keeps it within a node"
+            )
+            return
+
+
+def warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
+    """What else a user should know before the job runs."""
+    plan = p.plan
+    samples, trains = p.role in ("", ROLLOUT), p.role in ("", ACTOR)
+    if plan is not None and not plan.exact and samples and not isinstance(p, LMRehearsal):
+        yield (
+            f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
+            f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
+        )
+    if isinstance(p, LMRehearsal) and p.cfg.algorithm.needs_critic and trains:
+        yield (
+            f"algorithm.name={p.cfg.algorithm.name} trains a critic, which is in none of these figures: of the "
+            "policy's size it takes as much again as training all weights of the policy"
+        )
+    needed = memory.peak + ALLOWED
+    if gpu.memory is not None and needed > gpu.memory * (1 - SPARE):
+        scale = Scale(gpu.memory)
+        much = "does not fit" if needed > gpu.memory else "leaves little for gaps of the allocator"
+        takes = f"takes {scale.plain(needed)} of {scale.plain(gpu.memory)} {scale.unit} with CUDA and NCCL"
+        yield f"{memory.largest.name} {takes} and {much}; what helps: {', '.join(_mends(p, memory))}"
+    reward, model = memory.reward, p.cfg.reward.model
+    if reward is None:
+        return
+    if reward.weights is None:
+        yield (
+            f"reward.model.path: {model.path!r}: no whole set of *.safetensors, nor their index, is within reach: its "
+            "weights are not counted"
+        )
+    elif reward.share is not None and reward.weights >= reward.share:
+        scale = Scale(reward.weights)
+        yield (
+            f"reward.model.gpu_memory_utilization: {model.gpu_memory_utilization:g} of the GPU is "
+            f"{scale.plain(reward.share)} {scale.unit}, and a rank's part of the weights "
+            f"{scale.plain(reward.weights)}: vLLM would not start; raise it, or reward.model.tensor_parallel_size"
+        )
+
+
+def _mends(p: Planned, memory: Memory) -> list[str]:
+    """Keys that lower the peak, the cheapest first."""
+    cfg, parallel, largest, layout = p.cfg, p.cfg.parallel, memory.largest, p.policy.layout
+    sharded, reward = layout.width > 1, memory.reward
+    update, judge = largest.name == "update", largest.name == "judge"
+    sample, decode = "sample" in largest.name, "decode" in largest.name
+    section = "block_diffusion" if isinstance(p, BlockDiffusionRehearsal) else "flow_matching"
+    micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else f"{section}.micro_batch_size_per_gpu"
+    if p.plan is not None and p.plan.budget is not None:
+        micro = "actor.ppo_max_token_len_per_gpu"
+    whole = largest.gradients > largest.activations and p.micro_batches > p.updates and sharded
+    held = {name for name, size in memory.held.items() if size > memory.peak / 20}
+    divided = bool(held & {"frozen weights", "trained weights", "optimizer's state", *p.frozen})
+    share = reward is not None and reward.share is not None
+    texts = isinstance(p, LMRehearsal | BlockDiffusionRehearsal)
+    may_reshard = parallel.rollout_unsharded and not texts
+    of_logits = f"{'actor' if p.plan else section}.log_prob_chunk_size"
+    mends = {
+        "model.gradient_checkpointing=true": update and not cfg.model.gradient_checkpointing,
+        "a larger model.gradient_checkpointing_blocks": update and 0 < p.policy.trained.recomputed < 1,
+        f"a larger {micro} (gradients are whole between the passes of an update)": update and whole,
+        f"a smaller {micro}": update and not whole,
+        "parallel.reshard_after_forward=true": update and not parallel.reshard_after_forward and sharded,
+        "parallel.rollout_unsharded=false": not update and largest.gathered and may_reshard,
+        "a smaller rollout.micro_batch_size_per_gpu": sample and cfg.rollout.engine != "vllm",
+        "a smaller rollout.vae_batch_size": decode,
+        "reward.overlap=false": (sample or decode) and reward is not None and reward.while_sampling,
+        "a smaller reward.model.gpu_memory_utilization": judge and share,
+        "a larger reward.model.tensor_parallel_size": judge and not share,
+        "reward.model.sleep=true": "reward model" in held,
+        f"a smaller {of_logits}": texts and (update or largest.name == "rescore"),
+        "a smaller rollout.gpu_memory_utilization": sample and cfg.rollout.engine == "vllm",
+        "rollout.engine=policy": sample and cfg.rollout.engine == "vllm_omni",
+        "parallel.optimizer_offload=true": "optimizer's state" in held and largest.name != "optimizer",
+        "a larger parallel.fsdp_size": divided and layout.width < layout.cluster.per_node,
+        "parallel.param_offload=true": divided and sharded and not parallel.param_offload,
+        "a LoRA (model.lora_rank)": cfg.model.lora_rank == 0,
+    }
+    return [mend for mend, helps in mends.items() if helps]

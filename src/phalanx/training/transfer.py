@@ -1,0 +1,186 @@
+"""Samples on their way from the ranks that draw them to others: as bytes, without pickles.
+
+A parcel holds some samples of one rank; who receives them joins the parcels of those ranks that have a share of what
+is its own. It is a file of safetensors, in which all that is no tensor stands as JSON.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from itertools import pairwise
+from typing import Any, get_type_hints
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
+from phalanx.telemetry.records import Record
+from phalanx.training.collecting import Collected
+from phalanx.types import Prompt, Samples
+
+_TENSORS = ("log_prob", "mask", "index", "weight", "lengths", "positions", "version")  # of Samples
+
+
+@dataclass(frozen=True)
+class Share:
+    """The samples of one rank of a role: the numbers from `first` up to `last` of all ranks'."""
+
+    rank: int
+    first: int
+    last: int
+
+
+def shares(ranks: Sequence[int], samples: int) -> list[Share]:
+    """The shares of a role's ranks in so many samples, which they divide."""
+    each = samples // len(ranks)
+    return [Share(rank, i * each, (i + 1) * each) for i, rank in enumerate(ranks)]
+
+
+def overlaps(own: Share, others: Sequence[Share]) -> Iterator[tuple[int, int, int]]:
+    """(rank, first, last): the ranks of another role that have a part of this share, and which."""
+    for other in others:
+        first, last = max(own.first, other.first), min(own.last, other.last)
+        if first < last:
+            yield other.rank, first, last
+
+
+def routes(ranks: Mapping[str, Sequence[int]], samples: int) -> list[tuple[int, int]]:
+    """(source, receiver) of all samples and of validations, between the ranks of these roles."""
+    stages = [shares(ranks[role], samples) for role in (ROLLOUT, INFERENCE, ACTOR) if role in ranks]
+    found = []
+    for sources, receivers in pairwise(stages):
+        found += [(source.rank, to) for source in sources for to, _, _ in overlaps(source, receivers)]
+    validation = (ranks[ROLLOUT][0], ranks[ACTOR][0])
+    return found if validation in found else [*found, validation]
+
+
+def stopped(signal: int) -> Tensor:
+    """Bytes [K] uint8 that come in place of samples, where a rank was told to stop."""
+    return _file({}, {"stop": signal})
+
+
+def packed(found: Collected, rows: slice, stop: int = 0) -> Tensor:
+    """Bytes [K] uint8 of the samples in `rows` of this rank's, with the reward of all and the metrics. `stop`: the
+    signal that a rank has heard while they were drawn.
+    """
+    samples = found.samples
+    at = torch.arange(len(samples.index))[rows]
+    device = samples.log_prob.device
+    tensors: dict[str, Tensor] = {"reward": found.reward}
+    for name in _TENSORS:
+        value = vars(samples)[name]
+        if value is not None:
+            tensors[name] = value[at.to(value.device)]
+    trace = samples.trace.select(at.to(device))
+    plain: dict[str, Any] = {}
+    for field in fields(trace):
+        value = vars(trace)[field.name]
+        if isinstance(value, Tensor):
+            tensors[f"trace/{field.name}"] = value
+        elif isinstance(value, dict):
+            tensors |= {f"trace/{field.name}/{name}": tensor for name, tensor in value.items()}
+        else:
+            plain[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    prompts = {p.group_id: asdict(replace(p, meta={})) for p in samples.prompts[rows]}
+    said = {
+        "trace": plain,
+        "prompts": list(prompts.values()),
+        "groups": [p.group_id for p in samples.prompts[rows]],
+        "stop": stop,
+        "exact": samples.exact,
+        "on_policy": samples.on_policy,
+        "row": found.row,
+    }
+    return _file(tensors, said)
+
+
+def unpacked(data: Tensor, kind: type, device: torch.device) -> tuple[Collected | None, int]:
+    """The samples of a parcel, whose trace is of class `kind`, None where there are none, and the signal to stop."""
+    tensors, said = _read(data)
+    if "trace" not in said:
+        return None, said["stop"]
+    values: dict[str, Any] = {}
+    hints = get_type_hints(kind)
+    for name in (field.name for field in fields(kind)):
+        if name in said["trace"]:
+            plain = said["trace"][name]
+            values[name] = hints[name](**plain) if isinstance(plain, dict) else plain
+        elif f"trace/{name}" in tensors:
+            values[name] = tensors.pop(f"trace/{name}").to(device)
+        else:
+            inner = [key for key in tensors if key.startswith(f"trace/{name}/")]
+            values[name] = {key.removeprefix(f"trace/{name}/"): tensors.pop(key).to(device) for key in inner}
+    known = {prompt["group_id"]: Prompt(**prompt) for prompt in said["prompts"]}
+    reward = tensors.pop("reward")
+    for name in ("log_prob", "mask", "weight"):
+        if name in tensors:
+            tensors[name] = tensors[name].to(device)
+    samples = Samples(
+        prompts=[known[group] for group in said["groups"]],
+        outputs=[],
+        trace=kind(**values),
+        exact=said["exact"],
+        on_policy=said["on_policy"],
+        **tensors,
+    )
+    return Collected(samples, reward, said["row"]), said["stop"]
+
+
+def joined(parts: Sequence[Collected]) -> Collected:
+    """The samples of several parcels, one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    samples = [part.samples for part in parts]
+    tensors: dict[str, Any] = {
+        name: torch.cat([vars(some)[name] for some in samples])
+        for name in _TENSORS
+        if vars(samples[0])[name] is not None
+    }
+    trace = type(samples[0].trace).joined([some.trace for some in samples])
+    prompts = [prompt for some in samples for prompt in some.prompts]
+    return replace(parts[0], samples=replace(samples[0], prompts=prompts, trace=trace, **tensors))
+
+
+def packed_records(row: dict[str, float], kept: dict[str, list[Record]]) -> Tensor:
+    """Bytes [K] uint8 of a validation: its metrics, and the samples to keep of each set."""
+    tensors: dict[str, Tensor] = {}
+    said: dict[str, Any] = {"row": row, "kept": {}, "stop": 0}
+    for name, records in kept.items():
+        plain = []
+        for i, record in enumerate(records):
+            words = {field.name: vars(record)[field.name] for field in fields(record)}
+            if not isinstance(record.output, str):
+                tensors[f"{name}/{i}"] = torch.from_numpy(record.output)
+                words["output"] = None
+            plain.append(words)
+        said["kept"][name] = plain
+    return _file(tensors, said)
+
+
+def unpacked_records(data: Tensor) -> tuple[dict[str, float], dict[str, list[Record]], int]:
+    """See `packed_records`; and the signal to stop, with nothing else beside it."""
+    tensors, said = _read(data)
+    if "kept" not in said:
+        return {}, {}, said["stop"]
+    kept: dict[str, list[Record]] = {}
+    for name, records in said["kept"].items():
+        kept[name] = []
+        for i, words in enumerate(records):
+            if words["output"] is None:
+                words["output"] = tensors[f"{name}/{i}"].numpy()
+            kept[name].append(Record(**words))
+    return said["row"], kept, said["stop"]
+
+
+def _file(tensors: dict[str, Tensor], said: dict[str, Any]) -> Tensor:
+    words = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    # a view would be written with all that it is a view of
+    whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    return torch.frombuffer(bytearray(safetensors.torch.save(whole | {"json": words})), dtype=torch.uint8)
+
+
+def _read(data: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors = safetensors.torch.load(data.numpy().tobytes())
+    said: dict[str, Any] = json.loads(tensors.pop("json").numpy().tobytes())
+    return tensors, said

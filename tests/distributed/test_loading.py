@@ -1,0 +1,106 @@
+"""Loading and encoding: the weights are those of the files, whoever casts them, and a rank reads and casts no more than its part."""
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from benchmarks.loading import lay_out, write
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed import mesh
+from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.lm.model import load_model
+from phalanx.models.lm.policy import build_policy
+from phalanx.models.stored import dtype_to_read
+from tests.jobs import fit, full_weights, tiny_config
+from tests.ranks import run_ranks
+from tests.tiny import halved
+
+HALF = torch.bfloat16
+
+
+def language_model(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
+    config, data = LMModelConfig(path=str(folder)), LMDataConfig(max_prompt_length=16, max_response_length=16)
+    policy = build_policy(config, parallel, data, mesh.start(parallel), chunk=8, temperature=1.0, seed=0)
+    module, trained = policy.trained.module, policy.trained.parameters
+    assert module.lm.config.dtype is torch.float32
+    assert module.lm.lm_head.weight is module.lm.model.embed_tokens.weight
+    return full_weights(trained) | dict(module.named_buffers())
+
+
+def flow_model(folder: Path, parallel: ParallelConfig) -> dict[str, Tensor]:
+    from phalanx.models.flow.policy import build_policy
+
+    cfg = tiny_config(folder, folder.parent / "job", "model.dtype=bfloat16")
+    policy = build_policy(cfg.model, parallel, cfg.data, mesh.start(parallel), seed=0, detach_uncond=False)
+    return full_weights(policy.trained.parameters) | dict(policy.trained.module.named_buffers())
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["lm", "sd3"])
+def test_parts_are_those_of_the_whole(
+    kind: str, shards: int, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what loading in float32 gives, tied weights, uneven parts, buffers and offloading included."""
+    folder = halved(request.getfixturevalue(f"{kind}_folder"), tmp_path / "model")
+    parallel = ParallelConfig(fsdp_size=shards, param_offload=shards == 4)
+    build: Any = language_model if kind == "lm" else flow_model
+    found = run_ranks(build, max(shards, 2), folder, parallel)[0]
+    for module in ("models.lm.model", "models.flow.family"):
+        monkeypatch.setattr(f"phalanx.{module}.dtype_to_read", lambda _, dtype: dtype)
+    whole = run_ranks(build, 1, folder, ParallelConfig(fsdp_size=1))[0]
+    assert list(found) == list(whole)
+    for name, value in whole.items():
+        assert found[name].dtype is value.dtype
+        assert torch.equal(found[name], value), name
+
+
+def test_a_rank_reads_and_casts_its_part(tmp_path: Path) -> None:
+    """MB of four ranks, of a file in bfloat16 and weights in float32."""
+    size = run_ranks(write, 1, tmp_path, 2048, 1, init=False)[0]
+    read, own = (max(column) for column in zip(*run_ranks(lay_out, 4, str(tmp_path), 4, True), strict=True))
+    assert own < 0.75 * size  # 2 of float32 over 4, and what a step of it takes
+    assert read < 0.6 * size  # pages come 2 MB at a time
+    read, own = (max(column) for column in zip(*run_ranks(lay_out, 4, str(tmp_path), 4, False), strict=True))
+    assert own > 1.75 * size and read > 0.9 * size
+
+
+def test_what_is_cast_late(lm_folder: Path, tmp_path: Path) -> None:
+    """Only what is of one dtype, none of whose values float32 lacks, and no number that was made in that dtype."""
+    folder = halved(lm_folder, tmp_path / "half")
+    assert dtype_to_read(folder, torch.float32) is HALF
+    assert dtype_to_read(folder, torch.bfloat16) is torch.bfloat16
+    assert dtype_to_read(lm_folder, torch.float32) is torch.float32
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].float() + 1e-6
+    save_file(tensors, file, {"format": "pt"})
+    assert dtype_to_read(folder, torch.float32) is torch.float32
+    lm = load_model(LMModelConfig(path=str(folder)), torch.float32, chunk=8, stored=True).lm
+    assert {p.dtype for p in lm.parameters()} == {torch.float32}
+    assert torch.equal(lm.model.norm.weight, tensors["model.norm.weight"])
+
+
+def encoded(cfg: FlowRLConfig) -> list[str]:
+    """The texts that a rank encodes in a job."""
+    texts: list[str] = []
+    encode = FlowPolicy._encode
+    with patch.object(FlowPolicy, "_encode", lambda self, wanted: texts.extend(wanted) or encode(self, wanted)):
+        fit(cfg)
+    return texts
+
+
+def test_a_job_encodes_a_prompt_once_a_node(sd3_folder: Path, tmp_path: Path) -> None:
+    """In three epochs, in which a prompt comes to other ranks; they would encode 41 texts, each for itself."""
+    keys = ["trainer.total_training_steps=12", "rollout.num_inference_steps=2", "rollout.sde_window_size=1"]
+    cfg = tiny_config(sd3_folder, tmp_path, *keys, "actor.ppo_mini_batch_size=4")
+    Path(cfg.data.train_files[0]).write_text("".join(f"prompt {i}\n" for i in range(16)))
+    found = run_ranks(encoded, 4, cfg)
+    assert sorted(text for texts in found for text in texts) == sorted(["", *(f"prompt {i}" for i in range(16))])
+    assert [len(texts) for texts in found] == [5, 4, 4, 4]

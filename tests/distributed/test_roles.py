@@ -1,0 +1,273 @@
+"""Roles on ranks of their own learn what all ranks together learn, in each schedule, and go on where they stopped."""
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from phalanx.config import ConfigError
+from phalanx.distributed import link
+from tests.distributed.test_opd import configure, moved
+from tests.jobs import assert_same_weights, tiny_config
+from tests.lm import tiny_lm_config
+from tests.ranks import RankError
+from tests.roles import learned, run_roles
+
+VAL = ("trainer.test_freq=1", "trainer.log_val_generations=2", "actor.ema.decay=0.9")
+TWO_AND_TWO = "placement={rollout: 0-1, actor: 2-3}"
+ONCE = ("actor.ppo_mini_batch_size=4",)
+Job = Callable[..., Any]
+
+
+def language(cfg: Any) -> Any:
+    from phalanx.training.lm_rl import build
+
+    return build(cfg)
+
+
+def pictures(cfg: Any) -> Any:
+    from phalanx.training.flow_rl import build
+
+    return build(cfg)
+
+
+@pytest.fixture(params=["lm", "lm-lora", "blocks", "flow-lora"])
+def kind(request: pytest.FixtureRequest, lm_folder: Path, blocks_folder: Path, sd3_folder: Path, tmp_path: Path) -> Any:
+    """(build, config) of a kind of policy: config(name, *overrides) is a job with files of its own."""
+    lora, val = ("model.lora_rank=4",), f"data.val_files=[{tmp_path}/held_out.jsonl]"
+    (tmp_path / "held_out.jsonl").write_text("".join(f'{{"prompt": "Bob has {i} cats"}}\n' for i in range(3)))
+
+    def config(name: str, *overrides: str) -> Any:
+        if request.param == "flow-lora":
+            (tmp_path / "held_out.txt").write_text("alpha\nbeta\ngamma\n")
+            keys = (*lora, *VAL, f"data.val_files=[{tmp_path}/held_out.txt]", "rollout.micro_batch_size_per_gpu=4")
+            return tiny_config(sd3_folder, tmp_path / name, *keys, *overrides)
+        keys = {"lm": (), "lm-lora": lora, "blocks": ("model.block_size=4", "rollout.threshold=0.02")}[request.param]
+        folder = blocks_folder if request.param == "blocks" else lm_folder
+        return tiny_lm_config(folder, tmp_path / name, *VAL, val, *keys, *overrides)
+
+    return (pictures if request.param == "flow-lora" else language), config
+
+
+@pytest.mark.quick("lm", "flow-lora")
+def test_roles_learn_what_all_ranks_learn(kind: tuple[Job, Job], tmp_path: Path) -> None:
+    """Synchronous: the same samples, gradients and validations to the last bit, sharded or not."""
+    build, config = kind
+    together = run_roles(build, 2, config("together", "parallel.fsdp_size=1"))
+    assert any(row["actor/grad_norm"] > 1e-4 for row in learned(tmp_path / "together")[1:])
+    apart = run_roles(build, 4, config("apart", TWO_AND_TWO, "parallel.fsdp_size=1"))
+    assert learned(tmp_path / "apart") == learned(tmp_path / "together")
+    assert all(torch.equal(value, apart[name]) for name, value in together.items())
+    for row in read(tmp_path / "apart"):
+        assert 0 < row["idle/actor"] < 1 and 0 < row["idle/rollout"] < 1
+        assert row["idle/actor"] * row["perf/step_s"] <= row["time/wait"]
+
+
+@pytest.mark.full
+def test_a_teacher_stands_beside_the_actor(sd3_folder: Path, lm_folder: Path, tmp_path: Path) -> None:
+    """Distillation, where nothing is scored by a reward."""
+    student = moved(sd3_folder, tmp_path / "student")
+    keys = ("algorithm.name=distillation", f"algorithm.teacher_path={lm_folder}")
+    for name, build, config in (
+        ("pictures", pictures, partial(configure, student, teacher=sd3_folder)),
+        ("texts", language, lambda folder, *overrides: tiny_lm_config(lm_folder, folder, *keys, *overrides)),
+    ):
+        folder = tmp_path / name
+        together = run_roles(build, 2, config(folder / "together", "parallel.fsdp_size=1"))
+        apart = run_roles(build, 4, config(folder / "apart", TWO_AND_TWO, "parallel.fsdp_size=1"))
+        assert learned(folder / "apart") == learned(folder / "together")
+        assert all(torch.equal(value, apart[name]) for name, value in together.items())
+
+
+@pytest.mark.full
+def test_shards_of_other_widths(kind: tuple[Job, Job], tmp_path: Path) -> None:
+    """One rank samples for three that share the weights' shards, and two for one: whole tensors cross the roles."""
+    build, config = kind
+    keys = ("data.train_batch_size=6", "actor.ppo_mini_batch_size=6", "rollout.micro_batch_size_per_gpu=4")
+    together = run_roles(build, 1, config("together", *keys))
+    for name, ranks, placement in (
+        ("wide", 4, "{rollout: 0, actor: 1-3}"),
+        ("narrow", 3, "{actor: 1, rollout: '0,2'}"),
+    ):
+        apart = run_roles(build, ranks, config(name, *keys, f"placement={placement}"))
+        for row, wanted in zip(learned(tmp_path / name), learned(tmp_path / "together"), strict=True):
+            assert row.keys() == wanted.keys()
+            for key in (key for key in row if not key.startswith("val/")):
+                assert row[key] == pytest.approx(wanted[key], rel=1e-4, abs=1e-6), key
+        assert_same_weights(together, apart, 1e-3)
+
+
+@pytest.mark.quick("lm")
+def test_parts_are_the_step(kind: tuple[Job, Job], tmp_path: Path) -> None:
+    """Pipelined: samples of a part are trained while the next ones are drawn, and the gradient is that of the step."""
+    build, config = kind
+    keys = (*ONCE, "trainer.test_freq=-1", "data.val_files=[]")
+    together = run_roles(build, 2, config("together", *keys, "parallel.fsdp_size=1"))
+    keys = (*keys, "rollout.schedule=pipelined", "rollout.parts=2")
+    apart = run_roles(build, 4, config("parts", *keys, TWO_AND_TWO))
+    wanted = learned(tmp_path / "together")
+    for row, expected in zip(learned(tmp_path / "parts"), wanted, strict=True):
+        for key in ("reward/mean", "actor/grad_norm", "actor/first_ratio_error"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-7), key
+    assert_same_weights(together, apart, 1e-3)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
+def test_parts_with_each_mean(mode: str, lm_folder: Path, tmp_path: Path) -> None:
+    keys = (*ONCE, f"actor.loss_agg_mode={mode}")
+    run_roles(language, 1, tiny_lm_config(lm_folder, tmp_path / "a", *keys))
+    keys = (*keys, "rollout.schedule=pipelined", "placement={rollout: 0, actor: 1}")
+    run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys))
+    for row, expected in zip(learned(tmp_path / "b"), learned(tmp_path / "a"), strict=True):
+        assert row["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
+
+
+@pytest.mark.full
+def test_each_update_has_parts_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
+    """Two updates on two parts each: the first one is on-policy, and the second one not any more."""
+    keys = ("rollout.schedule=pipelined", "rollout.parts=4", "placement={rollout: 0, actor: 1}", "optim.lr=1e-2")
+    run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path, *keys))
+    for row in read(tmp_path):
+        assert row["actor/first_ratio_error"] == 0 and abs(row["actor/ratio_mean"] - 1) > 1e-6
+        assert row["actor/updates_skipped"] == 0 and row["actor/grad_norm"] > 1e-4
+
+
+STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "rollout.schedule=one_step_off")
+
+
+@pytest.mark.quick("flow-lora")
+def test_one_step_off_goes_on_with_what_was_in_flight(kind: tuple[Job, Job], tmp_path: Path) -> None:
+    """A resumed run is the run to the last bit: the samples that were drawn already are in the checkpoint."""
+    build, config = kind
+    keys = (*STEPS, TWO_AND_TWO, "trainer.test_freq=3")
+    whole = run_roles(build, 4, config("whole", *keys))
+    rows = learned(tmp_path / "whole")
+    ages = [row["rollout/staleness_max"] for row in read(tmp_path / "whole") if "rollout/staleness_max" in row]
+    assert ages == [0, 1, 1, 1]
+    shutil.rmtree(tmp_path / "whole" / "out" / "checkpoints" / "step_000004")
+    assert len(list((tmp_path / "whole" / "out" / "checkpoints" / "step_000002").glob("*in_flight*"))) == 2
+    again = run_roles(build, 4, config("whole", *keys))
+    assert learned(tmp_path / "whole") == rows
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
+@pytest.mark.full
+def test_samples_in_flight_fit_other_ranks(lm_folder: Path, tmp_path: Path) -> None:
+    """Two ranks of the actor have kept them, and one takes them."""
+    keys = (*STEPS, "parallel.fsdp_size=1")
+    run_roles(language, 4, tiny_lm_config(lm_folder, tmp_path / "a", *keys, TWO_AND_TWO))
+    rows = learned(tmp_path / "a")
+    shutil.rmtree(tmp_path / "a" / "out" / "checkpoints" / "step_000004")
+    run_roles(language, 3, tiny_lm_config(lm_folder, tmp_path / "a", *keys, "placement={rollout: 0-1, actor: 2}"))
+    for row, expected in zip(learned(tmp_path / "a"), rows, strict=True):
+        assert row == pytest.approx(expected, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.full
+def test_samples_in_flight_may_be_dropped(lm_folder: Path, tmp_path: Path) -> None:
+    keys = (*STEPS, "rollout.in_flight=drop", "placement={rollout: 0, actor: 1}")
+    run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys))
+    checkpoints = tmp_path / "a" / "out" / "checkpoints"
+    assert list(checkpoints.glob("*/*in_flight*")) == []
+    shutil.rmtree(checkpoints / "step_000004")
+    run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys))
+    assert [row["rollout/staleness_max"] for row in read(tmp_path / "a")] == [0, 1, 0, 1]
+
+
+def test_corrections_of_older_weights(lm_folder: Path, tmp_path: Path) -> None:
+    """The ratio of the weights that train to those that drew: 1 in the first step, and not in the next ones."""
+    keys = (*STEPS, "rollout.correction=token_tis", "placement={rollout: 0, actor: 1}")
+    run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path / "a", *keys))
+    first, *later = read(tmp_path / "a")
+    assert "rollout/correction_weight_mean" not in first
+    assert all(abs(row["rollout/correction_weight_mean"] - 1) > 1e-6 for row in later)
+    assert all(row["actor/first_ratio_error"] == 0 for row in (first, *later))
+
+
+@pytest.mark.full
+def test_new_prompts_are_drawn_where_samples_are(lm_folder: Path, tmp_path: Path) -> None:
+    """Dynamic sampling is the rollout's: the actor takes what came of it."""
+    keys = ("rollout.n=2", "rollout.max_num_gen_batches=3")
+    run_roles(language, 1, tiny_lm_config(lm_folder, tmp_path / "a", *keys))
+    run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path / "b", *keys, "placement={rollout: 0, actor: 1}"))
+    assert learned(tmp_path / "a") == learned(tmp_path / "b")
+
+
+def test_weights_that_are_not_what_was_sent(lm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What changes on its way ends the job, by the rank that sees it."""
+
+    def broadcast(group: Any, tensor: torch.Tensor, root: int) -> Any:
+        work = send(group, tensor, root)
+        if os.environ["RANK"] == "0" and tensor.dtype == torch.uint8 and len(tensor) > 1000:
+            work.wait()
+            tensor[500] += 1
+        return work
+
+    send = link._broadcast
+    monkeypatch.setattr(link, "_broadcast", broadcast)
+    cfg = tiny_lm_config(lm_folder, tmp_path, "placement={rollout: 0, actor: 1}")
+    with pytest.raises(
+        RankError, match=r"the weights that this rank \(rollout\) received are not those that were sent"
+    ):
+        run_roles(language, 2, cfg)
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
+
+    return [row for row in read_metrics(folder / "out" / METRICS_FILE) if row["step"] > 0]
+
+
+REFUSED = [
+    (("rollout.schedule=one_step_off",), "rollout.schedule: one_step_off needs ranks that only sample; see placement"),
+    (
+        (TWO_AND_TWO, "rollout.schedule=pipelined", "actor.ppo_epochs=2"),
+        "rollout.schedule: pipelined trains each sample once, as it comes",
+    ),
+    ((TWO_AND_TWO, "rollout.schedule=pipelined", "rollout.parts=1"), "expected a multiple of 2"),
+    (
+        (TWO_AND_TWO, "rollout.schedule=pipelined", *ONCE, "rollout.parts=3"),
+        "rollout.parts: 3 does not divide the 4 prompts",
+    ),
+    ((TWO_AND_TWO, "rollout.schedule=pipelined", *ONCE, "algorithm.global_std=true"), "looks at all samples of a step"),
+    ((TWO_AND_TWO, "rollout.schedule=one_step_off", "rollout.max_staleness=0"), "set rollout.max_staleness to 1"),
+    (("placement={rollout: 0-2, actor: 3}",), "placement.rollout: 3 ranks do not divide 4 prompts x rollout.n 4 = 16"),
+    (
+        ("placement={rollout: 0, inference: 1, actor: 2-3}",),
+        "placement.inference: there are no log-probs to take again",
+    ),
+    (("placement={rollout: 0-1, actor: 3}",), "placement: ranks 2 of 4 have no role (rollout 0-1, actor 3)"),
+]
+
+
+@pytest.mark.parametrize(("keys", "expected"), REFUSED, ids=[expected[:40] for _, expected in REFUSED])
+def test_what_roles_do_not_allow(
+    keys: tuple[str, ...], expected: str, lm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phalanx.training.lm_rl import check
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        check(tiny_lm_config(lm_folder, tmp_path, *keys))
+
+
+def test_passes_of_pictures_that_do_not_divide(
+    sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from phalanx.training.flow_rl import check
+
+    for name, value in {"RANK": "0", "WORLD_SIZE": "5", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "5"}.items():
+        monkeypatch.setenv(name, value)
+    cfg = tiny_config(sd3_folder, tmp_path, "placement={rollout: 0-3, actor: 4}", "rollout.n=3")
+    with pytest.raises(
+        ConfigError, match="the rollout's passes of 4 samples do not divide the 3 of each of its 4 ranks"
+    ):
+        check(cfg)

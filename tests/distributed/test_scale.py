@@ -1,0 +1,42 @@
+"""A rank of 1,024, by torch's fake process groups, against the plan; and how few sockets a rank of a real world opens."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from benchmarks.scale import NODE, expect, job, simulate, sockets
+
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed import mesh
+from phalanx.plan.layout import Cluster
+from tests.ranks import free_port, run_ranks
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+def test_the_plan_is_what_a_rank_of_many_has(ranks: int, tmp_path: Path) -> None:
+    rank, cluster = ranks - NODE - 3, Cluster(ranks // NODE, NODE)
+    cfg = job(tmp_path, ranks)
+    (found,) = run_ranks(simulate, 1, cfg, cluster, rank, init=False)
+    said = expect(cfg, cluster, rank)
+    assert found["messages"] == pytest.approx(said.pop("messages"), rel=0.01)
+    assert found["weights"] == pytest.approx(said.pop("weights"), rel=0.01)
+    assert found["optimizer"] == pytest.approx(said.pop("optimizer"), rel=0.01)
+    assert {name: found[name] for name in said} == said  # groups and samples
+    assert len(said["replicate"]) == ranks // NODE
+
+
+def _joined(port: int) -> int:
+    before = sockets()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    world = mesh.start(ParallelConfig(fsdp_size=8))
+    for group in (dist.group.WORLD, world.checkpoint_group):
+        dist.barrier(group)
+    found = sockets() - before
+    mesh.stop()
+    return found
+
+
+def test_a_rank_connects_with_few_others() -> None:
+    """Of 16 ranks; two groups of all of them with all connections would be 30 sockets."""
+    assert max(run_ranks(_joined, 16, free_port(), init=False)[1:]) < 30  # rank 0 has the store

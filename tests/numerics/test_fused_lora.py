@@ -1,0 +1,195 @@
+"""A LoRA in three products: peft's numbers in both passes, in fewer kernels and bytes, and peft's own where it is more."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from benchmarks.count_kernels import Kernels, by
+from peft import LoraConfig, inject_adapter_in_model
+from peft.tuners.lora.layer import Linear
+from torch import Tensor, nn
+
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.fused_lora import FusedLinear, fuse
+from phalanx.models.linear import use_onednn
+from phalanx.models.lora import add_lora, lora_off, merge_lora
+
+IN, OUT = 24, 40
+
+
+def make(dtype: torch.dtype = torch.float32, *, bias: bool = True, onednn: bool = False) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"to_q": nn.Linear(IN, OUT, bias=bias)})
+    add_lora(module, FlowModelConfig(path="none", lora_rank=4, lora_alpha=6), ("to_q",), seed=0)
+    nn.init.normal_(module["to_q"].lora_B["default"].weight)  # it begins at 0
+    if onednn:
+        use_onednn(module)
+    return module.to(dtype)
+
+
+def as_peft(module: nn.Module) -> nn.Module:
+    module = copy.deepcopy(module)
+    by(Linear, module)
+    return module
+
+
+def passes(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
+    """The output, and the gradients of the input and of the LoRA."""
+    x = x.clone().requires_grad_()
+    out = module["to_q"](x)
+    return [out, *torch.autograd.grad(out, [x, *(p for p in module.parameters() if p.requires_grad)], grad)]
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(), (7,), (3, 50), (2, 3, 20)])
+def test_both_passes_are_pefts(shape: tuple[int, ...], bias: bool, onednn: bool) -> None:
+    module = make(bias=bias, onednn=onednn)
+    x, grad = torch.randn(*shape, IN), torch.randn(*shape, OUT)
+    assert type(module["to_q"]) is FusedLinear
+    found = passes(module, x, grad)
+    expected = passes(as_peft(module).double(), x.double(), grad.double())
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).abs().max() < 2e-6 * b.abs().max()
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    module = make()
+    x, grad = torch.randn(IN, 5, 30).permute(2, 1, 0), torch.randn(1, 1, OUT).expand(30, 5, OUT)
+    for a, b in zip(passes(module, x, grad), passes(as_peft(module), x, grad), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_no_further_from_the_truth_than_pefts() -> None:
+    module = make(torch.bfloat16)
+    x, grad = torch.randn(4, 500, IN).bfloat16(), torch.randn(4, 500, OUT).bfloat16()
+    exact = passes(as_peft(module).double(), x.double(), grad.double())
+    fused, peft = (
+        [
+            float((a.double() - b).detach().square().mean().sqrt())
+            for a, b in zip(passes(m, x, grad), exact, strict=True)
+        ]
+        for m in (module, as_peft(module))
+    )
+    assert fused[0] < peft[0]  # one rounding of the output instead of three
+    assert all(a < 1.05 * b for a, b in zip(fused, peft, strict=True))
+
+
+@pytest.mark.parametrize("onednn", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_and_without_gradients_the_bits_are_the_same(dtype: torch.dtype, onednn: bool) -> None:
+    module, x = make(dtype, onednn=onednn), torch.randn(3, 64, IN).to(dtype)
+    with torch.no_grad():
+        sampled = module["to_q"](x)
+    assert torch.equal(module["to_q"](x), sampled)
+    assert torch.equal(module["to_q"](x.requires_grad_()), sampled)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_the_lora_the_base_is_what_it_was(dtype: torch.dtype) -> None:
+    module, x = make(dtype), torch.randn(IN, 5, 30).permute(2, 1, 0).to(dtype)
+    base = module["to_q"].base_layer(x)
+    with lora_off(module):
+        assert torch.equal(module["to_q"](x), base)
+    module["to_q"].lora_B["default"].weight.zero_()
+    assert torch.equal(module["to_q"](x), base)  # a KL is exactly 0 before any update
+
+
+def test_fewer_kernels_and_bytes() -> None:
+    """Of 4 bytes: N = 1000 rows, where peft's scaling reads and writes N x OUT, and its sum reads two and writes one."""
+    module, n = make(), 1000
+    x, grad = torch.randn(n, IN), torch.randn(n, OUT)
+    counted = []
+    for m in (as_peft(module), module):
+        forward, backward = Kernels(), Kernels()
+        rows = x.clone().requires_grad_()
+        with forward:
+            out = m["to_q"](rows)
+        with backward:
+            torch.autograd.grad(out, [rows, *(p for p in m.parameters() if p.requires_grad)], grad)
+        counted.append((forward, backward))
+    (peft_forward, peft_backward), (forward, backward) = counted
+    assert (peft_forward.kernels, forward.kernels) == (5, 3)
+    assert peft_forward.bytes - forward.bytes == 4 * n * 4 * OUT  # the last product reads what it adds to
+    assert backward.kernels <= peft_backward.kernels
+    assert backward.bytes < peft_backward.bytes - 4 * n * OUT
+    assert forward.elementwise_bytes == 0
+    assert backward.elementwise_bytes == 2 * 4 * (n * 4 + OUT * 4)  # what is scaled has `rank` columns
+
+
+def injected(**config: Any) -> nn.ModuleDict:
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"to_q": nn.Linear(IN, OUT)})
+    inject_adapter_in_model(
+        LoraConfig(**{"r": 4, "target_modules": ["to_q"], "init_lora_weights": False} | config), module
+    )
+    fuse(module)
+    return module
+
+
+def two_adapters() -> nn.ModuleDict:
+    module = injected()
+    layer = module["to_q"]
+    config = LoraConfig(r=2, target_modules=["to_q"], init_lora_weights=False)
+    layer.update_layer("other", 2, lora_alpha=2, config=config)
+    layer.set_adapter(["default", "other"])
+    return module
+
+
+def mixed() -> nn.ModuleDict:
+    module = injected()
+    module["to_q"].base_layer.bfloat16()
+    return module
+
+
+def trained_base() -> nn.ModuleDict:
+    module = injected()
+    module["to_q"].base_layer.weight.requires_grad_()
+    return module
+
+
+def merged() -> nn.ModuleDict:
+    module = injected()
+    module["to_q"].merge()
+    return module
+
+
+@pytest.mark.parametrize(
+    "make_special",
+    [
+        lambda: injected(lora_dropout=0.5),
+        lambda: injected(use_dora=True),
+        lambda: injected(lora_bias=True),
+        two_adapters,
+        mixed,
+        trained_base,
+        merged,
+    ],
+    ids=["dropout", "dora", "bias", "two", "mixed", "trained_base", "merged"],
+)
+def test_what_is_special_is_pefts_own(make_special: Any) -> None:
+    module = make_special()
+    x = torch.randn(5, IN, dtype=module["to_q"].base_layer.weight.dtype)
+    outs = []
+    for m in (module, as_peft(module)):
+        torch.manual_seed(1)
+        outs.append(m["to_q"](x))
+    assert type(module["to_q"]) is FusedLinear
+    assert torch.equal(*outs)
+    assert outs[0].dtype == x.dtype
+    names = {type(node).__name__ for node in walk(outs[0].grad_fn)}
+    assert "_LoraLinearBackward" not in names
+
+
+def walk(node: Any) -> list[Any]:
+    return [] if node is None else [node, *(n for child, _ in node.next_functions for n in walk(child))]
+
+
+def test_merged_for_good_it_computes_the_same() -> None:
+    module, x = make(), torch.randn(6, IN)
+    before = module["to_q"](x)
+    merge_lora(module)
+    assert type(module["to_q"]) is nn.Linear
+    torch.testing.assert_close(module["to_q"](x), before, rtol=1e-5, atol=1e-5)

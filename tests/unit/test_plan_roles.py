@@ -1,0 +1,265 @@
+"""--plan of ranks with roles of their own: who holds and does what, what crosses, and which split is the fastest."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from phalanx.config import ConfigError
+from phalanx.config.lm import LMRLConfig
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, roles_of
+from phalanx.plan import plan_job
+from phalanx.plan.jobs import planned
+from phalanx.plan.layout import Cluster
+from phalanx.plan.memory import Memory, count
+from phalanx.plan.rehearsal import RLRehearsal
+from phalanx.plan.roles import drawn
+from phalanx.plan.split import best_splits, step_seconds
+from phalanx.plan.text import messages
+from tests.jobs import tiny_config
+from tests.lm import tiny_lm_config
+
+# 30 s of sampling, 3 s of scoring and 10 s of training, if all 32 ranks did each
+WORK = {ROLLOUT: 30.0 * 32, INFERENCE: 3.0 * 32, ACTOR: 10.0 * 32}
+APART = {"rollout": "0-1", "actor": "2-3"}
+ENGINE = ("rollout.engine=vllm", "rollout.sleep=true")
+THREE = {"rollout": "0-1", "inference": "2-3", "actor": "4-5"}
+
+
+# -- time ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_seconds_of_a_step() -> None:
+    split = {ROLLOUT: 20, INFERENCE: 4, ACTOR: 8}  # 48, 24 and 40 s
+    assert step_seconds("synchronous", 4, WORK, split) == pytest.approx(112)
+    assert step_seconds("pipelined", 4, WORK, split) == pytest.approx(48 + (24 + 40) / 4)
+    assert step_seconds("one_step_off", 4, WORK, split) == pytest.approx(max(48, 24 + 40))
+    assert step_seconds("one_step_off", 4, WORK, {ROLLOUT: 8, INFERENCE: 8, ACTOR: 16}) == pytest.approx(120)
+    # in a single part nothing overlaps
+    assert step_seconds("pipelined", 1, WORK, split) == pytest.approx(112)
+
+
+def test_the_fastest_split() -> None:
+    """Pipelined, that is RLinf's own split of such work: ranks by their share of it."""
+    assert best_splits("pipelined", 8, WORK, 32, 4)[0] == {ROLLOUT: 20, INFERENCE: 4, ACTOR: 8}
+    assert best_splits("pipelined", 8, WORK, 32, 2)[0] == {ROLLOUT: 20, INFERENCE: 4, ACTOR: 8}
+    # one phase after the other: ranks by the roots of work, 17.1 : 5.4 : 9.9
+    assert best_splits("synchronous", 8, WORK, 32)[0] == {ROLLOUT: 17, INFERENCE: 5, ACTOR: 10}
+    # sampling as long as scoring and training together
+    best = best_splits("one_step_off", 8, WORK, 32)[0]
+    assert best == {ROLLOUT: 18, INFERENCE: 5, ACTOR: 9}
+    assert abs(960 / best[ROLLOUT] - 96 / best[INFERENCE] - 320 / best[ACTOR]) < 2
+    two = {ROLLOUT: WORK[ROLLOUT], ACTOR: WORK[ACTOR]}
+    assert best_splits("one_step_off", 1, two, 32, 8)[0] == {ROLLOUT: 24, ACTOR: 8}
+
+
+@pytest.mark.parametrize("schedule", ["synchronous", "pipelined", "one_step_off"])
+def test_no_split_beats_all_ranks_together(schedule: str) -> None:
+    """Where each phase takes work / ranks, as docs/plan.md says."""
+    together = sum(WORK.values()) / 32
+    assert all(step_seconds(schedule, 8, WORK, split) >= together for split in best_splits(schedule, 8, WORK, 32))
+
+
+def test_splits_cover_the_world() -> None:
+    for world, unit in ((2, 1), (12, 4), (1000, 1), (1002, 2)):
+        for split in best_splits("synchronous", 1, {ROLLOUT: 1.0, ACTOR: 1.0}, world, unit):
+            assert sum(split.values()) == world and all(ranks > 0 and ranks % unit == 0 for ranks in split.values())
+    assert best_splits("synchronous", 1, WORK, 2) == []  # of three roles
+    assert best_splits("synchronous", 1, WORK, 4, 2) == []
+
+
+# -- memory and messages ------------------------------------------------------------------------------------------
+
+
+def part(cfg: LMRLConfig, placement: dict[str, str], role: str, ranks: int = 4) -> RLRehearsal:
+    cluster = Cluster(1, ranks)
+    job = planned(cfg, cluster, roles_of(placement, cluster.launch), role)
+    assert isinstance(job, RLRehearsal)
+    return job
+
+
+def names(memory: Memory) -> list[str]:
+    return [phase.name for phase in memory.phases]
+
+
+@pytest.mark.parametrize("keys", [(), ("model.lora_rank=4",), ("parallel.fsdp_size=2",)])
+def test_who_holds_what(keys: tuple[str, ...], lm_folder: Path, tmp_path: Path) -> None:
+    """The actor's update is that of a job on its ranks alone; where samples are drawn nothing is kept of an optimizer."""
+    cfg = tiny_lm_config(lm_folder, tmp_path, *keys)
+    together = count(planned(cfg, Cluster(1, 2)))
+    rollout, actor = (count(part(cfg, APART, role)) for role in (ROLLOUT, ACTOR))
+    assert actor.held == together.held and "optimizer's state" not in rollout.held
+    assert rollout.held.items() <= together.held.items()
+    phases = {phase.name: phase for phase in together.phases}
+    assert names(rollout) == ["weights from the actor", "rollout: sample", "rollout: log-probs"]
+    assert names(actor) == ["weights from the actor", "update", "optimizer"]
+    assert rollout.phases[1:] == [phases["rollout: sample"], phases["rollout: log-probs"]]
+    assert actor.phases[1:] == [phases["update"], phases["optimizer"]]
+    assert all(phase.gradients == 0 for phase in rollout.phases)
+
+
+def test_who_takes_log_probs_again(lm_folder: Path, tmp_path: Path) -> None:
+    """Of an engine's samples the inference, or where there is none the actor; of old samples the actor."""
+    cfg = tiny_lm_config(lm_folder, tmp_path, *ENGINE)
+    found = {role: names(count(part(cfg, THREE, role, 6), 10**10)) for role in THREE}
+    assert found[INFERENCE] == ["weights from the actor", "rescore"]
+    assert "rescore" not in found[ROLLOUT] + found[ACTOR]
+    assert "rescore" in names(count(part(cfg, APART, ACTOR)))
+    cfg = tiny_lm_config(lm_folder, tmp_path, "rollout.schedule=one_step_off")
+    assert "rescore" in names(count(part(cfg, APART, ACTOR)))
+
+
+def test_the_engine_is_where_samples_are_drawn(lm_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_lm_config(lm_folder, tmp_path, "rollout.engine=vllm", "rollout.sleep=false")
+    held = {role: count(part(cfg, THREE, role, 6), 10**10).held for role in THREE}
+    assert [role for role in held if "vLLM" in held[role]] == [ROLLOUT]
+    asked = {role: {item.what for item in messages(part(cfg, THREE, role, 6))} for role in THREE}
+    assert all("weights, gathered for the engine" in asked[role] for role in (ROLLOUT,))
+    assert asked[INFERENCE] == {"weights, gathered to score samples"}
+    assert "weights, gathered for other roles" in asked[ACTOR]
+
+
+@pytest.mark.parametrize(("keys", "placement", "ranks"), [((), APART, 4), (ENGINE, THREE, 6), (ENGINE, APART, 4)])
+def test_roles_share_the_arithmetic_of_a_step(
+    keys: tuple[str, ...], placement: dict[str, str], ranks: int, lm_folder: Path, tmp_path: Path
+) -> None:
+    cfg = tiny_lm_config(lm_folder, tmp_path, *keys)
+    each = [part(cfg, placement, role, ranks).flops_of_role for role in placement]
+    assert sum(each) == pytest.approx(planned(cfg, Cluster(1, 2)).flops, rel=1e-9) and min(each) > 0
+
+
+def test_parts_of_a_step(lm_folder: Path, tmp_path: Path) -> None:
+    """A rank draws a part at a time, and as much of it in a step."""
+    keys = ("rollout.schedule=pipelined", "rollout.parts=2", "actor.ppo_mini_batch_size=4")
+    piped = tiny_lm_config(lm_folder, tmp_path, *keys)
+    whole = replace(piped, rollout=replace(piped.rollout, schedule="synchronous"))
+    ours, theirs = part(piped, APART, ROLLOUT), part(whole, APART, ROLLOUT)
+    assert 2 * ours.sent == theirs.sent and ours.flops_of_role == theirs.flops_of_role
+
+
+def test_flow_models(sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path)
+    cfg.model.family = "sd3"
+    cluster = Cluster(1, 4)
+    together = planned(cfg, Cluster(1, 2))
+    phases = {phase.name: phase for phase in count(together).phases}
+    memory, flops = {}, 0
+    for role in APART:
+        job = planned(cfg, cluster, roles_of(APART, cluster.launch), role)
+        assert isinstance(job, RLRehearsal)
+        memory[role], flops = count(job), flops + job.flops_of_role
+    assert flops == pytest.approx(together.flops, rel=1e-9)
+    assert names(memory[ROLLOUT])[:3] == ["encode prompts", "weights from the actor", "rollout: sample"]
+    assert memory[ACTOR].phases[-2:] == [phases["update"], phases["optimizer"]]
+    assert "images" in memory[ROLLOUT].host and "images" not in memory[ACTOR].host
+
+
+# -- words --------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_are_drawn() -> None:
+    def rows(placement: dict[str, str], world: int, node: int) -> list[tuple[str, str]]:
+        return drawn(roles_of(placement, Launch(0, world, 0, node)), node)
+
+    assert rows({"rollout": "0-19", "inference": "20-23", "actor": "24-31"}, 32, 8) == [
+        ("nodes 0-1", "rrrrrrrr"),
+        ("node 2", "rrrriiii"),
+        ("node 3", "aaaaaaaa"),
+    ]
+    assert rows({"rollout": "0-5 of each node", "actor": "6-7 of each node"}, 512, 8) == [("nodes 0-63", "rrrrrraa")]
+    other = ",".join(str(rank) for rank in range(0, 48, 4))
+    left = ",".join(str(rank) for rank in range(48) if rank % 4)
+    assert len(rows({"actor": other, "rollout": left}, 48, 2)) == 9  # of 24, in turns
+    assert ("..", "") in rows({"actor": other, "rollout": left}, 48, 2)
+
+
+def section(text: str, title: str) -> list[str]:
+    (found,) = [part.split("\n") for part in text.split("\n\n") if part.startswith(title)]
+    return [re.sub(" +", " ", line.strip()) for line in found[1:]]
+
+
+def test_a_plan_of_roles(lm_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_lm_config(lm_folder, tmp_path, "rollout.schedule=one_step_off", "parallel.fsdp_size=2")
+    cfg.placement = APART
+    words = {"nnodes": "2", "nproc": "2", "rollout_s": "30", "actor_s": "10", "gpu_hour_price": "2"}
+    text = plan_job(cfg, words)
+    assert section(text, "Placement")[:4] == [
+        "node 0 rr",
+        "node 1 aa",
+        "rollout r: 2 ranks, 0-1; 1 copy of the weights, each over 2 ranks",
+        "actor a: 2 ranks, 2-3; 1 copy of the weights, each over 2 ranks",
+    ]
+    assert "schedule one_step_off" in section(text, "Batch")
+    weights, samples = section(text, "What crosses")
+    size = sum(p.numel() * 4 for p in planned(cfg, Cluster(1, 2)).policy.trained.module.parameters())
+    assert weights == f"weights {size / 1e6:.2f} MB, all trained tensors, from rank 2 to each of 2 that sample"
+    assert samples.endswith("MB of 16 responses, from the rollout to the actor")
+    assert section(text, "Time of a step, by rollout_s=30 actor_s=10 on all ranks") == [
+        "rollout 60.0 s on 2 ranks; 30.0 if all 4 did it",
+        "actor 20.0 s on 2 ranks; 10.0 if all 4 did it",
+        "collocated 40.0 s, one phase after the other on all ranks",
+        # of 16 samples no 3 ranks have equal shares
+        "synchronous 80.0 s here; at best 80.0 s with rollout 2, actor 2",
+        "pipelined 65.0 s here; at best 50.0 s with rollout 3, actor 1, and 65.0 s with rollout 2, actor 2 as batches "
+        "divide",
+        "one_step_off 60.0 s here, as configured; at best 40.0 s with rollout 3, actor 1, and 60.0 s with rollout 2, "
+        "actor 2 as batches divide",
+        "the job 2 steps: 0.0333 hours, 0.133 GPU-hours",
+        "cost 0.267, at 2 for a GPU-hour",
+        "left out weights and samples on their way, validation, checkpoints, the slowest rank",
+    ]
+    assert "warning" not in text
+
+
+def test_a_group_that_crosses_nodes_is_named_by_its_ranks(lm_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_lm_config(lm_folder, tmp_path, "parallel.fsdp_size=2")
+    cfg.placement = {"rollout": "0,3", "actor": "1-2"}
+    text = plan_job(cfg, {"nnodes": "2", "nproc": "2"})
+    assert "warning: actor: ranks 1-2 share one copy of the weights and are on nodes 0 to 1:" in text
+    assert "rollout: ranks" not in text  # whose weights are over as many ranks as a node has
+    cfg.placement = {"rollout": "1/2", "actor": "rest"}
+    text = plan_job(cfg, {"nnodes": "1:2", "nproc": "2"})
+    assert text.startswith("Sizes\n  1 node x 2 = 2 ranks   refused: parallel.fsdp_size: 2 does not divide")
+    assert "  2 nodes x 2 = 4 ranks  rollout 0-1, actor 2-3\n" in text
+
+
+def test_a_collocated_plan_says_what_a_split_would_bring(lm_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_lm_config(lm_folder, tmp_path, "algorithm.global_std=true")
+    plain = plan_job(cfg, {"nproc": "4"})
+    text = plan_job(cfg, {"nproc": "4", "rollout_s": "30", "actor_s": "10"})
+    assert text.startswith(plain)
+    rows = section(text, "Time of a step, by")
+    assert rows[:2] == [
+        "collocated 40.0 s, one phase after the other on all ranks",
+        "synchronous at best 80.0 s with rollout 2, actor 2",
+    ]
+    assert rows[2].startswith("pipelined refused: rollout.schedule: pipelined: grpo looks at all samples of a step")
+
+
+@pytest.mark.parametrize(
+    ("placement", "words", "message"),
+    [
+        ({"rollout": "0-1", "actor": "2"}, {}, "placement: ranks 3 of 4 have no role (rollout 0-1, actor 2)"),
+        (
+            {"rollout": "0-2", "actor": "3"},
+            {},
+            "placement.rollout: 3 ranks do not divide 4 prompts x rollout.n 4 = 16 samples",
+        ),
+        (
+            APART,
+            {"rollout_s": "30"},
+            "rollout_s without actor_s; expected the seconds of each role, if all ranks did its part",
+        ),
+        (APART, {"rollout_s": "x", "actor_s": "1"}, "rollout_s=x: expected seconds of the phase if all ranks did it"),
+    ],
+)
+def test_what_is_refused(
+    placement: dict[str, str], words: dict[str, str], message: str, lm_folder: Path, tmp_path: Path
+) -> None:
+    cfg = tiny_lm_config(lm_folder, tmp_path)
+    cfg.placement = placement
+    with pytest.raises(ConfigError) as error:
+        plan_job(cfg, {"nproc": "4", **words})
+    assert str(error.value).startswith(message)
