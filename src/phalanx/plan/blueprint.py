@@ -26,6 +26,7 @@ from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, known_family
 from phalanx.models.headers import read_json
+from phalanx.models.recompute import recompute
 from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
 
@@ -102,6 +103,17 @@ class PlannedPolicy(FlowPolicy):
             return super().using(weights)
         self.ledger.phase.aside = True
         return nullcontext()
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """Those of the transformer."""
+        return self.model.blocks()
+
+    def recompute(self, count: int) -> None:
+        """Have so many blocks recomputed in backward passes, the first ones."""
+        blocks = self.blocks
+        self.model.transformer.enable_gradient_checkpointing(recompute(blocks[:count]))
+        self.trained.recomputed = count / len(blocks)
 
 
 def planned_world(parallel: ParallelConfig, cluster: Cluster, rank: int) -> World:

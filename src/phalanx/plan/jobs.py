@@ -46,7 +46,7 @@ def planned(cfg: RunConfig, cluster: Cluster, roles: Roles | None = None, role: 
     ValueError for a model folder that cannot be read.
     """
     due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
-    with mesh.alone(cfg.parallel.ulysses_sequence_parallel_size), fused_attention():
+    with _alone(cfg):
         job = _job(cfg, cluster) if roles is None else _part(cfg, cluster, roles, role)
         with job.ledger:
             if due and cfg.data.val_files and cfg.reward.functions and job.role in ("", ROLLOUT):
@@ -54,6 +54,19 @@ def planned(cfg: RunConfig, cluster: Cluster, roles: Roles | None = None, role: 
                 job.run_validation(_prompts(job.policy, few).batch(0))
             job.run_step()
     return job
+
+
+def train_again(job: Planned, recomputed: int) -> None:
+    """A planned job's updates anew, with so many blocks recomputed in backward passes."""
+    with _alone(job.cfg), job.ledger:
+        job.train_again(recomputed)
+
+
+@contextmanager
+def _alone(cfg: RunConfig) -> Iterator[None]:
+    """Where a job is planned: of its ranks one is there."""
+    with mesh.alone(cfg.parallel.ulysses_sequence_parallel_size), fused_attention():
+        yield
 
 
 def role_plan(cfg: RLConfig, roles: Roles, role: str) -> BatchPlan:

@@ -56,7 +56,7 @@ class Ledger(TorchDispatchMode):
         self._on_host: set[int] = set()
         self._numbers: dict[int, Tensor] = {}  # by the storage of their copy on the device
         self._true: dict[int, int] = {}  # elements of masks that are true, by their storage
-        self._known: dict[Hashable, tuple[int, torch.Size, torch.dtype, bool]] = {}
+        self._known: dict[tuple[str, Hashable], tuple[int, torch.Size, torch.dtype, bool]] = {}
         self._results: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}  # of operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,17 +125,22 @@ class Ledger(TorchDispatchMode):
         """`run()` the first time that a phase has this key. Later it takes as much, and an empty tensor is returned:
         what a micro-batch takes does not change from one to the next.
         """
-        key, outer = (self.phase.name, key), self.phase
-        if key not in self._known:
+        known, outer = (self.phase.name, key), self.phase
+        if known not in self._known:
             inner = self.phase = Phase(outer.name, self.live, self.live)
             out = run()
             self.phase = outer
             outer.reach(inner.peak, self.gradients)
-            self._known[key] = inner.peak - inner.before, out.shape, out.dtype, out.requires_grad
+            self._known[known] = inner.peak - inner.before, out.shape, out.dtype, out.requires_grad
             return out
-        taken, shape, dtype, requires_grad = self._known[key]
+        taken, shape, dtype, requires_grad = self._known[known]
         self.phase.reach(self.live + taken, self.gradients)
         return torch.empty(shape, dtype=dtype, device=META, requires_grad=requires_grad)
+
+    def forget(self, name: str) -> None:
+        """Leave out what a phase took, which is to run again in another way."""
+        del self.phases[name]
+        self._known = {key: taken for key, taken in self._known.items() if key[0] != name}
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:

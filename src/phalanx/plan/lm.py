@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from phalanx.config.lm import LMRunConfig
@@ -46,6 +46,17 @@ class PlannedLMPolicy(LMPolicy):
             return super().using(weights)
         self.ledger.phase.aside = True
         return nullcontext()
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The layers."""
+        return self.trained.module.blocks()
+
+    def recompute(self, count: int) -> None:
+        """Have so many layers recomputed in backward passes, the first ones."""
+        module = self.trained.module
+        module.eval()  # those that were recomputed, too
+        module.recomputes, self.trained.recomputed = count, count / len(self.blocks)
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """Of equal passes of a phase only the first one runs."""

@@ -81,6 +81,17 @@ class Rehearsal(Run):
         self.ledger.drop_gradients()
         return {"grad_norm": 0.0, "lr": 0.0, "skipped": False}
 
+    def train(self) -> None:
+        """The step's updates, as a phase."""
+        raise AssertionError("a job has updates of its own")
+
+    def train_again(self, recomputed: int) -> None:
+        """The updates in place of those before, with so many blocks recomputed in backward passes."""
+        self.updates = self.micro_batches = 0
+        self.ledger.forget("update")
+        self.policy.recompute(recomputed)
+        self.train()
+
     def operations(self, *, recomputed: bool) -> int:
         """Floating-point operations of a step on all ranks; `recomputed`: with what checkpointing repeats."""
         raise AssertionError("a job has a step of its own")
@@ -129,8 +140,7 @@ class RLRehearsal(Rehearsal, Trainer):
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def run_step(self) -> None:
-        """Sample, and train on rewards of which each prompt's best is another sample; of a role, its part of that."""
-        reward = (torch.arange(self.plan.samples) + self.group_id) % self.cfg.rollout.n
+        """Sample and train; of a role, its part of that."""
         known = "reference" in self.algorithm.references and "reference" not in self.learner.averages
         self.copies_reference = known and not self.policy.trained.is_base("reference")
         with self.ledger.during("rollout: sample"):
@@ -149,8 +159,13 @@ class RLRehearsal(Rehearsal, Trainer):
         if isinstance(outputs, Tensor) and self.role in ("", ROLLOUT):  # texts are next to nothing
             self.outputs_size = outputs.nbytes
         if self.role in ("", ACTOR):
-            with self.ledger.during("update"):
-                self.update(self.samples, reward.float(), 0)
+            self.train()
+
+    def train(self) -> None:
+        """On rewards of which each prompt's best is another sample."""
+        reward = (torch.arange(self.plan.samples) + self.group_id) % self.cfg.rollout.n
+        with self.ledger.during("update"):
+            self.update(self.samples, reward.float(), 0)
 
     def behaviour(self) -> AbstractContextManager[None]:
         """Other ranks sample with the weights that they were sent."""
@@ -212,6 +227,10 @@ class FlowMatchingRehearsal(Rehearsal, FlowMatching):
         if self.cfg.flow_matching.cache_latents:
             self.total_steps = ENCODED_TOGETHER // self.per_rank + 1
             self._encode_all()
+        self.train()
+
+    def train(self) -> None:
+        """On the first images."""
         with self.ledger.during("update"):
             self.update(0)
 
@@ -233,6 +252,10 @@ class BlockDiffusionRehearsal(Rehearsal, BlockDiffusion):
 
     def run_step(self) -> None:
         """Train."""
+        self.train()
+
+    def train(self) -> None:
+        """On the first samples."""
         with self.ledger.during("update"):
             self.update(0)
 

@@ -11,6 +11,7 @@ from phalanx.plan.blueprint import PlannedPolicy, shipped
 from phalanx.plan.layout import Cluster, Traffic, traffic
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu, Rows, arithmetic, sampled
+from phalanx.plan.recompute import fewer_blocks
 from phalanx.plan.rehearsal import BlockDiffusionRehearsal, LMRehearsal, Planned
 from phalanx.plan.tables import Scale, groups, listed, table
 from phalanx.plan.warnings import ALLOWED, crossing, warnings
@@ -28,7 +29,7 @@ def describe(p: Planned, gpu: Gpu) -> str:
         ["Topology", *listed(_topology(p))],
         ["Batch", *listed(batch(p))],
         [f"Memory of a rank ({total / 1e9:.3g} B weights, {trained / 1e9:.3g} B of them trained)", *held(memory)],
-        [*phases(memory, gpu), *judging(p, memory)],
+        [*phases(memory, gpu), *checkpointing(p, gpu), *judging(p, memory)],
         ["In the host's memory", *listed(_host(p, memory))],
         ["Messages of a step: what a rank receives, and sends as much of", *_messages(messages(p))],
         [title, *listed(rows)],
@@ -245,6 +246,19 @@ def phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
             f"  peak: {scale.plain(memory.peak)} and {scale.plain(ALLOWED)} for CUDA and NCCL, of "
             f"{scale.plain(gpu.memory)} {scale.unit}"
         )
+
+
+def checkpointing(p: Planned, gpu: Gpu) -> Iterator[str]:
+    """What fits with less to compute again."""
+    fewer = fewer_blocks(p, gpu)
+    if fewer is None:
+        return
+    blocks, flops = fewer
+    key = f"model.gradient_checkpointing_blocks={blocks} of {len(p.policy.blocks)}"
+    if not blocks:
+        key = "model.gradient_checkpointing=false"
+    before, after = (100 * (1 - p.model_flops / all_in_all) for all_in_all in (p.flops, flops))
+    yield f"  fits too: {key}; backward passes then repeat {after:.0f} instead of {before:.0f} % of a step's arithmetic"
 
 
 def judging(p: Planned, memory: Memory) -> Iterator[str]:

@@ -1,0 +1,59 @@
+"""How few of a model's blocks gradient checkpointing has to recompute for the update to fit."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from phalanx.plan.jobs import train_again
+from phalanx.plan.memory import Memory, count
+from phalanx.plan.pace import Gpu
+from phalanx.plan.rehearsal import Planned
+from phalanx.plan.warnings import ALLOWED, SPARE
+
+
+def fewer_blocks(p: Planned, gpu: Gpu) -> tuple[int, int] | None:
+    """The least number of blocks to recompute, and the operations of a step then; None where it is that of the job, or
+    where that does not fit itself, or the GPU's memory is not known.
+
+    Found between two numbers of which one fits, where the line through what they take meets what there is: blocks are
+    nearly alike, so that two or three are tried.
+    """
+    share = p.policy.trained.recomputed
+    if gpu.memory is None or not share or "update" not in p.ledger.phases:
+        return None
+    room = gpu.memory * (1 - SPARE) - ALLOWED
+    own, now = round(share * len(p.policy.blocks)), _update(count(p, gpu.memory))
+    if now > room:
+        return None
+    with _restored(p):
+        few, many, taken = 0, own, {own: now, 0: _with(p, 0, gpu)}
+        if taken[0] <= room:
+            many = 0
+        while many - few > 1:
+            met = few + (taken[few] - room) / (taken[few] - taken[many]) * (many - few)
+            tried = min(max(math.ceil(met), few + 1), many - 1)
+            taken[tried] = _with(p, tried, gpu)
+            few, many = (few, tried) if taken[tried] <= room else (tried, many)
+        p.policy.recompute(many)
+        return (many, p.flops) if many < own else None
+
+
+def _with(p: Planned, blocks: int, gpu: Gpu) -> int:
+    """The bytes of an update of which so many blocks are recomputed."""
+    train_again(p, blocks)
+    return _update(count(p, gpu.memory))
+
+
+def _update(memory: Memory) -> int:
+    """All that is on the device in the update, at its peak."""
+    return sum(memory.held.values()) + next(phase.total for phase in memory.phases if phase.name == "update")
+
+
+@contextmanager
+def _restored(p: Planned) -> Iterator[None]:
+    """The job as it was, after trying others."""
+    phases, updates, micro_batches = dict(p.ledger.phases), p.updates, p.micro_batches
+    own = round(p.policy.trained.recomputed * len(p.policy.blocks))
+    yield
+    p.policy.recompute(own)
+    p.ledger.phases, p.updates, p.micro_batches = phases, updates, micro_batches
