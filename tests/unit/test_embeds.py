@@ -150,7 +150,7 @@ def in_turns(folder: Path | None, shards: int | None = None) -> tuple[list[list[
     torch.manual_seed(world.rank)
     cache, node = EmbedsCache(encoder, "model", None if folder is None else str(folder)), Node(world, 60.0)
     for wanted in ROUNDS:
-        cache.share(wanted, node, lambda texts: encoder(texts) if texts else [])
+        cache.share(wanted, node, lambda encode: encode())
     calls = list(encoder.calls)
     found = [embeds for wanted in ROUNDS for embeds in cache(wanted[node.place])]
     assert encoder.calls == calls

@@ -7,13 +7,12 @@ import pytest
 
 from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
-from phalanx.models.lm.policy import LMPolicy
 from phalanx.plan import plan_job
 from phalanx.plan.blueprint import fetch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import Ledger
-from phalanx.plan.lm import FILES, planned_lm_policy
+from phalanx.plan.lm import FILES, PlannedLMPolicy, planned_lm_policy
 from phalanx.plan.memory import Memory, count
 from tests.llada2 import tiny_llada2
 from tests.lm import tiny_lm_config
@@ -115,12 +114,12 @@ def test_operations_are_those_of_the_job(lm_folder: Path, tmp_path: Path) -> Non
     """Of all samples at their greatest lengths; a LoRA has half of a backward pass."""
     cfg = tiny_lm_config(lm_folder, tmp_path)
     job = planned(cfg, Cluster(1, 2))
-    assert isinstance(job.policy, LMPolicy)
+    assert isinstance(job.policy, PlannedLMPolicy)
     scored, read = job.policy.forward_flops(76, 12), job.policy.forward_flops(64, 0)
     decoded = 16 * scored - (16 - 4) * read
     assert job.model_flops == pytest.approx(decoded + 16 * scored * (1 + 3), rel=1e-6)
     assert job.flops - job.model_flops == pytest.approx(16 * job.policy.forward_flops(0, 12), rel=1e-6)  # of logits
-    job.policy.config = replace(job.policy.config, gradient_checkpointing=True)
+    job.policy.recompute(len(job.policy.blocks))
     assert job.flops - job.model_flops == pytest.approx(16 * scored, rel=1e-6)
     cfg.model = replace(cfg.model, lora_rank=4)
     assert planned(cfg, Cluster(1, 2)).flops < job.flops

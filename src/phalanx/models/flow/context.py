@@ -10,6 +10,8 @@ from diffusers.models.attention_processor import Attention
 
 from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.mesh import World
+from phalanx.distributed.placement import near_divisors
+from phalanx.functional.flow import Sampler
 from phalanx.models.flow.family import FlowModel
 
 
@@ -33,6 +35,14 @@ def share_tokens(model: FlowModel, world: World) -> None:
     # diffusers gathers by a function that torch has renamed
     warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor`", FutureWarning)
     apply_context_parallel(model.transformer, config, model.context_plan())
+
+
+def check_tokens(model: FlowModel, sampler: Sampler, longest: int, size: int) -> None:
+    """Raise ValueError where `size` ranks cannot share the tokens of a sample with a text of the `longest` evenly."""
+    for what, count in model.split_tokens(sampler.height, sampler.width, sampler.num_frames, longest).items():
+        if count % size:
+            near = near_divisors(count, size)
+            raise ValueError(f"{KEY}: {size} does not divide the {count} tokens of {what}; nearest that does: {near}")
 
 
 def _check_backend(name: str | None) -> None:

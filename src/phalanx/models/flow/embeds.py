@@ -49,12 +49,15 @@ class EmbedsCache:
         return [found[text] for text in texts]
 
     def share(
-        self, wanted: Sequence[Sequence[Hashable]], node: Node, encode: Callable[[list[Any]], list[Embeds]]
+        self,
+        wanted: Sequence[Sequence[Hashable]],
+        node: Node,
+        agreed: Callable[[Callable[[], list[Embeds]]], list[Embeds]],
     ) -> None:
         """Have the embeddings of what this rank wants: `wanted` are the texts of every rank of the node.
 
         What a rank has, it sends to those who lack it; what none has, one of them encodes. Which one does not show:
-        texts are encoded one by one. `encode` is that of this cache, and raises on all ranks or on none.
+        texts are encoded one by one. `agreed` runs what may raise ValueError on one rank, so that all ranks raise.
         """
         every = list(dict.fromkeys(text for texts in wanted for text in texts))
         mine = set(wanted[node.place])
@@ -69,7 +72,8 @@ class EmbedsCache:
         new = (~has.any(0)).nonzero().flatten()
         source[new] = torch.arange(len(new)) % len(node.ranks)
         to_encode = [every[i] for i in new.tolist() if source[i] == node.place]
-        for text, embeds in zip(to_encode, encode(to_encode), strict=True):
+        encoded = agreed(lambda: self._encode(to_encode) if to_encode else [])
+        for text, embeds in zip(to_encode, encoded, strict=True):
             found[text] = embeds
             self._write(text, embeds)
         parcels = []

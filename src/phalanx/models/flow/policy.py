@@ -15,10 +15,8 @@ from phalanx.config.flow import FlowDataConfig, FlowModelConfig
 from phalanx.config.load import known_modules, resolve_registry
 from phalanx.config.messages import reason
 from phalanx.config.run import ParallelConfig
-from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.mesh import World
 from phalanx.distributed.node import Node
-from phalanx.distributed.placement import near_divisors
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.functional.flow import FlowReplay, FlowTrace, Noised, Sampler
 from phalanx.functional.noising import noise_levels
@@ -41,11 +39,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def family_of(config: FlowModelConfig) -> type[FlowModel]:
     """The class `Model` of the model's family; raises ValueError for a pipeline that none knows."""
-    name = (
-        config.family
-        if config.family is not None
-        else known_family(config.path, model_index(config.path, config.revision))
-    )
+    name = config.family
+    if name is None:
+        name = known_family(config.path, model_index(config.path, config.revision))
     found = resolve_registry(FAMILIES, name, "model.family")
     if "Model" not in vars(found):
         raise ValueError(f"model.family: {name!r} has no class Model")
@@ -123,7 +119,7 @@ class FlowPolicy:
             identity += f" {config.revision}"
         if model.image_column is not None:
             identity += f" {config.reference_size}"
-        self._max_length, self._multiple = data.max_prompt_length, data.text_length_multiple
+        self.longest, self._multiple = data.max_prompt_length, data.text_length_multiple
         self._forward_flops: int | None = None
         self._embeds = EmbedsCache(self._encode, identity, data.embeds_cache_dir)
         self.node = Node(world, parallel.timeout_s)
@@ -133,9 +129,8 @@ class FlowPolicy:
     def embed(self, prompts: list[Prompt], negatives: bool = True, size: tuple[int, int] | None = None) -> list[Embeds]:
         """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU.
 
-        A model that sees an image sees that of the prompt's meta, with the negative too; `size`
-        (height, width) is that of the images to be made. Raises ValueError for an image that cannot
-        be read.
+        A model that sees an image sees that of the prompt's meta, with the negative too; `size` (height, width) is that
+        of the images to be made. Raises ValueError for an image that cannot be read.
         """
         return self._embeds(self._keys(prompts, negatives, size))
 
@@ -151,7 +146,7 @@ class FlowPolicy:
         `agreed` runs what may raise ValueError on one rank, so that all ranks raise.
         """
         wanted = [self._keys(each, negatives, size) for each in prompts]
-        self._embeds.share(wanted, self.node, lambda texts: agreed(lambda: self._encode(texts) if texts else []))
+        self._embeds.share(wanted, self.node, agreed)
 
     def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, int] | None) -> list[Any]:
         """What the embeddings of the prompts, then of their negatives, are kept by."""
@@ -171,18 +166,8 @@ class FlowPolicy:
         """Tokens that texts of at most `longest` are padded to; `size` (height, width) is that of the images."""
         # a kernel is chosen, or compiled, anew for each length: there are to be few
         rounded = longest + -longest % self._multiple
-        length = max(longest, min(rounded, self.model.most_tokens(self._max_length, *size)))
+        length = max(longest, min(rounded, self.model.most_tokens(self.longest, *size)))
         return length + -length % self.world.context_size
-
-    def check_shared(self, sampler: Sampler) -> None:
-        """Raise ValueError where ranks that hold the same samples cannot share their tokens evenly."""
-        size, shape = self.world.context_size, (sampler.height, sampler.width, sampler.num_frames)
-        for what, count in self.model.split_tokens(*shape, self._max_length).items():
-            if count % size:
-                near = near_divisors(count, size)
-                raise ValueError(
-                    f"{KEY}: {size} does not divide the {count} tokens of {what}; nearest that does: {near}"
-                )
 
     def room(self) -> int:
         """Number of embeddings, of prompts and negatives like those so far, that stay in memory."""
@@ -202,9 +187,9 @@ class FlowPolicy:
             found = []
             for one in wanted:
                 if isinstance(one, Instruction):
-                    found.append(self.model.encode_instruction(one, device, self._max_length))
+                    found.append(self.model.encode_instruction(one, device, self.longest))
                 else:
-                    found += self.model.encode([one], device, self._max_length)
+                    found += self.model.encode([one], device, self.longest)
             return found
         finally:
             for encoder in self.model.text_encoders:

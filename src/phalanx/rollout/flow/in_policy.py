@@ -14,6 +14,7 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace, Sampler
 from phalanx.functional.sde import typical_std
 from phalanx.functional.window import sde_window, trained_steps, window_reach
+from phalanx.models.flow.context import check_tokens
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.ahead import EncodeAhead
 from phalanx.rollout.flow.denoise import Generated, Job, Schedule, generate
@@ -61,7 +62,7 @@ class PolicyRollout:
         # refuses sizes that the model cannot make now, and not hours later in the first validation
         for sampler in (self.sampler, self.val_sampler):
             policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
-            policy.check_shared(sampler)
+            check_tokens(policy.model, sampler, policy.longest, policy.world.context_size)
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
         """Encode the prompts of step `step`, and of those after it as many as the cache can hold."""
