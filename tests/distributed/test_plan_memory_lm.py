@@ -22,6 +22,7 @@ from tests.distributed.test_plan_memory import (
     LORA,
     SHARDED,
     Heap,
+    WideProducts,
     alive,
     as_on_gpus,
     compare,
@@ -83,7 +84,8 @@ def measure(cfg: Any) -> dict[str, int]:
     t = build(cfg)
     t.rollout.how = replace(t.rollout.how, ends=[])  # all responses are the longest
     as_on_gpus(t)
-    train(t)  # imports that come late, and kernels' caches
+    with WideProducts():
+        train(t)  # imports that come late, and kernels' caches
     on_host = dict(strangers)
     if "reference" in t.policy.trained._weights:
         on_host |= storages(t.policy.trained._weights["reference"].values())

@@ -139,7 +139,8 @@ class Sharded:
     def _put_parts(self, unit: nn.Module, whole: dict[str, nn.Parameter]) -> None:
         """Give the parameters of a unit that is sharded, without values so far, this rank's part of theirs."""
         device = torch.device("cpu") if self.config.param_offload else self.world.device
-        place, size = self.world.mesh.get_local_rank("shard"), self.world.shard_size
+        shards = self.world.mesh["shard"]
+        place, size = shards.get_local_rank(), shards.size()
         made: dict[nn.Parameter, nn.Parameter] = {}  # a tied one has several names
         parts = {}
         for name, p in whole.items():

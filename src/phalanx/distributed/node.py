@@ -14,8 +14,9 @@ class Node:
 
     def __init__(self, world: World, timeout_s: float) -> None:
         launch = world.launch
-        self.place, size = launch.local_rank, launch.local_world_size
-        first = launch.rank - launch.local_rank
+        size = launch.local_world_size
+        self.place = launch.rank % size  # not by local_rank, which counts the node's ranks of other roles as well
+        first = launch.rank - self.place
         self.ranks = range(first, first + size)
         self._group: dist.ProcessGroup | None = None  # that of the world, where it is one node
         if size in (1, launch.world_size):
