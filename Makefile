@@ -71,7 +71,7 @@ test: $(VENV)/.installed-test
 	@$(PYTEST) -m "not full" $(TESTS) $(ARGS)
 
 test-rest: $(VENV)/.installed-test
-	@$(PYTEST) -m full $(TESTS) $(ARGS)
+	@$(PYTEST) -m "full and not long" $(TESTS) $(ARGS)
 
 test-all: $(VENV)/.installed-test
 	@$(PYTEST) $(TESTS) $(ARGS)

@@ -32,6 +32,7 @@ def writing(job: Job) -> bool:
 
 
 @pytest.mark.full
+@pytest.mark.long
 @pytest.mark.timeout(180 + 45 * KILLS)
 def test_random_kills(sd3_folder: Path, tmp_path: Path) -> None:
     chance = random.Random(SEED)

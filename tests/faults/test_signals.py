@@ -27,8 +27,10 @@ def unstopped(model: Path, folder: Path, total: int, *overrides: str) -> list[di
 @pytest.mark.quick("SIGTERM in a rollout")
 @pytest.mark.parametrize(
     ("number", "status", "phase"),
-    [(signal.SIGTERM, 143, "rollout"), (signal.SIGINT, 130, "update")],
-    ids=["SIGTERM in a rollout", "SIGINT in an update"],
+    [
+        pytest.param(signal.SIGTERM, 143, "rollout", id="SIGTERM in a rollout"),
+        pytest.param(signal.SIGINT, 130, "update", id="SIGINT in an update", marks=pytest.mark.long),
+    ],
 )
 def test_a_stopped_job_goes_on(
     number: signal.Signals, status: int, phase: str, sd3_folder: Path, tmp_path: Path

@@ -910,6 +910,7 @@ def test_a_range_of_nodes() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_twenty_billion_weights() -> None:
     """Qwen-Image on four nodes, which is what docs/plan.md shows."""
     recipe = ROOT / "configs" / "flowgrpo" / "qwen_image_ocr_lora_multinode.yaml"
