@@ -68,7 +68,7 @@ quickstart-lm-vllm: $(VLLM_VENV)/.installed
 	  trainer.experiment_name=quickstart_lm_vllm $(ARGS)
 
 test: $(VENV)/.installed-test
-	@$(PYTEST) -m "not full" $(TESTS) $(ARGS)
+	@$(PYTEST) -m "not full and not long" $(TESTS) $(ARGS)
 
 test-rest: $(VENV)/.installed-test
 	@$(PYTEST) -m "full and not long" $(TESTS) $(ARGS)
@@ -77,7 +77,7 @@ test-all: $(VENV)/.installed-test
 	@$(PYTEST) $(TESTS) $(ARGS)
 
 test-vllm: $(VLLM_VENV)/.installed
-	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest tests/vllm $(ARGS)
+	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest --durations 20 tests/vllm $(ARGS)
 
 faults: $(VENV)/.installed-test
 	@$(IN_VENV) OMP_NUM_THREADS=1 PHALANX_KILLS="$${PHALANX_KILLS:-20}" python -m pytest -s tests/faults $(ARGS)

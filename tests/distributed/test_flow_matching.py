@@ -170,6 +170,7 @@ def test_held_out_numbers_are_in_no_training_data() -> None:
     assert (shipped / "held_out.txt").read_text().splitlines() == [digits.prompt(n) for n in held_out]
 
 
+@pytest.mark.long
 @pytest.mark.full
 @pytest.mark.timeout(200)
 def test_make_base(tmp_path: Path) -> None:

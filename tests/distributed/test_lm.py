@@ -70,6 +70,7 @@ def compiled_step(cfg: LMRLConfig) -> dict[str, Any]:
     return one_step(cfg)
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_compiled_layers_take_the_same_step(lm_folder: Path, tmp_path: Path) -> None:
     """Sharded and recomputed, decoding with them, and old log-probs by the graph of the update."""

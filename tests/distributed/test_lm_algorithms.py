@@ -81,6 +81,7 @@ def scoreless(cfg: Any) -> dict[str, float]:
     return rows(Path(cfg.trainer.output_dir))[-1]
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_the_student_comes_nearer(lm_folder: Path, teacher_folder: Path, tmp_path: Path) -> None:
     keys = (*distilled(teacher_folder), *NO_REWARD, "trainer.total_training_steps=20", "optim.lr=3e-3", "rollout.n=8")

@@ -107,7 +107,7 @@ def kill_ranks(folder: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("nproc", [1, 2])
+@pytest.mark.parametrize("nproc", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_exit_status_is_the_jobs(nproc: int, sd3_folder: Path, tmp_path: Path) -> None:
     reward = tmp_path / "bad.py"
     reward.write_text("def broken(images, prompts, metadata):\n    raise KeyError('no such key')\n")

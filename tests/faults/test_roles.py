@@ -46,7 +46,9 @@ def node(number: int, port: int, model: Path, folder: Path, *overrides: str, **e
 
 
 @pytest.mark.quick("one step off")
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule", [*list(SCHEDULES)[:2], pytest.param("one step off, dropped", marks=pytest.mark.long)]
+)
 def test_killed_roles_start_again(schedule: str, lm_folder: Path, tmp_path: Path) -> None:
     """SIGKILL of rank 0, which samples and keeps the store: all start again, and the run is the one that nothing
     happened to, but for a batch that was dropped. Then of the actor: all end, by one cause.
@@ -88,6 +90,7 @@ def test_killed_roles_start_again(schedule: str, lm_folder: Path, tmp_path: Path
         assert found == untouched(lm_folder, tmp_path / "whole", len(found), *settings)
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_signal_to_one_roles_launcher_stops_all(lm_folder: Path, tmp_path: Path) -> None:
     """The rollout has a launcher of its own, and so has the actor: whichever is told to stop, the last whole step is

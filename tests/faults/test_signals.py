@@ -53,6 +53,7 @@ def test_a_stopped_job_goes_on(
     assert rows(tmp_path) == unstopped(sd3_folder, tmp_path / "whole", total)
 
 
+@pytest.mark.long
 @pytest.mark.full
 def test_a_job_stopped_in_validation_still_has_the_steps_row(sd3_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "held_out.txt").write_text('the word "eta"\n"theta" in red\n')

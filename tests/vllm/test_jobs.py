@@ -26,6 +26,7 @@ def judged(judge: Path, tp: int = 2) -> list[str]:
     return [*settings(judge, *TERMS), f"reward.model.tensor_parallel_size={tp}", "parallel.timeout_s=60"]
 
 
+@pytest.mark.long
 def test_two_replicas_on_four_ranks(sd3_folder: Path, judge_model: Path, tmp_path: Path) -> None:
     """A judge at TP 2 in two groups beside OCR; the run is the same at TP 1 on two nodes of two ranks."""
     before = shared_memory()
@@ -53,7 +54,7 @@ def test_two_replicas_on_four_ranks(sd3_folder: Path, judge_model: Path, tmp_pat
     assert shared_memory() == before
 
 
-@pytest.mark.parametrize("placement", ["colocate", "ranks 2-3"])
+@pytest.mark.parametrize("placement", [pytest.param("colocate", marks=pytest.mark.long), "ranks 2-3"])
 def test_a_rank_killed_while_it_scores_ends_the_job(
     sd3_folder: Path, judge_model: Path, tmp_path: Path, placement: str
 ) -> None:

@@ -17,7 +17,9 @@ from tests.ranks import run_ranks
 VLLM = ("rollout.engine=vllm", "data.max_prompt_length=200", "trainer.total_training_steps=2")
 
 
-@pytest.mark.parametrize(("ranks", "tp", "kind"), [(2, 1, "full"), (2, 2, "lora"), (4, 2, "full")])
+@pytest.mark.parametrize(
+    ("ranks", "tp", "kind"), [(2, 1, "full"), (2, 2, "lora"), pytest.param(4, 2, "full", marks=pytest.mark.long)]
+)
 def test_the_engine_follows_the_policy(lm_folder: Path, tmp_path: Path, ranks: int, tp: int, kind: str) -> None:
     """Sharded weights reach engines on one rank or two, and log-probs agree at every step."""
     lora = ("model.lora_rank=4",) if kind == "lora" else ()
