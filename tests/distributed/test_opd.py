@@ -99,7 +99,7 @@ def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.quick("kl")
-@pytest.mark.parametrize("loss_type", ["kl", "velocity"])
+@pytest.mark.parametrize("loss_type", ["kl", pytest.param("velocity", marks=pytest.mark.long)])
 def test_the_student_comes_nearer(loss_type: str, student_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
     keys = ("trainer.total_training_steps=16", "rollout.sde_window_range=[1,3]", "optim.lr=1e-3")
     cfg = configure(student_folder, tmp_path, f"algorithm.loss_type={loss_type}", *keys, teacher=sd3_folder)

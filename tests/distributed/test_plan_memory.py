@@ -255,16 +255,36 @@ def compare(plan: Planned, memory: Memory, took: dict[str, int]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        pytest.param(1, [FULL, CHECKPOINTING, *ONE_PASS], id="full, checkpointing, one pass"),
-        pytest.param(1, [LORA, CHECKPOINTING, BF16], id="lora, checkpointing, bfloat16"),
-        pytest.param(1, [FULL, *SOME_BLOCKS, *ONE_PASS], id="full, checkpointing of 2 blocks of 6, one pass"),
+        pytest.param(1, [FULL, CHECKPOINTING, *ONE_PASS], id="full, checkpointing, one pass", marks=pytest.mark.long),
+        pytest.param(1, [LORA, CHECKPOINTING, BF16], id="lora, checkpointing, bfloat16", marks=pytest.mark.long),
+        pytest.param(
+            1,
+            [FULL, *SOME_BLOCKS, *ONE_PASS],
+            id="full, checkpointing of 2 blocks of 6, one pass",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             2, [LORA, *SOME_BLOCKS, BF16, SHARDED], id="sharded, lora, checkpointing of 2 blocks of 6, bfloat16"
         ),
         pytest.param(1, [FULL, "actor.ema.decay=0.9"], id="full, EMA, two passes"),
-        pytest.param(2, [FULL, CHECKPOINTING, "parallel.fsdp_size=1", "algorithm.kl_loss_coef=0.1"], id="copies, KL"),
-        pytest.param(2, [FULL, CHECKPOINTING, SHARDED, "actor.ema.decay=0.9", *ONE_PASS], id="sharded, EMA, one pass"),
-        pytest.param(2, [FULL, BF16, SHARDED, "parallel.reshard_after_forward=false"], id="sharded, bfloat16"),
+        pytest.param(
+            2,
+            [FULL, CHECKPOINTING, "parallel.fsdp_size=1", "algorithm.kl_loss_coef=0.1"],
+            id="copies, KL",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            2,
+            [FULL, CHECKPOINTING, SHARDED, "actor.ema.decay=0.9", *ONE_PASS],
+            id="sharded, EMA, one pass",
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            2,
+            [FULL, BF16, SHARDED, "parallel.reshard_after_forward=false"],
+            id="sharded, bfloat16",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             2,
             [LORA, BF16, SHARDED, "parallel.lora_sharding=replicate", "parallel.rollout_unsharded=false"],

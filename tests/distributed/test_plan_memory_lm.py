@@ -183,7 +183,12 @@ def in_blocks(folder: Path) -> tuple[str, int]:
     [
         pytest.param(1, [FULL, "rollout.threshold=1"], id="full"),
         pytest.param(1, [FULL, "actor.log_prob_estimate=coupled", "rollout.denoising_steps_per_block=2"], id="coupled"),
-        pytest.param(2, [LORA, SHARDED, CHECKPOINTING, BF16, "rollout.threshold=1"], id="lora, sharded, bfloat16"),
+        pytest.param(
+            2,
+            [LORA, SHARDED, CHECKPOINTING, BF16, "rollout.threshold=1"],
+            id="lora, sharded, bfloat16",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_memory_of_blocks(ranks: int, overrides: list[str], medium_lm: Path, tmp_path: Path) -> None:

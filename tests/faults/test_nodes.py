@@ -37,6 +37,7 @@ def test_two_hosts_are_one_world(hosts: Hosts, sd3_folder: Path, tmp_path: Path)
     assert rows(folder) == rows(tmp_path / "one")
 
 
+@pytest.mark.long
 def test_a_host_goes_and_comes_back(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
     """The global batch, and so the run, stays what it was: only the split follows the ranks that are there."""
     settings = (*FIXED, "trainer.save_freq=2", "trainer.total_training_steps=40")
