@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,32 +34,46 @@ PASSES = [
     *(f"|ratio - 1|, qwen_image, {name}" for name in ("as the recipe", "native", "math", "deterministic")),
     *(f"|ratio - 1|, sd35_medium, {name}" for name in ("as the recipe", "native", "flash", "math", "deterministic")),
     *(f"|ratio - 1|, Qwen2.5's shape, {name}" for name in ("padded", "packed", "packed, deterministic")),
-    "a step of 60 blocks, without reward",
-    "kernels: GEMM",
-    "kernels: attention",
-    "kernels: elementwise",
     "peak of a step of 1 blocks, planned",
     *(f"FSDP2, {name}, |ratio - 1|" for name in ("gathered once a rollout", "gathered at each block")),
     *(f"FSDP2, {name}, |ratio - 1|" for name in ("without checkpointing", "param_offload", "optimizer_offload")),
     "FSDP2, sharded LoRA, |ratio - 1|",
     "FSDP2, tensors that a resumed run has otherwise",
     "judge that slept answers as before",
+]
+OF_STEPS = [
+    "a step of 60 blocks, without reward",
+    "kernels: GEMM",
+    "kernels: attention",
+    "kernels: elementwise",
     "2 ranks, one killed: the job ends",
 ]
 NOTHING = ["attention by cuDNN, mask", "peak of a step of 1 blocks, allocated", "host to device", "vLLM, asleep"]
 
 
-@pytest.mark.full
-def test_all_checks_run_on_a_cpu(tmp_path: Path) -> None:
-    checks = ("attention", "exact", "exact_lm", "step", "plan", "fsdp", "transfers", "judge", "vllm", "kill")
-    done = smoke(tmp_path / "smoke.json", "--only", *checks)
+def passed(folder: Path, checks: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Any]]:
+    """The lines of these checks by name, of which these have passed."""
+    done = smoke(folder / "smoke.json", "--only", *checks)
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "smoke.json").read_text())
+    found = json.loads((folder / "smoke.json").read_text())
     assert tuple(found["checks"]) == checks
     lines = {line["name"]: line for check in found["checks"].values() for line in check["lines"]}
-    for name in PASSES:
+    for name in names:
         assert lines[name]["state"] == "PASS" and lines[name]["value"] is not None, name
         assert f"  PASS  {name}" in done.stdout
+    return lines
+
+
+@pytest.mark.full
+@pytest.mark.long
+def test_steps_are_timed_on_a_cpu(tmp_path: Path) -> None:
+    passed(tmp_path, ("step", "kill"), OF_STEPS)
+
+
+@pytest.mark.full
+def test_checks_run_on_a_cpu(tmp_path: Path) -> None:
+    checks = ("attention", "exact", "exact_lm", "plan", "fsdp", "transfers", "judge", "vllm")
+    lines = passed(tmp_path, checks, PASSES)
     for name in NOTHING:
         assert lines[name]["state"] == "-" and lines[name]["note"], name
     assert lines["|ratio - 1|, qwen_image, as the recipe"]["value"] == 0
