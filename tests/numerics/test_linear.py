@@ -1,11 +1,14 @@
 """Linear layers by oneDNN: right in both passes, and the same bits with and without a gradient."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from phalanx.models.linear import MIN_ROWS, OneDnnLinear, use_onednn
+from phalanx.models import linear as products
+from phalanx.models.linear import MIN_ROWS, OneDnnLinear, prefers_onednn, use_onednn
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -88,3 +91,31 @@ def test_operations_are_counted() -> None:
     with FlopCounterMode(display=False) as counter:
         linear(x).sum().backward()
     assert counter.get_total_flops() == 3 * 2 * 100 * 24 * 40  # output, gradient of the input, of the weight
+
+
+@pytest.fixture
+def unknown() -> Iterator[None]:
+    """As before the first measurement."""
+    prefers_onednn.cache_clear()
+    yield
+    prefers_onednn.cache_clear()
+
+
+@pytest.mark.parametrize(("times", "preferred"), [(0, True), (3, False)])
+def test_the_faster_products_are_chosen(
+    times: int, preferred: bool, unknown: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here oneDNN's cost nothing, or what three of MKL's do."""
+
+    def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        for _ in range(times):
+            nn.functional.linear(input, weight, bias)
+
+    monkeypatch.setattr(products, "_product", product)
+    assert prefers_onednn() is preferred
+
+
+def test_it_is_measured_once(unknown: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = prefers_onednn()
+    monkeypatch.setattr(products, "_product", None)
+    assert prefers_onednn() is first

@@ -10,6 +10,7 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.distributed.mesh import World
+from phalanx.models.flow.attention import use_real_rotations
 from tests.checks import refused
 from tests.policies import PROMPTS, make_policy, one_rank, velocity
 
@@ -117,7 +118,7 @@ def test_an_unknown_backend(world: World, folder: Path) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_real_rotations_are_the_complex_ones(world: World, qwen_folder: Path, dtype: str) -> None:
     complex_, real = (make_policy(world, qwen_folder, dtype=dtype) for _ in range(2))
-    real.model.prepare_compiling()
+    use_real_rotations(real.model.transformer)
     with Operations() as operations:
         found = velocity(real)
     assert "view_as_complex" not in operations.names

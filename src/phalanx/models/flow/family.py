@@ -27,6 +27,7 @@ from phalanx.models.flow.folder import (
     load_text_encoder,
     model_index,
 )
+from phalanx.models.flow.gelu import use_sigmoid
 from phalanx.models.flow.headers import absent_components, component_names
 from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 from phalanx.telemetry.flops import forward_flops
@@ -135,6 +136,7 @@ class FlowModel:
 
     def prepare_compiling(self) -> None:
         """Exchange, before blocks are compiled, parts of the transformer of which the compiler makes poor code."""
+        use_sigmoid(self.transformer)
 
     def heads(self) -> tuple[int, int]:
         """Attention heads, and the size of one."""

@@ -23,6 +23,7 @@ class Model(PackedModel):
     lora_targets = (*JOINT_ATTENTION, "img_mlp.net.0.proj", "img_mlp.net.2", "txt_mlp.net.0.proj", "txt_mlp.net.2")
 
     def prepare_compiling(self) -> None:
+        super().prepare_compiling()
         use_real_rotations(self.transformer)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
