@@ -27,6 +27,7 @@ case $0 in */*) here=${0%/*} ;; *) here=. ;; esac
 [ $# -ge 1 ] || die "no task given; expected: sh train.sh tasks/<task>.py config.yaml [key=value ...]"
 case $1 in -h | --help) sed -n '2,16s/^# //p' "$0" && exit 0 ;; esac
 [ -f "$1" ] || die "task file $1 does not exist; expected a file such as tasks/train_flowgrpo.py"
+command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 export TOKENIZERS_PARALLELISM="${TOKENIZERS_PARALLELISM:-false}"
 plan=''
 for argument in "$@"; do
@@ -78,7 +79,6 @@ if [ -n "$direct" ]; then
   export MASTER_ADDR="${MASTER_ADDR:-127.0.0.1}" MASTER_PORT
   exec python3 "$@"
 fi
-command -v torchrun >/dev/null || die "torchrun is not on PATH; activate the environment that phalanx is installed in"
 
 # shellcheck disable=SC2086 # TORCHRUN_ARGS is several words
 set -- ${TORCHRUN_ARGS:-} "$@"

@@ -1,7 +1,8 @@
 """torchrun with one line in place of its report: `python3 -m phalanx.launch [torchrun's options] tasks/<task>.py ...`.
 
-train.sh starts it on each node. It differs from torchrun in four ways:
+train.sh starts it on each node. It differs from torchrun in five ways:
 
+- A single rank that is not to be started again is started at once: torchrun takes as long to load as the rank does.
 - The task looks at its command line first: a mistake is told once, before any rank starts.
 - The first error, which the ranks have printed, is the last thing on the terminal, and the exit status is the failed
   rank's. torchrun's own traceback, banner and box, 40 lines, come with PHALANX_TRACEBACK=1 alone.
@@ -16,11 +17,14 @@ import os
 import runpy
 import signal
 import socket
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from argparse import Namespace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.exit import end_with_parent, place_of, say
@@ -31,6 +35,9 @@ if TYPE_CHECKING:
 PATIENCE_S = 5.0  # of silence, while node 0 is not there: nodes need not start together
 JOIN_S = 600.0  # torch's own limit
 QUIET_S = 10.0  # without a rank on this node, until it is said what the launcher waits for
+# train.sh's arguments for one rank, where nothing else is asked for
+ALONE = ["--standalone", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "0"]
+ALONE += ["--signals-to-handle", "SIGTERM"]
 STOPPED = (-signal.SIGTERM, 128 + signal.SIGTERM)  # of ranks that end because another one did
 
 
@@ -38,6 +45,9 @@ def main(argv: list[str]) -> NoReturn:
     """Run torchrun with these arguments, and exit with what came of it."""
     end_with_parent()
     verbose = os.environ.get("PHALANX_TRACEBACK") == "1"
+    options, task = argv[: len(ALONE)], argv[len(ALONE) :]
+    if options == ALONE and not task[0].startswith("-") and not verbose:
+        _run_alone(task)
     if not verbose:
         # torch's Python and C++ sides would repeat in warnings and frames what is told here in a line
         logging.disable()
@@ -67,6 +77,40 @@ def main(argv: list[str]) -> NoReturn:
         say(f"error: {_first_line(error)}")
         sys.exit(1)
     sys.exit(0)
+
+
+def _run_alone(command: list[str]) -> NoReturn:
+    """Run the one rank as torchrun would, and exit with what came of it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    place = {"RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "none"}
+    ranks: list[subprocess.Popen[bytes]] = []
+    stopped = False
+
+    def stop(number: int, _: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        for rank in ranks:
+            if number == signal.SIGALRM:
+                rank.kill()
+            else:
+                rank.terminate()
+                signal.alarm(max(1, int(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))))
+
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, stop)
+    with tempfile.TemporaryDirectory(prefix="phalanx-launch-") as folder:
+        report = Path(folder, "error.json")
+        environment = os.environ | place | {"TORCHELASTIC_ERROR_FILE": str(report)}
+        ranks.append(subprocess.Popen([sys.executable, "-u", *command], env=environment))
+        if stopped:
+            ranks[0].terminate()
+        status = ranks[0].wait()
+        told = report.is_file()
+    if not told and status and not stopped:
+        _say_end(0, status)
+    sys.exit(status if status >= 0 else 128 - status)
 
 
 def _check(task: str, words: list[str]) -> None:
@@ -192,10 +236,16 @@ def _told(failure: "ProcessFailure") -> bool:
 def _say_why(rank: int, failure: "ProcessFailure") -> None:
     if isinstance(failure.message, dict):
         say(failure.message["message"])
-    elif failure.exitcode < 0:
-        say(f"error: {place_of(rank)} was killed by {failure.signal_name()}; out of memory, perhaps")
     else:
-        say(f"error: {place_of(rank)} ended with status {failure.exitcode}, without a word")
+        _say_end(rank, failure.exitcode)
+
+
+def _say_end(rank: int, status: int) -> None:
+    """The end of a rank that could not tell of it."""
+    if status < 0:
+        say(f"error: {place_of(rank)} was killed by {signal.Signals(-status).name}; out of memory, perhaps")
+    else:
+        say(f"error: {place_of(rank)} ended with status {status}, without a word")
 
 
 def _first_line(error: Exception) -> str:

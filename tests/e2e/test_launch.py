@@ -29,7 +29,7 @@ class Empty:
 
 phalanx.cli.parse(Empty, "", [])
 def job():
-    if os.environ["RANK"] == "1":
+    if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         {what}
     open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(str(os.getpid()))
     time.sleep(100)
@@ -44,7 +44,7 @@ class Slow:
 
 
 def script(folder: Path, what: str) -> Path:
-    """A task of which rank 1 does `what`; a rank that goes on leaves its process number in a file of its number."""
+    """A task whose last rank does `what`; a rank that goes on leaves its process number in a file of its number."""
     path = folder / "task.py"
     path.write_text(SCRIPT.format(what=what, folder=str(folder)))
     return path
@@ -85,6 +85,7 @@ def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("nproc", [1, 2])
 @pytest.mark.parametrize(
     ("what", "status", "message"),
     [
@@ -92,10 +93,10 @@ def test_an_error_of_the_ranks_is_one_line(tmp_path: Path) -> None:
         ("os._exit(7)", 7, "ended with status 7, without a word"),
     ],
 )
-def test_a_rank_that_ends_without_a_word(what: str, status: int, message: str, tmp_path: Path) -> None:
-    done = torchrun([script(tmp_path, what)], nproc=2)
+def test_a_rank_that_ends_without_a_word(what: str, status: int, message: str, nproc: int, tmp_path: Path) -> None:
+    done = torchrun([script(tmp_path, what)], nproc=nproc)
     assert done.returncode == status
-    assert mistakes(done.stderr).startswith("error: rank 1 on ") and done.stderr.endswith(f" {message}\n")
+    assert mistakes(done.stderr).startswith(f"error: rank {nproc - 1} on ") and done.stderr.endswith(f" {message}\n")
     assert len(mistakes(done.stderr).splitlines()) == 1
 
 
@@ -182,13 +183,15 @@ def test_a_plan_does_not_speak_of_a_start(sd3_folder: Path, tmp_path: Path) -> N
 # -- orphans ----------------------------------------------------------------------------------------------------------
 
 
-def started(folder: Path, nodes: int) -> list[subprocess.Popen[bytes]]:
-    """A train.sh for each node, two ranks each; all ranks run."""
-    task = script(folder, "pass")
+def started(
+    folder: Path, nodes: int = 1, nproc: int = 2, what: str = "pass", **variables: str
+) -> list[subprocess.Popen[bytes]]:
+    """A train.sh for each node, `nproc` ranks each; all ranks run."""
+    task = script(folder, what)
     port = free_port()
     processes = []
     for node in range(nodes):
-        env = launch_environment({"NPROC_PER_NODE": "2"})
+        env = launch_environment({"NPROC_PER_NODE": str(nproc), **variables})
         if nodes > 1:
             env |= {"NNODES": str(nodes), "NODE_RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         command = ["sh", "train.sh", str(task)]
@@ -196,7 +199,7 @@ def started(folder: Path, nodes: int) -> list[subprocess.Popen[bytes]]:
             subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, preexec_fn=end_with_parent)
         )
     deadline = time.monotonic() + 60
-    while not all((folder / str(rank)).exists() and (folder / str(rank)).read_text() for rank in range(2 * nodes)):
+    while not all((folder / str(rank)).exists() and (folder / str(rank)).read_text() for rank in range(nproc * nodes)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     return processes
@@ -222,11 +225,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("whom", "nodes"), [("train.sh", 1), ("torchrun", 2)])
-def test_ranks_do_not_outlive_their_launcher(whom: str, nodes: int, folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("whom", "nodes", "nproc"), [("train.sh", 1, 1), ("train.sh", 1, 2), ("launcher", 1, 1), ("launcher", 2, 2)]
+)
+def test_ranks_do_not_outlive_their_launcher(whom: str, nodes: int, nproc: int, folder: Path) -> None:
     """Killed with -9, on the first node: its ranks are gone at once."""
-    processes = started(folder, nodes)
-    ranks = [int((folder / str(rank)).read_text()) for rank in range(2)]
+    processes = started(folder, nodes, nproc)
+    ranks = [int((folder / str(rank)).read_text()) for rank in range(nproc)]
     victim = processes[0].pid if whom == "train.sh" else parent(ranks[0])
     os.kill(victim, signal.SIGKILL)
     deadline = time.monotonic() + 10
@@ -236,3 +241,13 @@ def test_ranks_do_not_outlive_their_launcher(whom: str, nodes: int, folder: Path
     for process in processes:
         process.terminate()
         process.wait(60)
+
+
+@pytest.mark.parametrize("nproc", [1, 2])
+def test_a_rank_that_does_not_stop_is_ended_after_the_grace(nproc: int, folder: Path) -> None:
+    [process] = started(folder, nproc=nproc, what="signal.signal(signal.SIGTERM, signal.SIG_IGN)", GRACE_S="2")
+    deaf = int((folder / str(nproc - 1)).read_text())
+    process.terminate()
+    begin = time.monotonic()
+    assert process.wait(20) == 143
+    assert time.monotonic() - begin > 1.5 and not alive(deaf)
