@@ -801,12 +801,12 @@ def test_the_quickstart_on_two_nodes() -> None:
     assert section(text, "Batch") == [
         "a step          12 prompts x 16 images = 192 images",
         "a rank          96 images of 6 prompts",
-        "rollout         2 micro-batches of 48 images",
-        "updates         2 a step, each of 2 micro-batches",
-        "micro-batch     24 images x 2 trained steps = 48 rows",
+        "rollout         4 micro-batches of 24 images",
+        "updates         4 a step, each of 2 micro-batches",
+        "micro-batch     12 images x 2 trained steps = 24 rows",
         "texts           78 tokens, the most that there can be",
-        "forward passes  20 to sample, 4 to train, a rank and step",
-        "run             100 steps, 200 optimizer steps",
+        "forward passes  24 to sample, 8 to train, a rank and step",
+        "run             64 steps, 256 optimizer steps",
     ]
     # 2 297 616 weights in float32, their two moments, and the average
     held = dict(line.rsplit(maxsplit=1) for line in section(text, "Memory of a rank (0.0023 B weights"))
@@ -815,11 +815,11 @@ def test_the_quickstart_on_two_nodes() -> None:
         "optimizer's state": "18.38",
         "moving average": "9.19",
     }
-    # two updates of 9.19 MB, which goes round once and comes back
+    # four updates of 9.19 MB, which goes round once and comes back
     assert section(text, "Messages of a step") == [
         "MB                               within a node  across nodes",
-        "gradients of replicated weights              -         18.38",
-        "together                                     -         18.38",
+        "gradients of replicated weights              -         36.76",
+        "together                                     -         36.76",
     ]
     assert "warning" not in text and len(text.splitlines()) < 60
 
@@ -896,15 +896,15 @@ def test_a_range_of_nodes() -> None:
         ],
     )
     refusal = (
-        "actor.ppo_micro_batch_size_per_gpu: 24 does not divide the 16 samples of an update on a rank (6 prompts x "
-        "rollout.n 16 = 96 samples of an update / 6 ranks); nearest that work: actor.ppo_micro_batch_size_per_gpu=16"
+        "actor.ppo_micro_batch_size_per_gpu: 12 does not divide the 8 samples of an update on a rank (3 prompts x "
+        "rollout.n 16 = 48 samples of an update / 6 ranks); nearest that work: actor.ppo_micro_batch_size_per_gpu=8"
     )
     assert lines[2:] == [f"  3 nodes x 2 = 6 ranks  refused: {refusal}"]
     assert "Plan of 2 nodes x 2 = 4 ranks" in text  # the largest that works
     with pytest.raises(ConfigError) as error:
         plan_job(quickstart(), {"nnodes": "3", "nproc": "2"})
     assert str(error.value) == refusal
-    with pytest.raises(ConfigError, match=r"^no number of nodes from 5 to 7 works: actor.ppo_mini_batch_size: 6 "):
+    with pytest.raises(ConfigError, match=r"^no number of nodes from 5 to 7 works: actor.ppo_mini_batch_size: 3 "):
         plan_job(quickstart(), {"nnodes": "5:7"})
     assert sizes(quickstart(), [Cluster(1, 1)], {}).endswith("192 images a rank, a copy of the weights on each rank")
 
@@ -1044,7 +1044,7 @@ def test_the_command() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Plan of 2 nodes x 2 = 4 ranks;")
-    assert "updates         4 a step, each of 1 micro-batch\n" in done.stdout
+    assert "updates         8 a step, each of 1 micro-batch\n" in done.stdout
     words = ("plan=true", "nnodes=2", "nproc_per_node=2", "actor.ppo_epochs=2")
     assert run(sys.executable, task, config, *words).stdout == done.stdout
 
@@ -1059,7 +1059,7 @@ def test_the_command() -> None:
     [
         (
             ["tasks/train_flowgrpo.py", "configs/flowgrpo/quickstart.yaml", "--plan", "nproc=5"],
-            "actor.ppo_mini_batch_size: 6 prompts x rollout.n 16 = 96 samples of an update do not divide over 5 ranks; "
+            "actor.ppo_mini_batch_size: 3 prompts x rollout.n 16 = 48 samples of an update do not divide over 5 ranks; "
             "nearest that work: rollout.n=20",
         ),
         (
