@@ -10,8 +10,8 @@ nine of them trained, two updates. Their code runs as it is in the checkout; onl
 autocast to bfloat16, which Flow-Factory cannot do without on a CPU, are replaced. Figures are CPU seconds of the whole
 process in a step after the first one, rollout with rewards and update apart.
 
-flow_grpo's script of July 2025 (ac4c86e) keeps the gradient from the unconditional branch of guidance; later ones and
-Flow-Factory do not. `detached` is that gradient here, `actor.detach_uncond=true`. The last line is JSON.
+flow_grpo's script (ac4c86e) drops the gradient through the unconditional branch of guidance, Flow-Factory keeps it.
+`detached` is that gradient here, `actor.detach_uncond=true`. The last line is JSON.
 """
 
 import argparse
