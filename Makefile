@@ -25,7 +25,7 @@ TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 .PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
 
 help:
-	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, about 4 minutes"
+	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
 	@echo "make quickstart-lora  the same with a LoRA"
 	@echo "make quickstart-lm    train a tiny language model on word problems with GRPO, two CPU ranks, about 2 minutes"
 	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in an environment of its own"

@@ -799,14 +799,14 @@ def test_the_quickstart_on_two_nodes() -> None:
         "rewards  ocr: on every rank, for its own images",
     ]
     assert section(text, "Batch") == [
-        "a step          12 prompts x 16 images = 192 images",
-        "a rank          96 images of 6 prompts",
-        "rollout         4 micro-batches of 24 images",
-        "updates         4 a step, each of 2 micro-batches",
+        "a step          6 prompts x 16 images = 96 images",
+        "a rank          48 images of 3 prompts",
+        "rollout         2 micro-batches of 24 images",
+        "updates         2 a step, each of 2 micro-batches",
         "micro-batch     12 images x 2 trained steps = 24 rows",
         "texts           78 tokens, the most that there can be",
-        "forward passes  24 to sample, 8 to train, a rank and step",
-        "run             64 steps, 256 optimizer steps",
+        "forward passes  10 to sample, 4 to train, a rank and step",
+        "run             120 steps, 240 optimizer steps",
     ]
     # 2 297 616 weights in float32, their two moments, and the average
     held = dict(line.rsplit(maxsplit=1) for line in section(text, "Memory of a rank (0.0023 B weights"))
@@ -815,11 +815,11 @@ def test_the_quickstart_on_two_nodes() -> None:
         "optimizer's state": "18.38",
         "moving average": "9.19",
     }
-    # four updates of 9.19 MB, which goes round once and comes back
+    # two updates of 9.19 MB, which goes round once and comes back
     assert section(text, "Messages of a step") == [
         "MB                               within a node  across nodes",
-        "gradients of replicated weights              -         36.76",
-        "together                                     -         36.76",
+        "gradients of replicated weights              -         18.38",
+        "together                                     -         18.38",
     ]
     assert "warning" not in text and len(text.splitlines()) < 60
 
@@ -891,8 +891,8 @@ def test_a_range_of_nodes() -> None:
     assert (first, lines[:2]) == (
         "Sizes",
         [
-            "  1 node x 2 = 2 ranks   96 images a rank, a copy of the weights on each rank",
-            "  2 nodes x 2 = 4 ranks  48 images a rank, a copy of the weights on each rank",
+            "  1 node x 2 = 2 ranks   48 images a rank, a copy of the weights on each rank",
+            "  2 nodes x 2 = 4 ranks  24 images a rank, a copy of the weights on each rank",
         ],
     )
     refusal = (
@@ -906,7 +906,7 @@ def test_a_range_of_nodes() -> None:
     assert str(error.value) == refusal
     with pytest.raises(ConfigError, match=r"^no number of nodes from 5 to 7 works: actor.ppo_mini_batch_size: 3 "):
         plan_job(quickstart(), {"nnodes": "5:7"})
-    assert sizes(quickstart(), [Cluster(1, 1)], {}).endswith("192 images a rank, a copy of the weights on each rank")
+    assert sizes(quickstart(), [Cluster(1, 1)], {}).endswith("96 images a rank, a copy of the weights on each rank")
 
 
 @pytest.mark.full
@@ -1044,7 +1044,7 @@ def test_the_command() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Plan of 2 nodes x 2 = 4 ranks;")
-    assert "updates         8 a step, each of 1 micro-batch\n" in done.stdout
+    assert "updates         4 a step, each of 1 micro-batch\n" in done.stdout
     words = ("plan=true", "nnodes=2", "nproc_per_node=2", "actor.ppo_epochs=2")
     assert run(sys.executable, task, config, *words).stdout == done.stdout
 
