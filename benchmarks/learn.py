@@ -114,10 +114,13 @@ SUBJECT = Subject(
     task="train_flowgrpo",
     config="configs/flowgrpo/quickstart.yaml",
     fixed=[  # the quickstart's numbers when docs/learning.json was made
+        "data.train_batch_size=12",
         "rollout.num_inference_steps=10",
         "rollout.sde_window_range=[0,5]",
         "actor.ppo_mini_batch_size=6",
+        "actor.ppo_micro_batch_size_per_gpu=24",
         "optim.lr=1e-4",
+        "optim.lr_warmup_steps=0",
         "optim.lr_decay_fraction=0.3",
     ],
     results="learning.json",

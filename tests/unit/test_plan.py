@@ -935,7 +935,9 @@ def test_twenty_billion_weights() -> None:
 
 def phases(text: str) -> dict[str, list[float]]:
     """The rows of the table of phases but that of the text encoders, and none of the lines below it."""
-    rows = (line.rsplit(maxsplit=6) for line in section(text, "  phase") if not line.startswith(("encode", "peak", "fits")))
+    rows = (
+        line.rsplit(maxsplit=6) for line in section(text, "  phase") if not line.startswith(("encode", "peak", "fits"))
+    )
     return {name: [float(cell.replace("-", "0")) for cell in cells] for name, *cells in rows}
 
 
