@@ -2,7 +2,7 @@
 
     git clone https://github.com/yifan123/flow_grpo && git clone https://github.com/X-GenGroup/Flow-Factory
     pip install absl-py ml-collections accelerate peft wandb imageio einops
-    python benchmarks/beside_flow_trainers.py --flow-grpo flow_grpo --flow-factory Flow-Factory [--runs 3] [--compile]
+    python benchmarks/beside_flow_trainers.py --flow-grpo flow_grpo --flow-factory Flow-Factory [--runs 3]
 
 One process each, on one thread, in float32: the same folder with a model, LoRA, prompts and reward, and the work of
 benchmarks/cpu_reference.yaml at half its size: 2 prompts x 8 images in batches of 8, 10 denoising steps with guidance,
@@ -11,7 +11,8 @@ autocast to bfloat16, which Flow-Factory cannot do without on a CPU, are replace
 process in a step after the first one, rollout with rewards and update apart.
 
 flow_grpo's script (ac4c86e) drops the gradient through the unconditional branch of guidance, Flow-Factory keeps it.
-`detached` is that gradient here, `actor.detach_uncond=true`. The last line is JSON.
+`detached` is that gradient here, `actor.detach_uncond=true`, and `compiled` is `model.compile=true`, which takes a C++
+compiler, and a minute in the first step. The last line is JSON.
 """
 
 import argparse
@@ -67,7 +68,7 @@ class Clock:
         return phases | {"step": sum(phases.values())}
 
 
-def phalanx(folder: Path, clock: Clock, *keys: str) -> None:
+def phalanx(folder: Path, clock: Clock, keys: list[str]) -> None:
     """The job that benchmarks/cpu_reference.yaml describes."""
     from phalanx.config import load
     from phalanx.config.flow import FlowRLConfig
@@ -291,9 +292,9 @@ def make_model(folder: Path) -> None:
 def sides(args: argparse.Namespace) -> dict[str, Callable[[Path, Clock], None]]:
     """What is compared, by name."""
     found: dict[str, Callable[[Path, Clock], None]] = {}
-    keys = ["model.compile=true"] if args.compile else []
-    for name, own in (("phalanx", []), ("phalanx, detached", ["actor.detach_uncond=true"])):
-        found[name] = lambda folder, clock, own=own: phalanx(folder, clock, *own, *keys)  # type: ignore[misc]
+    for name, keys in (("phalanx", []), ("phalanx, detached", ["actor.detach_uncond=true"])):
+        for suffix, more in (("", []), (", compiled", ["model.compile=true"])):
+            found[name + suffix] = partial(phalanx, keys=[*keys, *more])
     if args.flow_grpo is not None:
         found["flow_grpo"] = partial(flow_grpo, checkout=args.flow_grpo.resolve())
     if args.flow_factory is not None:
@@ -318,7 +319,6 @@ def main() -> None:
     parser.add_argument("--flow-factory", type=Path, help="a checkout of Flow-Factory")
     parser.add_argument("--steps", type=int, default=1, help="steps of each run after the first one (1)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each (3)")
-    parser.add_argument("--compile", action="store_true", help="model.compile=true here")
     parser.add_argument("--only", help="one run of one of them, in this process")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -78,6 +78,7 @@ def block_of(name: str, rank: int, rows: int, size: int, *, real: bool = False) 
         if name == "sd35_medium":
             config = SHAPES[name].transformer | {"num_layers": 2, "dual_attention_layers": ()}
             transformer: Any = SD3Transformer2DModel(**config)
+            sd3.Model.adapt(transformer)
             inputs = {
                 "hidden_states": torch.empty(rows, 16, 2 * side, 2 * side),
                 "encoder_hidden_states": torch.empty(rows, 77 + 256, 4096),

@@ -28,7 +28,6 @@ from diffusers import (
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.attention import DispatchedJointAttention
 from phalanx.models.flow.families import qwen_image, sd3
 from phalanx.models.flow.family import Embeds
 
@@ -171,8 +170,7 @@ class RandomSD3(sd3.Model):
             vae=self.vae,
             **{f"{part}{i}": None for part in ("text_encoder", "tokenizer") for i in ("", "_2", "_3")},
         )
-        if config.attn_backend is not None:
-            self.transformer.set_attn_processor(DispatchedJointAttention())
+        self.adapt(self.transformer)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         c = self.transformer.config

@@ -18,10 +18,12 @@ from phalanx.models.lora import add_lora, lora_off, merge_lora
 IN, OUT = 24, 40
 
 
-def make(dtype: torch.dtype = torch.float32, *, bias: bool = True, onednn: bool = False) -> nn.ModuleDict:
+def make(
+    dtype: torch.dtype = torch.float32, *, bias: bool = True, onednn: bool = False, rank: int = 4
+) -> nn.ModuleDict:
     torch.manual_seed(0)
     module = nn.ModuleDict({"to_q": nn.Linear(IN, OUT, bias=bias)})
-    add_lora(module, FlowModelConfig(path="none", lora_rank=4, lora_alpha=6), ("to_q",), seed=0)
+    add_lora(module, FlowModelConfig(path="none", lora_rank=rank, lora_alpha=6), ("to_q",), seed=0)
     nn.init.normal_(module["to_q"].lora_B["default"].weight)  # it begins at 0
     if onednn:
         use_onednn(module)
@@ -41,11 +43,13 @@ def passes(module: nn.Module, x: Tensor, grad: Tensor) -> list[Tensor]:
     return [out, *torch.autograd.grad(out, [x, *(p for p in module.parameters() if p.requires_grad)], grad)]
 
 
+@pytest.mark.parametrize("rank", [4, 16])
 @pytest.mark.parametrize("onednn", [False, True])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(), (7,), (3, 50), (2, 3, 20)])
-def test_both_passes_are_pefts(shape: tuple[int, ...], bias: bool, onednn: bool) -> None:
-    module = make(bias=bias, onednn=onednn)
+def test_both_passes_are_pefts(shape: tuple[int, ...], bias: bool, onednn: bool, rank: int) -> None:
+    """With few rows and with many, and of ranks of which one gradient is cheaper by that of the merged weight."""
+    module = make(bias=bias, onednn=onednn, rank=rank)
     x, grad = torch.randn(*shape, IN), torch.randn(*shape, OUT)
     assert type(module["to_q"]) is FusedLinear
     found = passes(module, x, grad)
@@ -97,26 +101,44 @@ def test_without_the_lora_the_base_is_what_it_was(dtype: torch.dtype) -> None:
     assert torch.equal(module["to_q"](x), base)  # a KL is exactly 0 before any update
 
 
+def counted(module: nn.ModuleDict, n: int) -> tuple[Kernels, Kernels]:
+    """Of both passes of n rows."""
+    dtype = module["to_q"].base_layer.weight.dtype
+    rows, grad = torch.randn(n, IN, dtype=dtype, requires_grad=True), torch.randn(n, OUT, dtype=dtype)
+    forward, backward = Kernels(), Kernels()
+    with forward:
+        out = module["to_q"](rows)
+    with backward:
+        torch.autograd.grad(out, [rows, *(p for p in module.parameters() if p.requires_grad)], grad)
+    return forward, backward
+
+
 def test_fewer_kernels_and_bytes() -> None:
-    """Of 4 bytes: N = 1000 rows, where peft's scaling reads and writes N x OUT, and its sum reads two and writes one."""
-    module, n = make(), 1000
-    x, grad = torch.randn(n, IN), torch.randn(n, OUT)
-    counted = []
-    for m in (as_peft(module), module):
-        forward, backward = Kernels(), Kernels()
-        rows = x.clone().requires_grad_()
-        with forward:
-            out = m["to_q"](rows)
-        with backward:
-            torch.autograd.grad(out, [rows, *(p for p in m.parameters() if p.requires_grad)], grad)
-        counted.append((forward, backward))
-    (peft_forward, peft_backward), (forward, backward) = counted
+    """Of 2 bytes: N = 1000 rows, where peft's scaling reads and writes N x OUT, and its sum reads two and writes one."""
+    module, n = make(torch.bfloat16), 1000
+    (peft_forward, peft_backward), (forward, backward) = counted(as_peft(module), n), counted(module, n)
     assert (peft_forward.kernels, forward.kernels) == (5, 3)
-    assert peft_forward.bytes - forward.bytes == 4 * n * 4 * OUT  # the last product reads what it adds to
+    assert peft_forward.bytes - forward.bytes == 2 * n * 4 * OUT  # the last product reads what it adds to
     assert backward.kernels <= peft_backward.kernels
-    assert backward.bytes < peft_backward.bytes - 4 * n * OUT
+    assert backward.bytes < peft_backward.bytes - 2 * n * OUT
     assert forward.elementwise_bytes == 0
-    assert backward.elementwise_bytes == 2 * 4 * (n * 4 + OUT * 4)  # what is scaled has `rank` columns
+    assert backward.elementwise_bytes == 2 * 2 * (n * 4 + OUT * 4)  # what is scaled has `rank` columns
+
+
+@pytest.mark.parametrize("rank", [4, 16])
+def test_one_product_in_float32(rank: int) -> None:
+    """Forward the rows are read once, and what is scaled is the LoRA, whichever way its gradient is had."""
+    module, n = make(rank=rank), 1000
+    forward, backward = counted(module, n)
+    assert forward.kernels == 2
+    assert forward.bytes == 4 * (n * (IN + OUT) + OUT + 3 * IN * OUT + rank * (IN + OUT))
+    assert forward.elementwise_bytes == 0
+    assert backward.elementwise_bytes == 2 * 4 * rank * (IN + OUT)
+
+
+def test_few_rows_are_not_worth_a_merged_weight() -> None:
+    forward, _ = counted(make(), 8)
+    assert forward.kernels == 3
 
 
 def injected(**config: Any) -> nn.ModuleDict:

@@ -1,6 +1,6 @@
 """Linear layers by oneDNN: right in both passes, and the same bits with and without a gradient."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from phalanx.models import linear as products
-from phalanx.models.linear import MIN_ROWS, OneDnnLinear, prefers_onednn, use_onednn
+from phalanx.models.linear import MIN_ROWS, OneDnnLinear, prefers_onednn, unfuse_biases, use_onednn
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -72,6 +72,25 @@ def test_a_frozen_layer_passes_gradients_on() -> None:
 def test_the_rest_is_left_to_torch(rows: int, dtype: torch.dtype) -> None:
     linear, x = layer().to(dtype), torch.randn(rows, 24, dtype=dtype)
     assert torch.equal(linear(x), nn.functional.linear(x, linear.weight, linear.bias))
+
+
+@pytest.mark.parametrize("rows", [8, 200])
+@pytest.mark.parametrize(("change", "exact"), [(use_onednn, True), (unfuse_biases, False)])
+def test_compiled_it_is_the_same(change: Callable[[nn.Module], None], exact: bool, rows: int) -> None:
+    """In both passes; of oneDNN's to the last bit where both take it. No code is made here, which needs a compiler."""
+    torch.manual_seed(0)
+    linear = nn.Linear(24, 40)
+    change(linear)
+    compiled = torch.compile(linear, backend="aot_eager", fullgraph=True)
+    x, grad = torch.randn(rows, 24), torch.randn(rows, 40)
+    x.requires_grad_()
+    wanted, found = (
+        [out, *torch.autograd.grad(out, [x, *linear.parameters()], grad)] for out in (linear(x), compiled(x))
+    )
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    if exact and rows >= MIN_ROWS:
+        assert torch.equal(found[0], wanted[0])
 
 
 def test_only_plain_linear_layers_change() -> None:

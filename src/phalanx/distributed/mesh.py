@@ -24,6 +24,7 @@ from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
 from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
 from phalanx.distributed.context_parallel import check_context, context_groups, context_mesh
+from phalanx.distributed.heap import keep_freed_pages
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.link import Link
 from phalanx.distributed.placement import near_divisors
@@ -180,6 +181,8 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     if cuda:
         # before any collective: NCCL and FSDP2 take the current device, on every rank 0 at first
         torch.cuda.set_device(device)
+    else:
+        keep_freed_pages()
     # else each gloo group, of which the world has two, connects every rank to every other: 2,000 sockets of 1,024 ranks
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     # gloo serves tensors on the CPU (rewards, prompts, counts), so they need no copy to a GPU

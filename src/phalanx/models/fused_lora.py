@@ -1,8 +1,14 @@
-"""A linear layer and its LoRA in three products, with nothing between them that goes over the output once more.
+"""A linear layer and its LoRA in three products, with nothing between them that goes over the output once more; in
+float32 in one.
 
 peft adds up `base + up(down(x)) * scale` in five kernels, three of which read and write tensors of the output's size.
-Here the last product is added onto the base's output where it lies. Passes with and without a gradient compute by the
-same operations; against peft, a layer in bfloat16 rounds once where peft rounds three times.
+Here the last product is added onto the base's output where it lies. Against peft, a layer in bfloat16 rounds once where
+peft rounds three times.
+
+A float32 weight can take `scale * up down` without losing it in the rounding, as one in bfloat16 would. Where there are
+more rows than the weight has, each pass makes that sum for itself, which costs little, and multiplies once.
+
+Passes with and without a gradient compute by the same operations.
 """
 
 from typing import Any
@@ -11,7 +17,11 @@ import torch
 from peft.tuners.lora.layer import Linear
 from torch import Tensor, nn
 
-from phalanx.models.linear import OneDnnLinear, product
+from phalanx.models.linear import OneDnnLinear, UnfusedLinear, product
+
+PLAIN = (nn.Linear, OneDnnLinear, UnfusedLinear)
+# Merging is worth it where the rows' products with the LoRA's two matrices take this much more than that of the two.
+CLEARLY = 4
 
 
 def fuse(module: nn.Module) -> None:
@@ -31,8 +41,10 @@ class FusedLinear(Linear):
             return super().forward(x, *args, **kwargs)
         [name] = self.active_adapters
         base, down, up = self.base_layer, self.lora_A[name].weight, self.lora_B[name].weight
-        onednn = isinstance(base, OneDnnLinear)
-        out: Tensor = _LoraLinear.apply(x, base.weight, base.bias, down, up, self.scaling[name], onednn)
+        fused = _MergedLinear if _merges(x, base.weight) else _LoraLinear
+        out: Tensor = fused.apply(
+            x, base.weight, base.bias, down, up, self.scaling[name], isinstance(base, OneDnnLinear)
+        )
         return out
 
     def _is_plain(self, x: Tensor) -> bool:
@@ -41,11 +53,50 @@ class FusedLinear(Linear):
         if len(names) != 1 or names[0] not in self.lora_A or self.lora_variant or self.fan_in_fan_out:
             return False
         base, name = self.base_layer, names[0]
-        if type(base) not in (nn.Linear, OneDnnLinear) or base.weight.requires_grad or self.lora_bias[name]:
+        if type(base) not in PLAIN or base.weight.requires_grad or self.lora_bias[name]:
             return False
         if not isinstance(self.lora_dropout[name], nn.Identity):
             return False
         return bool(x.dtype == base.weight.dtype == self.lora_A[name].weight.dtype == self.lora_B[name].weight.dtype)
+
+
+def _merges(x: Tensor, weight: Tensor) -> bool:
+    """Whether the weight takes the LoRA without loss, and `x` has rows enough for that to be the cheaper way."""
+    if x.dtype != torch.float32:
+        return False
+    if torch.compiler.is_compiling():
+        return True  # one graph for any number of rows
+    wide, narrow = weight.shape
+    return x.numel() // narrow * (wide + narrow) >= CLEARLY * wide * narrow
+
+
+class _MergedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, onednn: bool
+    ) -> Tensor:
+        # the sum is made again in the backward pass: kept, it would be a second copy of the model
+        ctx.save_for_backward(x, weight, down, up)
+        ctx.scale, ctx.onednn = scale, onednn
+        return product(x, torch.addmm(weight, up, down, alpha=scale), bias, onednn=onednn)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, down, up = ctx.saved_tensors
+        scale, onednn = ctx.scale, ctx.onednn
+        of_x, grad, rows = None, _rows(grad), _rows(x)
+        if ctx.needs_input_grad[0]:
+            merged = torch.addmm(weight, up, down, alpha=scale)
+            of_x = product(grad, merged.t(), None, onednn=onednn).view_as(x)
+        if weight.numel() <= 2 * len(down) * sum(weight.shape):  # by the fewer operations
+            of_sum = product(grad.t(), rows.t(), None, onednn=onednn)
+            of_down, of_up = up.t() @ of_sum, of_sum @ down.t()
+        else:
+            of_hidden = product(grad, up.t(), None, onednn=onednn)
+            hidden = product(rows, down, None, onednn=onednn)
+            of_down = product(of_hidden.t(), rows.t(), None, onednn=onednn)
+            of_up = product(grad.t(), hidden.t(), None, onednn=onednn)
+        return of_x, None, None, of_down.mul_(scale), of_up.mul_(scale), None, None
 
 
 class _LoraLinear(torch.autograd.Function):

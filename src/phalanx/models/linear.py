@@ -1,4 +1,4 @@
-"""Float32 linear layers on CPUs whose vector units MKL leaves half idle.
+"""Linear layers on CPUs: by the faster library, and without a pass of their own for the bias where they are compiled.
 
 torch hands float32 matrix products to MKL, which on processors that are not Intel's keeps to AVX2
 even where they have AVX-512. oneDNN, which torch brings as well and uses for convolutions and
@@ -45,10 +45,27 @@ def _seconds(function: Callable[[], Any]) -> float:
 def use_onednn(module: nn.Module) -> None:
     """Let all float32 linear layers in `module` compute by oneDNN, in place."""
     _count_operations()
+    _make(OneDnnLinear, module)
+
+
+def unfuse_biases(module: nn.Module) -> None:
+    """Let all linear layers in `module` leave their bias to the compiler where it compiles for a CPU, in place."""
+    _make(UnfusedLinear, module)
+
+
+def _make(kind: type[nn.Linear], module: nn.Module) -> None:
     for part in module.modules():
         if type(part) is nn.Linear:
             # not a new module in its place: parameters, hooks and names in checkpoints stay
-            part.__class__ = OneDnnLinear
+            part.__class__ = kind
+
+
+class UnfusedLinear(nn.Linear):
+    """nn.Linear, see `product`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[..., in] -> [..., out]."""
+        return product(input, self.weight, self.bias, onednn=False)
 
 
 class OneDnnLinear(nn.Linear):
@@ -68,12 +85,17 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool)
     """[..., in] -> [..., out] as a layer computes it, without a derivative where it is oneDNN that does."""
     if onednn and _takes(input, weight):
         return _product(input, weight, bias)
+    if bias is not None and input.device.type == "cpu" and torch.compiler.is_compiling():
+        # torch would first copy the bias to every row of the output; the compiler adds it in what comes next
+        return F.linear(input, weight) + bias
     return F.linear(input, weight, bias)
 
 
 def _takes(input: Tensor, weight: Tensor) -> bool:
-    float32 = input.dtype == weight.dtype == torch.float32
-    return float32 and input.device.type == "cpu" and input.numel() >= MIN_ROWS * weight.shape[1]
+    if not (input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32):
+        return False
+    # one graph is for any number of rows
+    return torch.compiler.is_compiling() or input.numel() >= MIN_ROWS * weight.shape[1]
 
 
 class _Linear(torch.autograd.Function):
@@ -109,4 +131,17 @@ def _count_operations() -> None:
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _opaque_product(input, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+@torch.library.custom_op("phalanx::onednn_linear", mutates_args=())
+def _opaque_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The compiler's own code for the operation takes weights that never change alone."""
+    return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
+
+
+@_opaque_product.register_fake
+def _(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return input.new_empty(*input.shape[:-1], len(weight))

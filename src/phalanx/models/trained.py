@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from phalanx.config.run import ModelConfig, ParallelConfig
 from phalanx.distributed.fsdp import Sharded, as_part_of, local
 from phalanx.distributed.mesh import World
-from phalanx.models.linear import prefers_onednn, use_onednn
+from phalanx.models.linear import prefers_onednn, unfuse_biases, use_onednn
 from phalanx.models.lora import add_lora, lora_off, merged_weights
 from phalanx.models.one_graph import OneGraph
 
@@ -54,11 +54,12 @@ class TrainedModel:
             add_lora(module, config, lora_targets, seed)
         else:
             module.requires_grad_(not frozen)
+        if world.device.type == "cpu" and prefers_onednn():
+            use_onednn(module)
         self._one_graph: OneGraph | None = None
         if config.compile:
+            unfuse_biases(module)
             self._one_graph = OneGraph(blocks)
-        elif world.device.type == "cpu" and prefers_onednn():
-            use_onednn(module)
         self.sharded = Sharded(module, blocks, world, parallel, dtype, experts, kept)
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}

@@ -1,5 +1,5 @@
-"""`model.attn_backend`: diffusers' attention dispatch, tried before it is used; SD3 obeys it too. And Qwen-Image's
-attention for `model.compile`.
+"""`model.attn_backend`: diffusers' attention dispatch, tried before it is used. SD3's attention, which obeys it and
+computes no more than is read; and Qwen-Image's for `model.compile`.
 """
 
 from typing import Any
@@ -59,12 +59,12 @@ def _line(error: Exception) -> str:
 class DispatchedJointAttention:
     """SD3's joint attention, dispatched.
 
-    diffusers' own processor for this family, JointAttnProcessor2_0, computes the same by torch's
-    scaled_dot_product_attention and ignores the backend.
+    diffusers' own processor for this family, JointAttnProcessor2_0, ignores the backend, and in the last block, behind
+    which there is no text any more, has the text attend as well.
     """
 
     # diffusers' set_attention_backend writes these on processors
-    _attention_backend: Any = None
+    _attention_backend: Any = AttentionBackendName.NATIVE
     _parallel_config: Any = None
 
     def __call__(
@@ -79,7 +79,8 @@ class DispatchedJointAttention:
         k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
         v = self._heads(attn, hidden_states, attn.to_v)
         if encoder_hidden_states is not None:
-            q = torch.cat([q, self._heads(attn, encoder_hidden_states, attn.add_q_proj, attn.norm_added_q)], 1)
+            if not attn.context_pre_only:
+                q = torch.cat([q, self._heads(attn, encoder_hidden_states, attn.add_q_proj, attn.norm_added_q)], 1)
             k = torch.cat([k, self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)], 1)
             v = torch.cat([v, self._heads(attn, encoder_hidden_states, attn.add_v_proj)], 1)
         out = dispatch_attention_fn(
@@ -89,8 +90,9 @@ class DispatchedJointAttention:
         image = attn.to_out[1](attn.to_out[0](out[:, : hidden_states.shape[1]]))
         if encoder_hidden_states is None:
             return image
-        text = out[:, hidden_states.shape[1] :]
-        return image, text if attn.context_pre_only else attn.to_add_out(text)
+        if attn.context_pre_only:
+            return image, None
+        return image, attn.to_add_out(out[:, hidden_states.shape[1] :])
 
     @staticmethod
     def _heads(attn: Any, x: Tensor, projection: Any, norm: Any = None) -> Tensor:
@@ -105,6 +107,8 @@ class RealRotaryAttention(DispatchedJointAttention):
     diffusers' own processor rotates complex ones, of which Inductor makes no kernel: each rotation would be several
     passes over queries and keys.
     """
+
+    _attention_backend: Any = None  # what diffusers is set to, as its own
 
     def __call__(
         self,

@@ -91,6 +91,7 @@ class FlowModel:
         the caller to cast; see phalanx.models.stored.
         """
         self.load(config, dtype, weights_dtype, getattr(diffusers, self.pipeline_class), self.transformer_class)
+        self.adapt(self.transformer)
         encoders = [part for name, part in self.pipeline.components.items() if name.startswith("text_encoder")]
         self.text_encoders = [encoder for encoder in encoders if encoder is not None]
 
@@ -125,6 +126,10 @@ class FlowModel:
             nn.Module.to(self.transformer, weights_dtype)
         else:
             widen_buffers(self.transformer, weights_dtype)
+
+    @staticmethod
+    def adapt(transformer: Any) -> None:
+        """Exchange parts of diffusers' transformer for the family's own, before it is used."""
 
     def components(self, path: str) -> dict[str, Any]:
         """Components that the family loads itself, by their names in the pipeline."""
@@ -280,7 +285,12 @@ class FlowModel:
             latents = torch.empty(1, *self.sample_shape(height, width, frames))
             return {"latents": latents, "timesteps": torch.empty(1), "embeds": embeds, "height": height, "width": width}
 
-        return forward_flops(lambda: _ForwardPass(self, kind.from_config(config).to(self.dtype)), inputs)
+        def forward_pass() -> nn.Module:
+            transformer = kind.from_config(config).to(self.dtype)
+            self.adapt(transformer)
+            return _ForwardPass(self, transformer)
+
+        return forward_flops(forward_pass, inputs)
 
     # -- export: the files that stock diffusers loads. No model of the class is built for it. -----
 

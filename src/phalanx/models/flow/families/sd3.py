@@ -1,10 +1,11 @@
 """Stable Diffusion 3 and 3.5, with or without the T5 text encoder (arXiv 2403.03206)."""
 
+from typing import Any
+
 import torch
 from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
-from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.attention import DispatchedJointAttention
 from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, pooled_embeds
 
@@ -21,10 +22,9 @@ class Model(FlowModel):
     default_negative = ""
     lora_targets = JOINT_ATTENTION
 
-    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
-        super().__init__(config, dtype, weights_dtype)
-        if config.attn_backend is not None:
-            self.transformer.set_attn_processor(DispatchedJointAttention())
+    @staticmethod
+    def adapt(transformer: Any) -> None:
+        transformer.set_attn_processor(DispatchedJointAttention())
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
