@@ -5,8 +5,8 @@
 
 The baseline is the plain reading of Flow-GRPO (arXiv 2505.05470), in float32: guidance as one doubled batch, a
 denoising step at a time in sampling and again in the update (a forward and backward pass for each), the whole batch
-decoded at once, diffusers' modules as they come, rewards on a thread beside the sampling. Same model, LoRA, prompt
-embeddings, images, steps and updates; whatever the settings of Phalanx, the baseline's are those.
+decoded at once, diffusers' and peft's modules as they come, rewards on a thread beside the sampling. Same model, LoRA,
+prompt embeddings, images, steps and updates; whatever the settings of Phalanx, the baseline's are those.
 With `--only phalanx` or `--only baseline` one of them runs alone, for its memory.
 """
 
@@ -22,7 +22,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from count_kernels import by
+from diffusers.models.attention_processor import JointAttnProcessor2_0
 from measure import Bench, arguments, configure, origin, table
+from peft.tuners.lora.layer import Linear
 from torch import Tensor
 
 from phalanx.cli import rank, run
@@ -44,6 +47,8 @@ class Baseline:
         family = resolve_registry("phalanx.models.flow.families", cfg.model.family or "", "model.family")
         self.model = family.Model(cfg.model, torch.float32, torch.float32)
         add_lora(self.model.transformer, cfg.model, self.model.lora_targets, seed=0)
+        by(Linear, self.model.transformer)
+        self.model.transformer.set_attn_processor(JointAttnProcessor2_0())
         self.weights = [p for p in self.model.transformer.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(self.weights, lr=cfg.optim.lr, weight_decay=cfg.optim.weight_decay)
         self.generator = torch.Generator().manual_seed(self.rank)

@@ -94,8 +94,9 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool)
 def _takes(input: Tensor, weight: Tensor) -> bool:
     if not (input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32):
         return False
-    # one graph is for any number of rows
-    return torch.compiler.is_compiling() or input.numel() >= MIN_ROWS * weight.shape[1]
+    if torch.compiler.is_compiling():
+        return input.numel() > 0  # one graph is for any number of rows
+    return input.numel() >= MIN_ROWS * weight.shape[1]
 
 
 class _Linear(torch.autograd.Function):
