@@ -3,9 +3,9 @@
     sh train.sh benchmarks/lora.py benchmarks/cpu_reference.yaml
     NPROC_PER_NODE=2 sh train.sh benchmarks/lora.py benchmarks/cpu_reference.yaml
 
-One rank answers the first: seconds of a guided forward pass of the rollout's micro-batch with the LoRA beside its base
-(how Phalanx samples: the log-probabilities are those of the update, to the last bit), with the same in peft's kernels,
-merged into the base, and without it; and how far merging moves the velocity. Several ranks answer the second: whole
+One rank answers the first: seconds of a guided forward pass of the rollout's micro-batch as Phalanx samples (by the
+update's own operations: the log-probabilities are equal to the last bit), with the LoRA in peft's kernels, merged into
+the base beforehand, and without it; and how far merging moves the velocity. Several ranks answer the second: whole
 training steps with parallel.fsdp_size = the number of ranks, in turns. The last line is JSON.
 """
 
@@ -73,7 +73,7 @@ def merging(cfg: FlowRLConfig, args: Namespace) -> dict[str, Any]:
     rows, t = torch.zeros(micro, dtype=torch.long, device=device), torch.full((micro,), 500.0, device=device)
     transformer = policy.model.transformer
     modes: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-        "beside": nullcontext,
+        "own": nullcontext,
         "peft": lambda: by_peft(transformer),
         "merged": lambda: merged(transformer),
         "without": lambda: lora_off(transformer),
@@ -90,12 +90,12 @@ def merging(cfg: FlowRLConfig, args: Namespace) -> dict[str, Any]:
             if name == "merged":
                 seconds["merging"].append(clock(device) - start - seconds[name][-1])
     result = {f"{name}_s": statistics.median(values[args.warmup :]) for name, values in seconds.items()}
-    result["peft_ratio"] = result["peft_s"] / result["beside_s"]
-    result["merged_ratio"] = result["beside_s"] / result["merged_s"]
-    error = (velocity["merged"] - velocity["beside"]).abs().max() / velocity["beside"].abs().max()
+    result["peft_ratio"] = result["peft_s"] / result["own_s"]
+    result["merged_ratio"] = result["own_s"] / result["merged_s"]
+    error = (velocity["merged"] - velocity["own"]).abs().max() / velocity["own"].abs().max()
     result["velocity_error"] = float(error)
     rows_ = [
-        ("LoRA beside its base", f"{result['beside_s']:.4f} s a guided forward pass of {micro} samples"),
+        ("as Phalanx samples", f"{result['own_s']:.4f} s a guided forward pass of {micro} samples"),
         ("by peft", f"{result['peft_s']:.4f} s   {result['peft_ratio']:.2f} times as long"),
         ("merged", f"{result['merged_s']:.4f} s   {result['merged_ratio']:.2f} times as fast"),
         ("no LoRA", f"{result['without_s']:.4f} s"),

@@ -58,6 +58,14 @@ def test_both_passes_are_pefts(shape: tuple[int, ...], bias: bool, onednn: bool,
         assert (a - b).abs().max() < 2e-6 * b.abs().max()
 
 
+@pytest.mark.parametrize("onednn", [False, True])
+def test_no_rows(onednn: bool) -> None:
+    """The gradient of a LoRA that no one used is 0, and not missing."""
+    out, *gradients = passes(make(onednn=onednn), torch.empty(2, 0, IN), torch.empty(2, 0, OUT))
+    assert out.shape == (2, 0, OUT)
+    assert [(g.shape, float(g.sum())) for g in gradients] == [((2, 0, IN), 0), ((4, IN), 0), ((OUT, 4), 0)]
+
+
 def test_tensors_that_are_not_contiguous() -> None:
     module = make()
     x, grad = torch.randn(IN, 5, 30).permute(2, 1, 0), torch.randn(1, 1, OUT).expand(30, 5, OUT)

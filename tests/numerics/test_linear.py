@@ -57,6 +57,13 @@ def test_with_and_without_gradients_the_bits_are_the_same() -> None:
     assert torch.equal(linear.requires_grad_(False)(x.requires_grad_()), sampled)
 
 
+def test_no_rows() -> None:
+    linear = layer()
+    out, *gradients = passes(linear, torch.empty(2, 0, 24), torch.empty(2, 0, 40))
+    assert out.shape == (2, 0, 40)
+    assert [(g.shape, float(g.sum())) for g in gradients] == [((2, 0, 24), 0), ((40, 24), 0), ((40,), 0)]
+
+
 def test_a_frozen_layer_passes_gradients_on() -> None:
     linear = layer().requires_grad_(False)
     x = torch.randn(70, 24, requires_grad=True)

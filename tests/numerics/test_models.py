@@ -568,6 +568,7 @@ def compiled(path: Path, backend: str, dtype: str) -> tuple[Tensor, Tensor, Tens
     """
     from torch._dynamo.utils import counters
 
+    counters.clear()  # of what this process was forked from
     longer = [replace(p, text=p.text + " in the rain", negative="a blur" + "red" * i) for i, p in enumerate(PROMPTS)]
     with one_rank() as world, torch._inductor.config.patch(compile_threads=1):
         torch.compile = partial(torch.compile, backend=backend)

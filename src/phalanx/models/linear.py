@@ -94,9 +94,10 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None, *, onednn: bool)
 def _takes(input: Tensor, weight: Tensor) -> bool:
     if not (input.device.type == "cpu" and input.dtype == weight.dtype == torch.float32):
         return False
-    if torch.compiler.is_compiling():
-        return input.numel() > 0  # one graph is for any number of rows
-    return input.numel() >= MIN_ROWS * weight.shape[1]
+    if input.numel() == 0:
+        return False  # oneDNN knows no empty products
+    # one graph is for any number of rows
+    return torch.compiler.is_compiling() or input.numel() >= MIN_ROWS * weight.shape[1]
 
 
 class _Linear(torch.autograd.Function):
