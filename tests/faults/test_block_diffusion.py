@@ -11,7 +11,8 @@ from tests.faults.jobs import TIMEOUT_S, Job, checksums, kill, rows, steps
 from tests.lm import fit, fit_sft, tiny_lm_config, tiny_sft_config
 from tests.ranks import run_ranks
 
-SETTINGS = ("parallel.fsdp_size=2", "trainer.save_freq=3", "trainer.total_training_steps=6")
+# A busy machine takes longer than a third of the usual limit to see that a process has ended.
+SETTINGS = ("parallel.fsdp_size=2", "trainer.save_freq=3", "trainer.total_training_steps=6", "parallel.timeout_s=30")
 RL = (*SETTINGS, "model.block_size=4", "rollout.threshold=0.02", "actor.log_prob_estimate=coupled")
 SFT = (*SETTINGS, "block_diffusion.noise_per_block=true", "block_diffusion.ema={decay: 0.7, warmup: false}")
 
