@@ -79,7 +79,7 @@ class DispatchedJointAttention:
         k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
         v = self._heads(attn, hidden_states, attn.to_v)
         if encoder_hidden_states is not None:
-            # no text is none of its tokens and not no projection, whose gradient is 0 then, and not missing
+            # projecting zero tokens, rather than not projecting, gives the layer a gradient of 0 instead of none
             asking = encoder_hidden_states[:, :0] if attn.context_pre_only else encoder_hidden_states
             q = torch.cat([q, self._heads(attn, asking, attn.add_q_proj, attn.norm_added_q)], 1)
             k = torch.cat([k, self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)], 1)
