@@ -8,6 +8,7 @@ Nothing heavy is imported at the top: a mistake and --help are told before torch
 """
 
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -20,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
+from phalanx.distributed.heap import pause_collection, resume_collection
 from phalanx.exit import Stopped, end, end_with_parent, is_first, leads, place, rank, say
 
 if TYPE_CHECKING:
@@ -85,11 +87,15 @@ def parse(
                 # with the file and the words, since a named algorithm or reward brings keys of its own
                 print(help_text(schema, description, path, words, known))
             sys.exit(0)
-        config = load(schema, path, words)
+        pause_collection()  # a named algorithm brings torch
+        try:
+            config = load(schema, path, words)
+        finally:
+            resume_collection()
         if checking:
             if check is not None:
                 check(config)
-            sys.exit(0)
+            end(0)  # the interpreter's own end takes as long as the check where torch is loaded
     except ValueError as error:
         _tell(error, status=2)
     if plan is None or asked is None:
@@ -150,10 +156,12 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     log.info("loading the libraries")
     from phalanx.types import JobError
 
+    pause_collection()  # until the job has a world
     try:
         job = build(config)
     except ValueError as error:
         _tell(error, status=2)
+    gc.enable()  # of a job without a world
     # Not ValueError again: what `build` let pass and training stumbles over is an error of ours,
     # which needs its traceback.
     try:

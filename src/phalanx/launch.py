@@ -27,6 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
+from phalanx.distributed.heap import pause_collection, resume_collection
 from phalanx.exit import end_with_parent, place_of, say
 
 if TYPE_CHECKING:
@@ -52,11 +53,13 @@ def main(argv: list[str]) -> NoReturn:
         # torch's Python and C++ sides would repeat in warnings and frames what is told here in a line
         logging.disable()
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, as torch is loaded
+    pause_collection()
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    resume_collection()
     args = run.parse_args(argv)
     _check(args.training_script, args.training_script_args)
     find_node_0(args)

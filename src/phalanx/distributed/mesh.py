@@ -24,7 +24,7 @@ from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
 from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
 from phalanx.distributed.context_parallel import check_context, context_groups, context_mesh
-from phalanx.distributed.heap import keep_freed_pages
+from phalanx.distributed.heap import keep_freed_pages, resume_collection
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.link import Link
 from phalanx.distributed.placement import near_divisors
@@ -170,6 +170,7 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     """Join the world, as a rank of a role by `placement`, and cut its mesh. Every group gets the configured time
     limit.
     """
+    resume_collection()  # the libraries are loaded, and no weights yet
     whole = Launch.from_env()
     roles = roles_of(placement or {}, whole)
     role = roles.of(whole.rank)
