@@ -19,9 +19,10 @@ def pause_collection() -> None:
 
 
 def resume_collection() -> None:
-    """Collect garbage again, among the objects from now on: those that are there now are the libraries', and stay."""
-    gc.freeze()
-    gc.enable()
+    """Collect garbage again after a pause, among the objects from now on: those that are there are the libraries'."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 def keep_freed_pages() -> None:
