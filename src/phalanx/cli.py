@@ -8,7 +8,6 @@ Nothing heavy is imported at the top: a mistake and --help are told before torch
 """
 
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -21,8 +20,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
-from phalanx.distributed.heap import pause_collection, resume_collection
 from phalanx.exit import Stopped, end, end_with_parent, is_first, leads, place, rank, say
+from phalanx.garbage import pause_collection, resume_collection
 
 if TYPE_CHECKING:
     from phalanx.distributed.watchdog import Watch
@@ -161,7 +160,7 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
         job = build(config)
     except ValueError as error:
         _tell(error, status=2)
-    gc.enable()  # of a job without a world
+    resume_collection()  # of a job without a world
     # Not ValueError again: what `build` let pass and training stumbles over is an error of ours,
     # which needs its traceback.
     try:

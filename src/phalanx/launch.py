@@ -27,8 +27,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx.distributed.heap import pause_collection, resume_collection
 from phalanx.exit import end_with_parent, place_of, say
+from phalanx.garbage import pause_collection, resume_collection
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure

@@ -31,7 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"media"}),
     frozenset({"distributed"}),
     frozenset({"functional"}),
-    frozenset({"types", "exit"}),
+    frozenset({"types", "exit", "garbage"}),
     frozenset({"config"}),
 )
 
@@ -70,7 +70,14 @@ OWNERS: dict[str, tuple[str, ...]] = {
 
 PURE = ("functional", "algorithms")
 IMPURE_LIBRARIES = ("torch.distributed", "diffusers", "vllm")
-LIGHT = ("__main__", "config", "cli", "exit", "launch")  # a mistake in a configuration is told before torch is imported
+LIGHT = (
+    "__main__",
+    "config",
+    "cli",
+    "exit",
+    "garbage",
+    "launch",
+)  # a mistake in a configuration is told before torch is imported
 LIGHT_LIBRARIES = {"omegaconf", "rich", "yaml"}
 GROUP_MAKERS = {
     "DeviceMesh",
@@ -184,7 +191,7 @@ def light_errors(module: Module) -> list[str]:
     top = ast.Module([n for n in module.tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
     allowed = {*sys.stdlib_module_names, *LIGHT_LIBRARIES}
     heavy = {n for n in imports(top) if n.split(".")[0] not in allowed and not within(n, "phalanx")}
-    light = ("phalanx.config", "phalanx.exit", "phalanx.__version__")
+    light = ("phalanx.config", "phalanx.exit", "phalanx.garbage", "phalanx.__version__")
     heavy |= {n for n in imports(top) if n.startswith("phalanx.") and not any(within(n, m) for m in light)}
     return [f"{module.name} imports {name} at its top" for name in sorted(heavy)]
 

@@ -1,28 +1,12 @@
-"""The memory of a process: when Python looks for garbage, and what malloc does with freed pages."""
+"""The heap of a rank whose tensors are on the CPU."""
 
 import ctypes
-import gc
 import os
 import platform
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 VARIABLES = "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"
 LARGE = 2**30  # bytes
-
-
-def pause_collection() -> None:
-    """Leave garbage alone until `resume_collection`: libraries that are loaded make hardly any.
-
-    Python would look through all of their objects again and again, which is a fifth of the time that loading takes.
-    """
-    gc.disable()
-
-
-def resume_collection() -> None:
-    """Collect garbage again after a pause, among the objects from now on: those that are there are the libraries'."""
-    if not gc.isenabled():
-        gc.freeze()
-        gc.enable()
 
 
 def keep_freed_pages() -> None:

@@ -24,12 +24,13 @@ from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
 from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
 from phalanx.distributed.context_parallel import check_context, context_groups, context_mesh
-from phalanx.distributed.heap import keep_freed_pages, resume_collection
+from phalanx.distributed.heap import keep_freed_pages
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.link import Link
 from phalanx.distributed.placement import near_divisors
 from phalanx.distributed.roles import ACTOR, ROLLOUT, Roles, roles_of
 from phalanx.exit import take_role
+from phalanx.garbage import resume_collection
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

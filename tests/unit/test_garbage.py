@@ -1,0 +1,37 @@
+"""When garbage is collected."""
+
+import subprocess
+import sys
+
+import pytest
+
+JOB = """
+import gc, sys
+from dataclasses import dataclass
+from phalanx.cli import parse, run
+
+@dataclass
+class Empty:
+    pass
+
+def build(_):
+    first = gc.isenabled()
+    if "world" in sys.argv:
+        from phalanx.config.run import ParallelConfig
+        from phalanx.distributed.mesh import start
+        start(ParallelConfig())
+    second = gc.isenabled()
+    return lambda: print(first, second, gc.isenabled())
+
+config = parse(Empty, "", [])
+print(gc.isenabled())
+run(build, config)
+"""
+
+
+@pytest.mark.parametrize("world", [True, False])
+def test_garbage_is_left_alone_only_while_libraries_are_loaded(world: bool) -> None:
+    """Until there is a world, before weights are loaded; of a job without one until it is built."""
+    words = ["world"] if world else []
+    done = subprocess.run([sys.executable, "-c", JOB, *words], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "False", str(world), "True"]
