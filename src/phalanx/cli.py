@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
 from phalanx.exit import Stopped, end, end_with_parent, is_first, leads, place, rank, say
-from phalanx.garbage import pause_collection, resume_collection
+from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
     from phalanx.distributed.watchdog import Watch
@@ -86,11 +86,8 @@ def parse(
                 # with the file and the words, since a named algorithm or reward brings keys of its own
                 print(help_text(schema, description, path, words, known))
             sys.exit(0)
-        pause_collection()  # a named algorithm brings torch
-        try:
+        with uncollected():  # a named algorithm brings torch
             config = load(schema, path, words)
-        finally:
-            resume_collection()
         if checking:
             if check is not None:
                 check(config)
@@ -155,12 +152,11 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     log.info("loading the libraries")
     from phalanx.types import JobError
 
-    pause_collection()  # until the job has a world
     try:
-        job = build(config)
+        with uncollected():  # or until the job has a world
+            job = build(config)
     except ValueError as error:
         _tell(error, status=2)
-    resume_collection()  # of a job without a world
     # Not ValueError again: what `build` let pass and training stumbles over is an error of ours,
     # which needs its traceback.
     try:

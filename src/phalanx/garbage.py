@@ -4,15 +4,22 @@ It would look through all of their objects again and again, a fifth of the time 
 """
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def pause_collection() -> None:
-    """Leave garbage alone until `resume_collection`."""
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Leave garbage alone within, or until `collect_again`."""
     gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
-def resume_collection() -> None:
-    """Collect garbage again after a pause, among the objects from now on: those that are there are the libraries'."""
+def collect_again() -> None:
+    """Collect garbage again, within `uncollected`; what is there by now, the libraries' objects, is passed over."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

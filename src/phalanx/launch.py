@@ -28,7 +28,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from phalanx.exit import end_with_parent, place_of, say
-from phalanx.garbage import pause_collection, resume_collection
+from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
@@ -53,13 +53,12 @@ def main(argv: list[str]) -> NoReturn:
         # torch's Python and C++ sides would repeat in warnings and frames what is told here in a line
         logging.disable()
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, as torch is loaded
-    pause_collection()
-    from torch.distributed import DistError, run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    with uncollected():
+        from torch.distributed import DistError, run
+        from torch.distributed.elastic.multiprocessing.api import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+        from torch.distributed.elastic.rendezvous import RendezvousError
 
-    resume_collection()
     args = run.parse_args(argv)
     _check(args.training_script, args.training_script_args)
     find_node_0(args)

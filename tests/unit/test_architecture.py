@@ -70,14 +70,8 @@ OWNERS: dict[str, tuple[str, ...]] = {
 
 PURE = ("functional", "algorithms")
 IMPURE_LIBRARIES = ("torch.distributed", "diffusers", "vllm")
-LIGHT = (
-    "__main__",
-    "config",
-    "cli",
-    "exit",
-    "garbage",
-    "launch",
-)  # a mistake in a configuration is told before torch is imported
+# a mistake in a configuration is told before torch is imported
+LIGHT = ("__main__", "config", "cli", "exit", "garbage", "launch")
 LIGHT_LIBRARIES = {"omegaconf", "rich", "yaml"}
 GROUP_MAKERS = {
     "DeviceMesh",

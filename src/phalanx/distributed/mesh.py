@@ -30,7 +30,7 @@ from phalanx.distributed.link import Link
 from phalanx.distributed.placement import near_divisors
 from phalanx.distributed.roles import ACTOR, ROLLOUT, Roles, roles_of
 from phalanx.exit import take_role
-from phalanx.garbage import resume_collection
+from phalanx.garbage import collect_again
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -171,7 +171,7 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     """Join the world, as a rank of a role by `placement`, and cut its mesh. Every group gets the configured time
     limit.
     """
-    resume_collection()  # the libraries are loaded, and no weights yet
+    collect_again()  # the libraries are loaded, and no weights yet
     whole = Launch.from_env()
     roles = roles_of(placement or {}, whole)
     role = roles.of(whole.rank)
