@@ -35,8 +35,8 @@ from phalanx.data.prompts import load_prompts
 from phalanx.distributed import mesh
 from phalanx.models.lora import add_lora
 from phalanx.rewards.image.jpeg_compressibility import jpeg_compressibility
+from phalanx.telemetry.step_metrics import peak_memory_gb
 from phalanx.training.flow_rl import check
-from phalanx.training.run import peak_memory_gb
 
 
 class Baseline:

@@ -72,20 +72,7 @@ def phalanx(folder: Path, clock: Clock, keys: list[str]) -> None:
     """The job that benchmarks/cpu_reference.yaml describes."""
     from phalanx.config import load
     from phalanx.config.flow import FlowRLConfig
-    from phalanx.training.collecting import Collected
     from phalanx.training.flow_rl import build
-    from phalanx.training.rl import Trainer
-
-    class Timed(Trainer):
-        def collect(self, step: int, part: int = 0) -> Collected:
-            clock.start()
-            found = super().collect(step, part)
-            clock.end("rollout")
-            return found
-
-        def end_step(self, step: int, row: dict[str, float]) -> None:
-            clock.end("update")
-            super().end_step(step, row)
 
     settings = {
         "model.path": folder / "model",
@@ -103,8 +90,24 @@ def phalanx(folder: Path, clock: Clock, keys: list[str]) -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     words = [*(f"{key}={value}" for key, value in settings.items()), *keys]
-    trainer = build(load(FlowRLConfig, str(CONFIG), words), Timed)
-    assert isinstance(trainer, Timed), "one rank does all"
+    trainer: Any = build(load(FlowRLConfig, str(CONFIG), words))
+    sample, reward, end_step = trainer.collector.sample, trainer.collector.reward, trainer.job.end_step
+
+    def timed_sample(*args: Any) -> Any:
+        clock.start()
+        return sample(*args)
+
+    def timed_reward(*args: Any) -> Any:
+        scored = reward(*args)
+        clock.end("rollout")
+        return scored
+
+    def timed_end(step: int, row: dict[str, float]) -> None:
+        clock.end("update")
+        end_step(step, row)
+
+    trainer.collector.sample, trainer.collector.reward = timed_sample, timed_reward
+    trainer.job.end_step = timed_end
     trainer.fit()
 
 

@@ -32,7 +32,6 @@ def phalanx(steps: int, folder: Path) -> dict[str, float]:
     from phalanx.config import load
     from phalanx.config.lm import LMRLConfig
     from phalanx.training.lm_rl import build
-    from phalanx.training.rl import Trainer
 
     keys = {
         "trainer.total_training_steps": steps,
@@ -45,15 +44,18 @@ def phalanx(steps: int, folder: Path) -> dict[str, float]:
     }
     ends: list[float] = []
 
-    class Timed(Trainer):
-        def end_step(self, step: int, row: dict[str, float]) -> None:
-            super().end_step(step, row)
-            ends.append(time.process_time())
-
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.chdir(ROOT)
-    build(load(LMRLConfig, str(CONFIG), [f"{key}={value}" for key, value in keys.items()]), Timed).fit()
+    trainer: Any = build(load(LMRLConfig, str(CONFIG), [f"{key}={value}" for key, value in keys.items()]))
+    plain = trainer.job.end_step
+
+    def end_step(step: int, row: dict[str, float]) -> None:
+        plain(step, row)
+        ends.append(time.process_time())
+
+    trainer.job.end_step = end_step
+    trainer.fit()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     tokens = sum(row["response/length_mean"] for row in rows[1:]) * PROMPTS * RESPONSES
     rewards = [row["reward/mean"] for row in rows]

@@ -18,8 +18,13 @@ from phalanx.config.lm import LMRLConfig
 
 
 def build(cfg: LMRLConfig) -> Callable[[], None]:
+    from phalanx.telemetry import metrics
     from phalanx.telemetry.metrics import Timers
-    from phalanx.training import collecting, in_parts, lm_rl, scoring
+    from phalanx.training import lm_rl, rl
+    from phalanx.training.collect import Collector
+    from phalanx.training.disaggregated import workers
+    from phalanx.training.minibatches import Minibatches
+    from phalanx.training.update import StepLog
 
     rollout_s, actor_s = (float(word) for word in os.environ["EMULATE"].split(","))
     folder, rank = Path(cfg.trainer.output_dir), os.environ.get("RANK", "0")
@@ -40,26 +45,30 @@ def build(cfg: LMRLConfig) -> Callable[[], None]:
             if name in ("wait", "idle", "sync", "reward", "validation"):
                 say(name, start)
 
-    def lasting(call: Callable[..., Any], phase: str, seconds: Callable[..., float]) -> Callable[..., Any]:
-        def slow(self: Any, *args: Any, **named: Any) -> Any:
-            start = time.time()
-            found = call(self, *args, **named)
-            time.sleep(max(start + seconds(self, *args) - time.time(), 0))
-            say(phase, start)
-            return found
+    def wait_until(end: float) -> None:
+        time.sleep(max(end - time.time(), 0))
 
-        return slow
+    sample, select, micro_batch = Collector.sample, Minibatches.select, StepLog.micro_batch
+    started = [0.0]  # of the forward and backward pass that runs
 
-    def sampling(self: Any, *_: Any) -> float:
-        return rollout_s / self.world.size / self.parts
+    def slow_sample(self: Collector, *args: Any) -> Any:
+        start = time.time()
+        drawn = sample(self, *args)
+        wait_until(start + rollout_s / world.size / self.chunks)
+        say("rollout", start)
+        return drawn
 
-    def training(self: Any, batches: Any, rows: Any, *_: Any) -> float:
-        return actor_s / self.world.size * len(rows) / self.plan.per_rank
+    def begin_pass(self: Minibatches, *args: Any) -> Any:
+        started[0] = time.time()
+        return select(self, *args)
 
-    scoring.Timers = Phases  # type: ignore[misc]
-    collecting.Collecting.sample = lasting(collecting.Collecting.sample, "rollout", sampling)  # type: ignore[method-assign]
-    updates = in_parts.UpdatesInParts
-    updates.learn_from = lasting(updates.learn_from, "update", training)  # type: ignore[method-assign]
+    def end_pass(self: StepLog, samples: Any, rows: Any, loss: Any) -> None:
+        micro_batch(self, samples, rows, loss)
+        wait_until(started[0] + actor_s / world.size * len(rows) / job.updater.plan.per_rank)
+        say("update", started[0])
+
+    metrics.Timers = rl.Timers = workers.Timers = Phases  # type: ignore[misc]
+    Collector.sample, Minibatches.select, StepLog.micro_batch = slow_sample, begin_pass, end_pass  # type: ignore[method-assign]
     job: Any = lm_rl.build(cfg)
     world = job.world
     return job.run

@@ -61,14 +61,14 @@ def merged(transformer: nn.Module) -> Any:
 @torch.no_grad()
 def merging(cfg: FlowRLConfig, args: Namespace) -> dict[str, Any]:
     """Seconds of a forward pass in each mode, in turns, and of merging itself."""
-    trainer = build(cfg)
-    policy, rollout, device = trainer.policy, trainer.rollout, trainer.world.device
+    trainer: Any = build(cfg)
+    policy, rollout, device = trainer.policy, trainer.collector.rollout, trainer.world.device
     for name, p in policy.trained.parameters.items():
         if "lora_B" in name:
             p.normal_(0, NOISE)
     policy.trained.sharded.copy_to_module()
-    embeds = rollout.collate(trainer.prompts.batch(0)[:1])
-    micro, sampler = trainer.plan.rollout_micro, rollout.sampler
+    embeds = rollout.collate(trainer.collector.prompts.batch(0)[:1])
+    micro, sampler = trainer.updater.plan.rollout_micro, rollout.sampler
     x = torch.randn(micro, *policy.model.latent_shape(sampler.height, sampler.width), device=device)
     rows, t = torch.zeros(micro, dtype=torch.long, device=device), torch.full((micro,), 500.0, device=device)
     transformer = policy.model.transformer

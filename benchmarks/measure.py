@@ -1,4 +1,4 @@
-"""What the benchmarks share: the command line, a Trainer that is timed as it trains, and where a figure was made."""
+"""What the benchmarks share: the command line, a job that is timed as it trains, and where a figure was made."""
 
 import argparse
 import platform
@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,10 @@ from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.launch import Launch
 from phalanx.telemetry.metrics import Timers
+from phalanx.telemetry.step_metrics import peak_memory_gb
+from phalanx.training.collect import Collector
 from phalanx.training.flow_rl import build
 from phalanx.training.rl import Trainer
-from phalanx.training.run import peak_memory_gb
 
 HERE = Path(__file__).resolve().parent
 PROMPTS_EACH = 8  # steps' worth of made-up prompts
@@ -117,8 +117,23 @@ class Meter(Timers):
         torch.cuda.reset_peak_memory_stats(self._device)
 
 
-class Bench(Trainer):
-    """The Trainer, whose rows of metrics are kept instead of written. `after(step)` runs, untimed, after each step.
+def use_timers(trainer: Trainer, timers: Timers) -> None:
+    """Have all parts of a job time their phases by these."""
+    collector = trainer.collector
+    assert isinstance(collector, Collector), "samples are drawn here"
+    for part in (
+        trainer.job,
+        trainer.job.sampling,
+        collector,
+        collector.rewards,
+        trainer.updater,
+        trainer.updater.rescorer,
+    ):
+        part.timers = timers  # type: ignore[union-attr]
+
+
+class Bench:
+    """A job whose rows of metrics are kept instead of written. `after(step)` runs, untimed, after each step.
 
     Phases within phases: `decode` and `embed` within `rollout`, `optimizer` within `update`.
     """
@@ -127,42 +142,53 @@ class Bench(Trainer):
     def of(cls, cfg: FlowRLConfig, *, warmup: int, steps: int, trace: Path | None = None) -> "Bench":
         """`trace`: a file for a torch.profiler trace of one more step."""
         cfg.trainer.total_training_steps = warmup + steps + (trace is not None)
-        return build(cfg, partial(cls, warmup=warmup, steps=steps, trace=trace))
+        trainer = build(cfg)
+        assert isinstance(trainer, Trainer), "each rank does everything"
+        return cls(cfg, trainer, warmup=warmup, steps=steps, trace=trace)
 
-    def __init__(self, *parts: Any, warmup: int, steps: int, trace: Path | None) -> None:
-        super().__init__(*parts)
+    def __init__(self, cfg: FlowRLConfig, trainer: Trainer, *, warmup: int, steps: int, trace: Path | None) -> None:
+        self.cfg, self.trainer, self.plan = cfg, trainer, trainer.updater.plan
+        self.policy: Any = trainer.policy
+        self.world, self.collector = trainer.world, trainer.collector
         self.warmup, self.measured, self.trace = warmup, steps, trace
         self.measures: list[dict[str, float]] = []
         self.after: Callable[[int], None] = lambda step: None
-        self.timers = self.meter = Meter(self.world.device)
+        self.meter = Meter(self.world.device)
         self.profile: AbstractContextManager[Any] = nullcontext()
         # methods of instances are replaced by timed ones: the code that users run stays as it is
-        self.policy.decode = self._timed("decode", self.policy.decode)  # type: ignore[method-assign]
-        self.policy.embed = self._timed("embed", self.policy.embed)  # type: ignore[method-assign]
-        self.learner.optimizer.step = self._timed("optimizer", self.learner.optimizer.step)  # type: ignore[method-assign]
+        use_timers(trainer, self.meter)
+        self.policy.decode = self._timed("decode", self.policy.decode)
+        self.policy.embed = self._timed("embed", self.policy.embed)
+        optimizer = trainer.job.state.optimizer
+        optimizer.step = self._timed("optimizer", optimizer.step)  # type: ignore[method-assign]
+        trainer.job.end_step = self._end_step  # type: ignore[method-assign]
+
+    def fit(self) -> None:
+        """Run the steps."""
+        self.trainer.fit()
 
     def _timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            with self.timers(name):
+            with self.meter(name):
                 return function(*args, **kwargs)
 
         return timed
 
-    def end_step(self, step: int, row: dict[str, float]) -> None:
+    def _end_step(self, step: int, row: dict[str, float]) -> None:
         """Keep the row; start and end the profile around the last step, where one is asked for."""
-        self.progress.step = step
-        assert self.rewards is not None
-        row["reward/busy_s"] = self.rewards.busy_s
-        self.measures.append(row | self.timers.pop())
+        job = self.trainer.job
+        job.progress.step = step
+        row["reward/busy_s"] = row["perf/reward_busy_s"]
+        self.measures.append(row | self.meter.pop())
         if row["actor/updates_skipped"]:
             fail("all rewards of some update are equal, so that it trains on nothing; give another reward", status=1)
-        if self.trace is not None and step == self.total_steps - 1:
+        if self.trace is not None and step == job.total_steps - 1:
             from torch.profiler import ProfilerActivity, profile
 
             kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.world.device.type == "cuda" else [])]
             self.profile = profile(activities=kinds, record_shapes=True)
             self.profile.__enter__()
-        if self.trace is not None and step == self.total_steps:
+        if self.trace is not None and step == job.total_steps:
             self.profile.__exit__(None, None, None)
         self.after(step)
 

@@ -18,15 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import Meter, arguments, configure, origin, table
+from measure import Meter, arguments, configure, origin, table, use_timers
 
 from phalanx.cli import rank, run
 from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float
+from phalanx.telemetry.step_metrics import peak_memory_gb
+from phalanx.training.collect import Collector
 from phalanx.training.flow_rl import build, check
 from phalanx.training.rl import Trainer
-from phalanx.training.run import peak_memory_gb
 
 
 def measure(cfg: FlowRLConfig, args: Namespace) -> None:
@@ -34,18 +35,22 @@ def measure(cfg: FlowRLConfig, args: Namespace) -> None:
     start = time.perf_counter()
     trainer = build(cfg)
     started = time.perf_counter() - start
-    trainer.timers = meter = Meter(trainer.world.device)
+    assert isinstance(trainer, Trainer), "each rank does everything"
+    meter, collector = Meter(trainer.world.device), trainer.collector
+    assert isinstance(collector, Collector), "samples are drawn here"
+    use_timers(trainer, meter)
+    rollout: Any = collector.rollout
     rows = []
     for step in range(args.warmup + args.steps):
-        prompts = trainer.prompts.batch(step)
-        trainer.rollout.encode([prompts])
-        awake = trainer.rollout.awake()
+        prompts = collector.prompts.batch(step)
+        rollout.encode([prompts])
+        awake = rollout.awake()
         with meter("weights"):
             awake.__enter__()
         with meter("sample"):
-            samples = trainer.rollout.sample(prompts, seed=0, step=step, each=lambda images, prompts: None)
+            samples = rollout.sample(prompts, seed=0, step=step, each=lambda images, prompts: None)
         awake.__exit__(None, None, None)
-        _, drift = trainer.rescore(samples)
+        _, drift = trainer.updater.rescorer(samples)
         rows.append(meter.pop() | drift)
     medians = {key: statistics.median(row[key] for row in rows[args.warmup :]) for key in rows[0]}
     result = summary(trainer, medians) | {"start_s": round(started, 1)}
@@ -57,7 +62,7 @@ def measure(cfg: FlowRLConfig, args: Namespace) -> None:
 
 def summary(trainer: Trainer, medians: dict[str, float]) -> dict[str, Any]:
     """All figures as one flat dictionary; seconds of the clock, and of this process's CPU."""
-    cfg, plan, device = trainer.cfg, trainer.plan, trainer.world.device
+    cfg, plan, device = trainer.updater.cfg, trainer.updater.plan, trainer.world.device
     out: dict[str, Any] = {
         "engine": cfg.rollout.engine,
         "correction": cfg.rollout.correction,

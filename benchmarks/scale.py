@@ -123,12 +123,17 @@ def simulate(cfg: FlowRLConfig, cluster: Cluster, rank: int) -> dict[str, Any]:
         job = build(cfg)
         built = time.process_time() - start
         with Mail() as mail:
-            with job.rollout.awake():
-                samples = job.rollout.sample(job.prompts.batch(0), seed=0, step=0, each=job.submit)
-            job.update(samples, all_gather(job.score()[0]), 0)
+            collector = job.collector
+            with collector.rollout.awake():
+                prompts = collector.prompts.batch(0)
+                samples = collector.rollout.sample(prompts, seed=0, step=0, each=collector.rewards.submit)
+            reward = all_gather(collector.rewards.score()[0])
+            collector.sample, collector.reward = lambda *_: (samples, {}), lambda *_: (samples, reward, {})
+            job.job.end_step = lambda *_: None
+            job.fit()
     groups = {name: dist.get_process_group_ranks(job.world.mesh.get_group(name)) for name in ("replicate", "shard")}
     weights = [*job.policy.model.transformer.parameters(), *job.policy.trained.parameters.values()]
-    moments = [value for state in job.learner.optimizer.state().values() for value in state.values()]
+    moments = [value for state in job.job.state.optimizer.state().values() for value in state.values()]
     return {
         "shard": groups["shard"],
         "replicate": groups["replicate"],

@@ -131,16 +131,17 @@ def ratio(title: str, row: Mapping[str, float]) -> Line:
     return judged(title, error <= LIMIT and 0 < norm < math.inf, error, "", f"gradient norm {norm:.3g}")
 
 
-class Measured(Trainer):
-    """A Trainer that keeps its rows of metrics in `measures`, and does nothing else at the end of a step."""
+def measured(cfg: Any) -> tuple[Any, list[dict[str, float]]]:
+    """A job of a language model, and the list to which it adds its rows of metrics at a step's end."""
+    trainer, rows = lm_rl.build(cfg), list[dict[str, float]]()
+    assert isinstance(trainer, Trainer), "each rank does everything"
 
-    def __init__(self, *parts: Any) -> None:
-        super().__init__(*parts)
-        self.measures: list[dict[str, float]] = []
+    def end_step(step: int, row: dict[str, float]) -> None:
+        trainer.job.progress.step = step
+        rows.append(row)
 
-    def end_step(self, step: int, row: dict[str, float]) -> None:
-        self.progress.step = step
-        self.measures.append(row)
+    trainer.job.end_step = end_step  # type: ignore[method-assign]
+    return trainer, rows
 
 
 def exact_lm() -> Iterator[Line]:
@@ -160,13 +161,12 @@ LM_VARIANTS = {
 
 
 def _exact_lm(title: str, folder: Path, overrides: list[str]) -> Iterator[Line]:
-    trainer = lm_rl.build(lm_config(folder, *overrides), Measured)
-    assert isinstance(trainer, Measured)
+    trainer, rows = measured(lm_config(folder, *overrides))
     try:
         trainer.fit()
     finally:
         torch.use_deterministic_algorithms(False)
-    yield ratio(title, trainer.measures[0])
+    yield ratio(title, rows[0])
 
 
 def language_model(folder: Path) -> Path:
@@ -436,10 +436,9 @@ def _sleeping_vllm() -> Iterator[Line]:
     with tempfile.TemporaryDirectory(prefix="phalanx-smoke-vllm-") as name:
         folder = language_model(Path(name))
         keys = ("rollout.engine=vllm", "rollout.gpu_memory_utilization=0.3")
-        trainer = lm_rl.build(lm_config(folder, *keys), Measured)
-        assert isinstance(trainer, Measured)
+        trainer, rows = measured(lm_config(folder, *keys))
         before = used()
-        with trainer.rollout.awake():
+        with trainer.collector.rollout.awake():
             within = used()
         after = used()
         trainer.fit()
@@ -448,7 +447,7 @@ def _sleeping_vllm() -> Iterator[Line]:
     yield judged(
         "vLLM, asleep", within - before > weights and after - before < 0.1 * (within - before), after, "GB", note
     )
-    norm = trainer.measures[0]["actor/grad_norm"]
+    norm = rows[0]["actor/grad_norm"]
     yield judged("a step with it, gradient norm", 0 < norm < math.inf, norm)
 
 

@@ -1,6 +1,6 @@
 """Tiny training jobs for tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,49 @@ def first_step(build: "Callable[[Any], Trainer]", cfg: Any) -> tuple[Samples, di
     from phalanx.distributed.collectives import all_gather
 
     t = build(cfg)
-    with t.rollout.awake():
-        samples = t.rollout.sample(t.prompts.batch(0), seed=cfg.trainer.seed, step=0, each=t.submit)
-    reward = all_gather(t.score()[0])
-    row = t.update(samples, reward, 0)
+    with t.collector.rollout.awake():
+        samples = t.collector.rollout.sample(
+            t.collector.prompts.batch(0), seed=cfg.trainer.seed, step=0, each=t.collector.rewards.submit
+        )
+    reward = all_gather(t.collector.rewards.score()[0])
+    row = update(t, samples, reward, 0)
     weights = full_weights(t.policy.trained.parameters)
     return samples, {"log_prob": samples.log_prob, "reward": reward, "row": row, "weights": weights}
+
+
+class Drawn:
+    """Samples with rewards that are there already, as what the loop collects."""
+
+    chunks = 1
+
+    def __init__(self, samples: Samples, reward: torch.Tensor) -> None:
+        self.samples, self.rewards = samples, reward
+
+    def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
+        return self.samples, {}
+
+    def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, torch.Tensor, dict[str, float]]:
+        return samples, self.rewards, {}
+
+
+def update(t: "Trainer", samples: Samples, reward: torch.Tensor, step: int) -> dict[str, float]:
+    """The loop's updates of training step `step` on these samples; returns its row, without what time and memory say."""
+    from phalanx.training.loop import train
+
+    kept: dict[str, float] = {}
+
+    class OneStep:
+        def __init__(self) -> None:
+            self.timers, self.world, self.state, self.progress = t.job.timers, t.job.world, t.job.state, t.job.progress
+
+        def steps(self) -> Iterator[int]:
+            yield step
+
+        def end_step(self, number: int, row: dict[str, float]) -> None:
+            kept.update({key: value for key, value in row.items() if not key.startswith(("perf/", "time/"))})
+
+    train(OneStep(), Drawn(samples, reward), t.updater)  # type: ignore[arg-type]
+    return kept
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -133,18 +133,18 @@ def read(images: torch.Tensor) -> list[str]:
 
 def step_and_terms(cfg: Any) -> dict[str, Any]:
     """One training step, whose rewards see pictures; returns what it gave, and the terms of the reward."""
-    from phalanx.training.run import Run
+    from phalanx.rewards.client import RewardClient
 
     kept: dict[str, torch.Tensor] = {}
-    submit, score = Run.submit, Run.score
+    submit, collect = RewardClient.submit, RewardClient.collect
 
-    def show(self: Run, images: torch.Tensor, prompts: list[Prompt]) -> None:
+    def show(self: RewardClient, images: torch.Tensor, prompts: list[Prompt]) -> None:
         submit(self, torch.stack([picture(*shown(image)) for image in images]), prompts)
 
-    def keep(self: Run) -> Any:
-        reward, terms = score(self)
+    def keep(self: RewardClient) -> Any:
+        terms = collect(self)
         kept.update(terms)
-        return reward, terms
+        return terms
 
-    Run.submit, Run.score = show, keep  # type: ignore[method-assign]
+    RewardClient.submit, RewardClient.collect = show, keep  # type: ignore[method-assign]
     return one_step(cfg) | {"terms": kept}

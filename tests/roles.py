@@ -31,7 +31,7 @@ def part(build: Callable[[Any], Any], cfg: Any, port: int) -> dict[str, torch.Te
         job.world.link.meet()
     job.fit()
     weights = full_weights(job.policy.trained.parameters)
-    job.release()
+    job.job.sampling.end()
     job.world.watch.close()
     return weights
 

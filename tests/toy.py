@@ -22,9 +22,9 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.models.trained import TrainedModel
-from phalanx.training import batches
-from phalanx.training.parts import Parts, build_rewards, start
-from phalanx.training.rl import Trainer
+from phalanx.training import batch_plan
+from phalanx.training.components import JobComponents, build_rewards, start
+from phalanx.training.rl import build_trainer
 from phalanx.types import Each, JobError, Prompt, Replay, Samples
 
 LETTERS = "abcdefgh."  # the last one ends a word
@@ -74,7 +74,7 @@ class Words:
 
 
 class WordPolicy:
-    """See phalanx.training.parts.TrainedPolicy."""
+    """See phalanx.training.components.TrainedPolicy."""
 
     def __init__(self, trained: TrainedModel) -> None:
         self.trained = trained
@@ -230,19 +230,20 @@ def small(module: Callable[[], nn.Module], world: World, cfg: RLConfig, seed: in
     return TrainedModel(made, blocks, world, cfg.model, cfg.parallel, torch.float32, seed=seed)
 
 
-def build(cfg: RLConfig, make: Callable[..., Any] = Trainer) -> Any:
+def build(cfg: RLConfig) -> Any:
     """The job of a WordPolicy, in the loop that pictures have."""
     algorithm = algorithms.build(cfg.algorithm)
-    batches.check(cfg, algorithm)
-    plan = batches.plan(cfg, algorithm, Launch.from_env().world_size)
+    batch_plan.check(cfg, algorithm)
+    plan = batch_plan.plan(cfg, algorithm, Launch.from_env().world_size)
     world = start(cfg)
     rewards = build_rewards(cfg, world, outputs="completions")
     policy = WordPolicy(small(Writer, world, cfg, cfg.trainer.seed))
     rows = [PromptRow(text, None, {}) for text in PROMPTS]
     prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)
     held_out = {"held_out": [Prompt(text, i, {}) for i, text in enumerate(["ba", "dc", "fe"])]}
-    parts = Parts(world, rewards, policy, WordRollout(policy, cfg, world), held_out)
-    return make(cfg, plan, algorithm, parts, prompts)
+    rollout = WordRollout(policy, cfg, world)
+    components = JobComponents(world, rewards, policy, rollout, held_out, noun=rollout.noun)
+    return build_trainer(cfg, plan, algorithm, components, prompts)
 
 
 __all__ = ["Critic", "JobError", "build", "small", "word_config"]

@@ -255,7 +255,10 @@ class Algorithm(Protocol):
     beside the policy. `averages`: copies of the weights that the algorithm keeps, in the checkpoint too; after training
     step number `step` (from 1) each becomes decay * itself + (1 - decay) * the policy's. `samples_per_unit`: samples of
     a prompt that are trained as one. `needs_reward`: False where nothing is learned from rewards. `per_action`: each
-    action has an advantage of its own, which `credit` gives.
+    action has an advantage of its own, which `credit` gives. `clip_range`: how far from 1 a likelihood ratio may be
+    before the loss clips it, or where it does not clip, before samples are no longer taken for on-policy; where the
+    policy's replay of its own samples is off by a tenth of it, old log-probs are taken again. `max_ratio`: the mean
+    ratio of an update above which what is left of a step's updates is left out; None: never.
     """
 
     levels: int | None
@@ -266,6 +269,8 @@ class Algorithm(Protocol):
     samples_per_unit: int
     needs_reward: bool
     per_action: bool
+    clip_range: float
+    max_ratio: float | None
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] float32."""

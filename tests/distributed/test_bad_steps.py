@@ -19,15 +19,15 @@ SETTINGS = ("model.lora_rank=4", "actor.ema.decay=0.9", "trainer.total_training_
 
 def spoil(trainer: Any, value: float, steps: tuple[int, ...], *, loss_only: bool = False) -> None:
     """Make rank 1's first micro-batch of the given steps' every update bad; rank 0 must follow."""
-    honest = trainer.algorithm.loss
+    honest = trainer.updater.algorithm.loss
 
     def loss(policy: Policy, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         per_action, stats = honest(policy, batch)
-        if dist.get_rank() == 1 and trainer.progress.step in steps:
+        if dist.get_rank() == 1 and trainer.job.progress.step in steps:
             per_action = per_action + value if loss_only else per_action * value
         return per_action, stats
 
-    trainer.algorithm.loss = loss
+    trainer.updater.algorithm.loss = loss
 
 
 def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: bool) -> dict[str, Any]:
@@ -40,12 +40,12 @@ def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: 
         trainer.fit()
     except JobError as raised:
         error = str(raised)
-        trainer.checkpointer.wait()
+        trainer.job.checkpointer.wait()
     return {
         "error": error,
         "weights": full_weights(trainer.policy.trained.parameters),
-        "ema": full_weights(trainer.learner.ema.values),
-        "updates": trainer.progress.updates,
+        "ema": full_weights(trainer.job.state.ema.values),
+        "updates": trainer.job.progress.updates,
     }
 
 
@@ -75,17 +75,17 @@ def bad_at_the_end(cfg: FlowRLConfig) -> dict[str, dict[str, Tensor]]:
     trainer = build(cfg)
     spoil(trainer, float("nan"), (2, 3))
     found: dict[str, dict[str, Tensor]] = {}
-    plain = trainer.end_step
+    plain = trainer.job.end_step
 
     def end_step(step: int, row: dict[str, float]) -> None:
-        found[f"after {step}"] = full_weights(trainer.learner.averages["old"].values)
+        found[f"after {step}"] = full_weights(trainer.job.state.averages["old"].values)
         plain(step, row)
 
-    trainer.end_step = end_step  # type: ignore[method-assign]
+    trainer.job.end_step = end_step  # type: ignore[method-assign]
     with pytest.raises(JobError):
         trainer.fit()
-    trainer.checkpointer.wait()
-    found["kept"] = full_weights(build(cfg).learner.averages["old"].values)
+    trainer.job.checkpointer.wait()
+    found["kept"] = full_weights(build(cfg).job.state.averages["old"].values)
     return found
 
 

@@ -69,10 +69,12 @@ def drawn_lengths(cfg: LMRLConfig) -> tuple[dict[str, float], list[list[int]]]:
     from phalanx.training.lm_rl import build
 
     t = build(cfg)
-    with t.rollout.awake():
-        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+    with t.collector.rollout.awake():
+        samples = t.collector.rollout.sample(
+            t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+        )
     ids = samples.trace.ids[samples.trace.responses].split(samples.trace.lengths.tolist())
-    return t.rollout.metrics(samples, torch.zeros(len(ids))), [tokens.tolist() for tokens in ids]
+    return t.collector.rollout.metrics(samples, torch.zeros(len(ids))), [tokens.tolist() for tokens in ids]
 
 
 def test_a_response_is_as_long_as_up_to_its_end(blocks_folder: Path, tmp_path: Path) -> None:
@@ -153,7 +155,7 @@ def taught(cfg: Any) -> dict[str, torch.Tensor]:
             return job.policy.trained.module(input_ids=IDS, attention_mask=causal).logits
 
     found = {"model": logits()}
-    if job.learner.ema is not None:
+    if job.job.state.ema is not None:
         with job.policy.using("ema"):
             found["ema"] = logits()
     return found

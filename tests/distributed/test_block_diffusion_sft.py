@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.training.block_diffusion import BlockDiffusion, Noised, build
+from phalanx.training.block_diffusion import Noised, build
+from phalanx.training.supervised import SupervisedTrainer
 from tests.jobs import assert_same_weights, full_weights, rows
 from tests.lm import tiny_sft_config
 from tests.ranks import run_ranks
@@ -29,7 +30,7 @@ def variant(model: Path, folder: Path, name: str, *keys: str) -> BlockDiffusionT
     return tiny_sft_config(model, folder / name, *own, *keys)
 
 
-def doubled(job: BlockDiffusion, x_t: Tensor, x_0: Tensor) -> Tensor:
+def doubled(job: SupervisedTrainer, x_t: Tensor, x_0: Tensor) -> Tensor:
     """Logits [B, L, V] of the first half of [x_t ; x_0], by dFactory's rule of what sees what, position by position."""
     length = x_0.shape[1]
     block, clean = torch.arange(2 * length) % length // SIZE, torch.arange(2 * length) >= length
@@ -48,10 +49,10 @@ def doubled(job: BlockDiffusion, x_t: Tensor, x_0: Tensor) -> Tensor:
     return logits.index_fill(-1, torch.tensor([job.policy.mask_id]), -torch.inf)  # which is no outcome here
 
 
-def expected(job: BlockDiffusion, batch: Noised, share: list[int]) -> tuple[Tensor, Tensor, int]:
+def expected(job: SupervisedTrainer, batch: Noised, share: list[int]) -> tuple[Tensor, Tensor, int]:
     """The summed losses of a pass, those of confidence beside, and what the first are a mean over."""
-    c, end, data = job.cfg.block_diffusion, job.policy.tokenizer.eos_token_id, job.cfg.data
-    samples = [job.examples[i] for i in share]
+    c, end, data = job.task.cfg.block_diffusion, job.policy.tokenizer.eos_token_id, job.task.cfg.data
+    samples = [job.task.examples[i] for i in share]
     length = max(len(s.prompt) + len(s.response) for s in samples)
     if c.train_fill == "max_length":
         length = data.max_prompt_length + data.max_response_length
@@ -95,9 +96,9 @@ def compared(cfgs: dict[str, BlockDiffusionTaskConfig]) -> dict[str, Any]:
         parameters = job.policy.trained.parameters
         for step in range(4):  # until some tokens are predicted right
             job.update(step)
-        share = job.share(4)
-        passes = job.passes(share, 4)
-        results = [job.loss(batch) for batch in passes]
+        share = job.shares.of_step(4)
+        passes = job.task.passes(share, 4)
+        results = [job.task.loss(batch) for batch in passes]
         ours = torch.stack([loss for loss, _ in results]).sum()
         assert sum(int(sums["right"]) for _, sums in results) > 4
         parts = [expected(job, batch, share[2 * i : 2 * i + 2]) for i, batch in enumerate(passes)]
@@ -160,8 +161,8 @@ def rare(cfgs: list[BlockDiffusionTaskConfig]) -> list[list[int]]:
     found = []
     for cfg in cfgs:
         job = build(cfg)
-        passes = [batch for step in range(2) for batch in job.passes(job.share(step), step)]
-        assert all(job.loss(batch)[0].requires_grad for batch in passes)
+        passes = [batch for step in range(2) for batch in job.task.passes(job.shares.of_step(step), step)]
+        assert all(job.task.loss(batch)[0].requires_grad for batch in passes)
         job.fit()
         found.append([batch.count for batch in passes])
     return found

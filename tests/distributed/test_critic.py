@@ -51,9 +51,9 @@ def one_step(cfg: LMRLConfig, poison: bool = False) -> dict[str, Any]:
 
     def make(cfg: LMRLConfig) -> Any:
         t = build(cfg)
-        if t.critic is not None and poison:
-            values = t.critic.critic.values
-            t.critic.critic.values = lambda trace: values(trace) * (torch.nan if torch.is_grad_enabled() else 1)
+        if t.updater.critic is not None and poison:
+            values = t.updater.critic.critic.values
+            t.updater.critic.critic.values = lambda trace: values(trace) * (torch.nan if torch.is_grad_enabled() else 1)
         found.update(trainer=t, before=weights(t))
         return t
 
@@ -68,7 +68,7 @@ def one_step(cfg: LMRLConfig, poison: bool = False) -> dict[str, Any]:
 
 
 def weights(t: Any) -> dict[str, dict[str, Tensor]]:
-    models = {"policy": t.policy.trained} | {name: learner.model for name, learner in t.beside.items()}
+    models = {"policy": t.policy.trained} | {name: learner.model for name, learner in t.job.beside.items()}
     return {name: full_weights(model.parameters) for name, model in models.items()}
 
 
@@ -78,7 +78,7 @@ def fit(cfg: LMRLConfig) -> dict[str, Tensor]:
 
     t = build(cfg)
     t.fit()
-    return dict(leaves(t.state(), ""))
+    return dict(leaves(t.job.tensors(), ""))
 
 
 def leaves(state: dict[str, Any], prefix: str) -> Iterator[tuple[str, Tensor]]:

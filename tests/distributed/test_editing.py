@@ -81,9 +81,9 @@ def trained(cfg: FlowRLConfig) -> Tensor:
     trainer = build(cfg)
     trainer.fit()
     parts: list[Tensor] = []
-    with trainer.rollout.awake():
-        prompts = trainer.val_sets["edits"]
-        trainer.rollout.sample_validation(prompts, each=lambda images, _: parts.append(images))
+    with trainer.collector.rollout.awake():
+        prompts = trainer.job.sampling.val_sets["edits"]
+        trainer.collector.rollout.sample_validation(prompts, each=lambda images, _: parts.append(images))
     return torch.cat(parts)
 
 

@@ -76,13 +76,15 @@ def fresh_noise(cfg: FlowRLConfig) -> dict[str, tuple[Tensor, Tensor]]:
     from phalanx.training.flow_rl import build
 
     t = build(cfg)
-    with t.rollout.awake():
-        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+    with t.collector.rollout.awake():
+        samples = t.collector.rollout.sample(
+            t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+        )
     found = {}
     for distribution in ("schedule", "uniform", "logit_normal"):
-        t.algorithm.config.level_distribution = distribution  # type: ignore[attr-defined]
+        t.updater.algorithm.config.level_distribution = distribution  # type: ignore[attr-defined]
         for step, epoch in ((0, 0), (0, 1), (1, 0)):
-            noised = t.algorithm.corrupt(t.policy, samples, t.corruption_seeds(samples, step, epoch))
+            noised = t.updater.algorithm.corrupt(t.policy, samples, t.updater._corruption_seeds(samples, step, epoch))
             found[f"{distribution} {step} {epoch}"] = (noised.noise, noised.levels)
     size = cfg.rollout.height, cfg.rollout.width
     schedule, _ = t.policy.model.schedule(cfg.rollout.num_inference_steps, *size)
@@ -124,7 +126,7 @@ def watched_fit(cfg: FlowRLConfig) -> dict[str, Any]:
     from phalanx.training.flow_rl import build
 
     t = build(cfg)
-    sample, after_step = t.rollout.sample, t.after_step
+    sample, after_step = t.collector.rollout.sample, t.updater.follow
     policy, sampling, images = [full_weights(t.policy.trained.parameters)], [], []
 
     def watched_sample(*args: Any, **kwargs: Any) -> Any:
@@ -137,13 +139,15 @@ def watched_fit(cfg: FlowRLConfig) -> dict[str, Any]:
         policy.append(full_weights(t.policy.trained.parameters))
         after_step(step)
 
-    t.rollout.sample, t.after_step = watched_sample, watched_after_step  # type: ignore[method-assign,assignment]
+    t.collector.rollout.sample, t.updater.follow = watched_sample, watched_after_step  # type: ignore[method-assign,assignment]
     t.fit()
     again = {}
     for name, weights in (("old", sampling[1]), ("policy", policy[1])):
         t.policy.trained.add_weights("test", weights)
-        with t.policy.using("test"), t.rollout.awake():
-            again[name] = sample(t.prompts.batch(1), seed=cfg.trainer.seed, step=1, each=lambda *_: None).outputs
+        with t.policy.using("test"), t.collector.rollout.awake():
+            again[name] = sample(
+                t.collector.prompts.batch(1), seed=cfg.trainer.seed, step=1, each=lambda *_: None
+            ).outputs
     return {"policy": policy, "sampling": sampling, "images": images, "again": again}
 
 

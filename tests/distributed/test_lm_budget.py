@@ -10,7 +10,7 @@ import torch
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 from phalanx.training import updates
 from phalanx.types import Batch, Samples
-from tests.jobs import assert_same_weights, full_weights
+from tests.jobs import assert_same_weights, full_weights, update
 from tests.lm import fit, one_step, tiny_lm_config
 from tests.ranks import run_ranks
 
@@ -64,14 +64,16 @@ def scored_again(cfg: Any) -> list[float]:
     errors = []
     for again in (False, True):
         t = build(cfg)
-        t.progress.rescoring = again
-        with t.rollout.awake():
-            samples: Samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+        t.job.progress.rescoring = again
+        with t.collector.rollout.awake():
+            samples: Samples = t.collector.rollout.sample(
+                t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+            )
         # as after kernels that round more coarsely
         samples.log_prob.mul_(1 + 1e-3)
         samples, _ = t.rescore(samples)
-        errors.append(t.update(samples, all_gather(t.score()[0]), 0)["actor/first_ratio_error"])
-        t.checkpointer.wait()
+        errors.append(update(t, samples, all_gather(t.collector.rewards.score()[0]), 0)["actor/first_ratio_error"])
+        t.job.checkpointer.wait()
         assert all(value.isfinite().all() for value in full_weights(t.policy.trained.parameters).values())
         torch.distributed.barrier()
     return errors

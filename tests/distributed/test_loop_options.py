@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from phalanx.config.flow import FlowRLConfig
-from phalanx.functional.advantage import informative
+from phalanx.functional.advantage import has_signal
 from tests.checks import warnings_of
-from tests.jobs import full_weights, tiny_config
+from tests.jobs import full_weights, tiny_config, update
 from tests.ranks import run_ranks
 
 REWARDS = '''"""Rewards of tests."""
@@ -44,23 +44,25 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
 
     with warnings_of("phalanx.training.rl") as said:
         t = build(cfg)
-    with t.rollout.awake():
-        first = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    combine, seen = t.combine, list[dict[str, torch.Tensor]]()
+    with t.collector.rollout.awake():
+        first = t.collector.rollout.sample(
+            t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+        )
+    combine, seen = t.collector._combine, list[dict[str, torch.Tensor]]()
 
     def noted(terms: dict[str, torch.Tensor], step: int) -> torch.Tensor:
         seen.append(terms)
         return combine(terms, step)
 
-    t.combine = noted  # type: ignore[method-assign]
-    samples, reward, row = t.reward(first, 0)
+    t.collector._combine = noted  # type: ignore[method-assign]
+    samples, reward, row = t.collector.reward(first, 0)
     before, after = seen[0], seen[-1]
-    update = t.update(samples, reward, 0)
+    learned = update(t, samples, reward, 0)
     found = {
         "before": before["picky"],
         "after": after["picky"],
         "bright": after["bright"],
-        "row": row | update,
+        "row": row | learned,
         "index": samples.index,
         "said": said,
         "prompts_before": [prompt.text for prompt in first.prompts][:: cfg.rollout.n],
@@ -79,7 +81,7 @@ def test_groups_of_equal_rewards_are_drawn_again(times: int, sd3_folder: Path, t
     cfg = configure(sd3_folder, tmp_path, functions, f"rollout.max_draws_per_prompt={times}")
     (alone,) = run_ranks(drawn_again, 1, cfg)
     groups = torch.arange(16) // 4
-    stale = ~informative(alone["before"], groups)
+    stale = ~has_signal(alone["before"], groups)
     assert 0 < stale.sum() < 16, alone["before"]  # the reward is chosen so
     for old, new in zip(alone["first"], alone["samples"], strict=True):
         changed = (old != new).flatten(1).any(1)
@@ -115,9 +117,9 @@ def test_groups_of_equal_rewards_give_way_to_other_prompts(
     (tmp_path / "prompts.txt").write_text("\n".join(["even", *odd, "is too"]) + "\n")
     (alone,) = run_ranks(drawn_again, 1, cfg)
     groups = torch.arange(8) // 4
-    stale = ~informative(alone["before"], groups)
+    stale = ~has_signal(alone["before"], groups)
     assert stale.any(), alone["before"]
-    assert informative(alone["after"], groups).all()
+    assert has_signal(alone["after"], groups).all()
     for old, new in zip(alone["prompts_before"], alone["prompts"], strict=True):
         assert len(new) % 2 == 1 and (old == new) == (len(old) % 2 == 1)
     assert len(set(alone["prompts"])) == 2
@@ -141,14 +143,14 @@ def two_references(cfg: FlowRLConfig) -> list[dict[str, torch.Tensor]]:
 
     t = build(cfg)
     found: list[dict[str, torch.Tensor]] = []
-    plain = t.after_step
+    plain = t.updater.follow
 
     def after_step(step: int) -> None:
         plain(step)
-        found.append({k: v.detach().clone() for k, v in t.learner.averages["reference"].values.items()})
+        found.append({k: v.detach().clone() for k, v in t.job.state.averages["reference"].values.items()})
         found.append(full_weights(t.policy.trained.parameters))
 
-    t.after_step = after_step  # type: ignore[method-assign]
+    t.updater.follow = after_step  # type: ignore[method-assign]
     t.fit()
     return found
 
@@ -169,8 +171,10 @@ def rewards_of_a_step(cfg: FlowRLConfig) -> dict[str, Any]:
     from phalanx.training.flow_rl import build
 
     t = build(cfg)
-    with t.rollout.awake():
-        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
+    with t.collector.rollout.awake():
+        samples = t.collector.rollout.sample(
+            t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+        )
     gather, terms = t.gather_terms, dict[str, torch.Tensor]()
 
     def noted() -> dict[str, torch.Tensor]:
@@ -178,7 +182,7 @@ def rewards_of_a_step(cfg: FlowRLConfig) -> dict[str, Any]:
         return terms
 
     t.gather_terms = noted  # type: ignore[method-assign]
-    _, trained, row = t.reward(samples, 1)
+    _, trained, row = t.collector.reward(samples, 1)
     return {"terms": terms, "trained": trained, "row": row}
 
 

@@ -49,17 +49,17 @@ def broken_after_two(cfg: FlowRLConfig) -> str:
     from phalanx.training.flow_rl import build
 
     trainer = build(cfg)
-    honest = trainer.after_step
+    honest = trainer.updater.follow
 
     def after_step(step: int) -> None:
         honest(step)
         if step == 3 and trainer.world.rank == 1:
             next(iter(trainer.policy.trained.parameters.values())).data.view(-1)[0] = torch.inf
 
-    trainer.after_step = after_step  # type: ignore[method-assign]
+    trainer.updater.follow = after_step  # type: ignore[method-assign]
     with pytest.raises(JobError) as raised:
         trainer.fit()
-    trainer.checkpointer.wait()
+    trainer.job.checkpointer.wait()
     return str(raised.value)
 
 
@@ -86,7 +86,7 @@ def warnings_of(cfg: FlowRLConfig) -> tuple[list[str], dict[str, Tensor]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx.training.collecting").addHandler(handler)
+    logging.getLogger("phalanx.training.collect").addHandler(handler)
     return said, fit(cfg)
 
 

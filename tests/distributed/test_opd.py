@@ -14,8 +14,8 @@ from phalanx.distributed.fsdp import local
 from phalanx.models.flow.policy import build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training.flow_rl import build, check
-from phalanx.training.minibatches import MicroBatches, Units
-from tests.jobs import PROMPTS, base_overrides, fit, full_weights, rows
+from phalanx.training.minibatches import Minibatches
+from tests.jobs import PROMPTS, base_overrides, fit, full_weights, rows, update
 from tests.ranks import run_ranks
 from tests.tiny import jitter, load_pipeline, tiny_sd3
 
@@ -46,11 +46,13 @@ def student_folder(sd3_folder: Path, tmp_path_factory: pytest.TempPathFactory) -
 def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
     """One training step, and what the teacher is made of."""
     t = build(cfg)
-    with t.rollout.awake():
-        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    samples, reward, scores = t.reward(samples, 0)
-    row = t.update(samples, reward, 0)
-    teacher = t.teachers["teacher"].policy
+    with t.collector.rollout.awake():
+        samples = t.collector.rollout.sample(
+            t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+        )
+    samples, reward, scores = t.collector.reward(samples, 0)
+    row = update(t, samples, reward, 0)
+    teacher = t.updater.teachers["teacher"].policy
     own = t.policy.model
     return {
         "row": row | scores,
@@ -127,25 +129,27 @@ def test_rewards_are_reported_and_teach_nothing(student_folder: Path, sd3_folder
 def views(cfg: FlowRLConfig) -> dict[str, Any]:
     """What the teacher says of the student's transitions, and what it should say, replayed by hand."""
     t = build(cfg)
-    with t.rollout.awake():
-        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    numbers = torch.arange(t.plan.samples)[:, None]
-    units = Units.of(numbers, torch.ones(t.plan.samples, dtype=torch.bool), t.plan, t.world)
-    batches = MicroBatches(samples, torch.zeros(t.plan.per_rank), t.world.device)
-    seen = t.reference_outputs(batches, units)["teacher"]
+    with t.collector.rollout.awake():
+        samples = t.collector.rollout.sample(
+            t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+        )
+    numbers = torch.arange(t.updater.plan.samples)[:, None]
+    plan, counted = t.updater.plan, torch.ones(t.updater.plan.samples, dtype=torch.bool)
+    batch = Minibatches.of(samples, torch.zeros(plan.samples), counted, numbers, plan, t.world)
+    seen = t.updater.reference_outputs(batch)["teacher"]
     model = replace(cfg.model, path=cfg.algorithm.teacher_path)
     alone = build_policy(model, cfg.parallel, cfg.data, t.world, seed=0, detach_uncond=False)
     guidance = cfg.algorithm.teacher_guidance
     rollout = PolicyRollout(alone, replace(cfg.rollout, guidance_scale=guidance), t.world, 4)
     first = samples.index[0] // cfg.rollout.n
-    prompts = t.prompts.batch(0)[first : first + int(samples.trace.prompt_index.max()) + 1]
+    prompts = t.collector.prompts.batch(0)[first : first + int(samples.trace.prompt_index.max()) + 1]
     embeds = rollout.collate(prompts, negatives=guidance > 1)
     with torch.no_grad():
         wanted = alone.replay(replace(samples.trace, sampler=rollout.sampler, embeds=embeds)).mean
     return {
         "apart": (seen - wanted).abs().max().item(),
         "student": (seen - samples.trace.means).abs().max().item(),
-        "encoders": t.teachers["teacher"].policy.model.text_encoders is not t.policy.model.text_encoders,
+        "encoders": t.updater.teachers["teacher"].policy.model.text_encoders is not t.policy.model.text_encoders,
     }
 
 

@@ -32,9 +32,8 @@ from phalanx.plan.rehearsal import Planned
 from phalanx.plan.text import messages as planned_messages
 from phalanx.training import flow_matching
 from phalanx.training.flow_rl import build
-from phalanx.training.rl import Trainer
-from phalanx.training.run import Run
-from tests.jobs import PROMPTS, base_overrides
+from phalanx.training.supervised import SupervisedTrainer
+from tests.jobs import PROMPTS, base_overrides, update
 from tests.ranks import run_ranks
 from tests.tiny import jitter, tiny_sd3
 
@@ -92,16 +91,17 @@ def estimate(cfg: FlowRunConfig, cluster: Cluster) -> tuple[Planned, Memory]:
     return plan, count(plan)
 
 
-def train(t: Run) -> None:
-    """A training step."""
-    if isinstance(t, flow_matching.FlowMatching):
+def train(t: Any, learn: Callable[..., Any] = update) -> None:
+    """A training step, whose updates are made by `learn`."""
+    if isinstance(t, SupervisedTrainer):
         t.update(0)
         return
-    assert isinstance(t, Trainer)
-    with t.rollout.awake():
-        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    reward = all_gather(t.score()[0])
-    t.update(samples, reward, 0)
+    with t.collector.rollout.awake():
+        samples = t.collector.rollout.sample(
+            t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+        )
+    reward = all_gather(t.collector.rewards.score()[0])
+    learn(t, samples, reward, 0)
 
 
 # -- memory -------------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ def alive() -> dict[int, int]:
     return storages(thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
 
 
-def parts(t: Run, strangers: dict[int, int]) -> dict[str, int]:
+def parts(t: Any, strangers: dict[int, int]) -> dict[str, int]:
     """Bytes of all tensors that are there between steps, and of some of them; those of the host are left out, and
     `strangers`, those of the tests before in this process.
     """
@@ -193,13 +193,15 @@ def parts(t: Run, strangers: dict[int, int]) -> dict[str, int]:
     return {
         "held": sum(size for address, size in everything.items() if address not in on_host),
         "weights": total([*t.policy.model.transformer.parameters(), *t.policy.trained.parameters.values()]),
-        "optimizer's state": total(value for state in t.learner.optimizer.state().values() for value in state.values()),
-        "moving average": total(t.learner.ema.values.values()) if t.learner.ema is not None else 0,
+        "optimizer's state": total(
+            value for state in t.job.state.optimizer.state().values() for value in state.values()
+        ),
+        "moving average": total(t.job.state.ema.values.values()) if t.job.state.ema is not None else 0,
     }
 
 
-def as_on_gpus(t: Run) -> None:
-    for optimizer in t.learner.optimizer._optimizers:
+def as_on_gpus(t: Any) -> None:
+    for optimizer in t.job.state.optimizer._optimizers:
         for group in optimizer.param_groups:
             group["foreach"] = True
 
@@ -212,21 +214,23 @@ def measure(cfg: FlowRunConfig) -> dict[str, int]:
     with WideProducts():
         train(t)  # imports that come late, and kernels' caches
     found = parts(t, strangers)
-    apply = t.learner.optimizer.step
+    apply = t.job.state.optimizer.step
 
     def step(loss: Tensor) -> dict[str, Any]:
         found["gradients"] = total(p.grad for p in t.policy.trained.parameters.values() if p.grad is not None)
         return apply(loss)
 
     with Heap(found["held"]) as heap:
-        t.learner.optimizer.step = heap.during("optimizer", step)
-        t.update = heap.during("update", t.update)
-        if isinstance(t, Trainer):
+        t.job.state.optimizer.step = heap.during("optimizer", step)
+        learn = heap.during("update", update)
+        if isinstance(t, SupervisedTrainer):
+            t.update = heap.during("update", t.update)
+        else:
             t.policy.model.decode = heap.during("rollout: decode", t.policy.model.decode)
-            t.rollout.sample = heap.during("rollout: sample", t.rollout.sample)
-            if t.algorithm.references:
-                t.reference_outputs = heap.during("reference", t.reference_outputs)
-        train(t)
+            t.collector.rollout.sample = heap.during("rollout: sample", t.collector.rollout.sample)
+            if t.updater.algorithm.references:
+                t.updater.reference_outputs = heap.during("reference", t.updater.reference_outputs)
+        train(t, learn)
     return found | heap.most
 
 

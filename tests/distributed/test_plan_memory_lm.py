@@ -31,6 +31,7 @@ from tests.distributed.test_plan_memory import (
     total,
     train,
 )
+from tests.jobs import update
 from tests.lm import tiny_lm_config
 from tests.ranks import run_ranks
 
@@ -73,7 +74,7 @@ def measure_supervised(cfg: Any) -> dict[str, int]:
     found = {"held": sum(size for address, size in alive().items() if address not in strangers)}
     with Heap(found["held"]) as heap:
         t.update = heap.during("update", t.update)
-        t.learner.optimizer.step = heap.during("optimizer", t.learner.optimizer.step)
+        t.job.state.optimizer.step = heap.during("optimizer", t.job.state.optimizer.step)
         t.update(1)
     return found | heap.most
 
@@ -82,7 +83,7 @@ def measure(cfg: Any) -> dict[str, int]:
     """Bytes of the parts, and the most that there are in each phase of a step."""
     strangers = alive()
     t = build(cfg)
-    t.rollout.how = replace(t.rollout.how, ends=[])  # all responses are the longest
+    t.collector.rollout.how = replace(t.collector.rollout.how, ends=[])  # all responses are the longest
     as_on_gpus(t)
     with WideProducts():
         train(t)  # imports that come late, and kernels' caches
@@ -92,16 +93,17 @@ def measure(cfg: Any) -> dict[str, int]:
     found = {
         "held": sum(size for address, size in alive().items() if address not in on_host),
         "weights": total([*t.policy.trained.module.parameters(), *t.policy.trained.parameters.values()]),
-        "optimizer's state": total(value for state in t.learner.optimizer.state().values() for value in state.values()),
+        "optimizer's state": total(
+            value for state in t.job.state.optimizer.state().values() for value in state.values()
+        ),
     }
     with Heap(found["held"]) as heap:
-        t.learner.optimizer.step = heap.during("optimizer", t.learner.optimizer.step)
-        t.update = heap.during("update", t.update)
-        t.rollout._decode = heap.during("rollout: sample", t.rollout._decode)
-        t.rollout._scored = heap.during("rollout: log-probs", t.rollout._scored)
-        if t.algorithm.references:
-            t.reference_outputs = heap.during("reference", t.reference_outputs)
-        train(t)
+        t.job.state.optimizer.step = heap.during("optimizer", t.job.state.optimizer.step)
+        t.collector.rollout._decode = heap.during("rollout: sample", t.collector.rollout._decode)
+        t.collector.rollout._scored = heap.during("rollout: log-probs", t.collector.rollout._scored)
+        if t.updater.algorithm.references:
+            t.updater.reference_outputs = heap.during("reference", t.updater.reference_outputs)
+        train(t, heap.during("update", update))
     return found | heap.most
 
 

@@ -18,7 +18,7 @@ from phalanx.plan.memory import count
 from phalanx.plan.text import messages
 from phalanx.telemetry.flops import peak_flops
 from phalanx.training.flow_rl import build
-from tests.jobs import PROMPTS, base_overrides
+from tests.jobs import PROMPTS, base_overrides, update
 from tests.ranks import run_ranks
 from tests.tiny import jitter, load_pipeline
 
@@ -48,25 +48,31 @@ def step(cfg: FlowRLConfig) -> dict[str, Any]:
 
         return counting
 
-    policies = [(t.policy, None), *((teacher.policy, name) for name, teacher in t.teachers.items())]
+    policies = [(t.policy, None), *((teacher.policy, name) for name, teacher in t.updater.teachers.items())]
     for policy, who in policies:
         policy.replay = counted(policy.replay, who)  # type: ignore[method-assign]
         policy.predict = counted(policy.predict, who)  # type: ignore[method-assign]
+    pace: dict[str, float] = {}
+    performance = t.updater.performance
+
+    def in_a_second(samples: Any, log: Any, seconds: float) -> dict[str, float]:
+        pace.update(performance(samples, log, 1.0))
+        return {}
+
+    t.updater.performance = in_a_second
     with Mail() as mail:
-        with t.rollout.awake():
-            samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-        samples, reward, _ = t.reward(samples, 0)
-        t.update(samples, reward, 0)
+        with t.collector.rollout.awake():
+            samples = t.collector.rollout.sample(
+                t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+            )
+        samples, reward, _ = t.collector.reward(samples, 0)
+        update(t, samples, reward, 0)
     gathered = sum(size for (kind, _), size in mail.received.items() if kind == "gather")
     peak = peak_flops(t.world.device, t.policy.model.dtype)
     assert peak is not None
-    teachers = [teacher.policy.model.transformer for teacher in t.teachers.values()]
+    teachers = [teacher.policy.model.transformer for teacher in t.updater.teachers.values()]
     held = sum(local(tensor).nbytes for e in teachers for tensor in [*e.parameters(), *e.buffers()])
-    return seen | {
-        "gathered": gathered,
-        "held": held,
-        "flops": t.performance(samples, 1.0)["perf/hfu"] * t.world.size * peak,
-    }
+    return seen | {"gathered": gathered, "held": held, "flops": pace["perf/hfu"] * t.world.size * peak}
 
 
 def compare(cfg: FlowRLConfig, ranks: int) -> dict[str, list[int]]:
@@ -75,7 +81,7 @@ def compare(cfg: FlowRLConfig, ranks: int) -> dict[str, list[int]]:
     cfg.model.family = family_name(cfg.model)
     said = planned(cfg, Cluster(1, ranks))
     passes = {name: phase.passes for name, phase in said.ledger.phases.items()}
-    assert len(took["trained"]) == said.micro_batches == passes["update"]
+    assert len(took["trained"]) == said.state.micro_batches == passes["update"]
     assert len(took["viewed"]) == (passes["reference"] if "reference" in passes else 0)
     assert len(took["teacher"]) == (passes["teacher"] if "teacher" in passes else 0)
     plan = said.plan

@@ -1,6 +1,7 @@
 """Diffusion-DPO in the loop, on pairs that were sampled and on pairs of the data."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRLConfig
 from phalanx.training.flow_rl import build, check
 from tests.checks import refused
-from tests.jobs import algorithm_config, assert_same_weights, fit, one_step
+from tests.jobs import algorithm_config, assert_same_weights, fit, one_step, update
 from tests.pairs import rows, write_parquet
 from tests.ranks import RankError, run_ranks
 
@@ -75,24 +76,32 @@ def test_qwen_image(qwen_folder: Path, tmp_path: Path) -> None:
 def first_update(cfg: FlowRLConfig) -> dict[str, Any]:
     """Before anything was learnt: the views of the reference, the policy's own, and the losses of the pairs."""
     t = build(cfg)
-    with t.rollout.awake():
-        samples = t.rollout.sample(t.prompts.batch(0), seed=0, step=0, each=t.submit)
-    samples, reward, _ = t.reward(samples, 0)
+    with t.collector.rollout.awake():
+        samples = t.collector.rollout.sample(
+            t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
+        )
+    samples, reward, _ = t.collector.reward(samples, 0)
     losses, views = [], []
-    rule_loss = t.algorithm.loss
+    rule_loss = t.updater.algorithm.loss
 
     def watched(policy: Any, batch: Any) -> Any:
         loss, stats = rule_loss(policy, batch)
         losses.append(loss.detach())
         views.append(
-            (t.algorithm.reference_output(policy, batch).detach() - batch.reference_outputs["reference"]).abs().max()
+            (t.updater.algorithm.reference_output(policy, batch).detach() - batch.reference_outputs["reference"])
+            .abs()
+            .max()
         )
         return loss, stats
 
-    t.algorithm.loss = watched  # type: ignore[method-assign]
-    t.plan = t.plan.__class__(**{**vars(t.plan), "updates": 1})
-    t.update(samples, reward, 0)
-    return {"losses": torch.cat(losses), "apart": float(max(views)), "pairs": t.algorithm.units(reward, t.group_id)}
+    t.updater.algorithm.loss = watched  # type: ignore[method-assign]
+    t.updater.chunk_plan = replace(t.updater.plan, updates=1)
+    update(t, samples, reward, 0)
+    return {
+        "losses": torch.cat(losses),
+        "apart": float(max(views)),
+        "pairs": t.updater.algorithm.units(reward, t.updater.group_id),
+    }
 
 
 def test_it_begins_at_the_reference(sd3_folder: Path, tmp_path: Path) -> None:

@@ -25,11 +25,11 @@ class Off(WordRollout):
 
 def train(cfg: Any, error: float) -> tuple[bool, list[str]]:
     t = build(cfg)
-    t.rollout = Off(t.policy, cfg, t.world)
-    t.rollout.error = error
-    with warnings_of("phalanx.training.rl") as said:
+    t.collector.rollout = Off(t.policy, cfg, t.world)
+    t.collector.rollout.error = error
+    with warnings_of("phalanx.training.collect") as said:
         t.fit()
-    return t.progress.rescoring, said
+    return t.job.progress.rescoring, said
 
 
 @pytest.mark.parametrize(("error", "rescored"), [(0.03, True), (0.01, False)])
@@ -38,7 +38,8 @@ def test_an_error_of_a_tenth_of_the_clip_range(error: float, rescored: bool, tmp
     assert known == rescored and len(said) == rescored and quiet == []  # once, by one rank
     if rescored:
         assert (
-            "more than a tenth of algorithm.clip_ratio=0.2" in said[0] and "computes the old log-probs again" in said[0]
+            "more than a tenth of the clip range 0.2 of algorithm.name=" in said[0]
+            and "computes the old log-probs again" in said[0]
         )
     rows = read_metrics(tmp_path / "out" / METRICS_FILE)
     errors = [row["actor/first_ratio_error"] for row in rows if "actor/first_ratio_error" in row]

@@ -8,7 +8,7 @@ import torch
 
 from phalanx.functional.advantage import group_advantage
 from phalanx.types import JobError
-from tests.jobs import full_weights
+from tests.jobs import full_weights, update
 from tests.ranks import run_ranks
 from tests.toy import build, word_config
 
@@ -35,11 +35,13 @@ def configure(folder: Path, function: str, *overrides: str) -> Any:
 def step(cfg: Any) -> dict[str, Any]:
     """One step, with what the algorithm was asked and what came of it."""
     t = build(cfg)
-    samples = t.sample(0)
-    samples, reward, row = t.reward(samples, 0)
-    advantage, asked = t.algorithm.advantage, []
-    t.algorithm.advantage = lambda reward, group_id: asked.append((reward, group_id)) or advantage(reward, group_id)
-    row |= t.update(samples, reward, 0)
+    samples, _ = t.collector.sample(0)
+    samples, reward, row = t.collector.reward(samples, 0)
+    advantage, asked = t.updater.algorithm.advantage, []
+    t.updater.algorithm.advantage = lambda reward, group_id: (
+        asked.append((reward, group_id)) or advantage(reward, group_id)
+    )
+    row |= update(t, samples, reward, 0)
     return {"reward": reward, "asked": asked[0], "row": row, "weights": full_weights(t.policy.trained.parameters)}
 
 

@@ -93,16 +93,16 @@ def step(cfg: Any) -> dict[str, Any]:
     from phalanx.training.lm_rl import build
 
     trainer = build(cfg)
-    samples = trainer.sample(0)
+    samples, _ = trainer.collector.sample(0)
     kept: dict[str, torch.Tensor] = {}
-    combine = trainer.combine
+    combine = trainer.collector._combine
 
     def keep(terms: dict[str, torch.Tensor], number: int) -> torch.Tensor:
         kept.update(terms)
         return combine(terms, number)
 
-    trainer.combine = keep  # type: ignore[method-assign]
-    samples, reward, row = trainer.reward(samples, 0)
+    trainer.collector._combine = keep  # type: ignore[method-assign]
+    samples, reward, row = trainer.collector.reward(samples, 0)
     return {"trace": vars(samples.trace), "texts": samples.outputs, "reward": reward, "row": row, "terms": kept}
 
 
@@ -167,7 +167,7 @@ def unscored(cfg: Any) -> float:
     from phalanx.training.lm_rl import build
 
     trainer = build(cfg)
-    samples = trainer.sample(0)
+    samples, _ = trainer.collector.sample(0)
     assert samples.trace.certainty is not None
     bare = replace(samples, trace=replace(samples.trace, certainty=None))
     (known,), (found,) = (trainer.policy_terms(each).values() for each in (samples, bare))

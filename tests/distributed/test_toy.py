@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from phalanx.config.run import LOSS_AGG_MODES, RLConfig
-from tests.jobs import full_weights
+from tests.jobs import full_weights, update
 from tests.ranks import RankError, run_ranks
 from tests.toy import Critic, build, small, word_config
 
 
 def one_step(cfg: RLConfig) -> dict[str, Any]:
     t = build(cfg)
-    samples = t.sample(0)
-    samples, reward, scores = t.reward(samples, 0)
-    row = t.update(samples, reward, 0)
+    samples, _ = t.collector.sample(0)
+    samples, reward, scores = t.collector.reward(samples, 0)
+    row = update(t, samples, reward, 0)
     return {
         "row": row | scores,
         "mask": samples.mask,
@@ -62,19 +62,19 @@ def test_padding_teaches_nothing(tmp_path: Path) -> None:
 
 def scribbled(cfg: RLConfig) -> dict[str, Any]:
     t = build(cfg)
-    samples = t.sample(0)
-    samples, reward, _ = t.reward(samples, 0)
+    samples, _ = t.collector.sample(0)
+    samples, reward, _ = t.collector.reward(samples, 0)
     samples.trace.letters[:, samples.trace.prompt :][~samples.mask] = 0
-    return {"row": t.update(samples, reward, 0)}
+    return {"row": update(t, samples, reward, 0)}
 
 
 def learned(cfg: RLConfig) -> list[float]:
     t = build(cfg)
     rewards: list[float] = []
     for step in range(30):
-        samples, reward, _ = t.reward(t.sample(step), step)
+        samples, reward, _ = t.collector.reward(t.collector.sample(step)[0], step)
         rewards.append(float(reward.mean()))
-        t.update(samples, reward, step)
+        update(t, samples, reward, step)
     return rewards
 
 
@@ -102,42 +102,47 @@ def with_critic(cfg: RLConfig, stop: int) -> dict[str, Any]:
     """Train a policy and, beside it, a critic on the rewards, with an optimizer of its own; save at every step."""
     from dataclasses import replace
 
-    from phalanx.training.learner import Learner
-    from phalanx.training.rl import Trainer
+    from phalanx.training.job import Job
+    from phalanx.training.optim import TrainState
 
-    class WithCritic(Trainer):
-        def prepare(self, *args: Any, **_: Any) -> None:
-            model = small(Critic, self.world, cfg, 5)
-            critic = Learner(model, replace(cfg.optim, lr=3e-3), 100, averages=("slow",))
-            super().prepare(*args, beside={"critic": critic})
+    t = build(cfg)
+    model = small(Critic, t.world, cfg, 5)
+    critic = TrainState(model, replace(cfg.optim, lr=3e-3), 100, averages=("slow",))
+    # a job with a second model, made anew of the first one's parts
+    first = t.job
+    t.job = Job(
+        cfg, t.world, first.state, first.sampling, first.timers, first.total_steps, batch="", beside={"critic": critic}
+    )
+    t.updater.rescorer.progress = t.job.progress
+    collected, plan, end_step = t.collector.reward, t.updater.plan, t.job.end_step
 
-        def update(self, samples: Any, reward: Any, step: int) -> dict[str, float]:
-            critic, plan = self.beside["critic"], self.plan
-            own = reward[self.world.rank * plan.per_rank :][: plan.per_rank]
-            loss = (critic.model.module(samples.trace.letters).mean(1) - own).square().sum() / plan.samples
-            critic.model.sharded.set_last_micro_batch(True)
-            loss.backward()
-            critic.step(loss.detach())
-            critic.averages["slow"].update(0.5)
-            return super().update(samples, reward, step)
+    def reward(samples: Any, step: int, chunk: int = 0) -> Any:
+        """The rewards, from which the critic learns first."""
+        samples, rewards, row = collected(samples, step, chunk)
+        own = rewards[t.world.rank * plan.per_rank :][: plan.per_rank]
+        loss = (critic.model.module(samples.trace.letters).mean(1) - own).square().sum() / plan.samples
+        critic.model.sharded.set_last_micro_batch(True)
+        loss.backward()
+        critic.step(loss.detach())
+        critic.averages["slow"].update(0.5)
+        return samples, rewards, row
 
-        def end_step(self, step: int, row: dict[str, float]) -> None:
-            super().end_step(step, row)
-            if step == stop:
-                self.checkpointer.wait()
-                raise KeyboardInterrupt
+    def stop_after(step: int, row: dict[str, float]) -> None:
+        end_step(step, row)
+        if step == stop:
+            t.job.checkpointer.wait()
+            raise KeyboardInterrupt
 
-    t = build(cfg, WithCritic)
+    t.collector.reward, t.job.end_step = reward, stop_after
     with contextlib.suppress(KeyboardInterrupt):
         t.fit()
-    critic = t.beside["critic"]
     found = {
         "policy": t.policy.trained.parameters,
         "critic": critic.model.parameters,
         "slow": critic.averages["slow"].values if t.world.shard_size == 1 else {},
     }
     weights = {f"{who} {name}": value for who, some in found.items() for name, value in full_weights(some).items()}
-    return weights | {"updates": torch.tensor([t.learner.updates, critic.updates])}
+    return weights | {"updates": torch.tensor([t.job.state.updates, critic.updates])}
 
 
 @pytest.mark.parametrize("width", [1, 2])

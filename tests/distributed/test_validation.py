@@ -54,8 +54,8 @@ def validate(cfg: FlowRLConfig) -> dict[str, float]:
     from phalanx.training.flow_rl import build
 
     trainer = build(cfg)
-    with trainer.logger:
-        return trainer.validate(0)
+    with trainer.job.logger:
+        return trainer.job.validate(0)
 
 
 def pictures(folder: Path) -> list[Any]:
@@ -96,15 +96,15 @@ def moved_and_average(cfg: FlowRLConfig) -> tuple[dict[str, float], dict[str, fl
     from phalanx.training.flow_rl import build
 
     trainer = build(cfg)
-    with trainer.logger:
-        before = trainer.validate(0)
+    with trainer.job.logger:
+        before = trainer.job.validate(0)
         with torch.no_grad():
             for p in trainer.policy.trained.parameters.values():
                 p.add_(0.05)
-        average = trainer.validate(1)  # the average has not moved
-        assert trainer.learner.ema is not None
-        trainer.learner.ema.after_update(10**6)
-        return before, average, trainer.validate(2)
+        average = trainer.job.validate(1)  # the average has not moved
+        assert trainer.job.state.ema is not None
+        trainer.job.state.ema.after_update(10**6)
+        return before, average, trainer.job.validate(2)
 
 
 @pytest.mark.parametrize("kind", [("model.lora_rank=4",), ()], ids=["lora", "full"])
@@ -121,12 +121,14 @@ def around_other_weights(cfg: FlowRLConfig) -> None:
     trainer = build(cfg)
 
     def sample() -> torch.Tensor:
-        with trainer.rollout.awake():
-            return trainer.rollout.sample(trainer.prompts.batch(0), seed=0, step=0, each=lambda *_: None).trace.latents
+        with trainer.collector.rollout.awake():
+            return trainer.collector.rollout.sample(
+                trainer.collector.prompts.batch(0), seed=0, step=0, each=lambda *_: None
+            ).trace.latents
 
     before = sample()
-    assert trainer.learner.ema is not None
-    for average in trainer.learner.ema.values.values():
+    assert trainer.job.state.ema is not None
+    for average in trainer.job.state.ema.values.values():
         average.add_(0.05)
     for weights in ("ema", "reference"):
         with trainer.policy.using(weights):
@@ -158,13 +160,13 @@ def overlap(cfg: FlowRLConfig) -> tuple[float, float, list[tuple[float, float]]]
 
     def each(images: torch.Tensor, prompts: Any) -> None:
         submitted.append(time.perf_counter())
-        trainer.submit(images, prompts)
+        trainer.collector.rewards.submit(images, prompts)
 
-    with trainer.rollout.awake():
-        trainer.rollout.sample(trainer.prompts.batch(0), seed=0, step=0, each=each)
-    trainer.score()
-    assert trainer.rewards is not None
-    return submitted[0], submitted[-1], trainer.rewards.spans
+    with trainer.collector.rollout.awake():
+        trainer.collector.rollout.sample(trainer.collector.prompts.batch(0), seed=0, step=0, each=each)
+    trainer.collector.rewards.score()
+    assert trainer.collector.rewards.rewards is not None
+    return submitted[0], submitted[-1], trainer.collector.rewards.rewards.spans
 
 
 def test_rewards_are_scored_while_the_next_micro_batch_is_sampled(sd3_folder: Path, tmp_path: Path) -> None:

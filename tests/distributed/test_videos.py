@@ -82,9 +82,9 @@ def train(cfg: FlowRLConfig) -> Tensor:
 
     trainer, parts = build(cfg), []
     trainer.fit()
-    with trainer.rollout.awake():
+    with trainer.collector.rollout.awake():
         held_out = [Prompt(text, i, {}) for i, text in enumerate(PROMPTS[:2])]
-        trainer.rollout.sample_validation(held_out, each=lambda videos, _: parts.append(videos))
+        trainer.collector.rollout.sample_validation(held_out, each=lambda videos, _: parts.append(videos))
     return torch.cat(parts)
 
 

@@ -78,14 +78,14 @@ def train(overrides: tuple[str, ...], base: Path, folder: Path) -> dict[str, Ten
     images = {"start": sample(trainer)}
     trainer.fit()
     images["model"] = sample(trainer)
-    return images | ({"ema": sample(trainer, "ema")} if trainer.learner.ema is not None else {})
+    return images | ({"ema": sample(trainer, "ema")} if trainer.job.state.ema is not None else {})
 
 
 def sample(trainer: Any, weights: str | None = None) -> Tensor:
     parts: list[Tensor] = []
-    with nullcontext() if weights is None else trainer.policy.using(weights), trainer.rollout.awake():
+    with nullcontext() if weights is None else trainer.policy.using(weights), trainer.collector.rollout.awake():
         prompts = [Prompt(text, i, {}) for i, text in enumerate(TEXTS)]
-        trainer.rollout.sample_validation(prompts, each=lambda images, _: parts.append(images))
+        trainer.collector.rollout.sample_validation(prompts, each=lambda images, _: parts.append(images))
     return torch.cat(parts)
 
 

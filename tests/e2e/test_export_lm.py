@@ -59,7 +59,7 @@ def train(base: Path, folder: Path, overrides: tuple[str, ...]) -> dict[str, Ten
     found = {"start": logits()}
     trainer.fit()
     found["model"] = logits()
-    return found | ({"ema": logits("ema")} if trainer.learner.ema is not None else {})
+    return found | ({"ema": logits("ema")} if trainer.job.state.ema is not None else {})
 
 
 @pytest.fixture(scope="module")

@@ -31,28 +31,21 @@ PHASES = ("rollout", "reward", "update", "checkpoint", "validation")
 
 def build(cfg: Any) -> Callable[[], None]:
     from phalanx.telemetry.metrics import Timers
+    from phalanx.training.disaggregated.workers import RolloutWorker
     from phalanx.training.rl import Trainer
-    from phalanx.training.serving import Pace, Sampler
 
-    own, seen, usual = exit.rank(), [0], Sampler.sample
+    own, seen, plain_timers = exit.rank(), [0], Timers.__call__
     kind, rank, step = (os.environ.get("FAULT") or "none:-1:-1").split(":")
 
-    class Phases(Timers):
-        """Timers that write `<pid> <step> <phase>` to a file of the rank, and stay a little in each phase."""
-
-        @contextmanager
-        def __call__(self, name: str) -> Iterator[None]:
-            with super().__call__(name):
-                part = said.with_suffix(".part")
-                part.write_text(f"{os.getpid()} {step_of()} {name}")
-                part.replace(said)
-                time.sleep(float(os.environ.get("PHASE_S", "0")))
-                yield
-
-    class Faulty(Trainer):
-        def update(self, *args: Any) -> dict[str, float]:
-            fail(self.progress.step)
-            return super().update(*args)
+    @contextmanager
+    def phase(self: Timers, name: str) -> Iterator[None]:
+        """Write `<pid> <step> <phase>` to a file of the rank, and stay a little in each phase."""
+        with plain_timers(self, name):
+            part = said.with_suffix(".part")
+            part.write_text(f"{os.getpid()} {step_of()} {name}")
+            part.replace(said)
+            time.sleep(float(os.environ.get("PHASE_S", "0")))
+            yield
 
     def fail(at: int) -> None:
         if kind != "none" and (own, at) == (int(rank), int(step)):
@@ -60,23 +53,30 @@ def build(cfg: Any) -> Callable[[], None]:
                 raise KeyError("no such thing")
             time.sleep(1000)
 
-    def sample(self: Sampler, at: int, part: int = 0) -> Any:
-        seen[:] = [at]
-        fail(at)
-        return usual(self, at, part)
-
     def step_of() -> int:
-        return trainer.progress.step if not isinstance(trainer, Sampler) else seen[0]
+        return seen[0] if isinstance(trainer, RolloutWorker) else trainer.job.progress.step
 
-    Sampler.sample = sample
     recipe = import_module(f"phalanx.training.{MODULE}")
-    trainer = recipe.build(cfg) if RECIPE == "sft" else recipe.build(cfg, Faulty)
+    trainer = recipe.build(cfg)
     said = Path(cfg.trainer.output_dir).parent / f"phase_{own}"
-    trainer.timers = Phases()
-    if isinstance(trainer, Sampler):
-        trainer.pace = Pace(trainer.timers)
-    elif isinstance(trainer, Trainer) and trainer.schedule is not None:
-        trainer.schedule.timers = trainer.timers
+    Timers.__call__ = phase  # type: ignore[method-assign]
+    if isinstance(trainer, RolloutWorker):
+        sample = trainer.collector.sample
+
+        def sample_or_fail(at: int, chunk: int = 0) -> Any:
+            seen[:] = [at]
+            fail(at)
+            return sample(at, chunk)
+
+        trainer.collector.sample = sample_or_fail  # type: ignore[method-assign]
+    elif isinstance(trainer, Trainer):
+        advantage = trainer.updater.algorithm.advantage
+
+        def advantage_or_fail(*args: Any) -> Any:
+            fail(trainer.job.progress.step)
+            return advantage(*args)
+
+        trainer.updater.algorithm.advantage = advantage_or_fail
     return trainer.run
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.functional.advantage import group_advantage, group_std, informative, rank_in_group, top_and_bottom
+from phalanx.functional.advantage import group_advantage, group_std, has_signal, rank_in_group, top_and_bottom
 
 
 def reference(reward: list[float], group: list[int], global_std: bool, normalize: bool, eps: float) -> list[float]:
@@ -63,7 +63,7 @@ def test_group_ids_are_told_apart_beyond_float_precision() -> None:
     expected = [-0.5, 0.5, -10, 10, 0, 0]
     assert advantage(reward, close_ids, normalize=False) == expected
     assert advantage(reward, [-i for i in close_ids], normalize=False) == expected
-    assert informative(torch.tensor(reward), torch.tensor(close_ids)).tolist() == [True] * 4 + [False] * 2
+    assert has_signal(torch.tensor(reward), torch.tensor(close_ids)).tolist() == [True] * 4 + [False] * 2
 
 
 def test_the_order_of_samples_does_not_matter() -> None:
@@ -113,7 +113,7 @@ def test_any_numbers_in_and_float32_out(dtype: torch.dtype) -> None:
 
 def test_informative() -> None:
     reward, group = torch.tensor([1.0, 1.0, 2.0, 1.0, 3.0, 3.0]), torch.tensor([4, 4, 1, 1, 9, 9])
-    assert informative(reward, group).tolist() == [False, False, True, True, False, False]
+    assert has_signal(reward, group).tolist() == [False, False, True, True, False, False]
 
 
 def test_group_std_is_in_the_order_of_ids() -> None:

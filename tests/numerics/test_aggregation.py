@@ -56,8 +56,7 @@ def share_of_the_loss(ranks: int, mode: str) -> list[float]:
     """This rank's part of the loss, of each of two optimizer steps."""
     from phalanx.config.run import ParallelConfig
     from phalanx.distributed import mesh
-    from phalanx.training.batches import BatchPlan
-    from phalanx.training.minibatches import Units, optimizer_steps
+    from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
 
     world = mesh.start(ParallelConfig(fsdp_size=1))
     mask = torch.arange(4)[None] < torch.tensor([3, 1, 4, 2, 1, 2, 4, 3])[:, None]
@@ -84,8 +83,7 @@ def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[
     """Of each optimizer step this rank's samples, by their numbers of all ranks, with the weight of each."""
     from phalanx.config.run import ParallelConfig
     from phalanx.distributed import mesh
-    from phalanx.training.batches import BatchPlan
-    from phalanx.training.minibatches import Units, optimizer_steps
+    from phalanx.training.minibatches import BatchPlan, Units, optimizer_steps
 
     world = mesh.start(ParallelConfig(fsdp_size=1))
     n, share = len(counted), len(counted) // ranks

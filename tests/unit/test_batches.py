@@ -17,7 +17,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.training import flow_rl
-from phalanx.training.batches import BatchPlan
+from phalanx.training.minibatches import BatchPlan
 
 KEYS = {
     "data.train_batch_size": "prompts",

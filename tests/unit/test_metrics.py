@@ -24,7 +24,7 @@ from phalanx.config.run import TrainerConfig
 from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
 from phalanx.telemetry.metrics import RunLogger, Timers, check_loggers, read_metrics
 from phalanx.telemetry.records import Record, grid, read_index, save_records
-from phalanx.training.run import validation_summary
+from phalanx.training.job import validation_summary
 
 SRC = Path(__file__).parents[2] / "src"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from phalanx.functional.flow import Noised
-from phalanx.training.minibatches import MicroBatches
+from phalanx.training.minibatches import Minibatches, Units
 from phalanx.types import Samples
 from tests.policies import make_policy, make_rollout, one_rank, sample
 
@@ -21,10 +21,12 @@ def samples(sd3_folder: Path) -> Samples:
         return sample(make_rollout(make_policy(world, sd3_folder), 3))
 
 
-def batches(samples: Samples) -> MicroBatches:
+def batches(samples: Samples) -> Minibatches:
     number = torch.arange(len(samples.index), dtype=torch.float32)
     noised = Noised(number[:, None, None].expand(-1, WINDOW, 3), number[:, None].expand(-1, WINDOW) / 10)
-    return MicroBatches(samples, number, torch.device("cpu"), {"old": number * 2}, noised)
+    every = torch.ones(len(number), dtype=torch.bool)
+    units = Units(every, 0, torch.arange(len(number))[:, None], every)
+    return Minibatches(samples, number, units, torch.device("cpu"), {"old": number * 2}, noised)
 
 
 def test_all_parts_of_a_sample_go_with_it(samples: Samples) -> None:

@@ -33,7 +33,7 @@ def test_the_engine_follows_the_policy(lm_folder: Path, tmp_path: Path, ranks: i
 def handover(trainer: Any) -> str:
     """What a job says to the renewal of its engine's weights."""
     try:
-        with trainer.rollout.awake():
+        with trainer.collector.rollout.awake():
             return "in step"
     except JobError as error:
         return str(error)
@@ -53,7 +53,7 @@ def handovers(cfg: Any, packs: bool) -> dict[str, str]:
         with torch.no_grad():
             for p in trainer.policy.trained.parameters.values():
                 p.add_(0.2 * p.std() * torch.randn_like(p))
-        with patch.multiple(trainer.rollout.engine, **instead) if instead else nullcontext():
+        with patch.multiple(trainer.collector.rollout.engine, **instead) if instead else nullcontext():
             said[how] = handover(trainer)
     return said
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.config.load import ConfigError, arg
 from phalanx.config.run import AlgorithmConfig
-from phalanx.functional.advantage import group_advantage, informative, top_and_bottom
+from phalanx.functional.advantage import group_advantage, has_signal, top_and_bottom
 from phalanx.types import Batch, Credit, Policy, Samples, Scored, Teacher
 
 
@@ -52,6 +52,8 @@ class GroupAlgorithm:
     samples_per_unit = 1
     needs_reward = True
     per_action = False
+    clip_range = 0.2
+    max_ratio: float | None = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -64,7 +66,7 @@ class GroupAlgorithm:
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] bool: samples of groups whose rewards differ, those that group_filter keeps."""
-        chosen = informative(reward, group_id)
+        chosen = has_signal(reward, group_id)
         if self.config.group_filter == "top_bottom":
             chosen &= top_and_bottom(reward, group_id, self.config.group_filter_k)
         return chosen

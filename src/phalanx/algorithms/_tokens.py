@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.config.load import arg
-from phalanx.functional.token_losses import KL_TYPES, kl_estimate, masked_mean
+from phalanx.functional.token_losses import KL_TYPES, kl_estimate, masked_mean, token_stats
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import Batch, Policy
 
@@ -36,6 +36,7 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
     def __init__(self, config: TokenConfig) -> None:
         super().__init__(config)
         self.references = ("reference",) if config.kl_loss_coef > 0 else ()
+        self.max_ratio = config.early_stop_imp_ratio
 
     @abstractmethod
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -52,6 +53,9 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
         if batch.on_policy:
             batch = replace(batch, log_prob=replay.log_prob.detach())
         loss, stats = self.surrogate(replay, batch)
+        if "ratio_error" not in stats:  # of a surrogate without a ratio
+            log_ratio = replay.log_prob.detach() - batch.log_prob
+            stats["ratio_error"] = token_stats(log_ratio, batch.mask)["ratio_error"]
         stats["entropy"] = masked_mean(replay.entropy.detach(), batch.mask)
         stats["self_certainty"] = masked_mean(replay.self_certainty.detach(), batch.mask)
         if self.config.entropy_coeff > 0:

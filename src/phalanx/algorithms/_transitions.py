@@ -59,6 +59,8 @@ class TransitionConfig(GroupConfig):
 class TransitionAlgorithm(GroupAlgorithm, ABC):
     """loss = surrogate + beta KL(pi, pi_ref), for each sample and trained step."""
 
+    clip_range = 1e-4
+
     def __init__(self, config: TransitionConfig) -> None:
         super().__init__(config)
         self.references = ("reference",) if config.kl_loss_coef > 0 else ()

@@ -38,6 +38,11 @@ class Algorithm(TokenAlgorithm):
 
     config: Config
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        low, high = config.clip_ratio_low, config.clip_ratio_high
+        self.clip_range = high if low is None else min(low, high)
+
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
         """The weighted log-likelihood [B, A], and its scalars."""
         c = self.config

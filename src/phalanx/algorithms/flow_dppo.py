@@ -36,6 +36,10 @@ class Algorithm(TransitionAlgorithm):
 
     config: Config
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.clip_range = config.threshold  # of a divergence, which is of the size of the ratio's error
+
     def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The masked surrogate [B, W], and its scalars."""
         moved = divergence(replay.mean.detach(), batch.trace.means, replay.std)

@@ -36,6 +36,10 @@ class Algorithm(TransitionAlgorithm):
 
     config: Config
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.clip_range = config.clip_ratio
+
     def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate [B, W], and its scalars."""
         log_ratio = self.sequence_mean(replay.log_prob - batch.log_prob)

@@ -47,6 +47,10 @@ class Algorithm(TokenAlgorithm):
 
     config: Config
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.clip_range = min(self._range())
+
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate [B, A], and its scalars."""
         return self.clipped(replay, batch, batch.advantage)
@@ -55,13 +59,18 @@ class Algorithm(TokenAlgorithm):
         self, replay: TokenReplay, batch: Batch[TokenTrace], advantage: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The same for advantages [B], or [B, A] of each token."""
-        c = self.config
-        low = c.clip_ratio if c.clip_ratio_low is None else c.clip_ratio_low
-        high = c.clip_ratio if c.clip_ratio_high is None else c.clip_ratio_high
+        c, (low, high) = self.config, self._range()
         log_ratio = (replay.log_prob - batch.log_prob) * batch.mask
         if c.importance == "sequence":
             log_ratio = of_sequences(replay.log_prob, log_ratio, batch.mask)
         return clipped_tokens(log_ratio, advantage, batch.mask, low=low, high=high, dual=c.clip_ratio_c)
+
+    def _range(self) -> tuple[float, float]:
+        """eps_low and eps_high."""
+        c = self.config
+        low = c.clip_ratio if c.clip_ratio_low is None else c.clip_ratio_low
+        high = c.clip_ratio if c.clip_ratio_high is None else c.clip_ratio_high
+        return low, high
 
 
 def of_sequences(log_prob: Tensor, log_ratio: Tensor, mask: Tensor) -> Tensor:

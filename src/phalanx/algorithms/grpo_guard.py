@@ -40,6 +40,10 @@ class Algorithm(TransitionAlgorithm):
 
     config: Config
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.clip_range = config.clip_ratio
+
     def surrogate(self, replay: FlowReplay, batch: FlowBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate of the regulated ratio [B, W], over the time steps; its scalars."""
         bias = divergence(replay.mean, batch.trace.means, replay.std)

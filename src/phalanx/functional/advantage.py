@@ -26,7 +26,7 @@ def group_advantage(
     if normalize:
         std = torch.sqrt(((r - r.mean()) ** 2).mean()) if global_std else torch.sqrt(variance)
         centred = centred / (std + eps)
-    return torch.where(informative(reward, group_id), centred, 0.0).float()
+    return torch.where(has_signal(reward, group_id), centred, 0.0).float()
 
 
 def leave_one_out(reward: Tensor, group_id: Tensor) -> Tensor:
@@ -37,10 +37,10 @@ def leave_one_out(reward: Tensor, group_id: Tensor) -> Tensor:
     _, inverse, counts = torch.unique(group_id, return_inverse=True, return_counts=True)
     count = counts[inverse].double()
     values = centred * count / (count - 1).clamp(min=1)
-    return torch.where(informative(reward, group_id), values, 0.0).float()
+    return torch.where(has_signal(reward, group_id), values, 0.0).float()
 
 
-def of_scored(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor, group_id: Tensor, missing: float) -> Tensor:
+def on_scored(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor, group_id: Tensor, missing: float) -> Tensor:
     """[N] what `function` says of the samples that have a reward, `missing` for those that have none (NaN)."""
     scored = ~reward.isnan()
     if scored.all():
@@ -51,7 +51,7 @@ def of_scored(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor, grou
     return found
 
 
-def without_gaps(reward: Tensor, group_id: Tensor) -> Tensor:
+def fill_missing(reward: Tensor, group_id: Tensor) -> Tensor:
     """[N] the rewards; a sample that has none (NaN) gets the mean of those of its group that have one, or 0.
 
     So it is neither the best nor the worst of its group, unless all of them are equal.
@@ -66,7 +66,7 @@ def without_gaps(reward: Tensor, group_id: Tensor) -> Tensor:
     return torch.where(scored, reward, mean[inverse].to(reward.dtype))
 
 
-def informative(reward: Tensor, group_id: Tensor) -> Tensor:
+def has_signal(reward: Tensor, group_id: Tensor) -> Tensor:
     """[N] bool: True where the rewards of a sample's group differ."""
     ids, inverse = torch.unique(group_id, return_inverse=True)
     r = reward.double()
@@ -84,7 +84,7 @@ def top_and_bottom(reward: Tensor, group_id: Tensor, k: int) -> Tensor:
 
 def best_of_group(reward: Tensor, group_id: Tensor, k: int) -> Tensor:
     """[N] bool: True for the k best of each group whose rewards differ; of equals, the first ones."""
-    return informative(reward, group_id) & (rank_in_group(-reward, group_id) < k)
+    return has_signal(reward, group_id) & (rank_in_group(-reward, group_id) < k)
 
 
 def rank_in_group(value: Tensor, group_id: Tensor) -> Tensor:

@@ -24,16 +24,15 @@ from phalanx.plan.blueprint import PlannedPolicy, fetch, planned_policy
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger, fused_attention, tensors
 from phalanx.plan.lm import PlannedLMPolicy, PlannedLMRollout, planned_lm_policy
-from phalanx.plan.rehearsal import BlockDiffusionRehearsal, FlowMatchingRehearsal, LMRehearsal, Planned, RLRehearsal
+from phalanx.plan.rehearsal import Planned, PlannedBlockDiffusion, RLRehearsal, SupervisedRehearsal
 from phalanx.rollout.flow.dataset import PAIR, DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training import flow_rl, lm_rl
-from phalanx.training.batches import BatchPlan
 from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
-from phalanx.training.flow_matching import ENCODED_TOGETHER
-from phalanx.training.flow_parts import FlowParts
-from phalanx.training.parts import Parts, about
-from phalanx.training.roles import of_role
+from phalanx.training.components import about
+from phalanx.training.disaggregated.batches import of_role
+from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
+from phalanx.training.minibatches import BatchPlan
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, teacher_model, teacher_rollout
 from phalanx.types import Teacher
 
@@ -113,7 +112,7 @@ def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
     return max(range(ranks), key=more_prompts)
 
 
-def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan) -> LMRehearsal:
+def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan) -> RLRehearsal:
     algorithm = lm_rl.build_algorithm(cfg)
     plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
     rank, actor = _busiest(plan, cfg.rollout.n, cluster.ranks), cfg.actor
@@ -128,8 +127,7 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan) -> LMRehearsal:
         rollout = PlannedBlockRollout(blocks, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, passes)
         rollout.most = lm_rl.most_states(cfg)
     with policy.ledger, policy.ledger.uncounted():
-        parts = Parts(policy.world, None, policy, rollout, {})
-        return LMRehearsal(cfg, plan, algorithm, parts, _prompts(policy, plan.samples // cfg.rollout.n))
+        return RLRehearsal(cfg, plan, algorithm, policy, rollout, _prompts(policy, plan.samples // cfg.rollout.n))
 
 
 def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, *, teaches: bool = True) -> RLRehearsal:
@@ -141,29 +139,34 @@ def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, *, teaches: bool =
     taught = algorithm.teachers if teaches else ()
     teachers = {teacher.name: _teacher(teacher, cfg, policy, rollout) for teacher in taught}
     with policy.ledger, policy.ledger.uncounted():
-        parts = FlowParts(policy.world, None, policy, rollout, {})
-        return RLRehearsal(cfg, plan, algorithm, parts, prompts, teachers)
+        return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers)
 
 
-def _flow_matching(cfg: FlowRunConfig, cluster: Cluster) -> FlowMatchingRehearsal:
+def _flow_matching(cfg: FlowRunConfig, cluster: Cluster) -> SupervisedRehearsal:
     assert isinstance(cfg, FlowMatchingTaskConfig)
     policy = planned_policy(cfg, cluster, Ledger())
-    rollout = PolicyRollout(policy, cfg.rollout, policy.world, cfg.rollout.micro_batch_size_per_gpu or 16)
-    parts = FlowParts(policy.world, None, policy, rollout, {})
+    r, length = cfg.rollout, cfg.data.max_prompt_length
+    rollout = PolicyRollout(policy, r, policy.world, r.micro_batch_size_per_gpu or 16)
+    flops = policy.model.flops(r.height, r.width, policy.model.most_tokens(length, r.height, r.width))
     with policy.ledger, policy.ledger.uncounted():
-        return FlowMatchingRehearsal(cfg, _Images(cfg, cfg.parallel.data_ranks(cluster.ranks)), parts)  # type: ignore[arg-type]
+        images = _Images(cfg, cfg.parallel.data_ranks(cluster.ranks))
+        task = FlowMatching(cfg, policy, rollout, images, policy.world)  # type: ignore[arg-type]
+        return SupervisedRehearsal(cfg, policy, rollout, task, cfg.flow_matching.ema, flops)
 
 
-def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster) -> BlockDiffusionRehearsal:
+def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster) -> SupervisedRehearsal:
     policy = planned_block_policy(cfg, cluster, Ledger(), chunk=cfg.block_diffusion.log_prob_chunk_size)
     decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
     rollout = PlannedBlockRollout(policy, cfg.rollout, cfg.data, policy.world, decoded, None)
-    parts = Parts(policy.world, None, policy, rollout, {})
-    longest = Example([0] * cfg.data.max_prompt_length, [0] * cfg.data.max_response_length)
-    noise = replace(cfg.block_diffusion, noise_range_low=cfg.block_diffusion.noise_range_high)
+    response, most_noised = cfg.data.max_response_length, cfg.block_diffusion.noise_range_high
+    longest = Example([0] * cfg.data.max_prompt_length, [0] * response)
+    noise = replace(cfg.block_diffusion, noise_range_low=most_noised)
+    length = cfg.data.max_prompt_length + response
+    flops = round(policy.states_flops(length, response / policy.size, response * most_noised))
     with policy.ledger, policy.ledger.uncounted():
         examples = [longest] * cfg.data.batch_size(cluster.ranks)
-        return BlockDiffusionRehearsal(replace(cfg, block_diffusion=noise), examples, parts)
+        task = PlannedBlockDiffusion(replace(cfg, block_diffusion=noise), policy, examples, policy.world)
+        return SupervisedRehearsal(cfg, policy, rollout, task, cfg.block_diffusion.ema, flops)
 
 
 def _rollout(cfg: FlowRLConfig, policy: PlannedPolicy, plan: BatchPlan) -> PolicyRollout:

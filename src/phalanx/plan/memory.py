@@ -202,7 +202,7 @@ def _from_files(policy: PlannedPolicy, kind: str) -> Loading:
 
 def _beside(p: Planned, weights: list[Weight]) -> dict[str, int]:
     """What the optimizer and the averages have beside these weights on a rank."""
-    state = p.learner.optimizer.state()
+    state = p.state.optimizer.state()
     moments = 0
     for w in weights:
         whole = sum(tensor.nbytes for tensor in state[w.name].values() if tensor.dim() > 0)
@@ -210,8 +210,8 @@ def _beside(p: Planned, weights: list[Weight]) -> dict[str, int]:
     average = sum(w.part for w in weights) * 4
     return {
         "optimizer's state": moments,
-        "moving average": average * (p.learner.ema is not None),
-        "algorithm's weights": average * len(p.learner.averages),
+        "moving average": average * (p.state.ema is not None),
+        "algorithm's weights": average * len(p.state.averages),
     }
 
 
@@ -241,7 +241,7 @@ def _phases(p: Planned, trained: int, reward: RewardModel | None, engine: int) -
             other += reward.while_sampling
         if drawn:
             other += engine
-        activations, summed = took.peak - took.before - took.gradients, p.micro_batches > p.updates
+        activations, summed = took.peak - took.before - took.gradients, p.state.micro_batches > p.state.updates_made
         gradients = took.gradients + p.policy.layout.reducing(activations, summed=summed) if name == "update" else 0
         yield Phase(name, _gathered(p, name), activations, gradients, other)
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.config.lm import LMRunConfig
+from phalanx.config.lm import LMRLConfig, LMRunConfig
 from phalanx.config.run import RunConfig
-from phalanx.plan.rehearsal import BlockDiffusionRehearsal, LMRehearsal, Planned
+from phalanx.plan.rehearsal import Planned
 from phalanx.telemetry.flops import named_peak_flops
 
 CARD = "H100"  # where no GPU is named, nor here
@@ -47,7 +47,7 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
         *whole_job(p.cfg, step, ranks, gpu),
     ]
     left_out = "rewards, validation, checkpoints, text encoders, VAE, waiting for the slowest rank"
-    if isinstance(p, LMRehearsal | BlockDiffusionRehearsal):
+    if isinstance(p.cfg, LMRunConfig):
         data = p.cfg.data
         tokens = _times(rate, (data.max_prompt_length + data.max_response_length) / ranks)
         rows.insert(2, ("tokens", f"{between(tokens)} a second on a GPU, were all prompts and responses the longest"))
@@ -57,7 +57,7 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
         rows.insert(
             1, ("repeated", f"{100 * again:.0f} % of it, in backward passes: perf/mfu would be {between(useful)} %")
         )
-    if isinstance(p, LMRehearsal):
+    if isinstance(p.cfg, LMRLConfig):
         left_out = "that decoding waits for memory, rewards, validation, checkpoints, the slowest rank"
     rows.append(("left out", left_out))
     return f"Arithmetic and time, {assumed(gpu, dtype)}", rows

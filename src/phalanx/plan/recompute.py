@@ -52,8 +52,8 @@ def _update(memory: Memory) -> int:
 @contextmanager
 def _restored(p: Planned) -> Iterator[None]:
     """The job as it was, after trying others."""
-    phases, updates, micro_batches = dict(p.ledger.phases), p.updates, p.micro_batches
+    phases, updates, micro_batches = dict(p.ledger.phases), p.state.updates_made, p.state.micro_batches
     own = round(p.policy.trained.recomputed * len(p.policy.blocks))
     yield
     p.policy.recompute(own)
-    p.ledger.phases, p.updates, p.micro_batches = phases, updates, micro_batches
+    p.ledger.phases, p.state.updates_made, p.state.micro_batches = phases, updates, micro_batches

@@ -1,11 +1,11 @@
-"""A training step of the job's own trainer, on tensors that are but shapes.
+"""A training step of the job's own loop, on tensors that are but shapes.
 
 Samples, other weights' outputs, the loss and its gradient are computed as in training, while a Ledger counts. Nothing
 is scored, no weight is changed, and no file is read or written. The world is that of one rank of many: sharding, and
 what ranks say to one another, is arithmetic (phalanx.plan.layout).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,79 +15,147 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from phalanx.config.lm import LMRLConfig
-from phalanx.config.run import EmaConfig, RLConfig
+from phalanx.config.run import EmaConfig, RLConfig, RunConfig
+from phalanx.data.streams import PromptStream
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.plan.blocks import PlannedBlockPolicy
 from phalanx.plan.blueprint import PlannedPolicy
+from phalanx.plan.ledger import Ledger
 from phalanx.plan.lm import PlannedLMPolicy
-from phalanx.rewards import RewardError
+from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.flops import step_flops
+from phalanx.telemetry.metrics import Timers
 from phalanx.training.block_diffusion import BlockDiffusion, Noised
 from phalanx.training.checkpoint import Progress
+from phalanx.training.collect import Collector, Rescorer
+from phalanx.training.components import LoadedTeacher
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
-from phalanx.training.minibatches import MicroBatches, Units
-from phalanx.training.rl import Trainer
-from phalanx.training.run import Run
-from phalanx.types import Policy, Prompt, Samples
+from phalanx.training.job import Job
+from phalanx.training.loop import train
+from phalanx.training.minibatches import BatchPlan, Minibatches
+from phalanx.training.optim import TrainState
+from phalanx.training.rl import weights_beside
+from phalanx.training.supervised import SupervisedTrainer
+from phalanx.training.update import StepLog, Updater
+from phalanx.types import Algorithm, Credit, Outputs, Policy, Prompt, Rollout, Samples, Scored
+
+AnyPlannedPolicy = PlannedPolicy | PlannedLMPolicy
 
 
-class Rehearsal(Run):
-    """A job whose gradients are counted and dropped, and whose ranks have nothing to say to one another."""
+class PlannedState(TrainState):
+    """The optimizer and the averages, whose gradients are counted and dropped."""
 
-    policy: PlannedPolicy | PlannedLMPolicy
-    samples_size = 0  # bytes of the step's samples on the device
-    outputs_size = 0  # bytes of their images on the host
-    copies_reference = False  # whether the reference is a copy of the weights as they were at first
-    role = ""  # of the rank that is planned, where ranks have roles of their own
-
-    @property
-    def frozen(self) -> dict[str, PlannedPolicy]:
-        """The policies of teachers by name."""
-        return {}
-
-    def prepare(
-        self, total_steps: int, total_updates: int, ema: EmaConfig, averages: Sequence[str] = (), beside: Any = None
-    ) -> None:
-        """The optimizer and the averages, without checkpoints and logs."""
-        self.ledger, layout = self.policy.ledger, self.policy.layout
-        self.total_steps, self.progress = 1, Progress()
-        self.learner = self.make_learner(total_updates, ema, averages)
-        self.updates = self.micro_batches = 0
+    def __init__(self, policy: AnyPlannedPolicy, cfg: RunConfig, ema: EmaConfig, averages: Sequence[str] = ()) -> None:
+        offload = cfg.parallel.optimizer_offload
+        super().__init__(policy.trained, cfg.optim, 1, ema=ema, averages=averages, offload=offload)
+        self.policy, self.ledger, self.layout = policy, policy.ledger, policy.layout
+        self.updates_made = self.micro_batches = 0
         self._summed = False
-        named = dict(self.policy.trained.module.named_parameters())
-        for w in layout.trained:
-            size = 0 if w.away else layout.gradient(w)
+        named = dict(policy.trained.module.named_parameters())
+        for w in self.layout.trained:
+            size = 0 if w.away else self.layout.gradient(w)
             named[w.name].register_post_accumulate_grad_hook(partial(self._keep_gradient, w.name, size))
-        self.policy.trained.sharded.set_last_micro_batch = self._begin_micro_batch  # type: ignore[method-assign]
+        policy.trained.sharded.set_last_micro_batch = self._begin_micro_batch  # type: ignore[method-assign]
+
+    def step(self, loss: Tensor) -> dict[str, float | Tensor]:
+        """No step at all."""
+        self.updates_made, self._summed = self.updates_made + 1, False
+        self.ledger.drop_gradients()
+        return {"grad_norm": 0.0, "lr": 0.0, "skipped": False}
 
     def _begin_micro_batch(self, last: bool) -> None:
         """Between the passes of an optimizer step gradients are there from the start, whole."""
         self.micro_batches += 1
         if not last and not self._summed:
             self._summed = True
-            layout = self.policy.layout
-            self.ledger.keep_gradient(sum(layout.gradient(w, summed=True) for w in layout.trained))
+            self.ledger.keep_gradient(sum(self.layout.gradient(w, summed=True) for w in self.layout.trained))
 
     def _keep_gradient(self, name: str, size: int, parameter: Tensor) -> None:
-        """What FSDP makes of a gradient takes its place."""
+        """The gradient as FSDP leaves it takes the place of the whole one."""
         parameter.grad = self.policy.trained.parameters[name].grad = None
         if not self._summed:
             self.ledger.keep_gradient(size)
 
-    def step_optimizer(self, loss: Tensor) -> dict[str, float | Tensor]:
-        """No step at all."""
-        self.updates, self._summed = self.updates + 1, False
-        self.ledger.drop_gradients()
-        return {"grad_norm": 0.0, "lr": 0.0, "skipped": False}
+
+class PlannedJob(Job):
+    """A job of one step, without checkpoints and logs."""
+
+    def __init__(self, cfg: RunConfig, policy: AnyPlannedPolicy, state: PlannedState) -> None:
+        self.cfg, self.world, self.state, self.timers = cfg, policy.world, state, Timers()
+        self.progress = Progress()
+
+    def steps(self) -> Iterator[int]:
+        """The first one."""
+        yield 0
+
+    def end_step(self, step: int, row: dict[str, float]) -> None:
+        """Nothing is due."""
+
+
+class Unscored(RewardClient):
+    """Takes samples, and does nothing with them."""
+
+    def __init__(self) -> None:
+        self.reward_set = None
+
+    def submit(self, outputs: Outputs, prompts: list[Prompt]) -> None:
+        """Nothing scores them."""
+
+
+class PlannedUpdater(Updater):
+    """The learning rule, whose looks at other weights are phases of their own."""
+
+    trained = 0  # samples of this rank, counted each time
+
+    def reference(self, name: str, batch: Minibatches) -> tuple[Policy, Minibatches, AbstractContextManager[Any]]:
+        """As a phase of the ledger."""
+        phase = ExitStack()
+        phase.enter_context(
+            cast(AnyPlannedPolicy, self.policy).ledger.during(name if name in self.teachers else "reference")
+        )
+        policy, theirs, weights = super().reference(name, batch)
+        phase.enter_context(weights)
+        return policy, theirs, phase
+
+    def follow(self, step: int) -> None:
+        """No weight has changed."""
+
+    def performance(self, samples: Samples, log: StepLog, seconds: float) -> dict[str, float]:
+        """Nothing is timed."""
+        self.trained = log.trained
+        return {}
+
+
+class Rehearsal:
+    """A job whose step is taken on shapes. `role` is that of the rank that is planned, where ranks have roles.
+
+    `samples_size` are the bytes of the step's samples on the device, `outputs_size` those of their images on the host.
+    `copies_reference`: the reference is a copy of the weights as they were at first.
+    """
+
+    plan: BatchPlan | None = None
+    samples: Samples
+    samples_size = outputs_size = 0
+    copies_reference = False
+    role = ""
+    frozen: Mapping[str, PlannedPolicy] = {}  # the policies of teachers by name
+
+    def __init__(self, cfg: RunConfig, policy: AnyPlannedPolicy, rollout: Rollout, state: PlannedState) -> None:
+        self.cfg, self.policy, self.rollout, self.state = cfg, policy, rollout, state
+        self.ledger: Ledger = policy.ledger
+        self.job = PlannedJob(cfg, policy, state)
+
+    def run_step(self) -> None:
+        """Sample and train; of a role, its part of that."""
+        raise AssertionError("a job has a step of its own")
 
     def train(self) -> None:
         """The step's updates, as a phase."""
         raise AssertionError("a job has updates of its own")
 
     def train_again(self, recomputed: int) -> None:
-        """The updates in place of those before, with so many blocks recomputed in backward passes."""
-        self.updates = self.micro_batches = 0
+        """The updates in place of those before, with `recomputed` blocks recomputed in backward passes."""
+        self.state.updates_made = self.state.micro_batches = 0
         self.ledger.forget("update")
         self.policy.recompute(recomputed)
         self.train()
@@ -98,38 +166,53 @@ class Rehearsal(Run):
 
     @property
     def flops(self) -> int:
-        """What the GPUs compute in a step."""
+        """Operations that the GPUs compute in a step."""
         return self.operations(recomputed=True)
 
     @property
     def model_flops(self) -> int:
-        """What the model needs in a step."""
+        """Operations that the model needs in a step."""
         return self.operations(recomputed=False)
-
-    def go_on(self, failure: RewardError | None = None) -> None:
-        """There is but one rank."""
 
     def run_validation(self, prompts: list[Prompt]) -> None:
         """The sampling of a validation on these prompts."""
         with self.ledger.during("validation: sample"):
-            average = self.learner.ema is not None and not self.role  # else the actor sends it in place of the weights
+            average = self.state.ema is not None and not self.role  # else the actor sends it in place of the weights
             weights = self.policy.using("ema") if average else nullcontext()
             with weights, self.rollout.awake():
-                self.rollout.sample_validation(prompts, each=self.submit)
+                self.rollout.sample_validation(prompts, each=Unscored().submit)
 
 
-class RLRehearsal(Rehearsal, Trainer):
-    """Reinforcement learning. `samples` are those of the step. `rescores`: log-probs may be taken again here, not by
-    another role.
+class RLRehearsal(Rehearsal):
+    """Reinforcement learning; it is also the loop's collector, of samples that it has drawn before. `samples` are those
+    of the step. `rescores`: log-probs may be taken again here, not by another role.
     """
 
     cfg: RLConfig
-    samples: Samples
+    plan: BatchPlan
     rescores = True
+    chunks = 1
 
-    @property
-    def frozen(self) -> dict[str, PlannedPolicy]:
-        return {name: cast(PlannedPolicy, teacher.policy) for name, teacher in self.teachers.items()}
+    def __init__(
+        self,
+        cfg: RLConfig,
+        plan: BatchPlan,
+        algorithm: Algorithm,
+        policy: AnyPlannedPolicy,
+        rollout: Rollout,
+        prompts: PromptStream,
+        teachers: Mapping[str, LoadedTeacher] | None = None,
+    ) -> None:
+        state = PlannedState(policy, cfg, cfg.actor.ema, weights_beside(cfg, algorithm, policy))
+        super().__init__(cfg, policy, rollout, state)
+        self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
+        self.frozen = {name: cast(PlannedPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
+        timers, progress = self.job.timers, self.job.progress
+        self.rescorer = Rescorer(cfg, plan, algorithm, policy, timers, progress, exact=rollout.exact)
+        algorithm.credit = self._credit  # type: ignore[method-assign]
+        self.updater = PlannedUpdater(
+            cfg, plan, algorithm, policy, policy.world, state, self.rescorer, timers, teachers=teachers
+        )
 
     @property
     def sent(self) -> int:
@@ -140,11 +223,14 @@ class RLRehearsal(Rehearsal, Trainer):
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def run_step(self) -> None:
-        """Sample and train; of a role, its part of that."""
-        known = "reference" in self.algorithm.references and "reference" not in self.learner.averages
+        known = "reference" in self.algorithm.references and "reference" not in self.state.averages
         self.copies_reference = known and not self.policy.trained.is_base("reference")
+        weights = None if self.role else self.algorithm.behaviour  # other ranks sample with those that they were sent
+        cfg, plan, timers = self.cfg, self.plan, self.job.timers
+        collector = Collector(cfg, plan, self.policy, self.rollout, Unscored(), self.prompts, timers, weights=weights)
+        collector.total_steps = 1
         with self.ledger.during("rollout: sample"):
-            drawn = self.sample(0)
+            drawn, _ = collector.sample(0)
         if self.role in (ACTOR, INFERENCE):  # other ranks drew them
             self.ledger.phases.clear()
             if self.cfg.rollout.schedule == "one_step_off":
@@ -152,7 +238,7 @@ class RLRehearsal(Rehearsal, Trainer):
         self.samples = drawn
         if self.rescores:
             with self.ledger.during("rescore"):
-                self.samples, _ = self.rescore(drawn)
+                self.samples, _ = self.rescorer(drawn)
         del drawn
         self.samples_size = self.ledger.live
         outputs = self.samples.outputs
@@ -162,28 +248,32 @@ class RLRehearsal(Rehearsal, Trainer):
             self.train()
 
     def train(self) -> None:
-        """On rewards of which each prompt's best is another sample."""
-        reward = (torch.arange(self.plan.samples) + self.group_id) % self.cfg.rollout.n
+        """The updates on rewards of which each prompt's best is another sample."""
         with self.ledger.during("update"):
-            self.update(self.samples, reward.float(), 0)
+            train(self.job, self, self.updater)
 
-    def behaviour(self) -> AbstractContextManager[None]:
-        """Other ranks sample with the weights that they were sent."""
-        return nullcontext() if self.role else super().behaviour()
+    def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
+        """The samples that are there."""
+        return self.samples, {}
 
-    def credit(self, batches: MicroBatches, units: Units, kept: Tensor) -> dict[str, float]:
+    def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
+        """A reward for each of them."""
+        reward = (torch.arange(self.plan.samples) + self.updater.group_id) % self.cfg.rollout.n
+        return samples, reward.float(), {}
+
+    def _credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
         """An advantage for each action, whatever it is; nobody trains a critic here."""
-        batches.advantage = batches.advantage[:, None].expand(batches.mask.shape)
-        return {}
+        advantage = scored.advantage[:, None].expand(scored.mask.shape)
+        return Credit(advantage, advantage, {})
 
     def operations(self, *, recomputed: bool) -> int:
-        return self.step_flops(self.samples, recomputed=recomputed)
+        return self.updater.step_flops(self.samples, self.updater.trained, recomputed=recomputed)
 
     @property
     def flops_of_role(self) -> int:
-        """What all ranks of this one's role compute in a step."""
+        """Operations of all ranks of this one's role in a step."""
         samples = replace(self.samples, on_policy=True)  # whose log-probs nobody takes again
-        trained = self.step_flops(samples, recomputed=True)
+        trained = self.updater.step_flops(samples, self.updater.trained, recomputed=True)
         drawn, scored = (
             self.policy.step_flops(
                 samples,
@@ -197,91 +287,65 @@ class RLRehearsal(Rehearsal, Trainer):
         )
         phases = self.ledger.phases
         again = sum(name in phases and phases[name].passes > 0 for name in ("rollout: log-probs", "rescore"))
-        own = {ROLLOUT: drawn, INFERENCE: 0, ACTOR: trained - drawn}[self.role]
-        return (own + again * (scored - drawn)) * self.plan.parts
-
-    def _reference(self, name: str, batches: MicroBatches) -> tuple[Policy, MicroBatches, AbstractContextManager[Any]]:
-        """As a phase of its own."""
-        phase = ExitStack()
-        phase.enter_context(self.ledger.during(name if name in self.teachers else "reference"))
-        policy, theirs, weights = super()._reference(name, batches)
-        phase.enter_context(weights)
-        return policy, theirs, phase
+        role_flops = {ROLLOUT: drawn, INFERENCE: 0, ACTOR: trained - drawn}[self.role]
+        return (role_flops + again * (scored - drawn)) * self.plan.parts
 
 
-class LMRehearsal(RLRehearsal):
-    """Reinforcement learning of a language model."""
+class SupervisedRehearsal(Rehearsal):
+    """Supervised training of a task, which has neither samples nor teachers; `task_flops` are a sample's."""
 
-    cfg: LMRLConfig
-    policy: PlannedLMPolicy
+    plan = None
 
-
-class FlowMatchingRehearsal(Rehearsal, FlowMatching):
-    """Supervised flow matching, which has neither samples nor teachers."""
-
-    plan = samples = None
-    policy: PlannedPolicy
+    def __init__(
+        self,
+        cfg: RunConfig,
+        policy: AnyPlannedPolicy,
+        rollout: Rollout,
+        task: "FlowMatching | PlannedBlockDiffusion",
+        ema: EmaConfig,
+        task_flops: int,
+    ) -> None:
+        super().__init__(cfg, policy, rollout, PlannedState(policy, cfg, ema))
+        self.task, self.task_flops = task, task_flops
+        self.trainer = SupervisedTrainer(self.job, task, task.shares)
 
     def run_step(self) -> None:
-        """Encode images, where latents are cached, and train."""
-        if self.cfg.flow_matching.cache_latents:
-            self.total_steps = ENCODED_TOGETHER // self.per_rank + 1
-            self._encode_all()
+        self.task.begin(range(ENCODED_TOGETHER // self.task.shares.per_rank + 1))
         self.train()
 
     def train(self) -> None:
-        """On the first images."""
+        """The update on the first samples."""
         with self.ledger.during("update"):
-            self.update(0)
+            self.trainer.update(0)
 
     def operations(self, *, recomputed: bool) -> int:
-        model, r, length = self.policy.model, self.cfg.rollout, self.cfg.data.max_prompt_length
         return step_flops(
-            model.flops(r.height, r.width, model.most_tokens(length, r.height, r.width)),
-            samples=self.batch_size,
+            self.task_flops,
+            samples=self.task.shares.batch_size,
             lora=self.policy.trained.lora,
             checkpointing=recomputed * self.policy.trained.recomputed,
         )
 
 
-class BlockDiffusionRehearsal(Rehearsal, BlockDiffusion):
+class PlannedBlockDiffusion(BlockDiffusion):
     """Supervised block diffusion, on samples of the greatest length that are noised most."""
 
-    plan = samples = None
     policy: PlannedBlockPolicy
 
-    def run_step(self) -> None:
-        """Train."""
-        self.train()
-
-    def train(self) -> None:
-        """On the first samples."""
-        with self.ledger.during("update"):
-            self.update(0)
-
     def passes(self, share: list[int], step: int) -> list[Noised]:
-        found = super().passes(share, step)
-        for part in found:
-            self.ledger.mark(part.states.weight, part.count)
-        return found
+        passes = super().passes(share, step)
+        for noised in passes:
+            self.policy.ledger.mark(noised.states.weight, noised.count)
+        return passes
 
     def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
         """Of equal passes only the first one runs."""
-        self.ledger.phase.passes += 1
-        return self.ledger.once(batch.states.tokens.shape, lambda: BlockDiffusion.loss(self, batch)[0]), {}
+        ledger = self.policy.ledger
+        ledger.phase.passes += 1
+        return ledger.once(batch.states.tokens.shape, lambda: BlockDiffusion.loss(self, batch)[0]), {}
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
         return {}
 
-    def operations(self, *, recomputed: bool) -> int:
-        data, masked = self.cfg.data, self.cfg.block_diffusion.noise_range_high
-        length, response = data.max_prompt_length + data.max_response_length, data.max_response_length
-        return step_flops(
-            round(self.policy.states_flops(length, response / self.policy.size, response * masked)),
-            samples=self.batch_size,
-            lora=self.policy.trained.lora,
-            checkpointing=recomputed * self.policy.trained.recomputed,
-        )
 
-
-Planned = RLRehearsal | LMRehearsal | FlowMatchingRehearsal | BlockDiffusionRehearsal
+Planned = RLRehearsal | SupervisedRehearsal

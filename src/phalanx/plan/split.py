@@ -13,8 +13,8 @@ Split = dict[str, int]  # ranks of each role
 
 
 def step_seconds(schedule: str, parts: int, work: Mapping[str, float], split: Mapping[str, int]) -> float:
-    """Seconds of a step under a schedule of phalanx.training.schedules, without the weights' way; `parts` is
-    rollout.parts.
+    """Seconds of a step under a schedule of phalanx.training.disaggregated.schedules, without the weights' way; `parts`
+    is rollout.parts.
     """
     seconds = {role: work[role] / ranks for role, ranks in split.items()}
     together, longest = sum(seconds.values()), max(seconds.values())

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRunConfig
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.placement import judged_beside, place
 from phalanx.distributed.roles import ACTOR, ROLLOUT, Roles, roles_of, span
@@ -12,10 +14,10 @@ from phalanx.plan.layout import Cluster, Traffic, traffic
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu, Rows, arithmetic, sampled
 from phalanx.plan.recompute import fewer_blocks
-from phalanx.plan.rehearsal import BlockDiffusionRehearsal, LMRehearsal, Planned
+from phalanx.plan.rehearsal import Planned, SupervisedRehearsal
 from phalanx.plan.tables import Scale, groups, listed, table
 from phalanx.plan.warnings import ALLOWED, crossing, warnings
-from phalanx.training.batches import BatchPlan
+from phalanx.training.minibatches import BatchPlan
 
 
 def describe(p: Planned, gpu: Gpu) -> str:
@@ -111,17 +113,17 @@ def _forward(p: Planned) -> str:
     """The passes of a step on a rank."""
     said = {"rollout: sample": "to sample", "rescore": "to score samples again", "reference": "of the reference"}
     said |= {name: f"of the {name}" for name in p.frozen} | {"update": "to train"}
-    if isinstance(p, LMRehearsal):  # it decodes in as many as a response has tokens
+    if isinstance(p.cfg, LMRLConfig):  # it decodes in as many as a response has tokens
         said = {"rollout: log-probs": "of old log-probs"} | said
         del said["rollout: sample"]
     passes = {name: p.ledger.phases[name].passes for name in said if name in p.ledger.phases}
     return ", ".join(f"{number} {said[name]}" for name, number in passes.items() if number)
 
 
-def _lm_batch(p: LMRehearsal) -> Rows:
+def _lm_batch(p: Planned, cfg: LMRLConfig) -> Rows:
     """The arithmetic of a step of a language model."""
-    cfg, plan, total = p.cfg, p.plan, p.cfg.trainer.total_training_steps
-    assert p.samples.tokens is not None, "samples of tokens have lengths"
+    plan, total = p.plan, cfg.trainer.total_training_steps
+    assert plan is not None and p.samples.tokens is not None, "samples of tokens have lengths"
     longest, n, what = int(p.samples.tokens[0]), cfg.rollout.n, "tokens"
     engine = "" if cfg.rollout.engine == "policy" else f", in {cfg.rollout.engine}"
     states: Rows = []
@@ -141,7 +143,7 @@ def _lm_batch(p: LMRehearsal) -> Rows:
         ("a step", f"{plan.samples // n} prompts x {n} responses = {plan.samples} responses"),
         ("a rank", f"{_n(plan.per_rank, 'response')} of {_n(prompts, 'prompt')}{_in_parts(plan)}"),
         ("rollout", f"{plan.rollout_micro} responses together{engine}"),
-        ("updates", f"{plan.updates * plan.epochs} a step, of {_n(p.micro_batches, 'micro-batch')} in all"),
+        ("updates", f"{plan.updates * plan.epochs} a step, of {_n(p.state.micro_batches, 'micro-batch')} in all"),
         ("micro-batch", f"{inner}{', in one row' if plan.packed else ''}"),
         ("tokens", f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length}, the most that there can be"),
         *states,
@@ -150,13 +152,14 @@ def _lm_batch(p: LMRehearsal) -> Rows:
     ]
 
 
-def _block_batch(p: BlockDiffusionRehearsal) -> Rows:
+def _block_batch(p: Planned, cfg: BlockDiffusionTaskConfig) -> Rows:
     """The arithmetic of a step of supervised block diffusion."""
-    cfg, total = p.cfg, p.cfg.trainer.total_training_steps
+    assert isinstance(p, SupervisedRehearsal), "it is supervised"
+    shares, total = p.task.shares, cfg.trainer.total_training_steps
     run = f"as many steps as trainer.total_epochs={cfg.trainer.total_epochs} and the samples make"
     return [
-        ("a step", f"{p.batch_size} samples, {p.per_rank} a rank, one optimizer step"),
-        ("update", f"{_n(p.micro_batches, 'micro-batch')} of {_n(p.micro, 'sample')}"),
+        ("a step", f"{shares.batch_size} samples, {shares.per_rank} a rank, one optimizer step"),
+        ("update", f"{_n(p.state.micro_batches, 'micro-batch')} of {_n(shares.micro, 'sample')}"),
         ("tokens", f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length}, the most that there can be"),
         ("states", f"one of each block of a response, {cfg.model.block_size} tokens"),
         ("forward passes", f"{_forward(p)}, a rank and step"),
@@ -166,10 +169,10 @@ def _block_batch(p: BlockDiffusionRehearsal) -> Rows:
 
 def batch(p: Planned) -> Rows:
     """The arithmetic of a step."""
-    if isinstance(p, LMRehearsal):
-        return _lm_batch(p)
-    if isinstance(p, BlockDiffusionRehearsal):
-        return _block_batch(p)
+    if isinstance(p.cfg, LMRLConfig):
+        return _lm_batch(p, p.cfg)
+    if isinstance(p.cfg, BlockDiffusionTaskConfig):
+        return _block_batch(p, p.cfg)
     assert isinstance(p.cfg, FlowRunConfig) and isinstance(p.policy, PlannedPolicy)
     cfg, model, forward = p.cfg, p.policy.model, _forward(p)
     ranks = cfg.parallel.data_ranks(p.policy.layout.cluster.ranks)
@@ -182,7 +185,7 @@ def batch(p: Planned) -> Rows:
     run, what = "" if total is None else _n(total, "step"), "images" if p.plan is None else "prompts"
     endless = f"as many steps as trainer.total_epochs and the {what} make"
     if p.plan is None:
-        share, micro = size // ranks, p.micro_batches
+        share, micro = size // ranks, p.state.micro_batches
         return [
             ("a step", f"{size} images, {share} a rank, one optimizer step"),
             ("update", f"{_n(micro, 'micro-batch')} of {_n(share // micro, 'image')}"),
@@ -323,9 +326,9 @@ def messages(p: Planned) -> list[Traffic]:
         if name in phases:
             gathered[what] = of.gathered(phases[name].passes, phases[name].rounds, parallel)
     if "update" in phases:
-        to_train = layout.gathered_to_train(p.micro_batches, phases["update"].passes, parallel)
+        to_train = layout.gathered_to_train(p.state.micro_batches, phases["update"].passes, parallel)
         gathered["weights, gathered to train"] = to_train
-    return traffic(layout, gathered, p.updates)
+    return traffic(layout, gathered, p.state.updates_made)
 
 
 def _messages(found: Sequence[Traffic]) -> Iterable[str]:

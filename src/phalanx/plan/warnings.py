@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
+from phalanx.config.lm import LMRLConfig, LMRunConfig
 from phalanx.distributed.roles import ACTOR, ROLLOUT, span
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Memory
 from phalanx.plan.pace import Gpu
-from phalanx.plan.rehearsal import BlockDiffusionRehearsal, LMRehearsal, Planned
+from phalanx.plan.rehearsal import Planned
 from phalanx.plan.tables import Scale
 
 ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
@@ -32,12 +34,12 @@ def warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
     """What else a user should know before the job runs."""
     plan = p.plan
     samples, trains = p.role in ("", ROLLOUT), p.role in ("", ACTOR)
-    if plan is not None and not plan.exact and samples and not isinstance(p, LMRehearsal):
+    if plan is not None and not plan.exact and samples and not isinstance(p.cfg, LMRLConfig):
         yield (
             f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
             f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
         )
-    if isinstance(p, LMRehearsal) and p.cfg.algorithm.needs_critic and trains:
+    if isinstance(p.cfg, LMRLConfig) and p.cfg.algorithm.needs_critic and trains:
         yield (
             f"algorithm.name={p.cfg.algorithm.name} trains a critic, which is in none of these figures: of the "
             "policy's size it takes as much again as training all weights of the policy"
@@ -71,15 +73,15 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
     sharded, reward = layout.width > 1, memory.reward
     update, judge = largest.name == "update", largest.name == "judge"
     sample, decode = "sample" in largest.name, "decode" in largest.name
-    section = "block_diffusion" if isinstance(p, BlockDiffusionRehearsal) else "flow_matching"
+    section = "block_diffusion" if isinstance(p.cfg, BlockDiffusionTaskConfig) else "flow_matching"
     micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else f"{section}.micro_batch_size_per_gpu"
     if p.plan is not None and p.plan.budget is not None:
         micro = "actor.ppo_max_token_len_per_gpu"
-    whole = largest.gradients > largest.activations and p.micro_batches > p.updates and sharded
+    whole = largest.gradients > largest.activations and p.state.micro_batches > p.state.updates_made and sharded
     held = {name for name, size in memory.held.items() if size > memory.peak / 20}
     divided = bool(held & {"frozen weights", "trained weights", "optimizer's state", *p.frozen})
     share = reward is not None and reward.share is not None
-    texts = isinstance(p, LMRehearsal | BlockDiffusionRehearsal)
+    texts = isinstance(p.cfg, LMRunConfig)
     may_reshard = parallel.rollout_unsharded and not texts
     of_logits = f"{'actor' if p.plan else section}.log_prob_chunk_size"
     mends = {

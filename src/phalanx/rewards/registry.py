@@ -6,6 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
@@ -41,9 +42,9 @@ class Term:
     takes: str = "images"  # or "videos", "completions"
     frames: int = 1  # of a video, that are scored as images
     extras: tuple[str, ...] = ()  # that come with its scores; see RewardWithExtras
-    per_sample: bool = False  # a call may be cut: scores depend on their own sample alone
+    per_sample: bool = False  # a call may be cut: scores depend on their own sample only
 
-    @property
+    @cached_property
     def rows(self) -> tuple[str, ...]:
         """Names in the logs: its own, of the scores, then those of the extras."""
         return self.name, *(f"{self.name}_{extra}" for extra in self.extras)

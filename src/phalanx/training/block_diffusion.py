@@ -18,16 +18,17 @@ from phalanx.config.load import ConfigError
 from phalanx.data.prompts import DataError, PromptRow, load_prompts, numbered, validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float, reduce_int
+from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_diffusion import States, Views, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
 from phalanx.rollout.lm import check_engine
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.telemetry.metrics import check_loggers
-from phalanx.training import batches
+from phalanx.training import batch_plan
+from phalanx.training.components import JobComponents, build_rewards, start
 from phalanx.training.lm_rl import fitting_sets
-from phalanx.training.parts import Parts, build_rewards, start
-from phalanx.training.supervised import Supervised, share_of_rank
+from phalanx.training.supervised import Shares, SupervisedTrainer, share_of_rank, supervised_trainer
 from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
@@ -66,13 +67,13 @@ def check(cfg: BlockDiffusionTaskConfig) -> int:
     """Refuse what cannot run here (ConfigError); returns the samples of a rank."""
     if not cfg.data.train_files:
         raise ConfigError("data.train_files: [] names no samples; give a .jsonl or .parquet file of chats")
-    batches.check_run(cfg)
+    batch_plan.check_run(cfg)
     check_engine(cfg)
     check_loggers(cfg.trainer.logger)
     return mesh.check(cfg, lambda roles: samples_of_rank(cfg, roles.world_size))
 
 
-def build(cfg: BlockDiffusionTaskConfig) -> "BlockDiffusion":
+def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     """The job, built on all ranks in step; a ValueError is the user's mistake."""
     check(cfg)
     data, key = cfg.data, cfg.data.prompt_key
@@ -97,7 +98,9 @@ def build(cfg: BlockDiffusionTaskConfig) -> "BlockDiffusion":
     val_sets = fitting_sets(val_sets, policy, first=world.rank == 0)
     decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
     rollout = BlockDiffusionRollout(policy, cfg.rollout, data, world, decoded, None)
-    return BlockDiffusion(cfg, examples, Parts(world, rewards, policy, rollout, val_sets))
+    components = JobComponents(world, rewards, policy, rollout, val_sets)
+    task = BlockDiffusion(cfg, policy, examples, world)
+    return supervised_trainer(cfg, components, task, task.shares, cfg.block_diffusion.ema)
 
 
 def fitting(
@@ -158,29 +161,32 @@ def question(prompt: Prompt) -> Prompt:
     return replace(prompt, messages=messages[:-1]) if answered else prompt
 
 
-class BlockDiffusion(Supervised):
-    """Supervised training: `fit()` runs it. `build` makes it."""
+class BlockDiffusion:
+    """The task: see phalanx.training.supervised.Task. `build` makes its job."""
 
-    cfg: BlockDiffusionTaskConfig
-    policy: BlockDiffusionPolicy
+    noun = "samples"
 
-    def __init__(self, cfg: BlockDiffusionTaskConfig, examples: list[Example], parts: Parts) -> None:
-        c = cfg.block_diffusion
-        per_rank = samples_of_rank(cfg, parts.world.size)
-        super().__init__(cfg, parts, len(examples), per_rank, c.micro_batch_size_per_gpu, c.ema)
-        self.examples = examples
+    def __init__(
+        self, cfg: BlockDiffusionTaskConfig, policy: BlockDiffusionPolicy, examples: list[Example], world: World
+    ) -> None:
+        self.cfg, self.policy, self.examples, self.world = cfg, policy, examples, world
+        micro = cfg.block_diffusion.micro_batch_size_per_gpu
+        self.shares = Shares(len(examples), samples_of_rank(cfg, world.size), micro, world, cfg.data.seed)
+
+    def begin(self, steps: range) -> None:
+        """Nothing is cheaper done ahead."""
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
         """The samples, noised anew: a function of (trainer.seed, step, the sample's number in the batch)."""
-        found = []
-        for place in range(0, self.per_rank, self.micro):
-            part = [self.examples[i] for i in share[place : place + self.micro]]
-            names = range(self.first + place, self.first + place + len(part))
-            found.append(self.noised(part, [fold_in(self.cfg.trainer.seed, step, name) for name in names]))
+        passes, first, micro = list[Noised](), self.shares.first, self.shares.micro
+        for place in range(0, len(share), micro):
+            examples = [self.examples[i] for i in share[place : place + micro]]
+            numbers = range(first + place, first + place + len(examples))
+            passes.append(self.noised(examples, [fold_in(self.cfg.trainer.seed, step, number) for number in numbers]))
         if self.cfg.block_diffusion.loss_agg_mode == "micro-batch-mean":
-            return [replace(part, scale=1 / (max(part.count, 1) * len(found) * self.world.size)) for part in found]
-        total = reduce_int(sum(part.count for part in found), "sum")
-        return [replace(part, scale=1 / max(total, 1)) for part in found]
+            return [replace(part, scale=1 / (max(part.count, 1) * len(passes) * self.world.size)) for part in passes]
+        total = reduce_int(sum(part.count for part in passes), "sum")
+        return [replace(part, scale=1 / max(total, 1)) for part in passes]
 
     def noised(self, examples: list[Example], seeds: list[int]) -> Noised:
         """States of the blocks of some samples, with some of the response's tokens masked."""
@@ -222,7 +228,7 @@ class BlockDiffusion(Supervised):
         return Noised(states.to(self.world.device), there(rate).to(self.world.device), count)
 
     def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
-        """See Supervised; the sums are of losses and numbers of tokens, by levels of noise."""
+        """See Task; the sums are of losses and numbers of tokens, by levels of noise."""
         c, states = self.cfg.block_diffusion, batch.states
         asked = states.weight != 0
         log_prob, entropy, right = self.policy.trained.module(states, right=True)

@@ -13,21 +13,20 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.returns import moments, value_loss
 from phalanx.functional.token_budget import in_order
 from phalanx.models.trained import TrainedModel
-from phalanx.training.batches import BatchPlan
-from phalanx.training.learner import Learner
-from phalanx.training.minibatches import Units, optimizer_steps
-from phalanx.training.parts import Critic
-from phalanx.training.step_metrics import update_metrics
+from phalanx.telemetry.step_metrics import update_metrics
+from phalanx.training.components import Critic
+from phalanx.training.minibatches import BatchPlan, Minibatches, optimizer_steps
+from phalanx.training.optim import TrainState
 from phalanx.types import Samples
 
 
 class CriticTrainer:
     """A critic beside the policy, with the same batches. In the first `warmup` training steps it alone is trained.
 
-    `learner` has its optimizer, once `prepare` has made it.
+    `state` has its optimizer, once `prepare` has made it.
     """
 
-    learner: Learner
+    state: TrainState
 
     def __init__(
         self, critic: Critic, config: CriticConfig, actor: ActorConfig, plan: BatchPlan, world: World, warmup: int
@@ -35,11 +34,11 @@ class CriticTrainer:
         self.critic, self.config, self.plan, self.world, self.warmup = critic, config, plan, world, warmup
         self.epochs = actor.ppo_epochs if config.ppo_epochs is None else config.ppo_epochs
 
-    def prepare(self, steps: int, *, offload: bool) -> Learner:
+    def prepare(self, steps: int, *, offload: bool) -> TrainState:
         """Make the optimizer for so many training steps."""
         updates = steps * self.plan.updates * self.epochs
-        self.learner = Learner(self.critic.trained, self.config.optim, updates, offload=offload)
-        return self.learner
+        self.state = TrainState(self.critic.trained, self.config.optim, updates, offload=offload)
+        return self.state
 
     @torch.no_grad()
     def values(self, samples: Samples) -> Tensor:
@@ -50,19 +49,21 @@ class CriticTrainer:
             return in_order([self.critic.values(samples.trace.select(part.to(device))) for part in parts], parts)
 
     def update(
-        self, samples: Samples, units: Units, mask: Tensor, old: Tensor, returns: Tensor, advance: Callable[[], None]
+        self, batch: Minibatches, mask: Tensor, old: Tensor, returns: Tensor, advance: Callable[[], None]
     ) -> dict[str, float]:
         """All optimizer steps on the returns [B, A] of this rank's samples; critic/... metrics.
 
         mask [B, A] bool: the tokens that count; `old` [B, A] are the values that the returns rest on. `advance` is
         called after each micro-batch.
         """
-        model = self.critic.trained
+        model, samples = self.critic.trained, batch.samples
         stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch
         updates: list[dict[str, Any]] = []
         for _ in range(self.epochs):
             mode, tokens = self.config.loss_agg_mode, samples.tokens
-            steps = optimizer_steps(samples.mask, units, self.plan, self.world, mode=mode, constant=None, tokens=tokens)
+            steps = optimizer_steps(
+                samples.mask, batch.units, self.plan, self.world, mode=mode, constant=None, tokens=tokens
+            )
             for parts in steps:
                 stats.append([])
                 total = torch.zeros((), device=self.world.device)
@@ -78,7 +79,7 @@ class CriticTrainer:
                     total += loss.detach()
                     stats[-1].append(scalars)
                     advance()
-                updates.append(self.learner.step(total))
+                updates.append(self.state.step(total))
         row = explained(old, returns, mask)
         return row | update_metrics("critic", stats, updates, self.plan.updates * self.epochs)
 

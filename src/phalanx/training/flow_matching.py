@@ -17,14 +17,15 @@ from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError
 from phalanx.distributed import mesh
+from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.models.flow.policy import FlowPolicy, image_columns
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.flow.samplers import train_sampler
 from phalanx.telemetry.metrics import check_loggers
-from phalanx.training import batches
-from phalanx.training.flow_parts import FlowParts, build_parts, check_plan
-from phalanx.training.supervised import Supervised, share_of_rank
+from phalanx.training import batch_plan
+from phalanx.training.flow_components import build_components, check_plan
+from phalanx.training.supervised import Shares, SupervisedTrainer, share_of_rank, supervised_trainer
 from phalanx.types import JobError, Prompt
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def check(cfg: FlowMatchingTaskConfig) -> int:
     """Refuse what cannot run here (ConfigError); returns the images of a rank."""
     if not cfg.data.train_files:
         raise ConfigError("data.train_files: [] names no images; give a .jsonl file or a Hugging Face dataset folder")
-    batches.check_run(cfg)
+    batch_plan.check_run(cfg)
     if image_columns(cfg.model):
         raise ConfigError(f"model.path: {cfg.model.path!r} edits images; flow matching trains from texts alone")
     if cfg.rollout.num_frames > 1:
@@ -52,44 +53,52 @@ def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:
     return share_of_rank(cfg, micro, key, "images", world_size)
 
 
-def build(cfg: FlowMatchingTaskConfig) -> "FlowMatching":
+def build(cfg: FlowMatchingTaskConfig) -> SupervisedTrainer:
     """The job, built on all ranks in step; a ValueError is the user's mistake."""
     check(cfg)
     r = cfg.rollout
     images = ImageTextData(cfg.data.train_files, r.height, r.width)
-    return FlowMatching(cfg, images, build_parts(cfg, r.micro_batch_size_per_gpu or 16))
+    components = build_components(cfg, r.micro_batch_size_per_gpu or 16)
+    rollout = components.rollout
+    assert rollout is not None, "each rank validates"
+    task = FlowMatching(cfg, components.policy, rollout, images, components.world)
+    return supervised_trainer(cfg, components, task, task.shares, cfg.flow_matching.ema)
 
 
-class FlowMatching(Supervised):
-    """Supervised training: `fit()` runs it. `build` makes it."""
+class FlowMatching:
+    """The task: see phalanx.training.supervised.Task. `build` makes its job."""
 
-    cfg: FlowMatchingTaskConfig
-    policy: FlowPolicy
-    rollout: PolicyRollout
     noun = "images"
 
-    def __init__(self, cfg: FlowMatchingTaskConfig, images: ImageTextData, parts: FlowParts) -> None:
-        c = cfg.flow_matching
-        per_rank = images_of_rank(cfg, parts.world.data_size)
-        super().__init__(cfg, parts, len(images), per_rank, c.micro_batch_size_per_gpu, c.ema)
-        self.images = images
+    def __init__(
+        self,
+        cfg: FlowMatchingTaskConfig,
+        policy: FlowPolicy,
+        rollout: PolicyRollout,
+        images: ImageTextData,
+        world: World,
+    ) -> None:
+        """`rollout` embeds the prompts."""
+        self.cfg, self.policy, self.rollout, self.images, self.world = cfg, policy, rollout, images, world
+        micro = cfg.flow_matching.micro_batch_size_per_gpu
+        self.shares = Shares(len(images), images_of_rank(cfg, world.data_size), micro, world, cfg.data.seed)
         # without guidance: each branch is trained for itself
-        self.sampler = replace(train_sampler(cfg.rollout, self.policy.model), guidance=1.0)
+        self.sampler = replace(train_sampler(cfg.rollout, policy.model), guidance=1.0)
         self._latents: dict[int, Tensor] = {}
 
-    def begin_fit(self) -> None:
+    def begin(self, steps: range) -> None:
         """Encode the images, if their latents are kept."""
         if self.cfg.flow_matching.cache_latents:
-            self._encode_all()
+            self.encode_all(steps)
 
     def passes(self, share: list[int], step: int) -> list[tuple[list[int], int, int]]:
         """The images of each pass, the step, and the number of the first one in the batch of all ranks."""
-        starts = range(0, self.per_rank, self.micro)
-        return [(share[start : start + self.micro], step, self.first + start) for start in starts]
+        first, micro = self.shares.first, self.shares.micro
+        return [(share[start : start + micro], step, first + start) for start in range(0, len(share), micro)]
 
     def loss(self, batch: tuple[list[int], int, int]) -> tuple[Tensor, dict[str, Tensor]]:
-        """See Supervised: the mean over all images."""
-        return self.errors(*batch).sum() / self.batch_size, {}
+        """See Task: the mean over all images."""
+        return self.errors(*batch).sum() / self.shares.batch_size, {}
 
     def errors(self, images: list[int], step: int, first: int) -> Tensor:
         """The loss [b] of some images, the first of which is number `first` of all ranks' batch."""
@@ -126,10 +135,13 @@ class FlowMatching(Supervised):
             raise JobError(str(error)) from error
         return self.policy.model.encode_images(pixels)
 
-    def _encode_all(self) -> None:
-        """Encode this rank's share of the run's images, once."""
-        steps = range(self.progress.step, self.total_steps)
-        wanted = sorted({i for step in steps for i in self.share(step)})
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """The loss is all there is."""
+        return {}
+
+    def encode_all(self, steps: range) -> None:
+        """Encode this rank's share of the images of these steps, once."""
+        wanted = sorted({i for step in steps for i in self.shares.of_step(step)})
         if wanted:
             log.info("encoding %d images", len(wanted))
         for start in range(0, len(wanted), ENCODED_TOGETHER):

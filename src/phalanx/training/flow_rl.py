@@ -1,9 +1,7 @@
 """Reinforcement learning of a flow-matching model: the loop's parts, and what must hold before."""
 
 import logging
-from collections.abc import Callable
 from functools import partial
-from typing import TypeVar
 
 from phalanx import algorithms
 from phalanx.config.flow import FlowRLConfig
@@ -19,23 +17,20 @@ from phalanx.rollout.flow import check_engine
 from phalanx.rollout.flow.dataset import PAIR
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.telemetry.metrics import check_loggers
-from phalanx.training import batches
-from phalanx.training.batches import BatchPlan
-from phalanx.training.flow_parts import build_parts, check_plan
-from phalanx.training.rl import Trainer
-from phalanx.training.roles import checked, of_role, part_of
-from phalanx.training.serving import Sampler, Scorer
+from phalanx.training import batch_plan
+from phalanx.training.disaggregated.batches import checked, of_role, part_of
+from phalanx.training.disaggregated.workers import LogProbWorker, RolloutWorker
+from phalanx.training.flow_components import build_components, check_plan
+from phalanx.training.minibatches import BatchPlan
+from phalanx.training.rl import Trainer, build_trainer
 from phalanx.training.teacher import check_teacher, load_teacher
 from phalanx.types import Algorithm
 
-T = TypeVar("T", bound=Trainer)
 log = logging.getLogger(__name__)
 
 
-def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T | Sampler | Scorer:  # type: ignore[assignment]
-    """The job, or this rank's part in it, built on all ranks in step, the training by `make`; a ValueError is the
-    user's mistake.
-    """
+def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
+    """The job, or this rank's part in it, built on all ranks in step; a ValueError is the user's mistake."""
     # Mistakes are found in the order of their price: numbers first, files next, then what takes
     # process groups and models to find out.
     plan = check(cfg)
@@ -48,25 +43,25 @@ def build(cfg: FlowRLConfig, make: Callable[..., T] = Trainer) -> T | Sampler | 
     for teacher in algorithm.teachers:
         check_teacher(teacher, cfg.model)
     detach, window = cfg.actor.detach_uncond, algorithm.levels is None
-    parts = build_parts(cfg, plan.rollout_micro, detach_uncond=detach, window=window)
-    world = parts.world
+    components = build_components(cfg, plan.rollout_micro, detach_uncond=detach, window=window)
+    world, policy, rollout = components.world, components.policy, components.rollout
     if world.role == INFERENCE:
-        return Scorer(cfg, part_of(plan, cfg, world), world, parts.policy)
+        return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
     if world.role == ROLLOUT:
-        return Sampler(cfg, part_of(plan, cfg, world), algorithm, parts, prompts)
+        return RolloutWorker(cfg, part_of(plan, cfg, world), components, prompts)
     teachers = {}
     for teacher in algorithm.teachers:
-        loaded = load_teacher(teacher, cfg, parts.policy, parts.world, plan.rollout_micro)
+        loaded = load_teacher(teacher, cfg, policy, world, plan.rollout_micro)
         teachers[teacher.name] = loaded
         # its prompts are encoded at the same steps as the policy's: the text encoders of both then visit the device
         # before a rollout, and never within a step
-        if world.samples:
-            parts.rollout.ahead.encoders.append(loaded.rollout.encode)
-    trainer = make(cfg, plan, algorithm, parts, prompts, teachers)
+        if rollout is not None:
+            rollout.ahead.encoders.append(loaded.rollout.encode)
+    trainer = build_trainer(cfg, plan, algorithm, components, prompts, teachers)
     if world.lead:
-        held_out = [p for some in parts.val_sets.values() for p in some]
-        held_out_overlap(rows, held_out, parts.policy.model.image_column)
-        _warn_of_inexact_log_probs(cfg, plan, algorithm, exact=parts.rollout.exact)
+        held_out = [p for some in components.val_sets.values() for p in some]
+        held_out_overlap(rows, held_out, policy.model.image_column)
+        _warn_of_inexact_log_probs(cfg, plan, algorithm, exact=components.exact)
     return trainer
 
 
@@ -113,7 +108,7 @@ def check_config(cfg: FlowRLConfig) -> None:
     algorithm = algorithms.build(cfg.algorithm)
     if isinstance(algorithm, algorithms.TokenAlgorithm):
         raise ConfigError(f"algorithm.name: {cfg.algorithm.name} trains language models; expected such as flow_grpo")
-    batches.check(cfg, algorithm)
+    batch_plan.check(cfg, algorithm)
     if cfg.rollout.engine == "dataset":
         _check_pairs(cfg, algorithm)
     if algorithm.levels is not None:
@@ -128,7 +123,7 @@ def check_config(cfg: FlowRLConfig) -> None:
 def plan(cfg: FlowRLConfig, world_size: int) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
     algorithm = algorithms.build(cfg.algorithm)
-    return batches.plan(cfg, algorithm, world_size, actions=trained_actions(cfg, algorithm))
+    return batch_plan.plan(cfg, algorithm, world_size, actions=trained_actions(cfg, algorithm))
 
 
 def trained_actions(cfg: FlowRLConfig, algorithm: Algorithm) -> int:

@@ -1,10 +1,9 @@
 """Reinforcement learning of a causal language model: the loop's parts, and what must hold before."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
@@ -21,26 +20,22 @@ from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm import build_rollout, check_engine
-from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.telemetry.metrics import check_loggers
-from phalanx.training import batches
-from phalanx.training.batches import BatchPlan
+from phalanx.training import batch_plan
+from phalanx.training.components import JobComponents, build_rewards, start
 from phalanx.training.critic import CriticTrainer
+from phalanx.training.disaggregated.batches import checked, part_of
+from phalanx.training.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.training.lm_teacher import load_teacher
-from phalanx.training.parts import Elsewhere, Parts, build_rewards, start
-from phalanx.training.rl import Trainer
-from phalanx.training.roles import checked, part_of
-from phalanx.training.serving import Sampler, Scorer
-from phalanx.types import Algorithm, Prompt, Rollout
+from phalanx.training.minibatches import BatchPlan
+from phalanx.training.rl import Trainer, build_trainer
+from phalanx.types import Algorithm, Prompt
 
-T = TypeVar("T", bound=Trainer)
 log = logging.getLogger(__name__)
 
 
-def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T | Sampler | Scorer:  # type: ignore[assignment]
-    """The job, or this rank's part in it, built on all ranks in step, the training by `make`; a ValueError is the
-    user's mistake.
-    """
+def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
+    """The job, or this rank's part in it, built on all ranks in step; a ValueError is the user's mistake."""
     plan = check(cfg)
     algorithm = build_algorithm(cfg)
     data, key = cfg.data, cfg.data.prompt_key
@@ -55,25 +50,25 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T | Sampler | Sc
         )
     policy = load_policy(cfg, world)
     if world.role == INFERENCE:
-        return Scorer(cfg, part_of(plan, cfg, world), world, policy)
+        return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
     rows = fitting(rows, "data.train_files", policy, first=world.lead)
     val_sets = fitting_sets(val_sets, policy, first=world.lead)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
-    rollout: Rollout = cast(Rollout, Elsewhere(cfg.rollout.engine == "policy", LMRollout.noun))
+    components = JobComponents(world, rewards, policy, None, val_sets, exact=cfg.rollout.engine == "policy")
     if world.samples:
         part = part_of(plan, cfg, world)
         decoded = cfg.rollout.micro_batch_size_per_gpu or part.per_rank
         passes = scoring(plan, algorithm, stale=cfg.rollout.schedule == "one_step_off")
         rollout = build_rollout(cfg, policy, world, decoded, passes)
+        components = replace(components, rollout=rollout, exact=rollout.exact)
         if world.role == ROLLOUT:
-            return Sampler(cfg, part, algorithm, Parts(world, rewards, policy, rollout, val_sets), prompts)
+            return RolloutWorker(cfg, part, components, prompts)
     teachers = {teacher.name: load_teacher(teacher, cfg, policy, world) for teacher in algorithm.teachers}
     critic: CriticTrainer | None = None
     if cfg.algorithm.needs_critic:
         model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
         critic = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, cfg.trainer.critic_warmup)
-    parts = Parts(world, rewards, policy, rollout, val_sets)
-    trainer = make(cfg, plan, algorithm, parts, prompts, teachers, critic)
+    trainer = build_trainer(cfg, plan, algorithm, components, prompts, teachers, critic)
     if world.lead:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some])
     return trainer
@@ -97,7 +92,7 @@ def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
     """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another. With
     `installed` False, engines need not be here.
     """
-    batches.check(cfg, build_algorithm(cfg))
+    batch_plan.check(cfg, build_algorithm(cfg))
     if cfg.model.use_remove_padding and cfg.model.compile and cfg.model.attn_implementation == "sdpa":
         raise ConfigError(
             "model.compile: true would compile anew for the lengths of each pass that model.use_remove_padding packs; "
@@ -142,7 +137,7 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
     budget = cfg.actor.ppo_max_token_len_per_gpu if cfg.actor.use_dynamic_bsz else None
     packed = cfg.model.use_remove_padding
-    found = batches.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
+    found = batch_plan.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
     # log-probs are taken in passes of the training's shape, whatever is decoded together
     decoded, exact = cfg.rollout.micro_batch_size_per_gpu or found.per_rank, budget is None and not packed
     return replace(found, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)

@@ -10,7 +10,7 @@ from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.model import load_tokenizer
 from phalanx.models.lm.policy import LMPolicy, build_policy
-from phalanx.training.parts import about
+from phalanx.training.components import about
 from phalanx.types import Samples, Teacher
 
 

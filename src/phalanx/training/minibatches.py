@@ -9,29 +9,122 @@ from torch import Tensor
 
 from phalanx.distributed.collectives import reduce_sum
 from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
 from phalanx.functional.aggregation import action_weights, count_actions
-from phalanx.training.batches import BatchPlan
-from phalanx.types import Batch, Samples
+from phalanx.types import Batch, Samples, Scored
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Numbers of one training step.
+
+    samples of all ranks; per_rank; updates: optimizer steps per pass over them; micro: samples of a forward and
+    backward pass; actions: rows of each sample in it; rollout_micro: samples of a rollout micro-batch; exact: rollout
+    and replay run at equal shapes, so that their log-probs agree to the last bit. epochs: passes over the samples;
+    forward: each of them trains on samples that are corrupted anew.
+
+    A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one. `budget`: in place of
+    `micro`, the most tokens of a forward and backward pass. `packed`: its samples stand in one row, without padding.
+    `parts`: of a step, of which this is one, where samples are trained while further ones are drawn.
+    """
+
+    samples: int
+    per_rank: int
+    updates: int
+    micro: int
+    actions: int
+    rollout_micro: int
+    exact: bool
+    units: int
+    together: int = 1
+    epochs: int = 1
+    forward: bool = False
+    budget: int | None = None
+    packed: bool = False
+    parts: int = 1
+
+    @property
+    def by_tokens(self) -> bool:
+        """Whether the shape of a pass depends on which samples it has."""
+        return self.budget is not None or self.packed
+
+    def passes_of(self, together: int) -> Passes:
+        """How units of so many samples are cut into passes."""
+        return Passes(max(self.micro // together, 1), self.budget, self.packed)
+
+    @property
+    def micro_units(self) -> int:
+        """Units of a forward and backward pass: whole ones, and at least one."""
+        return max(self.micro // self.together, 1)
+
+    @property
+    def passes(self) -> int:
+        """Micro-batches of an optimizer step on a rank, where all samples count."""
+        return math.ceil(self.units // self.updates / self.micro_units)
+
+    @property
+    def reference_samples(self) -> int:
+        """Samples of a rank that each of the references sees per step, counted each time."""
+        # once, as for them nothing changes between two passes; but noise is fresh in each pass
+        return (self.epochs if self.forward else 1) * self.units * self.together
+
+    @property
+    def trained(self) -> int:
+        """Samples of a rank that are trained per step, counted each time, if all of them count."""
+        return self.epochs * self.updates * self.first(self.passes)
+
+    def first(self, passes: int) -> int:
+        """Samples of the first so many micro-batches of an optimizer step on a rank."""
+        return min(passes * self.micro_units, self.units // self.updates) * self.together
 
 
 @dataclass
-class MicroBatches:
-    """This rank's B samples with all that a Batch has of them.
+class Minibatches:
+    """This rank's B samples with all that a Batch has of them, and the `units` that are trained.
 
-    advantage [B]; `reference_outputs` [B, ...] by names of weights; `corrupted` where a forward-process algorithm
-    trains.
+    advantage [B], or [B, A] of each action; `reference_outputs` [B, ...] by names of weights; `corrupted` where a
+    forward-process algorithm trains.
     """
 
     samples: Samples
     advantage: Tensor
+    units: "Units"
     device: torch.device
     reference_outputs: dict[str, Tensor] = field(default_factory=dict)
     corrupted: Any = None
+
+    @classmethod
+    def of(
+        cls, samples: Samples, advantage: Tensor, sample_mask: Tensor, numbers: Tensor, plan: BatchPlan, world: World
+    ) -> "Minibatches":
+        """The batches of this rank's samples, given advantage [N] and sample_mask [N] bool of those of all ranks, and
+        the numbers [U, s] of the samples that are trained as one.
+        """
+        units = Units.of(numbers, sample_mask, plan, world)
+        local = slice(world.data_rank * plan.per_rank, (world.data_rank + 1) * plan.per_rank)
+        return cls(samples, advantage[local], units, world.device)
 
     @property
     def mask(self) -> Tensor:
         """[B, A] bool: the actions that are trained."""
         return self.samples.mask if self.corrupted is None else self.corrupted.mask
+
+    @property
+    def learns(self) -> bool:
+        """Whether any sample of any rank is trained."""
+        return bool(self.units.counted.any())
+
+    @property
+    def counts(self) -> Tensor:
+        """[2] int64: the actions and the samples of this rank that are trained."""
+        return count_actions(self.mask.cpu()[self.units.local[:, 0]], self.units.kept)
+
+    def scored(self, values: Tensor | None) -> Scored:
+        """What `Algorithm.credit` is given; values [B, A] are the critic's, None without one."""
+        kept = torch.zeros(len(self.samples.index), dtype=torch.bool)
+        kept[self.units.local.flatten()] = self.units.kept.repeat_interleave(self.units.local.shape[1])
+        mask = self.samples.mask & kept.to(self.device)[:, None]
+        return Scored(self.advantage.to(self.device), self.samples.log_prob, mask, self.reference_outputs, values)
 
     def select(self, rows: Tensor, weight: Tensor) -> Batch:
         """The batch of the samples in `rows` [b]; weight [u, A] is that of each action of its units."""
@@ -55,13 +148,13 @@ class MicroBatches:
 class Units:
     """What a step trains on: units of samples, in the order of their numbers, and which of them count.
 
-    `counted` [U] bool, of all ranks' units. `first` is the number of this rank's first one; `mine` [u, s] are its
+    `counted` [U] bool, of all ranks' units. `first` is the number of this rank's first one; `local` [u, s] are its
     units, by the places of their samples on this rank, and `kept` [u] bool those of them that count.
     """
 
     counted: Tensor
     first: int
-    mine: Tensor
+    local: Tensor
     kept: Tensor
 
     @classmethod
@@ -83,16 +176,16 @@ class Units:
         return torch.where(self.counted, turn, -1)
 
     def places(self, dealt: Tensor, updates: int) -> list[Tensor]:
-        """This rank's units of each optimizer step, as rows of `mine`: equally many, those that count come first.
+        """This rank's units of each optimizer step, as rows of `local`: equally many, those that count come first.
 
         What a step lacks is filled up with units that do not count, so that all ranks can make equally many
         micro-batches of one size.
         """
-        own = dealt[self.first : self.first + len(self.mine)]
+        own = dealt[self.first : self.first + len(self.local)]
         spare = (own == -1).nonzero().flatten()
         turn = torch.arange(len(spare)) % updates
         spare = spare[torch.sort(turn, stable=True).indices]
-        share, places = len(self.mine) // updates, []
+        share, places = len(self.local) // updates, []
         for k in range(updates):
             real = (own == k).nonzero().flatten()
             lacking = share - len(real)
@@ -111,17 +204,19 @@ def optimizer_steps(
     constant: float | None,
     tokens: Tensor | None = None,
     summed: bool = False,
+    at_least_one: bool = False,
 ) -> list[list[tuple[Tensor, Tensor]]]:
     """The micro-batches of each optimizer step of a pass over the samples, each as the places of its samples on this
     rank [b] and the weights of its units' actions [u, A]; a step with nothing to learn is left out.
 
-    With `summed` the weights lack the denominator over all ranks (1 / T or 1 / S), which the caller divides by.
+    With `summed` the weights lack the denominator over all ranks (1 / T or 1 / S), which the caller divides by. With
+    `at_least_one` a step with nothing to learn has a micro-batch, whose weights are 0.
 
     All ranks make equally many micro-batches: as many as the one with most units that count, since the collectives of a
     backward pass want every rank. mask [B, A]: the actions of this rank's samples; see phalanx.functional.aggregation
     for `mode` and `constant`. tokens [B]: the samples' lengths, where plan.budget goes by them.
     """
-    mask = mask.cpu()[units.mine[:, 0]]  # samples that are trained as one have their actions in common
+    mask = mask.cpu()[units.local[:, 0]]  # samples that are trained as one have their actions in common
     dealt = units.dealt(plan.updates)
     places = units.places(dealt, plan.updates)
     totals = torch.stack([count_actions(mask[rows], units.kept[rows]) for rows in places])
@@ -131,7 +226,9 @@ def optimizer_steps(
     for k, (actions, samples) in enumerate(totals.tolist()):
         busiest = int((dealt == k).view(world.data_size, -1).sum(1).max())
         if busiest == 0 or actions == 0:  # nothing to learn from, on any rank
-            continue
+            if not at_least_one:
+                continue
+            busiest = 1
         if summed:
             actions = samples = 1
         weight = action_weights(mask, units.kept, actions, samples, mode=mode, constant=constant)
@@ -141,7 +238,7 @@ def optimizer_steps(
         else:
             assert tokens is not None, "a budget of tokens is of samples that have some"
             passes, real = plan.passes_of(plan.together), int(units.kept[places[k]].sum())
-            cut = passes.within_budget(tokens[units.mine[places[k]]], real)
+            cut = passes.within_budget(tokens[units.local[places[k]]], real)
             parts = tuple(places[k][rows] for rows in cut)
-        steps.append([(units.mine[part].flatten(), weight[part]) for part in parts])
+        steps.append([(units.local[part].flatten(), weight[part]) for part in parts])
     return steps

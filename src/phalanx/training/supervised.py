@@ -1,8 +1,8 @@
 """Supervised training: the loop, once, for every kind of policy."""
 
 import time
-from abc import abstractmethod
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -11,8 +11,14 @@ from phalanx.config.load import ConfigError
 from phalanx.config.run import EmaConfig, RunConfig
 from phalanx.data.streams import IndexStream
 from phalanx.distributed.collectives import reduce_float
-from phalanx.training.parts import Parts
-from phalanx.training.run import Run, peak_memory_gb
+from phalanx.distributed.mesh import World
+from phalanx.rewards.client import RewardClient
+from phalanx.telemetry.metrics import Timers
+from phalanx.telemetry.step_metrics import peak_memory_gb
+from phalanx.training.components import JobComponents, TrainedPolicy
+from phalanx.training.job import Job
+from phalanx.training.optim import TrainState
+from phalanx.training.validation import Validator
 
 
 def share_of_rank(cfg: RunConfig, micro: int, key: str, noun: str, world_size: int) -> int:
@@ -34,85 +40,122 @@ def share_of_rank(cfg: RunConfig, micro: int, key: str, noun: str, world_size: i
     return size // world_size
 
 
-class Supervised(Run):
-    """A run that learns from samples that are given: `fit()` runs it."""
+class Shares:
+    """The samples of a rank: of `samples` in the data a step takes `per_rank` for each rank, in passes of `micro`.
 
-    noun = "samples"
+    `batch_size` are those of a step of all ranks, in which this rank's begin with number `first`.
+    """
 
-    def __init__(self, cfg: RunConfig, parts: Parts, samples: int, per_rank: int, micro: int, ema: EmaConfig) -> None:
-        """`samples` there are, of which a step takes `per_rank` for each rank, in passes of `micro`."""
-        super().__init__(cfg, parts)
-        self.per_rank, self.micro = per_rank, micro
-        self.batch_size = per_rank * parts.world.data_size
-        self.stream = IndexStream(samples, self.batch_size, cfg.data.seed)
-        steps = cfg.trainer.total_training_steps
-        if steps is None:
-            assert cfg.trainer.total_epochs is not None
-            steps = -(-int(cfg.trainer.total_epochs * samples) // self.batch_size)
-        self.prepare(steps, steps, ema)
+    def __init__(self, samples: int, per_rank: int, micro: int, world: World, seed: int) -> None:
+        self.samples, self.per_rank, self.micro = samples, per_rank, micro
+        self.batch_size, self.first = per_rank * world.data_size, per_rank * world.data_rank
+        self._stream = IndexStream(samples, self.batch_size, seed)
 
-    @abstractmethod
+    def of_step(self, step: int) -> list[int]:
+        """The numbers of this rank's samples of a step."""
+        return self._stream.batch(step)[self.first : self.first + self.per_rank]
+
+
+class Task(Protocol):
+    """What is learned from the samples. `noun` is what one is called in metrics, in the plural."""
+
+    noun: str
+
+    @property
+    def policy(self) -> TrainedPolicy:
+        """The model that is trained."""
+
+    def begin(self, steps: range) -> None:
+        """Once, before the first of these training steps: work that is cheaper done ahead."""
+
     def passes(self, share: list[int], step: int) -> list[Any]:
-        """What each forward and backward pass over this rank's samples of a step needs, on all ranks equally many."""
+        """The input of each forward and backward pass over this rank's samples of a step, on all ranks equally many."""
 
-    @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The part of a pass in the loss of the whole batch, over all ranks, and detached sums of this rank."""
 
-    def begin_fit(self) -> None:
-        """What is cheaper done once, before the first step."""
+    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
+        """Metrics of a step from the sums that `loss` returns, added up over this rank's passes."""
+
+
+@dataclass
+class SupervisedTrainer:
+    """A job that learns from samples that are given."""
+
+    job: Job
+    task: Task
+    shares: Shares
+
+    @property
+    def policy(self) -> TrainedPolicy:
+        """The model that is trained."""
+        return self.task.policy
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.job.world
 
     def fit(self) -> None:
         """Train to the last step."""
-        with self.logger:
-            self.begin_fit()
-            self.begin()
-            for step in range(self.progress.step, self.total_steps):
+        job, task, shares = self.job, self.task, self.shares
+        with job.logger:
+            task.begin(range(job.progress.step, job.total_steps))
+            for step in job.steps():
                 start = time.perf_counter()
-                with self.timers("update"):
+                with job.timers("update"):
                     row = self.update(step)
                 seconds = time.perf_counter() - start
-                self.progress.samples_seen += self.batch_size
+                job.progress.samples_seen += shares.batch_size
                 row |= {
                     "perf/step_s": seconds,
-                    f"perf/{self.noun}_per_gpu_per_s": self.per_rank / self.world.context_size / seconds,
-                    "perf/peak_memory_gb": peak_memory_gb(self.world.device),
+                    f"perf/{task.noun}_per_gpu_per_s": shares.per_rank / job.world.context_size / seconds,
+                    "perf/peak_memory_gb": peak_memory_gb(job.world.device),
                 }
-                self.end_step(step + 1, row)
-            self.checkpointer.wait()
+                job.end_step(step + 1, row)
+
+    def run(self) -> None:
+        """Train, write the report, and print what came of it. Raises JobError, or Stopped once the state is saved."""
+        self.job.run(self.fit)
 
     def update(self, step: int) -> dict[str, float]:
         """One optimizer step on this rank's share of the step's samples."""
-        passes = self.passes(self.share(step), step)
-        self.timers.expect(len(passes))
+        job, task = self.job, self.task
+        passes = task.passes(self.shares.of_step(step), step)
+        job.timers.expect(len(passes))
         losses, sums = [], []
         for i, batch in enumerate(passes):
             # gradients are summed across ranks, so each loss is divided by what is in the whole batch
-            self.policy.trained.sharded.set_last_micro_batch(i == len(passes) - 1)
-            loss, found = self.loss(batch)
+            job.state.model.sharded.set_last_micro_batch(i == len(passes) - 1)
+            loss, of_pass = task.loss(batch)
             loss.backward()
             losses.append(loss.detach())
-            sums.append(found)
-            self.timers.advance()
+            sums.append(of_pass)
+            job.timers.advance()
         loss = torch.stack(losses).sum()
-        stats = self.step_optimizer(loss)
+        stats = job.state.step(loss)
         row = {
             "train/loss": reduce_float(float(loss), "sum"),
             "actor/grad_norm": float(stats["grad_norm"]),
             "actor/lr": float(stats["lr"]),
             "actor/updates_non_finite": float(stats["skipped"]),
         }
-        return row | self.metrics({name: sum(float(found[name]) for found in sums) for name in sums[0]})
+        return row | task.metrics({name: sum(float(of_pass[name]) for of_pass in sums) for name in sums[0]})
 
-    def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """What the sums that `loss` returns, over this rank's passes, say of the step."""
-        return {}
 
-    def share(self, step: int) -> list[int]:
-        """The numbers of this rank's samples of a step."""
-        return self.stream.batch(step)[self.first : self.first + self.per_rank]
-
-    @property
-    def first(self) -> int:
-        """The place of this rank's first sample in a step's batch."""
-        return self.world.data_rank * self.per_rank
+def supervised_trainer(
+    cfg: RunConfig, components: JobComponents, task: Task, shares: Shares, ema: EmaConfig
+) -> SupervisedTrainer:
+    """The job, on all ranks in step. Raises ValueError for a checkpoint or a folder that cannot be used."""
+    world, policy, rollout, timers = components.world, components.policy, components.rollout, Timers()
+    assert rollout is not None, "each rank validates"
+    steps = cfg.trainer.total_training_steps
+    if steps is None:
+        assert cfg.trainer.total_epochs is not None
+        steps = -(-int(cfg.trainer.total_epochs * shares.samples) // shares.batch_size)
+    state = TrainState(policy.trained, cfg.optim, steps, ema=ema, offload=cfg.parallel.optimizer_offload)
+    rewards = RewardClient(cfg, world, components.rewards, timers, components.noun)
+    validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
+    batch = f"{cfg.data.batch_size(world.data_size)} prompts"
+    job = Job(cfg, world, state, validator, timers, steps, batch=batch)
+    return SupervisedTrainer(job, task, shares)

@@ -13,7 +13,7 @@ from phalanx.models.flow.family import FlowModel
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.training.parts import about
+from phalanx.training.components import about
 from phalanx.types import Samples, Teacher
 
 

@@ -1,7 +1,7 @@
 """Validation: every held-out prompt once across the ranks, with the same noise each time."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -9,10 +9,62 @@ from torch import Tensor
 from phalanx.config.run import RunConfig
 from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
+from phalanx.rewards.client import RewardClient
+from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import Output, Record
-from phalanx.types import Each, Outputs, Prompt, Rollout
+from phalanx.types import Each, Outputs, Policy, Prompt, Rollout
 
 Score = Callable[[], tuple[Tensor, dict[str, Tensor]]]
+Records = dict[str, list[Record]]  # by the names of validation sets
+
+
+class Validator:
+    """Validates with all ranks of its world: see phalanx.training.job.Sampling."""
+
+    def __init__(
+        self,
+        cfg: RunConfig,
+        world: World,
+        policy: Policy,
+        rollout: Rollout,
+        rewards: RewardClient,
+        val_sets: dict[str, list[Prompt]],
+        timers: Timers,
+    ) -> None:
+        """`val_sets` are the held-out prompts by name."""
+        self.cfg, self.world, self.policy, self.rollout = cfg, world, policy, rollout
+        self.rewards, self.val_sets, self.timers = rewards, val_sets, timers
+
+    @property
+    def validates(self) -> int:
+        """Held-out prompts of all sets."""
+        return sum(map(len, self.val_sets.values()))
+
+    def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
+        """Nothing is drawn elsewhere."""
+
+    def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
+        """The row of a validation on all sets with these weights (None: the policy's own), and on rank 0 the samples to
+        keep of each set.
+        """
+        row: dict[str, float] = {}
+        kept: Records = {}
+        for name, prompts in self.val_sets.items():
+            samples = -(-len(prompts) // self.world.data_size) * self.cfg.rollout.val.n  # of a rank
+            self.timers.expect(-(-samples // self.rollout.micro_batch_size))
+            context = nullcontext() if weights is None else self.policy.using(weights)
+            metrics, kept[name] = validate(
+                self.cfg, self.rollout, context, self.rewards.submit, self.rewards.score, name, prompts, self.world
+            )
+            row |= metrics | self.rewards.take_errors(f"val/{name}/")
+        return row, kept
+
+    def in_flight(self, step: int) -> Tensor | None:
+        """Nothing is drawn ahead."""
+        return None
+
+    def end(self, stop: int = 0) -> None:
+        """There are no ranks of other roles."""
 
 
 def validate(
@@ -34,7 +86,7 @@ def validate(
     keep, n = cfg.trainer.log_val_generations, cfg.rollout.val.n
     share = -(-len(prompts) // world.data_size)
     # ranks must do equal work, so the end is filled up with the last prompt and cut off again below
-    mine = [prompts[min(world.data_rank * share + j, len(prompts) - 1)] for j in range(share)]
+    local = [prompts[min(world.data_rank * share + j, len(prompts) - 1)] for j in range(share)]
     pictures: dict[int, Tensor] = {}  # of this rank's prompts, by their numbers
     texts: dict[int, str] = {}
 
@@ -52,7 +104,7 @@ def validate(
         submit(outputs, sampled)
 
     with weights, rollout.awake():
-        rollout.sample_validation(mine, each=each)
+        rollout.sample_validation(local, each=each)
     local_reward, local_terms = score()
     real = len(prompts) * n
     reward = all_gather(local_reward)[:real]

@@ -41,7 +41,7 @@ class ValueLM(nn.Module):
 
 
 class LMCritic:
-    """See phalanx.training.parts.Critic."""
+    """See phalanx.training.components.Critic."""
 
     def __init__(self, trained: TrainedModel, policy: LMPolicy) -> None:
         """It reads samples as `policy` does, padded or packed."""

@@ -162,7 +162,7 @@ class LMPolicy:
     def step_flops(
         self, samples: Samples, *, actions: int, count: int, updates: float, references: float, recomputed: bool
     ) -> int:
-        """See phalanx.training.parts.TrainedPolicy: of the tokens that there are, without padding.
+        """See phalanx.training.components.TrainedPolicy: of the tokens that there are, without padding.
 
         Decoding reads each prompt once. Logits count as computed again, which they are in passes of several chunks.
         """

@@ -6,7 +6,6 @@ Which samples come from whom, and go to whom, follows from their numbers: nothin
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -18,14 +17,23 @@ from phalanx.distributed.link import VALIDATION, Link, Order
 from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.exit import Stopped, speak_for_role
-from phalanx.rewards import RewardError
+from phalanx.rewards.client import RewardClient
 from phalanx.rollout.correction import rescore
 from phalanx.telemetry.metrics import Timers
-from phalanx.training.batches import BatchPlan
-from phalanx.training.collecting import Collected, Collecting, steps_of
-from phalanx.training.parts import Parts, TrainedPolicy
-from phalanx.training.transfer import joined, overlaps, packed, packed_records, routes, shares, stopped, unpacked
-from phalanx.types import Algorithm
+from phalanx.training.collect import Collected, Collector
+from phalanx.training.components import JobComponents, TrainedPolicy
+from phalanx.training.disaggregated.wire import (
+    concatenate,
+    deserialize,
+    overlaps,
+    routes,
+    serialize,
+    serialize_records,
+    shares,
+    stopped,
+)
+from phalanx.training.minibatches import BatchPlan
+from phalanx.training.validation import Validator
 
 
 def serve(world: World, policy: TrainedPolicy, samples: int, timers: Timers, work: Callable[[Order], None]) -> None:
@@ -33,7 +41,7 @@ def serve(world: World, policy: TrainedPolicy, samples: int, timers: Timers, wor
     step, of all ranks.
     """
     link = link_of(world)
-    link.meet()  # as in Run.run
+    link.meet()  # as in Job.run
     world.watch.listen()
     speak_for_role()
     link.connect(routes(link.roles.ranks, samples))
@@ -74,23 +82,25 @@ class Pace:
         return seconds | {f"idle/{role}": share}
 
 
-class Sampler(Collecting):
+class RolloutWorker:
     """A rank that samples: rewards and validation are its business, too."""
 
-    def __init__(
-        self, cfg: RLConfig, plan: BatchPlan, algorithm: Algorithm, parts: Parts, prompts: PromptStream
-    ) -> None:
-        """`plan` is that of this role: see phalanx.training.batches.of_role."""
-        super().__init__(cfg, parts)
-        self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
-        self.total_steps = steps_of(cfg.trainer, prompts)
-        self.parts = plan.parts
-        self.group_id = torch.arange(plan.samples) // cfg.rollout.n
+    def __init__(self, cfg: RLConfig, plan: BatchPlan, components: JobComponents, prompts: PromptStream) -> None:
+        """`plan` is that of this role: see phalanx.training.disaggregated.batches.of_role."""
+        assert components.rollout is not None, "this role samples"
+        self.cfg, self.plan, self.world, self.policy = cfg, plan, components.world, components.policy
+        self.timers = Timers()
+        rewards = RewardClient(cfg, self.world, components.rewards, self.timers, components.noun, self._on_stop)
+        rollout = components.rollout
+        # the weights that sample are those that the actor has sent
+        self.collector = Collector(cfg, plan, self.policy, rollout, rewards, prompts, self.timers, chunks=plan.parts)
+        val_sets = components.val_sets
+        self.validator = Validator(cfg, self.world, self.policy, rollout, rewards, val_sets, self.timers)
         self.link = link_of(self.world)
         self.pace = Pace(self.timers)
         roles = self.link.roles.ranks
         self._receivers = shares(roles.get(INFERENCE, roles[ACTOR]), plan.samples)
-        self._own = shares(roles[ROLLOUT], plan.samples)[self.world.rank]
+        self._share = shares(roles[ROLLOUT], plan.samples)[self.world.rank]
         self._finishes = cfg.rollout.schedule == "one_step_off" and cfg.rollout.in_flight == "finish"
         self._stop = 0
 
@@ -103,59 +113,52 @@ class Sampler(Collecting):
         if order.validate:
             self.report()
         for step in order.steps:
-            for part in range(self.parts):
-                self.deliver(step, part, order.version)
+            for chunk in range(self.plan.parts):
+                self.deliver(step, chunk, order.version)
 
     def report(self) -> None:
-        """Validate with the weights that are here, and tell the actor."""
+        """Validate with the weights that are here, and send the actor the result."""
         try:
             with self.timers("validation"):
-                data = packed_records(*self.validated(nullcontext))
+                data = serialize_records(*self.validator.validate(0, None))
         except Stopped as stop:
             data = stopped(stop.number)
         if self.world.rank == 0:
             self.link.send(data, self.link.lead, VALIDATION)
 
-    def deliver(self, step: int, part: int, version: int) -> None:
-        """Sample a part of a step, and send the samples to the ranks whose share they are in."""
+    def deliver(self, step: int, chunk: int, version: int) -> None:
+        """Sample a chunk of a step, and send the samples to the ranks whose share they are in."""
         try:
-            found = self.collect(step, part)
+            collected = self.collector.collect(step, chunk)
         except Stopped as stop:
-            for rank, _, _ in overlaps(self._own, self._receivers):
+            for rank, _, _ in overlaps(self._share, self._receivers):
                 self.link.send(stopped(stop.number), rank)
             return
-        drawn = replace(found.samples, version=torch.full((self.plan.per_rank,), version))
-        found = replace(found, samples=drawn, row=found.row | self.pace.row(ROLLOUT))
-        for rank, first, last in overlaps(self._own, self._receivers):
-            rows = slice(first - self._own.first, last - self._own.first)
-            self.link.send(packed(found, rows, self._stop), rank)
+        samples = replace(collected.samples, version=torch.full((self.plan.per_rank,), version))
+        collected = replace(collected, samples=samples, row=collected.row | self.pace.row(ROLLOUT))
+        for rank, first, last in overlaps(self._share, self._receivers):
+            rows = slice(first - self._share.first, last - self._share.first)
+            self.link.send(serialize(collected, rows, self._stop), rank)
 
-    def behaviour(self) -> "nullcontext[None]":
-        """The weights that sample for training are those that the actor has sent."""
-        return nullcontext()
-
-    def go_on(self, failure: RewardError | None = None) -> None:
-        """As of all jobs; but samples that the actor waits for are finished."""
-        try:
-            super().go_on(failure)
-        except Stopped as stop:
-            self._stop = stop.number
-            if not self._finishes:
-                raise
+    def _on_stop(self, signal: int) -> None:
+        """As in all jobs; but samples that the actor waits for are finished."""
+        self._stop = signal
+        if not self._finishes:
+            raise Stopped(signal)
 
 
-class Scorer:
+class LogProbWorker:
     """A rank that takes the old log-probabilities of samples that an engine with other kernels drew."""
 
     def __init__(self, cfg: RLConfig, plan: BatchPlan, world: World, policy: TrainedPolicy) -> None:
-        """`plan` is that of this role: see phalanx.training.batches.of_role."""
+        """`plan` is that of this role: see phalanx.training.disaggregated.batches.of_role."""
         self.cfg, self.plan, self.world, self.policy = cfg, plan, world, policy
         self.timers = Timers()
         self.pace = Pace(self.timers)
         self.link = link_of(world)
         roles = self.link.roles.ranks
         self._senders, self._receivers = shares(roles[ROLLOUT], plan.samples), shares(roles[ACTOR], plan.samples)
-        self._own = shares(roles[INFERENCE], plan.samples)[world.rank]
+        self._share = shares(roles[INFERENCE], plan.samples)[world.rank]
 
     def run(self) -> None:
         """Score until the actor ends the job."""
@@ -170,21 +173,21 @@ class Scorer:
         """Receive samples, score them, and send them on."""
         parts, stop = [], 0
         with self.timers("idle"):
-            for rank, _, _ in overlaps(self._own, self._senders):
-                found, told = unpacked(self.link.receive(rank), self.policy.trace_type, self.world.device)
-                parts.append(found)
-                stop = max(stop, told)
+            for rank, _, _ in overlaps(self._share, self._senders):
+                received, signal = deserialize(self.link.receive(rank), self.policy.trace_type, self.world.device)
+                parts.append(received)
+                stop = max(stop, signal)
             self.link.meet_role()
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts):
-            for rank, _, _ in overlaps(self._own, self._receivers):
+            for rank, _, _ in overlaps(self._share, self._receivers):
                 self.link.send(stopped(stop), rank)
             return
-        found = joined(whole)
+        collected = concatenate(whole)
         with self.timers("rescore"):
-            samples, row = rescore(self.policy, found.samples, self.cfg.rollout, self.plan.passes_of(1))
+            samples, row = rescore(self.policy, collected.samples, self.cfg.rollout, self.plan.passes_of(1))
         samples = replace(samples, exact=True)
-        scored = Collected(samples, found.reward, found.row | row | self.pace.row(INFERENCE))
-        for rank, first, last in overlaps(self._own, self._receivers):
-            rows = slice(first - self._own.first, last - self._own.first)
-            self.link.send(packed(scored, rows, stop), rank)
+        scored = Collected(samples, collected.reward, collected.row | row | self.pace.row(INFERENCE))
+        for rank, first, last in overlaps(self._share, self._receivers):
+            rows = slice(first - self._share.first, last - self._share.first)
+            self.link.send(serialize(scored, rows, stop), rank)

@@ -10,72 +10,8 @@ from phalanx.config import ConfigError
 from phalanx.config.files import kind
 from phalanx.config.messages import cut
 from phalanx.config.run import ActorConfig, DataConfig, RLConfig, RunConfig
-from phalanx.distributed.passes import Passes
+from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Algorithm
-
-
-@dataclass(frozen=True)
-class BatchPlan:
-    """Numbers of one training step.
-
-    samples of all ranks; per_rank; updates: optimizer steps per pass over them; micro: samples of a forward and
-    backward pass; actions: rows of each sample in it; rollout_micro: samples of a rollout micro-batch; exact: rollout
-    and replay run at equal shapes, so that their log-probs agree to the last bit. epochs: passes over the samples;
-    forward: each of them trains on samples that are corrupted anew.
-
-    A rank trains `units` in a pass: samples, or `together` of the samples of each prompt as one. `budget`: in place of
-    `micro`, the most tokens of a forward and backward pass. `packed`: its samples stand in one row, without padding.
-    `parts`: of a step, of which this is one, where samples are trained while further ones are drawn.
-    """
-
-    samples: int
-    per_rank: int
-    updates: int
-    micro: int
-    actions: int
-    rollout_micro: int
-    exact: bool
-    units: int
-    together: int = 1
-    epochs: int = 1
-    forward: bool = False
-    budget: int | None = None
-    packed: bool = False
-    parts: int = 1
-
-    @property
-    def by_tokens(self) -> bool:
-        """Whether the shape of a pass depends on which samples it has."""
-        return self.budget is not None or self.packed
-
-    def passes_of(self, together: int) -> Passes:
-        """How units of so many samples are cut into passes."""
-        return Passes(max(self.micro // together, 1), self.budget, self.packed)
-
-    @property
-    def micro_units(self) -> int:
-        """Units of a forward and backward pass: whole ones, and at least one."""
-        return max(self.micro // self.together, 1)
-
-    @property
-    def passes(self) -> int:
-        """Micro-batches of an optimizer step on a rank, where all samples count."""
-        return math.ceil(self.units // self.updates / self.micro_units)
-
-    @property
-    def reference_samples(self) -> int:
-        """Samples of a rank that each of the references sees per step, counted each time."""
-        # once, as for them nothing changes between two passes; but noise is fresh in each pass
-        return (self.epochs if self.forward else 1) * self.units * self.together
-
-    @property
-    def trained(self) -> int:
-        """Samples of a rank that are trained per step, counted each time, if all of them count."""
-        return self.epochs * self.updates * self.first(self.passes)
-
-    def first(self, passes: int) -> int:
-        """Samples of the first so many micro-batches of an optimizer step on a rank."""
-        return min(passes * self.micro_units, self.units // self.updates) * self.together
 
 
 def plan(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.telemetry.records import Record
-from phalanx.training.collecting import Collected
+from phalanx.training.collect import Collected
 from phalanx.types import Prompt, Samples
 
 _TENSORS = ("log_prob", "mask", "index", "weight", "lengths", "positions", "version")  # of Samples
@@ -48,11 +48,11 @@ def overlaps(own: Share, others: Sequence[Share]) -> Iterator[tuple[int, int, in
 def routes(ranks: Mapping[str, Sequence[int]], samples: int) -> list[tuple[int, int]]:
     """(source, receiver) of all samples and of validations, between the ranks of these roles."""
     stages = [shares(ranks[role], samples) for role in (ROLLOUT, INFERENCE, ACTOR) if role in ranks]
-    found = []
+    links = []
     for sources, receivers in pairwise(stages):
-        found += [(source.rank, to) for source in sources for to, _, _ in overlaps(source, receivers)]
+        links += [(source.rank, to) for source in sources for to, _, _ in overlaps(source, receivers)]
     validation = (ranks[ROLLOUT][0], ranks[ACTOR][0])
-    return found if validation in found else [*found, validation]
+    return links if validation in links else [*links, validation]
 
 
 def stopped(signal: int) -> Tensor:
@@ -60,14 +60,14 @@ def stopped(signal: int) -> Tensor:
     return _file({}, {"stop": signal})
 
 
-def packed(found: Collected, rows: slice, stop: int = 0) -> Tensor:
+def serialize(collected: Collected, rows: slice, stop: int = 0) -> Tensor:
     """Bytes [K] uint8 of the samples in `rows` of this rank's, with the reward of all and the metrics. `stop`: the
     signal that a rank has heard while they were drawn.
     """
-    samples = found.samples
+    samples = collected.samples
     at = torch.arange(len(samples.index))[rows]
     device = samples.log_prob.device
-    tensors: dict[str, Tensor] = {"reward": found.reward}
+    tensors: dict[str, Tensor] = {"reward": collected.reward}
     for name in _TENSORS:
         value = vars(samples)[name]
         if value is not None:
@@ -83,51 +83,51 @@ def packed(found: Collected, rows: slice, stop: int = 0) -> Tensor:
         else:
             plain[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
     prompts = {p.group_id: asdict(replace(p, meta={})) for p in samples.prompts[rows]}
-    said = {
+    plain_values = {
         "trace": plain,
         "prompts": list(prompts.values()),
         "groups": [p.group_id for p in samples.prompts[rows]],
         "stop": stop,
         "exact": samples.exact,
         "on_policy": samples.on_policy,
-        "row": found.row,
+        "row": collected.row,
     }
-    return _file(tensors, said)
+    return _file(tensors, plain_values)
 
 
-def unpacked(data: Tensor, kind: type, device: torch.device) -> tuple[Collected | None, int]:
+def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collected | None, int]:
     """The samples of a parcel, whose trace is of class `kind`, None where there are none, and the signal to stop."""
-    tensors, said = _read(data)
-    if "trace" not in said:
-        return None, said["stop"]
+    tensors, plain_values = _read(data)
+    if "trace" not in plain_values:
+        return None, plain_values["stop"]
     values: dict[str, Any] = {}
     hints = get_type_hints(kind)
     for name in (field.name for field in fields(kind)):
-        if name in said["trace"]:
-            plain = said["trace"][name]
+        if name in plain_values["trace"]:
+            plain = plain_values["trace"][name]
             values[name] = hints[name](**plain) if isinstance(plain, dict) else plain
         elif f"trace/{name}" in tensors:
             values[name] = tensors.pop(f"trace/{name}").to(device)
         else:
             inner = [key for key in tensors if key.startswith(f"trace/{name}/")]
             values[name] = {key.removeprefix(f"trace/{name}/"): tensors.pop(key).to(device) for key in inner}
-    known = {prompt["group_id"]: Prompt(**prompt) for prompt in said["prompts"]}
+    known = {prompt["group_id"]: Prompt(**prompt) for prompt in plain_values["prompts"]}
     reward = tensors.pop("reward")
     for name in ("log_prob", "mask", "weight"):
         if name in tensors:
             tensors[name] = tensors[name].to(device)
     samples = Samples(
-        prompts=[known[group] for group in said["groups"]],
+        prompts=[known[group] for group in plain_values["groups"]],
         outputs=[],
         trace=kind(**values),
-        exact=said["exact"],
-        on_policy=said["on_policy"],
+        exact=plain_values["exact"],
+        on_policy=plain_values["on_policy"],
         **tensors,
     )
-    return Collected(samples, reward, said["row"]), said["stop"]
+    return Collected(samples, reward, plain_values["row"]), plain_values["stop"]
 
 
-def joined(parts: Sequence[Collected]) -> Collected:
+def concatenate(parts: Sequence[Collected]) -> Collected:
     """The samples of several parcels, one after the other."""
     if len(parts) == 1:
         return parts[0]
@@ -142,10 +142,10 @@ def joined(parts: Sequence[Collected]) -> Collected:
     return replace(parts[0], samples=replace(samples[0], prompts=prompts, trace=trace, **tensors))
 
 
-def packed_records(row: dict[str, float], kept: dict[str, list[Record]]) -> Tensor:
+def serialize_records(row: dict[str, float], kept: dict[str, list[Record]]) -> Tensor:
     """Bytes [K] uint8 of a validation: its metrics, and the samples to keep of each set."""
     tensors: dict[str, Tensor] = {}
-    said: dict[str, Any] = {"row": row, "kept": {}, "stop": 0}
+    plain_values: dict[str, Any] = {"row": row, "kept": {}, "stop": 0}
     for name, records in kept.items():
         plain = []
         for i, record in enumerate(records):
@@ -154,27 +154,27 @@ def packed_records(row: dict[str, float], kept: dict[str, list[Record]]) -> Tens
                 tensors[f"{name}/{i}"] = torch.from_numpy(record.output)
                 words["output"] = None
             plain.append(words)
-        said["kept"][name] = plain
-    return _file(tensors, said)
+        plain_values["kept"][name] = plain
+    return _file(tensors, plain_values)
 
 
-def unpacked_records(data: Tensor) -> tuple[dict[str, float], dict[str, list[Record]], int]:
-    """See `packed_records`; and the signal to stop, with nothing else beside it."""
-    tensors, said = _read(data)
-    if "kept" not in said:
-        return {}, {}, said["stop"]
+def deserialize_records(data: Tensor) -> tuple[dict[str, float], dict[str, list[Record]], int]:
+    """See `serialize_records`; and the signal to stop, with nothing else beside it."""
+    tensors, plain_values = _read(data)
+    if "kept" not in plain_values:
+        return {}, {}, plain_values["stop"]
     kept: dict[str, list[Record]] = {}
-    for name, records in said["kept"].items():
+    for name, records in plain_values["kept"].items():
         kept[name] = []
         for i, words in enumerate(records):
             if words["output"] is None:
                 words["output"] = tensors[f"{name}/{i}"].numpy()
             kept[name].append(Record(**words))
-    return said["row"], kept, said["stop"]
+    return plain_values["row"], kept, plain_values["stop"]
 
 
-def _file(tensors: dict[str, Tensor], said: dict[str, Any]) -> Tensor:
-    words = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+def _file(tensors: dict[str, Tensor], plain_values: dict[str, Any]) -> Tensor:
+    words = torch.tensor(list(json.dumps(plain_values).encode()), dtype=torch.uint8)
     # a view would be written with all that it is a view of
     whole = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     return torch.frombuffer(bytearray(safetensors.torch.save(whole | {"json": words})), dtype=torch.uint8)
@@ -182,5 +182,5 @@ def _file(tensors: dict[str, Tensor], said: dict[str, Any]) -> Tensor:
 
 def _read(data: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     tensors = safetensors.torch.load(data.numpy().tobytes())
-    said: dict[str, Any] = json.loads(tensors.pop("json").numpy().tobytes())
-    return tensors, said
+    plain_values: dict[str, Any] = json.loads(tensors.pop("json").numpy().tobytes())
+    return tensors, plain_values

@@ -9,7 +9,8 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.placement import near_divisors, place
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
-from phalanx.training.batches import KEYS, BatchPlan
+from phalanx.training.batch_plan import KEYS
+from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Algorithm
 
 

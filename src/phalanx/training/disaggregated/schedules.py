@@ -19,39 +19,58 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.exit import Stopped
 from phalanx.telemetry.metrics import Timers
-from phalanx.training.batches import BatchPlan
-from phalanx.training.collecting import Collected
-from phalanx.training.parts import TrainedPolicy
-from phalanx.training.scoring import Records
-from phalanx.training.serving import link_of
-from phalanx.training.transfer import joined, overlaps, packed, routes, shares, unpacked, unpacked_records
-from phalanx.types import JobError
+from phalanx.training.collect import Collected, Rescorer
+from phalanx.training.components import TrainedPolicy
+from phalanx.training.disaggregated.wire import (
+    concatenate,
+    deserialize,
+    deserialize_records,
+    overlaps,
+    routes,
+    serialize,
+    shares,
+)
+from phalanx.training.disaggregated.workers import link_of
+from phalanx.training.minibatches import BatchPlan
+from phalanx.training.validation import Records
+from phalanx.types import JobError, Samples
 
 
-class Synchronous:
-    """The actor's side of the link: each step is ordered, waited for, and then trained."""
+class Schedule:
+    """The actor's side of the link: each step is ordered, and trained when it is there, whole or chunk by chunk.
+
+    It is a phalanx.training.job.Sampling; RemoteCollector makes it what the loop is handed.
+    """
 
     def __init__(
-        self, cfg: RLConfig, plan: BatchPlan, world: World, policy: TrainedPolicy, timers: Timers, weights: str | None
+        self,
+        cfg: RLConfig,
+        plan: BatchPlan,
+        world: World,
+        policy: TrainedPolicy,
+        timers: Timers,
+        weights: str | None,
+        held_out: int,
     ) -> None:
-        """`plan` is of a part of a step, on the actor's ranks; `weights`: those that sample, None for the policy's."""
+        """`plan` is that of a chunk of a step, on the actor's ranks; `weights`: those that sample, None for the
+        policy's; `held_out` prompts there are to validate on.
+        """
         self.cfg, self.plan, self.world, self.policy, self.timers = cfg, plan, world, policy, timers
-        self.link, self.weights = link_of(world), weights
+        self.link, self.weights, self.validates = link_of(world), weights, held_out
         roles = self.link.roles.ranks
         self._senders = shares(roles.get(INFERENCE, roles[ROLLOUT]), plan.samples)
         self._own = shares(roles[ACTOR], plan.samples)[world.rank]
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        """Once, before the first training step of this start of the job, `step` of `total_steps`; `kept` is what a
-        checkpoint has of `in_flight`, of all ranks that wrote it.
-        """
+        """See phalanx.training.job.Sampling."""
         self.total_steps = total_steps
         self.link.connect(routes(self.link.roles.ranks, self.plan.samples))
         self.link.compare(self.policy.trained.shapes)
 
-    def collect(self, step: int) -> Collected:
-        """The samples of training step `step`, of this rank, with the rewards of all ranks' samples."""
-        self.order(Order(step, step, step + 1), self.weights)
+    def collect(self, step: int, chunk: int) -> Collected:
+        """The samples of a chunk of training step `step`, of this rank, with the rewards of all ranks' samples."""
+        if chunk == 0:
+            self.order(Order(step, step, step + 1), self.weights)
         return self.receive(step)
 
     def order(self, order: Order, weights: str | None) -> None:
@@ -64,11 +83,11 @@ class Synchronous:
             self.link.send_weights(trained.whole(weights), trained.shapes)
 
     def receive(self, step: int) -> Collected:
-        """The samples of a part of training step `step`, the next one that was ordered."""
+        """The samples of a chunk of training step `step`, the next one that was ordered."""
         with self.timers("wait"):
             parts, stop = [], 0
             for rank, _, _ in overlaps(self._own, self._senders):
-                found, told = unpacked(self.link.receive(rank), self.policy.trace_type, self.world.device)
+                found, told = deserialize(self.link.receive(rank), self.policy.trace_type, self.world.device)
                 parts.append(found)
                 stop = max(stop, told)
             self.link.meet_role()
@@ -76,7 +95,7 @@ class Synchronous:
         whole = [part for part in parts if part is not None]
         if len(whole) < len(parts):
             raise Stopped(stop)
-        return self.checked(joined(whole), step)
+        return self.checked(concatenate(whole), step)
 
     def hear(self, stop: int) -> None:
         """Have this rank stop, as another one was told to; 0: none was."""
@@ -96,13 +115,13 @@ class Synchronous:
             samples = replace(samples, exact=False)
         return replace(found, samples=samples, row=found.row | row)
 
-    def validated(self, version: int, weights: str | None) -> tuple[dict[str, float], Records]:
-        """The row of a validation of these weights, and on the first rank the samples to keep."""
-        self.order(Order(version, validate=True), weights)
+    def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
+        """See phalanx.training.job.Sampling."""
+        self.order(Order(step, validate=True), weights)
         answer: tuple[dict[str, float], Records, int] = {}, {}, 0
         with self.timers("wait"):
             if self.world.lead:
-                answer = unpacked_records(self.link.receive(self.link.roles.ranks[ROLLOUT][0], VALIDATION))
+                answer = deserialize_records(self.link.receive(self.link.roles.ranks[ROLLOUT][0], VALIDATION))
             self.link.meet_role()
         row, kept, stop = answer
         row, stop = broadcast_object((row, stop))
@@ -117,19 +136,11 @@ class Synchronous:
         self.link.part(self.world.watch)
 
     def in_flight(self, step: int) -> Tensor | None:
-        """What a checkpoint of step number `step` keeps of samples that are drawn already, of this rank: bytes."""
+        """Nothing is drawn ahead."""
         return None
 
 
-class Pipelined(Synchronous):
-    """The parts of a step are trained as they come, by the weights that drew them."""
-
-    def collect(self, step: int) -> Collected:
-        self.order(Order(step, step, step + 1), self.weights)
-        return replace(self.receive(step), later=(self.receive(step) for _ in range(self.plan.parts - 1)))
-
-
-class OneStepOff(Synchronous):
+class OneStepOffSchedule(Schedule):
     """Each step's samples are drawn while the step before is trained, by weights that are one step old."""
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
@@ -138,10 +149,10 @@ class OneStepOff(Synchronous):
         self._drawn: Collected | None = None  # samples of the next step, where a checkpoint wanted them
         whole = self._joined(kept) if kept else None
         if whole is not None and len(whole.reward) == self.plan.samples:  # the same batch as then
-            own = packed(whole, slice(self._own.first, self._own.last))
+            own = serialize(whole, slice(self._own.first, self._own.last))
             self._drawn, self._next = self._joined([own]), step + 1
 
-    def collect(self, step: int) -> Collected:
+    def collect(self, step: int, chunk: int) -> Collected:
         last = min(step + 2, self.total_steps)
         self.order(Order(step, self._next, last), self.weights)
         self._next, self._at = last, step + 1
@@ -156,15 +167,34 @@ class OneStepOff(Synchronous):
                 self._drawn = self.receive(self._at)
             except Stopped:  # there is nothing to keep
                 return None
-        return packed(self._drawn, slice(None))
+        return serialize(self._drawn, slice(None))
 
     def _joined(self, kept: Sequence[Tensor]) -> Collected:
-        parts = [unpacked(data, self.policy.trace_type, self.world.device)[0] for data in kept]
-        return joined([part for part in parts if part is not None])
+        parts = [deserialize(data, self.policy.trace_type, self.world.device)[0] for data in kept]
+        return concatenate([part for part in parts if part is not None])
 
 
-SCHEDULES: dict[str, type[Synchronous]] = {
-    "synchronous": Synchronous,
-    "pipelined": Pipelined,
-    "one_step_off": OneStepOff,
+SCHEDULES: dict[str, type[Schedule]] = {
+    "synchronous": Schedule,
+    "pipelined": Schedule,  # of more than one chunk per step
+    "one_step_off": OneStepOffSchedule,
 }
+
+
+class RemoteCollector:
+    """Samples with rewards from other ranks, for the loop: see phalanx.training.loop.Collects."""
+
+    def __init__(self, schedule: Schedule, rescorer: Rescorer) -> None:
+        self.schedule, self.rescorer, self.chunks = schedule, rescorer, schedule.plan.parts
+        self._reward: Tensor  # of the last chunk
+
+    def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
+        """The samples that arrive, with the policy's own log-probabilities where they lack these."""
+        received = self.schedule.collect(step, chunk)
+        self._reward = received.reward
+        samples, row = self.rescorer(received.samples)
+        return samples, received.row | row
+
+    def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
+        """The rewards that came with the samples."""
+        return samples, self._reward, {}

@@ -1,4 +1,4 @@
-"""The parts that a kind of policy brings to a job, behind what the loop asks of them."""
+"""The components that a kind of policy brings to a job, behind what the loop asks of them."""
 
 import logging
 import os
@@ -53,14 +53,6 @@ class LoadedTeacher(Protocol):
         """Operations of its view of a sample over those of the policy's own."""
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """What the actor knows of a rollout on other ranks: see phalanx.types.Rollout."""
-
-    exact: bool
-    noun: str
-
-
 class Critic(Protocol):
     """A model beside the policy that is trained to say what is to come. `trained` holds its weights."""
 
@@ -72,14 +64,20 @@ class Critic(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
-    """All that a job is handed; `val_sets` are the held-out prompts by name."""
+class JobComponents:
+    """All that a kind of policy brings to a job.
+
+    `rollout` and `rewards` are None where other ranks sample; `exact` and `noun` are the rollout's, wherever it is (see
+    phalanx.types.Rollout). `val_sets` are the held-out prompts by name.
+    """
 
     world: World
     rewards: RewardSet | None
     policy: TrainedPolicy
-    rollout: Rollout
+    rollout: Rollout | None
     val_sets: dict[str, list[Prompt]]
+    exact: bool = True
+    noun: str = "samples"
 
 
 def start(cfg: RunConfig) -> World:

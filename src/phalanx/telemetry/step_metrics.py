@@ -1,13 +1,15 @@
 """A training step's numbers, as metrics.jsonl has them."""
 
+import resource
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.distributed.collectives import mean_rows, reduce_float, reduce_int
-from phalanx.functional.advantage import group_std, informative
+from phalanx.functional.advantage import group_std, has_signal
 from phalanx.telemetry.metrics import Timers
 
 
@@ -20,25 +22,25 @@ def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -
         "reward/max": reward.max().item(),
         "reward/min": reward.min().item(),
         "reward/std_mean": spread.mean().item(),
-        "reward/zero_std_ratio": 1 - informative(reward, group_id).float().mean().item(),
+        "reward/zero_std_ratio": 1 - has_signal(reward, group_id).float().mean().item(),
     }
     return row | {f"reward/{name}": values.mean().item() for name, values in terms.items()}
 
 
 def merged_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The metrics of a step from those of its parts: extremes, sums of seconds, and means of all else."""
-    found = {}
+    """The metrics of a step from those of its chunks: extremes, sums of seconds, and means of all else."""
+    merged = {}
     for key in rows[0]:
         values = [row[key] for row in rows if key in row]
         if key.endswith("max"):
-            found[key] = max(values)
+            merged[key] = max(values)
         elif key.endswith("min"):
-            found[key] = min(values)
+            merged[key] = min(values)
         elif key.startswith("time/") or key.endswith(("_s", "/errors")):
-            found[key] = sum(values)
+            merged[key] = sum(values)
         else:
-            found[key] = sum(values) / len(values)
-    return found
+            merged[key] = sum(values) / len(values)
+    return merged
 
 
 def token_metrics(
@@ -49,12 +51,12 @@ def token_metrics(
     `ranks` of all roles; None: those here.
     """
     ranks, here = ranks or dist.get_world_size(), dist.get_world_size()
-    total, drawn, own = int(lengths.sum()), int(lengths[:, 1].sum()), trained
+    total, drawn, local = int(lengths.sum()), int(lengths[:, 1].sum()), trained
     total, drawn, trained = (reduce_int(number, "sum") for number in (total, drawn, trained))
     row = {
         "perf/total_num_tokens": float(total),
         "perf/tokens_per_gpu_per_s": total / ranks / step_s,
-        "perf/token_imbalance": reduce_int(own, "max") * here / trained if trained else 1.0,
+        "perf/token_imbalance": reduce_int(local, "max") * here / trained if trained else 1.0,
     }
     for phase, tokens in (("rollout", drawn), ("rescore", total), ("update", trained)):
         if timers.seconds(phase) > 0:
@@ -86,3 +88,10 @@ def update_metrics(
     out[f"{who}/updates_skipped"] = float(skipped)
     out[f"{who}/updates_non_finite"] = float(sum(bool(update["skipped"]) for update in updates))
     return out
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """The largest memory that this process ever held, in GB (10^9): the device's, or on a CPU the process's own."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

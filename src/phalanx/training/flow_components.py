@@ -1,7 +1,6 @@
-"""The parts of every job that trains a flow-matching model."""
+"""The components of every job that trains a flow-matching model."""
 
 from dataclasses import dataclass
-from typing import cast
 
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.load import ConfigError, known_modules, resolve_registry
@@ -10,15 +9,15 @@ from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.policy import FAMILIES, FlowPolicy, build_policy, family_of, image_columns
 from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.training.parts import Elsewhere, Parts, build_rewards, start
+from phalanx.training.components import JobComponents, build_rewards, start
 
 
 @dataclass(frozen=True)
-class FlowParts(Parts):
-    """Parts whose policy and rollout are of the kind."""
+class FlowComponents(JobComponents):
+    """Components whose policy and rollout are of the kind."""
 
     policy: FlowPolicy
-    rollout: PolicyRollout
+    rollout: PolicyRollout | None
 
 
 def check_plan(cfg: FlowRunConfig) -> None:
@@ -34,13 +33,16 @@ def check_plan(cfg: FlowRunConfig) -> None:
     )
 
 
-def build_parts(cfg: FlowRunConfig, micro: int, *, detach_uncond: bool = False, window: bool = True) -> FlowParts:
+def build_components(
+    cfg: FlowRunConfig, micro: int, *, detach_uncond: bool = False, window: bool = True
+) -> FlowComponents:
     """`micro` and `window` are the rollout's. Raises ValueError, with one line, for what the user can fix."""
     world = start(cfg)
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
     rewards = build_rewards(cfg, world)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
-    rollout = cast(PolicyRollout, Elsewhere(cfg.rollout.engine == "policy", PolicyRollout.noun))
+    rollout, exact = None, cfg.rollout.engine == "policy"
     if world.samples:
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
-    return FlowParts(world, rewards, policy, rollout, val_sets)
+        exact = rollout.exact
+    return FlowComponents(world, rewards, policy, rollout, val_sets, exact=exact, noun=PolicyRollout.noun)

@@ -1,0 +1,116 @@
+"""How many files one has to open to follow a training step: those of phalanx whose functions run in it, on one rank.
+
+    python benchmarks/step_files.py          # FlowGRPO of images, and GRPO of texts
+    python benchmarks/step_files.py --list   # with the names of the files and of their functions
+
+Traced is the second step of a run, on the main thread: samples, rewards, advantages, replay, backward, optimizer step,
+metrics, and the end of the step, without validation, checkpoint and further loggers. The first step would add what runs
+once, such as the text encoders.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import phalanx
+from phalanx.config import load
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(phalanx.__file__).parent
+RUN = [
+    "trainer.total_training_steps=2",
+    "trainer.logger=[]",
+    "trainer.save_freq=-1",
+    "trainer.test_freq=-1",
+    "trainer.val_before_train=false",
+    "trainer.resume=never",
+]
+OUTSIDE = {"fit"}  # of the step
+FLOW = [
+    "data.train_batch_size=2",
+    "rollout.n=4",
+    "actor.ppo_mini_batch_size=2",
+    "actor.ppo_micro_batch_size_per_gpu=4",
+    "actor.ema.decay=null",
+    "reward.functions=[{name: jpeg_incompressibility}]",
+]
+TEXT = ["data.train_batch_size=2", "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=8"]
+TEXT += ["data.max_response_length=16"]
+
+
+def traced(kind: str) -> dict[str, set[str]]:
+    """The names of the functions that run in a step of a job, `flow` or `text`, by their files below src/phalanx."""
+    from phalanx.training import flow_rl, lm_rl
+
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    os.chdir(ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        keys = [*RUN, f"trainer.output_dir={folder}"]
+        if kind == "flow":
+            from phalanx.config.flow import FlowRLConfig
+
+            trainer: Any = flow_rl.build(load(FlowRLConfig, "configs/flowgrpo/quickstart.yaml", [*FLOW, *keys]))
+        else:
+            from phalanx.config.lm import LMRLConfig
+
+            reward = Path(folder) / "reward.py"
+            reward.write_text("def length(completions, prompts, metadata):\n    return [len(c) for c in completions]\n")
+            keys += [f"reward.functions=[{{path: '{reward}:length'}}]"]
+            trainer = lm_rl.build(load(LMRLConfig, "configs/grpo/quickstart.yaml", [*TEXT, *keys]))
+        return trace_second_step(trainer)
+
+
+def trace_second_step(trainer: Any) -> dict[str, set[str]]:
+    """Run the job, and see which functions are called from the end of its first step to the end of its second."""
+    seen: dict[str, set[str]] = defaultdict(set)
+
+    def enter(frame: Any) -> None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(PACKAGE):
+            seen[str(path.relative_to(PACKAGE))].add(frame.f_code.co_name)
+
+    def called(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            enter(frame)
+
+    end_step = trainer.job.end_step
+
+    def watched(step: int, row: dict[str, float]) -> None:
+        end_step(step, row)
+        if step == 1:
+            frame: Any = sys._getframe()
+            while frame is not None:  # the loop is running already
+                enter(frame)
+                frame = frame.f_back
+            sys.setprofile(called)
+        else:
+            sys.setprofile(None)
+
+    trainer.job.end_step = watched
+    trainer.fit()
+    return {name: functions - OUTSIDE for name, functions in seen.items() if functions - OUTSIDE}
+
+
+def main() -> None:
+    """Print the numbers."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--list", action="store_true", help="name the files and their functions")
+    parser.add_argument("kind", nargs="?", choices=("flow", "text"), help="one kind only")
+    args = parser.parse_args()
+    for kind in [args.kind] if args.kind else ["flow", "text"]:
+        files = traced(kind)
+        loop = sum(name.startswith("training/") for name in files)
+        functions = sum(len(names) for names in files.values())
+        print(f"{kind}: {len(files)} files, {loop} of them in training/, {functions} functions")
+        if args.list:
+            for name in sorted(files):
+                print(f"  {name}: {', '.join(sorted(files[name]))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,283 @@
+"""Samples with rewards: prompts, the rollout, old log-probabilities and scores, on the ranks that sample."""
+
+import logging
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from phalanx.config.run import RLConfig, TrainerConfig
+from phalanx.data.streams import PromptStream
+from phalanx.distributed.collectives import all_gather
+from phalanx.functional.advantage import fill_missing, has_signal
+from phalanx.rewards.client import RewardClient
+from phalanx.rollout.correction import rescore
+from phalanx.telemetry.metrics import Timers
+from phalanx.telemetry.step_metrics import reward_metrics
+from phalanx.training.checkpoint import Progress
+from phalanx.training.components import TrainedPolicy
+from phalanx.training.minibatches import BatchPlan
+from phalanx.types import Algorithm, Prompt, Rollout, Samples
+
+log = logging.getLogger(__name__)
+
+FLAT_STEPS = 10  # without any difference between rewards, until a warning says so
+ERROR = "actor/first_ratio_error"
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Samples of this rank, the reward [N] of those of all ranks, zeros where there is none and NaN for samples to
+    skip, and metrics, equal on all ranks.
+    """
+
+    samples: Samples
+    reward: Tensor
+    row: dict[str, float]
+
+
+def total_steps(trainer: TrainerConfig, prompts: PromptStream) -> int:
+    """Training steps of the whole run."""
+    if trainer.total_training_steps is not None:
+        return trainer.total_training_steps
+    assert trainer.total_epochs is not None
+    return prompts.steps(trainer.total_epochs)
+
+
+class Rescorer:
+    """Takes the old log-probabilities of samples with the policy itself, where the rollout's cannot be trained on.
+
+    That is so for samples of an engine with other kernels or of older weights, and from the step on in which `check`
+    saw that the policy's replay of its own samples differs (`progress.rescoring`, kept in checkpoints).
+    """
+
+    def __init__(
+        self,
+        cfg: RLConfig,
+        plan: BatchPlan,
+        algorithm: Algorithm,
+        policy: TrainedPolicy,
+        timers: Timers,
+        progress: Progress,
+        *,
+        exact: bool,
+        scored_elsewhere: bool = False,
+    ) -> None:
+        """`exact`: see phalanx.types.Rollout. `scored_elsewhere`: ranks of another role take these log-probs."""
+        self.cfg, self.plan, self.algorithm, self.policy = cfg, plan, algorithm, policy
+        self.timers, self.progress, self.exact, self.scored_elsewhere = timers, progress, exact, scored_elsewhere
+
+    def __call__(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
+        """The samples with old log-probabilities [B, A] of the policy, and rollout/... metrics; unchanged where theirs
+        are the policy's already.
+        """
+        # passes that are cut by tokens are scored again as they are trained: see `in_passes`
+        again = self.progress.rescoring and not self.plan.by_tokens
+        if samples.on_policy or (self.exact and samples.exact and not again):
+            return samples, {}
+        if self.scored_elsewhere or self.algorithm.levels is not None:
+            return samples, {}
+        config = self.cfg.rollout
+        stale = samples.version is not None and not samples.exact
+        if self.exact and not stale:  # rollout.correction is for other engines, or for older weights
+            config = replace(config, correction="rescore")
+        with self.timers("rescore"):
+            samples, row = rescore(self.policy, samples, config, self.plan.passes_of(1))
+        return replace(samples, exact=True), row
+
+    @property
+    def in_training(self) -> bool:
+        """Whether old log-probabilities are taken in the passes of the training, which are cut by tokens."""
+        return self.progress.rescoring and self.plan.by_tokens
+
+    @torch.no_grad()
+    def in_passes(self, samples: Samples, passes: list[Tensor]) -> Samples:
+        """The samples with log-probabilities of the very passes in which they are about to be trained: `passes` are
+        the rows [b] of each.
+        """
+        start, log_prob = time.perf_counter(), samples.log_prob.clone()
+        with self.policy.unsharded():
+            for rows in passes:
+                at = rows.to(log_prob.device)
+                log_prob[at] = self.policy.replay(samples.trace.select(at)).log_prob
+        seconds = time.perf_counter() - start
+        self.timers.add("rescore", seconds)
+        self.timers.add("update", -seconds)  # within which it runs
+        return replace(samples, log_prob=log_prob)
+
+    def check(self, row: dict[str, float]) -> None:
+        """Rescore from now on, where the policy's replay of exact samples is off by more than a tenth of the clip
+        range: ratios would then be clipped by rounding and not by what was learned.
+        """
+        if self.progress.rescoring or ERROR not in row:
+            return
+        if self.cfg.rollout.schedule == "one_step_off":  # where the weights themselves differ
+            return
+        if not self.exact and (not self.plan.by_tokens or self.cfg.rollout.correction == "none"):
+            return
+        clip = self.algorithm.clip_range
+        if self.algorithm.levels is not None or row[ERROR] <= clip / 10:
+            return
+        self.progress.rescoring = True
+        if self.policy.trained.world.rank == 0:
+            log.warning(
+                "%s is %.1e, more than a tenth of the clip range %g of algorithm.name=%s: the policy's replay differs "
+                "from the rollout, so from here on it computes the old log-probs again (time/rescore)",
+                ERROR,
+                row[ERROR],
+                clip,
+                self.cfg.algorithm.name,
+            )
+
+
+class Collector:
+    """Makes samples with rewards, with all ranks of its world.
+
+    The prompts of a training step are sampled in `chunks`, one after the other, each of which has the arithmetic of
+    `plan`. `weights` names those that sample, None for the policy's own; `rescorer` is None where another role takes
+    the old log-probabilities.
+    """
+
+    def __init__(
+        self,
+        cfg: RLConfig,
+        plan: BatchPlan,
+        policy: TrainedPolicy,
+        rollout: Rollout,
+        rewards: RewardClient,
+        prompts: PromptStream,
+        timers: Timers,
+        *,
+        weights: str | None = None,
+        rescorer: Rescorer | None = None,
+        chunks: int = 1,
+    ) -> None:
+        self.cfg, self.plan, self.policy = cfg, plan, policy
+        self.rollout, self.rewards, self.prompts, self.timers = rollout, rewards, prompts, timers
+        self.weights, self.rescorer, self.chunks = weights, rescorer, chunks
+        self.group_id = torch.arange(plan.samples) // cfg.rollout.n  # [N]: the prompt of each sample of all ranks
+        self.total_steps = total_steps(cfg.trainer, prompts)
+        self._flat_steps = 0  # in a row, without any difference between rewards
+
+    def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
+        """This rank's samples of a chunk of training step `step`, with old log-probabilities, and rollout/... metrics.
+        They are with the rewards when it returns.
+        """
+        seed, unit = self.cfg.trainer.seed, step * self.chunks + chunk
+        with self.timers("encode"):
+            self.rollout.prepare(self._prompts, unit, self.total_steps * self.chunks)
+        with self.timers("rollout"), self._behaviour(), self.rollout.awake():
+            self.timers.expect(-(-self.plan.per_rank // self.rollout.micro_batch_size))
+            samples = self.rollout.sample(self._prompts(unit), seed=seed, step=step, each=self.rewards.submit)
+        self.rewards.ask()
+        return self._rescored(samples)
+
+    def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
+        """The samples, the rewards [N] of those of all ranks, zeros where there is no reward and NaN for samples to
+        skip, and their metrics.
+
+        Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): groups whose rewards are all equal are drawn again, of
+        new prompts or of the same ones, until they differ or the limit is reached; so the samples are returned as well.
+        """
+        if self.rewards.reward_set is None:
+            reward = torch.zeros(self.plan.samples)
+            return samples, reward, self.rollout.metrics(samples, reward)
+        with self.timers("reward"):  # waits for what is left: the rest was scored while sampling went on
+            terms = self._gather_terms() | self._policy_terms(samples)
+        reward, redrawn, config = self._combine(terms, step), 0, self.cfg.rollout
+        unit, limit = step * self.chunks + chunk, max(config.max_num_gen_batches, config.max_draws_per_prompt)
+        rows = self._rows(unit)
+        for attempt in range(1, limit):
+            stale = ~has_signal(fill_missing(reward, self.group_id), self.group_id)
+            if not stale.any():
+                break
+            if config.max_num_gen_batches > 1:
+                groups = self.group_id[stale].unique().tolist()
+                rows = self.prompts.renewed(rows, groups, unit * (limit - 1) + attempt - 1)
+                with self.timers("encode"):
+                    samples = self.rollout.renew(samples, self._numbered(rows, unit))
+            with self.timers("rollout"), self._behaviour(), self.rollout.awake():
+                samples, numbers = self.rollout.resample(samples, stale, attempt, each=self.rewards.submit)
+            self.rewards.ask()
+            with self.timers("reward"):
+                again, numbers = self._gather_terms(), all_gather(numbers)
+            real = numbers >= 0
+            drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
+            terms = drawn | self._policy_terms(samples)
+            reward = self._combine(terms, step)
+            redrawn += int(stale.sum())
+        if redrawn > 0:
+            samples, _ = self._rescored(samples)
+        self._warn_of_flat(reward[~reward.isnan()], step)
+        row = self.rollout.metrics(samples, reward) | self.rewards.metrics()
+        if limit > 1:
+            row["rollout/resampled_ratio"] = redrawn / self.plan.samples
+        return samples, reward, row | self._reward_metrics(reward, terms, step)
+
+    def collect(self, step: int, chunk: int = 0) -> Collected:
+        """`sample`, and the samples' `reward`."""
+        samples, drawn = self.sample(step, chunk)
+        samples, reward, scores = self.reward(samples, step, chunk)
+        return Collected(samples, reward, drawn | scores)
+
+    def _rescored(self, samples: Samples) -> tuple[Samples, dict[str, float]]:
+        return (samples, {}) if self.rescorer is None else self.rescorer(samples)
+
+    def _behaviour(self) -> AbstractContextManager[None]:
+        """The weights that sample for training."""
+        return nullcontext() if self.weights is None else self.policy.using(self.weights)
+
+    def _rows(self, unit: int) -> list[int]:
+        """The rows of the data of a chunk's prompts; chunks are numbered from the first step on."""
+        step, chunk = divmod(unit, self.chunks)
+        count = self.plan.samples // self.cfg.rollout.n
+        return self.prompts.numbers(step)[chunk * count : (chunk + 1) * count]
+
+    def _numbered(self, rows: list[int], unit: int) -> list[Prompt]:
+        """The prompts of these rows, numbered within their step."""
+        return self.prompts.prompts(rows, first=unit % self.chunks * len(rows))
+
+    def _prompts(self, unit: int) -> list[Prompt]:
+        """The prompts of a chunk, of all ranks."""
+        return self._numbered(self._rows(unit), unit)
+
+    def _reward_metrics(self, reward: Tensor, terms: dict[str, Tensor], step: int) -> dict[str, float]:
+        """reward/... of the samples that have a reward."""
+        scored = ~reward.isnan()
+        known = {name: values[scored] for name, values in terms.items()}
+        row = reward_metrics(self.rewards.rewards.weighted(known, step), known, self.group_id[scored])
+        return row | self.rewards.take_errors()
+
+    def _warn_of_flat(self, reward: Tensor, step: int) -> None:
+        """Warn, once, where the reward [N] has been one and the same for all samples of many steps."""
+        self._flat_steps = self._flat_steps + 1 if len(reward) and reward.max() == reward.min() else 0
+        if self._flat_steps == FLAT_STEPS:
+            log.warning(
+                "the reward is %g for every sample of the last %d steps, up to step %d: there is nothing to learn from",
+                reward.max(),
+                FLAT_STEPS,
+                step + 1,
+            )
+
+    def _gather_terms(self) -> dict[str, Tensor]:
+        """The terms of the reward [N], of all that the ranks submitted, in the order of ranks."""
+        return {name: all_gather(values) for name, values in self.rewards.collect().items()}
+
+    def _policy_terms(self, samples: Samples) -> dict[str, Tensor]:
+        """The terms of the reward [N] that the policy itself gives, of all ranks' samples."""
+        terms = self.rewards.rewards.of_policy(self.policy, samples, self.plan.passes_of(1))
+        return {name: all_gather(values) for name, values in terms.items()}
+
+    def _combine(self, terms: dict[str, Tensor], step: int) -> Tensor:
+        """The reward [N] that is trained, of its terms [N]; NaN for samples that lack one of them."""
+        rewards = self.rewards.rewards
+        group_id = None if self.cfg.reward.normalize == "none" else self.group_id
+        scored = ~torch.stack(list(terms.values())).isnan().any(0)
+        if scored.all():
+            return rewards.weighted(terms, step, group_id)
+        reward = torch.full((self.plan.samples,), torch.nan)
+        known = {name: values[scored] for name, values in terms.items()}
+        reward[scored] = rewards.weighted(known, step, None if group_id is None else group_id[scored])
+        return reward

@@ -1,0 +1,86 @@
+"""examples/*.py: each runs, and the loops in one file take the job's steps. How many files the job's own step runs through."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config import load
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.lm import LMRLConfig
+from phalanx.training import flow_rl, lm_rl
+from tests.jobs import rows
+from tests.lm import tiny_lm_config
+from tests.ranks import ROOT, run_ranks
+
+LINE = re.compile(r"step (\d+): reward (\S+), ratio_error (\S+), grad_norm (\S+)")
+FLOW = ("data.train_batch_size=2", "rollout.n=8", "actor.ppo_mini_batch_size=2", "actor.ppo_micro_batch_size_per_gpu=4")
+TEXT = ("data.train_batch_size=4", "actor.ppo_mini_batch_size=4", "actor.ppo_micro_batch_size_per_gpu=8")
+ONE_UPDATE = ("trainer.total_training_steps=2", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.logger=[]")
+
+
+def fit(kind: str, config: str, overrides: list[str]) -> None:
+    os.chdir(ROOT)
+    if kind == "flowgrpo":
+        flow_rl.build(load(FlowRLConfig, config, overrides)).fit()
+    else:
+        lm_rl.build(load(LMRLConfig, config, overrides)).fit()
+
+
+def run_example(name: str, *arguments: str) -> str:
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, f"examples/{name}.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(("kind", "keys"), [("flowgrpo", FLOW), ("grpo", TEXT)], ids=["flowgrpo", "grpo"])
+def test_a_loop_in_one_file_takes_the_jobs_steps(kind: str, keys: tuple[str, ...], tmp_path: Path) -> None:
+    config = f"configs/{kind}/quickstart.yaml"
+    if kind == "grpo":  # a reward that tells responses apart
+        (tmp_path / "length.py").write_text(
+            "def length(completions, prompts, metadata):\n    return [len(c) for c in completions]\n"
+        )
+        keys += (f"reward.functions=[{{path: '{tmp_path}/length.py:length'}}]",)
+    else:
+        keys += ("actor.ema.decay=null", "reward.functions=[{name: jpeg_compressibility}]")
+    common = [*keys, *ONE_UPDATE, "trainer.val_before_train=false"]
+    text = run_example(f"{kind}_in_one_file", config, *common, f"trainer.output_dir={tmp_path / 'file'}")
+    run_ranks(fit, 1, kind, config, [*common, f"trainer.output_dir={tmp_path / 'job'}"])
+    steps, job = LINE.findall(text), rows(tmp_path / "job")
+    assert len(steps) == len(job) == 2
+    for (_, reward, error, norm), row in zip(steps, job, strict=True):
+        assert float(norm) == pytest.approx(row["actor/grad_norm"], rel=1e-5) and float(norm) > 0
+        assert float(reward) == pytest.approx(row["reward/mean"], abs=1e-4)
+        assert float(error) == 0
+
+
+def test_a_reward_and_an_algorithm_of_ones_own(lm_folder: Path, tmp_path: Path) -> None:
+    keys = [f"algorithm.name={ROOT}/examples/my_algorithm.py", "algorithm.scale=2"]
+    keys += [f"reward.functions=[{{path: '{ROOT}/examples/my_reward.py:short_answer', kwargs: {{most_words: 1}}}}]"]
+    cfg = tiny_lm_config(lm_folder, tmp_path, *keys, "actor.ppo_mini_batch_size=4")
+    run_ranks(fit_lm, 1, cfg)
+    for row in rows(tmp_path / "out"):
+        assert 0 < row["reward/mean"] <= 1 and row["actor/log_prob"] < 0
+        assert row["actor/first_ratio_error"] == 0  # which every algorithm on tokens reports
+
+
+def fit_lm(cfg: Any) -> None:
+    lm_rl.build(cfg).fit()
+
+
+@pytest.mark.parametrize(("kind", "most"), [("flow", 38), ("text", 32)])
+def test_a_step_runs_through_few_files(kind: str, most: int) -> None:
+    """So that a reader can follow it: at most six files of training/ among them."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "benchmarks/step_files.py", "--list", kind]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    files, of_loop = map(int, re.findall(rf"{kind}: (\d+) files, (\d+) of them in training/", done.stdout)[0])
+    assert "training/loop.py: " in done.stdout and "training/update.py: " in done.stdout
+    assert files <= most and of_loop <= 6, done.stdout
