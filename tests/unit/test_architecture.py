@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
     frozenset({"plan"}),
-    frozenset({"__main__", "report", "convert_open_clip"}),
+    frozenset({"__main__"}),
     frozenset({"cli", "jobs", "launch", "tools"}),
     frozenset({"training", "cluster"}),
     frozenset({"rollout"}),
