@@ -156,6 +156,24 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
 
 
+def features(page: Path) -> list[str]:
+    """The rows of the table below `## Features`, with links as README.md has them in docs/, too."""
+    section = page.read_text().split("## Features\n")[1].split("\n## ")[0]
+    return [row.replace("](docs/", "](") for row in section.splitlines() if row.startswith("|")]
+
+
+def test_the_table_of_features_is_one() -> None:
+    rows = features(ROOT / "README.md")
+    assert len(rows) > 10
+    assert features(ROOT / "docs" / "index.md") == rows
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    groups = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    files = [file for group in groups for pages in group.values() for page in pages for file in page.values()]
+    assert sorted(files) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
+
+
 REMOTE = re.compile(
     r"""!\[[^]]*\]\(\s*<?(?:https?:)?//            # a picture of another server
     |<(?:script|link|img|iframe|video|source|object|embed|image|use)\b[^>]*?[\s"'](?:src|srcset|href|data|poster)\s*=\s*["']?(?:https?:)?//
@@ -206,9 +224,9 @@ def test_what_would_be_fetched_is_found(text: str) -> None:
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:
-    module = import_file(ROOT / "docs" / "generate_configuration.py")
+    module = import_file(ROOT / "scripts" / "generate_configuration.py")
     text = module.PAGE.read_text()
-    assert module.page(text) == text, "run: python docs/generate_configuration.py"
+    assert module.page(text) == text, "run: python scripts/generate_configuration.py"
     assert "| `optim.lr` | float | `0.0001` | peak learning rate |" in text
 
 
@@ -321,5 +339,5 @@ def test_examples_train(overrides: list[str], examples: Path, sd3_folder: Path, 
 
 
 def test_the_picture_of_the_mask_is_the_mask() -> None:
-    module = import_file(ROOT / "docs" / "draw_block_attention.py")
-    assert module.FILE.read_text() == module.draw(), "run: python docs/draw_block_attention.py"
+    module = import_file(ROOT / "scripts" / "draw_block_attention.py")
+    assert module.FILE.read_text() == module.draw(), "run: python scripts/draw_block_attention.py"
