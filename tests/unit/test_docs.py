@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import runpy
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from phalanx.data.prompts import load_prompts
 from phalanx.models.flow.folder import model_index
 from phalanx.plan import clusters
 from phalanx.rewards import RewardSet
+from phalanx.telemetry.metrics import read_metrics
 from phalanx.training import flow_rl
 from phalanx.types import Prompt
 from tests.jobs import PROMPTS, base_overrides, one_step
@@ -53,6 +55,7 @@ SCHEMAS: dict[str, type] = {
 }
 FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+WORKFLOWS = "../../actions/workflows/"
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,10 @@ def test_links() -> None:
     for page in PAGES:
         for target in LINK.findall(page.read_text()):
             if target.startswith(("http://", "https://")):
+                continue
+            if target.startswith(WORKFLOWS):  # GitHub resolves it from the README
+                name = target.removeprefix(WORKFLOWS).removesuffix("/badge.svg")
+                assert (ROOT / ".github" / "workflows" / name).is_file(), target
                 continue
             file, _, anchor = target.partition("#")
             path = page.parent / file if file else page
@@ -338,6 +345,26 @@ def test_examples_train(overrides: list[str], examples: Path, sd3_folder: Path, 
         assert any("norm1_context.linear.lora_A" in name for name in result["weights"])
 
 
-def test_the_picture_of_the_mask_is_the_mask() -> None:
-    module = import_file(ROOT / "scripts" / "draw_block_attention.py")
-    assert module.FILE.read_text() == module.draw(), "run: python scripts/draw_block_attention.py"
+@pytest.mark.parametrize("script", ["draw_block_attention.py", "draw_loop.py"])
+def test_pictures_are_what_their_scripts_draw(script: str) -> None:
+    module = import_file(ROOT / "scripts" / script)
+    assert module.FILE.read_text() == module.draw(), f"run: python scripts/{script}"
+
+
+def test_the_job_of_the_readme_trains(examples: Path) -> None:
+    """train.py with its reward, for one step."""
+    (examples / "configs").symlink_to(ROOT / "configs")
+    (examples / "assets").symlink_to(ROOT / "assets")
+    file = examples / "train.py"
+    shorter = ["data.val_files=[]", "trainer.test_freq=-1", "trainer.total_training_steps=1"]
+    text = file.read_text()
+    assert text.count("[rewards, ") == 1
+    file.write_text(text.replace("[rewards, ", f"[rewards, *{shorter}, "))
+    run_ranks(run_file, 1, str(file), timeout=120)
+    (row,) = read_metrics(examples / "outputs" / "steps" / "metrics.jsonl")
+    assert 0 < row["reward/steps"] < 1
+    assert row["reward/mean"] == pytest.approx(row["reward/gsm8k"] + 0.1 * row["reward/steps"])
+
+
+def run_file(name: str) -> None:
+    runpy.run_path(name)
