@@ -40,7 +40,8 @@ from phalanx.types import Prompt
 from tests.jobs import PROMPTS, base_overrides, one_step
 from tests.ranks import ROOT, run_ranks
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")]
+PAGES = [*FRONT, *sorted((ROOT / "docs").glob("*.md"))]
 SCHEMAS: dict[str, type] = {
     "tasks/train_flowgrpo.py": FlowRLConfig,
     "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
