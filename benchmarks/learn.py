@@ -6,8 +6,8 @@
 Each recipe of learn.yaml is trained on one CPU process, `--jobs` of them side by side, validated as it trains, and its
 last checkpoint samples the held-out prompts again with other noise. These images are scored by the training's OCR, by
 Tesseract, which no recipe has seen (its score shows whether an engine was fooled), and by how much they differ. Results
-go to docs/learning.json, the table and the curves to docs/algorithms.md. A run whose result is there is not repeated,
-and with `--keep` no run that docs/learning.json has. The teacher of a recipe is the quickstart's model, trained first.
+go to results/learn.json, the table and the curves to docs/algorithms.md. A run whose result is there is not repeated,
+and with `--keep` no run that results/learn.json has. The teacher of a recipe is the quickstart's model, trained first.
 """
 
 import json
@@ -113,7 +113,7 @@ SUBJECT = Subject(
     name="learn",
     task="train_flowgrpo",
     config="configs/flowgrpo/quickstart.yaml",
-    fixed=[  # the quickstart's numbers when docs/learning.json was made
+    fixed=[  # the quickstart's numbers when results/learn.json was made
         "data.train_batch_size=12",
         "rollout.num_inference_steps=10",
         "rollout.sde_window_range=[0,5]",
@@ -123,7 +123,6 @@ SUBJECT = Subject(
         "optim.lr_warmup_steps=0",
         "optim.lr_decay_fraction=0.3",
     ],
-    results="learning.json",
     page="algorithms.md",
     picture="learning.png",
     mark="learning",

@@ -19,7 +19,6 @@ SUBJECT = replace(
     LANGUAGE,
     name="learn_bd",
     config=CONFIG,
-    results="learning_bd.json",
     page="block-diffusion.md",
     picture="learning_bd.png",
     steps=40,

@@ -5,8 +5,8 @@
 
 Each recipe of learn_lm.yaml is trained on one CPU process, `--jobs` of them side by side. Greedy answers to val.jsonl,
 on which options are chosen, and test.jsonl, which is what is reported, are validated as it trains. Results go to
-docs/learning_lm.json, the table and the curves to docs/language-models.md. A run whose result is there is not repeated,
-and with `--keep` no run that docs/learning_lm.json has. The teacher of a recipe is the quickstart's model, which is
+results/learn_lm.json, the table and the curves to docs/language-models.md. A run whose result is there is not repeated,
+and with `--keep` no run that results/learn_lm.json has. The teacher of a recipe is the quickstart's model, which is
 trained first.
 """
 
@@ -48,7 +48,6 @@ SUBJECT = Subject(
     task="train_grpo",
     config=CONFIG,
     fixed=BOTH,
-    results="learning_lm.json",
     page="language-models.md",
     picture="learning_lm.png",
     mark="learning",

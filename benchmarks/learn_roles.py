@@ -17,7 +17,6 @@ SUBJECT = replace(
     LANGUAGE,
     name="learn_roles",
     fixed=[*LANGUAGE.fixed, "placement={rollout: 0, actor: 1}"],
-    results="learning_roles.json",
     page="placement.md",
     picture="learning_roles.png",
     steps=60,

@@ -27,18 +27,18 @@ Rows = list[dict[str, Any]]
 class Subject:
     """What is compared: recipes of the file `<name>.yaml`, each on top of `config` and `fixed`, trained by `task`.
 
-    `results` and `page` are files below docs/, and `picture` is the page's; the table stands between the page's marks
-    `<!-- mark: begin -->` and `<!-- mark: end -->`. `validation` is the metric of the curves, called `scale`, which is
-    to reach `target`; a step samples `samples` of `noun`. `base(output)` and `after(folder, rows)`, of a finished
-    run's folder and rows of metrics, say what the table has of a model; its columns, titles by key, are the means of
-    all seeds with the smallest and the largest (`spreads`), or the means alone (`means`).
+    Results go to `results/<name>.json`. `page` is a file below docs/, and `picture` is the page's; the table stands
+    between the page's marks `<!-- mark: begin -->` and `<!-- mark: end -->`. `validation` is the metric of the curves,
+    called `scale`, which is to reach `target`; a step samples `samples` of `noun`. `base(output)` and
+    `after(folder, rows)`, of a finished run's folder and rows of metrics, say what the table has of a model; its
+    columns, titles by key, are the means of all seeds with the smallest and the largest (`spreads`), or the means alone
+    (`means`).
     """
 
     name: str
     task: str
     config: str
     fixed: list[str]
-    results: str
     page: str
     picture: str
     mark: str
@@ -55,6 +55,11 @@ class Subject:
     after: Callable[[Path, Rows], dict[str, float]]
     ranks: int = 1  # CPU processes of a run
 
+    @property
+    def results(self) -> Path:
+        """The file of all results."""
+        return ROOT / "benchmarks" / "results" / f"{self.name}.json"
+
 
 def main(subject: Subject, description: str | None) -> None:
     """Train what is missing, then write the table and the curves."""
@@ -70,8 +75,8 @@ def main(subject: Subject, description: str | None) -> None:
     )
     parser.add_argument("--jobs", type=int, default=2, help="runs at once, a CPU core each (2)")
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / subject.name)
-    parser.add_argument("--keep", action="store_true", help=f"take the results of docs/{subject.results} as they are")
-    parser.add_argument("--no-docs", action="store_true", help="print the table, write nothing below docs/")
+    parser.add_argument("--keep", action="store_true", help=f"take those of results/{subject.name}.json as they are")
+    parser.add_argument("--no-docs", action="store_true", help="print the table, write no results, table or picture")
     args = parser.parse_args()
     unknown = sorted(set(args.names) - set(recipes))
     if unknown:
@@ -94,14 +99,14 @@ def main(subject: Subject, description: str | None) -> None:
     print("\n".join(lines))
     if not args.no_docs:
         docs = ROOT / "docs"
-        (docs / subject.results).write_text(json.dumps({"base": base, "runs": results}, indent=1) + "\n")
+        subject.results.write_text(json.dumps({"base": base, "runs": results}, indent=1) + "\n")
         curves(subject, results, docs / "images" / subject.picture)
         insert(docs / subject.page, subject.mark, lines)
 
 
 def keep(subject: Subject, output: Path) -> None:
-    """Lay the results that docs/ has where those of runs are looked for; newer ones stay."""
-    known = json.loads((ROOT / "docs" / subject.results).read_text())
+    """Lay the results of the repository where those of runs are looked for; newer ones stay."""
+    known = json.loads(subject.results.read_text())
     for folder, file, result in [
         (output / "base", "scores.json", known["base"]),
         *((output / f"{slug(run['name'])}-{run['seed']}", "result.json", run) for run in known["runs"]),

@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "outputs" / "roles")
     parser.add_argument("--no-docs", action="store_true", help="print the table, write nothing below docs/")
     args = parser.parse_args()
-    lines = ["| schedule | a step, s | rollout idle | actor idle | samples are older by |", "|---|---|---|---|---|"]
+    lines = ["| schedule | s per step | rollout idle | actor idle | samples are older by |", "|---|---|---|---|---|"]
     spans = {}
     for name, keys in SCHEDULES.items():
         folder = args.output / name.replace(" ", "_")

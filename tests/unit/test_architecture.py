@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"tasks"}),
     frozenset({"plan"}),
-    frozenset({"__main__", "report", "convert_open_clip"}),
+    frozenset({"__main__"}),
     frozenset({"cli", "jobs", "launch", "tools"}),
     frozenset({"training", "cluster"}),
     frozenset({"rollout"}),
@@ -258,9 +258,27 @@ def test_modules_are_short() -> None:
     assert {name: length for name, length in lengths.items() if length > MAX_LINES} == {}
 
 
+def code_block(page: str, heading: str) -> str:
+    """The first code block below a heading."""
+    return page.split(f"\n## {heading}\n")[1].split("```text\n")[1].split("```")[0]
+
+
+def test_the_page_has_these_layers_and_every_part() -> None:
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    assert [frozenset(line.split(" · ")) for line in code_block(page, "Layers").splitlines()] == list(LAYERS)
+    layout = set(re.findall(r"[\w.]+", code_block(page, "Layout")))
+    parts = {module.part for module in MODULES} - {"", "tasks"}
+    assert {part for part in parts if not {part, f"{part}.py"} & layout} == set()
+
+
 def test_libraries_are_explained() -> None:
     page = (ROOT / "docs" / "dependencies.md").read_text()
     assert [name for name in declared().values() if f"`{name}`" not in page] == []
+
+
+def test_pre_commit_has_the_ruff_of_the_constraints() -> None:
+    pinned = re.findall(r"^ruff==\S+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert set(re.findall(r"ruff==[\d.]+", (ROOT / ".pre-commit-config.yaml").read_text())) == set(pinned) != set()
 
 
 EXAMPLES: list[tuple[Callable[[Module], list[str]], str, str, list[str]]] = [

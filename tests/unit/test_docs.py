@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+import runpy
 import shlex
 import textwrap
 from collections.abc import Iterator
@@ -33,12 +34,14 @@ from phalanx.data.prompts import load_prompts
 from phalanx.models.flow.folder import model_index
 from phalanx.plan import clusters
 from phalanx.rewards import RewardSet
+from phalanx.telemetry.metrics import read_metrics
 from phalanx.training import flow_rl
 from phalanx.types import Prompt
 from tests.jobs import PROMPTS, base_overrides, one_step
 from tests.ranks import ROOT, run_ranks
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FRONT = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "AGENTS.md")]
+PAGES = [*FRONT, *sorted((ROOT / "docs").glob("*.md"))]
 SCHEMAS: dict[str, type] = {
     "tasks/train_flowgrpo.py": FlowRLConfig,
     "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
@@ -53,6 +56,7 @@ SCHEMAS: dict[str, type] = {
 }
 FENCE = re.compile(r'^( *)```(\w+)(?: title="([^"]+)")?\n(.*?)^\1```$', re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+WORKFLOWS = "../../actions/workflows/"
 
 
 @dataclass(frozen=True)
@@ -143,6 +147,10 @@ def test_links() -> None:
         for target in LINK.findall(page.read_text()):
             if target.startswith(("http://", "https://")):
                 continue
+            if target.startswith(WORKFLOWS):  # GitHub resolves it from the README
+                name = target.removeprefix(WORKFLOWS).removesuffix("/badge.svg")
+                assert (ROOT / ".github" / "workflows" / name).is_file(), target
+                continue
             file, _, anchor = target.partition("#")
             path = page.parent / file if file else page
             assert path.exists(), f"{page.name} links to {target}"
@@ -154,6 +162,24 @@ def anchors(page: Path) -> set[str]:
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     plain = [re.sub(r"[^\w\s-]", "", heading).strip().lower() for heading in headings]
     return {re.sub(r"[-\s]+", "-", heading) for heading in plain}
+
+
+def features(page: Path) -> list[str]:
+    """The rows of the table below `## Features`, with links as README.md has them in docs/, too."""
+    section = page.read_text().split("## Features\n")[1].split("\n## ")[0]
+    return [row.replace("](docs/", "](") for row in section.splitlines() if row.startswith("|")]
+
+
+def test_the_table_of_features_is_one() -> None:
+    rows = features(ROOT / "README.md")
+    assert len(rows) > 10
+    assert features(ROOT / "docs" / "index.md") == rows
+
+
+def test_every_page_is_in_the_navigation_once() -> None:
+    groups = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    files = [file for group in groups for pages in group.values() for page in pages for file in page.values()]
+    assert sorted(files) == sorted(page.name for page in (ROOT / "docs").glob("*.md"))
 
 
 REMOTE = re.compile(
@@ -206,9 +232,9 @@ def test_what_would_be_fetched_is_found(text: str) -> None:
 
 
 def test_the_configuration_reference_is_up_to_date() -> None:
-    module = import_file(ROOT / "docs" / "generate_configuration.py")
+    module = import_file(ROOT / "scripts" / "generate_configuration.py")
     text = module.PAGE.read_text()
-    assert module.page(text) == text, "run: python docs/generate_configuration.py"
+    assert module.page(text) == text, "run: python scripts/generate_configuration.py"
     assert "| `optim.lr` | float | `0.0001` | peak learning rate |" in text
 
 
@@ -320,6 +346,26 @@ def test_examples_train(overrides: list[str], examples: Path, sd3_folder: Path, 
         assert any("norm1_context.linear.lora_A" in name for name in result["weights"])
 
 
-def test_the_picture_of_the_mask_is_the_mask() -> None:
-    module = import_file(ROOT / "docs" / "draw_block_attention.py")
-    assert module.FILE.read_text() == module.draw(), "run: python docs/draw_block_attention.py"
+@pytest.mark.parametrize("script", ["draw_block_attention.py", "draw_loop.py"])
+def test_pictures_are_what_their_scripts_draw(script: str) -> None:
+    module = import_file(ROOT / "scripts" / script)
+    assert module.FILE.read_text() == module.draw(), f"run: python scripts/{script}"
+
+
+def test_the_job_of_the_readme_trains(examples: Path) -> None:
+    """train.py with its reward, for one step."""
+    (examples / "configs").symlink_to(ROOT / "configs")
+    (examples / "assets").symlink_to(ROOT / "assets")
+    file = examples / "train.py"
+    shorter = ["data.val_files=[]", "trainer.test_freq=-1", "trainer.total_training_steps=1"]
+    text = file.read_text()
+    assert text.count("[rewards, ") == 1
+    file.write_text(text.replace("[rewards, ", f"[rewards, *{shorter}, "))
+    run_ranks(run_file, 1, str(file), timeout=120)
+    (row,) = read_metrics(examples / "outputs" / "steps" / "metrics.jsonl")
+    assert 0 < row["reward/steps"] < 1
+    assert row["reward/mean"] == pytest.approx(row["reward/gsm8k"] + 0.1 * row["reward/steps"])
+
+
+def run_file(name: str) -> None:
+    runpy.run_path(name)

@@ -101,15 +101,6 @@ class Extras(RewardWithExtras):
         return RewardOutput([2.0] * len(images), metadata[0]["extras"])
 
 
-class Marks(RewardWithExtras):
-    """As users wrote it when extras were called marks."""
-
-    marks = ("odd",)
-
-    def __call__(self, images: Tensor, prompts: list[str], metadata: Meta) -> RewardOutput:
-        return RewardOutput([2.0] * len(images), {"odd": [1.0] * len(images)})
-
-
 class NoCall:
     pass
 
@@ -519,18 +510,6 @@ def test_extras_are_rows_of_their_own() -> None:
     ):
         wrong = rewards(mine("Extras", extras=["even", "odd"]))
         assert told(RewardError, scored, wrong, some("a", extras=extras)) == message
-
-
-def test_names_of_before_work_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    assert scored(rewards(mine("Marks")), some("a")) == {"Marks": [2.0], "Marks_odd": [1.0]}
-    from phalanx.rewards import Marked, Marking
-
-    assert (Marked, Marking) == (RewardOutput, RewardWithExtras)
-    assert set(caplog.messages) == {
-        "the reward Marks has an attribute `marks`, which is now called `extras`; rename it",
-        "phalanx.rewards.Marked is now RewardOutput",
-        "phalanx.rewards.Marking is now RewardWithExtras",
-    }
 
 
 @pytest.mark.parametrize("overlap", [True, False])

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,22 +32,6 @@ __all__ = [
     "check_entry",
 ]
 
-_CLASSES = {"GroupRule": "GroupAlgorithm", "TransitionRule": "TransitionAlgorithm", "ForwardRule": "ForwardAlgorithm"}
-_MEMBERS = {
-    "counts": "sample_mask",
-    "others": "references",
-    "view": "reference_output",
-    "experts": "teachers",
-    "forward": "levels",
-}
-
-
-def __getattr__(name: str) -> NoReturn:
-    """Say what became of a class that a user's file still imports by its old name."""
-    if name in _CLASSES:
-        raise ConfigError(f"phalanx.algorithms.{name} is now {_CLASSES[name]}, and class Rule is class Algorithm")
-    raise AttributeError(f"module 'phalanx.algorithms' has no attribute {name!r}")
-
 
 def build(config: Any) -> types.Algorithm:
     """The algorithm that the section `algorithm` names; ConfigError where it contradicts itself."""
@@ -63,9 +47,6 @@ def check_entry(module: ModuleType, name: str) -> None:
     here = f"algorithm.name: {name!r}: class Algorithm"
     if not isinstance(found, type):
         raise ConfigError(f"{here} is not a class")
-    for old, new in _MEMBERS.items():
-        if old in vars(found):
-            raise ConfigError(f"{here} has {old}, which is now called {new}; rename it")
     wanted = [*inspect.get_annotations(types.Algorithm), *(n for n in vars(types.Algorithm) if not n.startswith("_"))]
     missing = [member for member in wanted if member not in dir(found)]
     if inspect.isabstract(found):

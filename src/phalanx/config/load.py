@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from phalanx.config.aliases import alias
 from phalanx.config.files import kind
-from phalanx.config.messages import MOVED, ConfigError, cut, element_of, expected, nearest, reason, shown, type_name
+from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, reason, shown, type_name
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
 from phalanx.config.sources import one_line, override, read
@@ -122,8 +122,6 @@ def _import_error(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [f for f in frames if f.filename not in (__file__, importlib.__file__) and "<frozen" not in f.filename]
     where = f"{own[0].filename}:{own[0].lineno}: " if own else ""
-    if isinstance(error, ModuleNotFoundError) and error.name in MOVED:
-        return f"{where}{error.name} is now {MOVED[error.name]}"
     return where + (str(error) if isinstance(error, ImportError | ConfigError) else reason(error))
 
 
@@ -226,11 +224,6 @@ def _config_of(registry: str, name: str, key: str, base: type) -> Any:
     """The class Config of a module of a registry, once the registry's package has checked the module."""
     found = resolve_registry(registry, name, key)
     names, package = vars(found), vars(importlib.import_module(registry))
-    if "Rule" in names and "Algorithm" not in names:
-        raise ConfigError(
-            f"{key}: {name!r} has class Rule, which is now called Algorithm; rename it "
-            "(GroupRule, TransitionRule, ForwardRule are GroupAlgorithm, TransitionAlgorithm, ForwardAlgorithm)"
-        )
     config = names["Config"] if "Config" in names else None
     base = [kind for kind in base.__mro__ if is_dataclass(kind)][-1]  # a job may have a default name of its own
     if not isinstance(config, type) or not issubclass(config, base) or not is_dataclass(config):

@@ -4,14 +4,6 @@ import difflib
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
-# Modules that users' files import, where they were before.
-MOVED = {
-    "phalanx.config.schema": "phalanx.config.run and phalanx.config.flow",
-    "phalanx.models.family": "phalanx.models.flow.family",
-    "phalanx.models.sd3": "phalanx.models.flow.families.sd3",
-    "phalanx.models.qwen_image": "phalanx.models.flow.families.qwen_image",
-    "phalanx.rollout.policy": "phalanx.rollout.flow.in_policy",
-}
 MOST_SHOWN = 200  # characters of a value
 MOST_SAID = 1000  # and of what an exception says
 

@@ -9,9 +9,6 @@ instantiated once with the configured kwargs, or a function of that name (`jpeg_
 asks the reward model instead.
 """
 
-import logging
-from typing import Any
-
 from phalanx.media.pictures import to_uint8
 from phalanx.rewards.base import DeviceReward, PolicyReward, RewardError, RewardFunction, RewardOutput, RewardWithExtras
 from phalanx.rewards.judge._base import Judge
@@ -28,14 +25,3 @@ __all__ = [
     "RewardWithExtras",
     "to_uint8",
 ]
-
-
-_BEFORE = {"Marked": RewardOutput, "Marking": RewardWithExtras}
-
-
-def __getattr__(name: str) -> Any:
-    """Names of before work for one release."""
-    if name not in _BEFORE:
-        raise AttributeError(f"module 'phalanx.rewards' has no attribute {name!r}")
-    logging.getLogger(__name__).warning("phalanx.rewards.%s is now %s", name, _BEFORE[name].__name__)
-    return _BEFORE[name]

@@ -42,7 +42,6 @@ class RewardWithExtras:
     """
 
     extras: tuple[str, ...] = ()
-    marks: tuple[str, ...] = ()  # as `extras` was called; read for one release more
 
 
 class RewardFunction(Protocol):

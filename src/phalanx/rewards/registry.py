@@ -135,9 +135,6 @@ def _extras(function: Callable[..., Any], label: str) -> tuple[str, ...]:
     """Names of the rows that a reward returns beside its scores."""
     if not isinstance(function, RewardWithExtras):
         return ()
-    if function.marks:
-        log.warning("the reward %s has an attribute `marks`, which is now called `extras`; rename it", label)
-        return function.marks
     return function.extras
 
 

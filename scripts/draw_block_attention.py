@@ -6,7 +6,7 @@ import torch
 
 from phalanx.functional.block_diffusion import BlockTrace, States, replayed, states_of
 
-FILE = Path(__file__).parent / "images" / "block_attention.svg"
+FILE = Path(__file__).parents[1] / "docs" / "images" / "block_attention.svg"
 SIZE, PROMPT, MASK = 4, 6, -1
 # the step of its block in which each token of a response was unmasked; the prompt ends within block 1
 STEPS = [1, 0, 0, 0, 1, 0, 0, 0, 0, 0]

@@ -1,6 +1,6 @@
 """Write the reference part of docs/configuration.md, below its marker, from the schema.
 
-python docs/generate_configuration.py
+python scripts/generate_configuration.py
 """
 
 from collections.abc import Iterable, Iterator
@@ -20,8 +20,8 @@ from phalanx.config.tasks import (
     ServeRewardConfig,
 )
 
-PAGE = Path(__file__).parent / "configuration.md"
-MARKER = "<!-- Below this line: written by docs/generate_configuration.py -->\n"
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+MARKER = "<!-- Below this line: written by scripts/generate_configuration.py -->\n"
 
 
 def main() -> None:
