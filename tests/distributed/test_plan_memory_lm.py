@@ -97,7 +97,7 @@ def measure(cfg: Any) -> dict[str, int]:
     with Heap(found["held"]) as heap:
         t.learner.optimizer.step = heap.during("optimizer", t.learner.optimizer.step)
         t.update = heap.during("update", t.update)
-        t.rollout._decode = heap.during("rollout: sample", t.rollout._decode)
+        t.rollout.decode = heap.during("rollout: sample", t.rollout.decode)
         t.rollout._scored = heap.during("rollout: log-probs", t.rollout._scored)
         if t.algorithm.references:
             t.reference_outputs = heap.during("reference", t.reference_outputs)

@@ -40,7 +40,7 @@ def build_parts(cfg: FlowRunConfig, micro: int, *, detach_uncond: bool = False, 
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
     rewards = build_rewards(cfg, world)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
-    rollout = cast(PolicyRollout, Elsewhere(cfg.rollout.engine == "policy", PolicyRollout.noun))
+    rollout = cast(PolicyRollout, Elsewhere(cfg.rollout.facts.exact, PolicyRollout.noun))
     if world.samples:
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
     return FlowParts(world, rewards, policy, rollout, val_sets)

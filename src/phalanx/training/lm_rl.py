@@ -59,7 +59,7 @@ def build(cfg: LMRLConfig, make: Callable[..., T] = Trainer) -> T | Sampler | Sc
     rows = fitting(rows, "data.train_files", policy, first=world.lead)
     val_sets = fitting_sets(val_sets, policy, first=world.lead)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
-    rollout: Rollout = cast(Rollout, Elsewhere(cfg.rollout.engine == "policy", LMRollout.noun))
+    rollout: Rollout = cast(Rollout, Elsewhere(cfg.rollout.facts.exact, LMRollout.noun))
     if world.samples:
         part = part_of(plan, cfg, world)
         decoded = cfg.rollout.micro_batch_size_per_gpu or part.per_rank
