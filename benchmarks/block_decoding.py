@@ -40,7 +40,7 @@ def main() -> None:
         policy = build_block_policy(config, ParallelConfig(), data, world, chunk=1024, temperature=1.0, seed=0)
         for steps, threshold in settings:
             val = LMValRolloutConfig(denoising_steps_per_block=steps, threshold=threshold)
-            rollout = BlockDiffusionRollout(policy, LMRolloutConfig(val=val), data, world, 100, None)
+            rollout = BlockDiffusionRollout(policy, LMRolloutConfig(val=val), world, 100, None)
             with rollout.awake():
                 drawn = rollout.draw_validation(prompts, each=lambda outputs, about: None)
             scores = Gsm8k()([one.text for one in drawn], [p.text for p in prompts], [p.meta for p in prompts])

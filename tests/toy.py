@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from phalanx import algorithms
 from phalanx.config import load
+from phalanx.config.engines import EngineFacts
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import PromptRow
 from phalanx.data.streams import PromptStream
@@ -106,6 +107,7 @@ class WordPolicy:
 class WordRollout:
     """See phalanx.types.Rollout. Each word has a stream of random numbers of its own."""
 
+    facts = EngineFacts()
     exact = True
     fps = 1
     noun = "words"

@@ -14,6 +14,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
+from phalanx.config.engines import EngineFacts
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -205,14 +207,19 @@ Each: TypeAlias = "Callable[[Outputs, list[Prompt]], None]"
 class Rollout(Protocol):
     """Samples from the policy.
 
-    `exact`: the log-probabilities are the policy's own. `fps`: frames per second of videos, 1 for all else. `noun`:
-    what a sample is called in metrics and messages, in the plural. `micro_batch_size`: samples that are drawn together.
+    `facts`: what all else asks of an engine; `exact` is among them. `fps`: frames per second of videos, 1 for all else.
+    `noun`: what a sample is called in metrics and messages, in the plural. `micro_batch_size`: samples that are drawn
+    together.
     """
 
-    exact: bool
+    facts: EngineFacts
     fps: int
     micro_batch_size: int
     noun: str
+
+    @property
+    def exact(self) -> bool:
+        """Whether the log-probabilities are the policy's own."""
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
         """Before the samples of training step `step`: work that is cheaper done ahead, up to step `end`. `batches(k)`

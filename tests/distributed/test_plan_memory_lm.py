@@ -99,7 +99,7 @@ def measure(cfg: Any) -> dict[str, int]:
     }
     with Heap(found["held"]) as heap:
         t.job.state.optimizer.step = heap.during("optimizer", t.job.state.optimizer.step)
-        t.collector.rollout._decode = heap.during("rollout: sample", t.collector.rollout._decode)
+        t.collector.rollout.decode = heap.during("rollout: sample", t.collector.rollout.decode)
         t.collector.rollout._scored = heap.during("rollout: log-probs", t.collector.rollout._scored)
         if t.updater.algorithm.references:
             t.updater.reference_outputs = heap.during("reference", t.updater.reference_outputs)

@@ -35,7 +35,7 @@ def policy_of(folder: Path, world: World, estimate: str = "trace", **keys: Any) 
 def sampled(policy: BlockDiffusionPolicy, world: World, **keys: Any) -> tuple[Samples, BlockDiffusionRollout]:
     """Three samples of each prompt, whose prompts end anywhere in a block."""
     config = LMRolloutConfig(n=3, temperature=0.7, **keys)
-    rollout = BlockDiffusionRollout(policy, config, policy.data, world, 9, None)
+    rollout = BlockDiffusionRollout(policy, config, world, 9, None)
     prompts = [Prompt(text, i, {}) for i, text in enumerate(PROMPTS)]
     with rollout.awake():
         return rollout.sample(prompts, seed=1, step=0, each=lambda outputs, prompts: None), rollout

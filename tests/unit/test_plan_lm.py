@@ -97,7 +97,7 @@ def test_the_share_of_vllm(sleep: bool, lm_folder: Path, tmp_path: Path) -> None
     known = memory_of(lm_folder, tmp_path, *keys, gpu=10 * GB)
     phases = {phase.name: phase for phase in known.phases}
     assert not sleep or phases["rollout: sample"].other == 4 * GB
-    assert known.held.get("vLLM", 0) == (0 if sleep else 4 * GB)
+    assert known.held.get("sampling engine", 0) == (0 if sleep else 4 * GB)
     assert "rescore" in phases and "rollout: log-probs" not in phases
     weights = 2 * known.held["trained weights"]  # of which a rank keeps a half, and vLLM all
     assert count_of(memory_of(lm_folder, tmp_path, *keys), sleep) == pytest.approx(weights, rel=0.01)
@@ -106,7 +106,7 @@ def test_the_share_of_vllm(sleep: bool, lm_folder: Path, tmp_path: Path) -> None
 def count_of(memory: Memory, sleep: bool) -> int:
     """Of the engine alone."""
     if not sleep:
-        return memory.held["vLLM"]
+        return memory.held["sampling engine"]
     return next(phase for phase in memory.phases if phase.name == "rollout: sample").other
 
 

@@ -114,7 +114,7 @@ def test_who_takes_log_probs_again(lm_folder: Path, tmp_path: Path) -> None:
 def test_the_engine_is_where_samples_are_drawn(lm_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_lm_config(lm_folder, tmp_path, "rollout.engine=vllm", "rollout.sleep=false")
     held = {role: count(part(cfg, THREE, role, 6), 10**10).held for role in THREE}
-    assert [role for role in held if "vLLM" in held[role]] == [ROLLOUT]
+    assert [role for role in held if "sampling engine" in held[role]] == [ROLLOUT]
     asked = {role: {item.what for item in messages(part(cfg, THREE, role, 6))} for role in THREE}
     assert all("weights, gathered for the engine" in asked[role] for role in (ROLLOUT,))
     assert asked[INFERENCE] == {"weights, gathered to score samples"}

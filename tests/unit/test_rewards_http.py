@@ -100,6 +100,14 @@ def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.fixture
+def fresh(tmp_path: Path) -> Path:
+    """The same for one test: a file runs once, and remembers what was begun."""
+    file = tmp_path / "own.py"
+    file.write_text(REWARDS)
+    return file
+
+
 def only(own: Path, name: str, **kwargs: Any) -> str:
     """The override of a server with one reward of REWARDS."""
     return f"reward.functions=[{{path: '{own}:{name}', kwargs: {json.dumps(kwargs)}}}]"
@@ -808,8 +816,8 @@ def test_rewards_that_fail(own: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)
 
 
-def test_a_reward_that_hangs(own: Path) -> None:
-    with serving(only(own, "naps", seconds=2), "reward.timeout_s=0.3") as server:
+def test_a_reward_that_hangs(fresh: Path) -> None:
+    with serving(only(fresh, "naps", seconds=2), "reward.timeout_s=0.3") as server:
         health = server.url.replace("score", "health")
         problem = "answered 504: reward 'naps' was not done within reward.timeout_s=0.3 seconds (try 1 of 1)"
         assert refusal(server.url, 1, retries=0) == problem
@@ -902,11 +910,11 @@ def held(kind: torch.dtype, count: int) -> int:
     return sum(type(each) is torch.Tensor and each.numel() == count and each.dtype == kind for each in gc.get_objects())
 
 
-def test_requests_wait_as_bytes_and_go_with_their_clients(own: Path) -> None:
+def test_requests_wait_as_bytes_and_go_with_their_clients(fresh: Path) -> None:
     """One is scored while seven wait; then all their clients leave, and the next one is not behind them."""
     size, body = 3 * 37 * 41, json.dumps(asked(1, images=b64(png(37, 41)))).encode()
     head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    with serving(f"reward.functions=[{{path: '{own}:brightness'}}, {{path: '{own}:gated'}}]") as server:
+    with serving(f"reward.functions=[{{path: '{fresh}:brightness'}}, {{path: '{fresh}:gated'}}]") as server:
         user = sys.modules["phalanx_user_own"]
         with ExitStack() as clients:
             for _ in range(8):
@@ -922,9 +930,9 @@ def test_requests_wait_as_bytes_and_go_with_their_clients(own: Path) -> None:
         assert user.begun == [["ab"], ["p0", "p1"]]
 
 
-def test_a_client_that_asks_again_finds_a_server_that_recovers(own: Path) -> None:
+def test_a_client_that_asks_again_finds_a_server_that_recovers(fresh: Path) -> None:
     """Of each of its calls but the first, nothing is left once it has given up."""
-    with serving(only(own, "naps", seconds=1)) as server:
+    with serving(only(fresh, "naps", seconds=1)) as server:
         silent = "silent for read_timeout_s=0.1 (try 4 of 4)"
         assert refusal(server.url, 6, batch_size=1, concurrency=6, retries=3, read_timeout_s=0.1) == silent
         begin = time.monotonic()

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from phalanx.config.blocks import check_blocks
+from phalanx.config.engines import check_engine_class
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig, LMRunConfig
 from phalanx.config.load import ConfigError, arg
 from phalanx.config.run import COUNT, EmaConfig
@@ -79,6 +80,8 @@ class BlockDiffusionTaskConfig(BlockDiffusionRunConfig):
 
     def __post_init__(self) -> None:
         """Refuse what does not go together (ConfigError)."""
+        super().__post_init__()
+        check_engine_class(self.rollout)
         size, b = self.model.block_size, self.block_diffusion
         if size is None:
             raise ConfigError("model.block_size is missing: the tokens of a block, 32 in LLaDA2")

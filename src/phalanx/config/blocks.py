@@ -3,8 +3,10 @@
 from typing import Any
 
 from phalanx.config.critic import changed
+from phalanx.config.engines import KEY
 from phalanx.config.load import ConfigError
 
+BLOCK_ENGINES = {"policy": "phalanx.rollout.lm.in_blocks:BlockDiffusionRollout"}
 _KEYS = ("mask_token", "denoising_steps_per_block", "threshold", "confidence", "log_prob_estimate")
 
 
@@ -18,6 +20,10 @@ def check_blocks(cfg: Any) -> None:
             for key, value in changed(section, type(section)(), f"{name}."):
                 if key.rpartition(".")[2] in _KEYS:
                     raise ConfigError(f"{key}: {value} is of block diffusion; set model.block_size, or leave it out")
+        if ":" in cfg.rollout.engine and cfg.rollout.facts.blocks:
+            raise ConfigError(
+                f"{KEY}: {cfg.rollout.engine} is of block diffusion; set model.block_size, or another one"
+            )
         return
     check_lengths(cfg, size)
     r = cfg.rollout
@@ -31,13 +37,18 @@ def check_blocks(cfg: Any) -> None:
             f"(model.block_size={size}); set algorithm.name=grpo, or leave model.block_size out"
         )
     refused = {
-        "rollout.engine: vllm": r.engine == "vllm",
+        f"{KEY}: {r.engine}": not _samples_blocks(r),
         "model.use_remove_padding: true": cfg.model.use_remove_padding,
         "model.attn_implementation: flash_attention_2": cfg.model.attn_implementation == "flash_attention_2",
     }
     for what, found in refused.items():
         if found:
             raise ConfigError(f"{what} does not go with block diffusion (model.block_size={size}); leave it out")
+
+
+def _samples_blocks(r: Any) -> bool:
+    """Whether the engine samples block diffusion. A name that is none is another check's business."""
+    return r.facts.blocks if ":" in r.engine else r.engine in BLOCK_ENGINES or r.engine not in r.ENGINES
 
 
 def check_lengths(cfg: Any, size: int) -> None:

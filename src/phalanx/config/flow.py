@@ -1,8 +1,9 @@
 """Keys that jobs on flow-matching models of images and videos add to phalanx.config.run."""
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import ClassVar, Optional
 
+from phalanx.config.engines import FORMS, check_engine_class
 from phalanx.config.load import arg
 from phalanx.config.run import (
     COUNT,
@@ -22,6 +23,11 @@ from phalanx.config.run import (
 
 SDE_TYPES = ("sde", "cps", "dance_sde")
 SOLVERS = ("euler", "dpm_solver++")
+ENGINES = {
+    "policy": "phalanx.rollout.flow.in_policy:PolicyRollout",
+    "vllm_omni": "phalanx.rollout.flow.vllm_omni:VllmOmniRollout",
+    "dataset": "phalanx.rollout.flow.dataset:DatasetRollout",
+}
 
 
 @dataclass
@@ -74,11 +80,16 @@ class FlowValRolloutConfig(ValRolloutConfig):
 class FlowRolloutConfig(RolloutConfig):
     """Sampling of images for training."""
 
+    ENGINES: ClassVar[dict[str, str]] = ENGINES
+    REGISTRY: ClassVar[str] = "phalanx.rollout.flow"
+
     engine: str = arg(
         "policy",
         "policy: in the very modules that are trained; vllm_omni: in vLLM-omni, on a copy of the weights; dataset: "
-        "nothing is sampled, the images are the pairs `chosen` and `rejected` of data.train_files",
-        choices=("policy", "vllm_omni", "dataset"),
+        "nothing is sampled, the images are the pairs `chosen` and `rejected` of data.train_files; or a class of your "
+        "own",
+        choices=tuple(ENGINES),
+        forms=FORMS,
     )
     n: int = arg(16, "images per prompt: the group that the advantage compares", ge=2, le=65536)
     num_inference_steps: int = arg(10, "denoising steps", **TIMES)
@@ -206,3 +217,8 @@ class FlowMatchingTaskConfig(FlowRunConfig):
 
     rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig, metadata={"unused": OF_TRAINING_SAMPLES})
     flow_matching: FlowMatchingConfig = field(default_factory=FlowMatchingConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse an engine that cannot be one (ConfigError)."""
+        super().__post_init__()
+        check_engine_class(self.rollout)

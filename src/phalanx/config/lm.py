@@ -1,10 +1,11 @@
 """Keys that jobs on causal language models add to phalanx.config.run."""
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 from phalanx.config.blocks import check_blocks
 from phalanx.config.critic import CriticConfig, check_critic, check_groups
+from phalanx.config.engines import FORMS
 from phalanx.config.load import arg
 from phalanx.config.run import (
     COUNT,
@@ -22,6 +23,7 @@ from phalanx.config.run import (
 
 ESTIMATES = ("trace", "block_mean_field", "mean_field", "coupled", "elbo")  # see phalanx.functional.block_diffusion
 TOKEN_CORRECTIONS = ("token_tis", "sequence_tis", "token_mask", "sequence_mask")
+ENGINES = {"policy": "phalanx.rollout.lm.in_policy:LMRollout", "vllm": "phalanx.rollout.lm.vllm:VllmRollout"}
 ATTENTION = ("sdpa", "eager", "flash_attention_2", "flex_attention")
 EXPERTS = ("eager", "batched_mm", "grouped_mm")
 MOST_TOKENS: dict[str, Any] = {"ge": 1, "le": 2**20}
@@ -81,12 +83,16 @@ class LMValRolloutConfig(ValRolloutConfig):
 class LMRolloutConfig(RolloutConfig):
     """Sampling of responses for training."""
 
+    ENGINES: ClassVar[dict[str, str]] = ENGINES
+    REGISTRY: ClassVar[str] = "phalanx.rollout.lm"
+
     n: int = arg(8, "responses per prompt: the group that the advantage compares, if it does", **COUNT)
     engine: str = arg(
         "policy",
         "policy: in the very modules that are trained; vllm: in vLLM inside each rank, on a copy of the weights that "
-        "is proven after each renewal",
-        choices=("policy", "vllm"),
+        "is proven after each renewal; or a class of your own",
+        choices=tuple(ENGINES),
+        forms=FORMS,
     )
     correction: str = arg(
         "rescore",

@@ -6,12 +6,9 @@ names the key, what was expected, and what was given.
 
 import difflib
 import importlib
-import importlib.util
 import math
 import operator
 import re
-import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
@@ -21,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from phalanx.config.aliases import alias
-from phalanx.config.files import kind
-from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, reason, shown, type_name
+from phalanx.config.imports import import_dotted, import_file
+from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
 from phalanx.config.sources import one_line, override, read
@@ -43,9 +40,19 @@ MOST = 1e9  # of any number, above 0 and below, where its key does not say other
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # and what is left of bytes that are not UTF-8
 
 
-def arg(default: Any, help: str, *, path: bool = False, choices: Sequence[str] = (), **limits: float) -> Any:
-    """A dataclass field with its meaning and, optionally, choices and the LIMITS; a `path` is one to be `located`."""
-    metadata = {"help": help, "path": path, "choices": choices, "limits": limits}
+def arg(
+    default: Any,
+    help: str,
+    *,
+    path: bool = False,
+    choices: Sequence[str] = (),
+    forms: Sequence[str] = (),
+    **limits: float,
+) -> Any:
+    """A dataclass field with its meaning and, optionally, choices, beside which texts with a colon of these `forms` are
+    taken, and the LIMITS; a `path` is one to be `located`.
+    """
+    metadata = {"help": help, "path": path, "choices": choices, "forms": forms, "limits": limits}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -69,60 +76,19 @@ def resolve_registry(package: str, name: str, key: str) -> Any:
     stands for an object in it. Raises ConfigError where there is none, or where it cannot be imported.
     """
     name, _, attribute = name.partition(":")
-    target = name if "." in name.lstrip(".") else f"{package}.{name}"
-    path = _file(name, key) if name.endswith(".py") else None
     try:
-        module = importlib.import_module(target) if path is None else _import_file(path)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        if path is None and isinstance(error, ModuleNotFoundError) and f"{target}.".startswith(f"{error.name}."):
-            known = known_modules(package)
-            near = nearest(name, known) or ";"
-            text = f"{name!r} is unknown{near} known: {', '.join(known)}, a dotted module, or path/to/file.py"
+        if name.endswith(".py"):
+            module = import_file(name, key)
         else:
-            text = _import_error(error)
+            module = import_dotted(name if "." in name.lstrip(".") else f"{package}.{name}", key)
+    except ModuleNotFoundError as error:
+        known = known_modules(package)
+        near = nearest(name, known) or ";"
+        text = f"{name!r} is unknown{near} known: {', '.join(known)}, a dotted module, or path/to/file.py"
         raise ConfigError(f"{key}: {text}") from error
     if attribute and attribute not in vars(module):
         raise ConfigError(f"{key}: {name!r} has no {attribute!r}")
     return vars(module)[attribute] if attribute else module
-
-
-def _file(name: str, key: str) -> Path:
-    """The path of a file of the user's; ConfigError where there is none."""
-    try:
-        if kind(Path(name)) == "file":
-            return Path(name).expanduser().resolve()
-    except OSError as error:
-        raise ConfigError(f"{key}: {cut(name)}: {error.strerror}") from None
-    raise ConfigError(f"{key}: {name!r}: no such file")
-
-
-def _import_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"phalanx_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def import_dotted(name: str, key: str) -> Any:
-    """A dotted module. Raises ModuleNotFoundError where there is none, and ConfigError where it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"{key}: {_import_error(error)}") from error
-
-
-def _import_error(error: BaseException) -> str:
-    """The reason why a module cannot be imported, after the line of the user's that asked for it."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{error.filename}:{error.lineno}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename not in (__file__, importlib.__file__) and "<frozen" not in f.filename]
-    where = f"{own[0].filename}:{own[0].lineno}: " if own else ""
-    return where + (str(error) if isinstance(error, ImportError | ConfigError) else reason(error))
 
 
 # --- a configuration from a file and overrides
@@ -255,7 +221,7 @@ def rows(schema: Any, prefix: str = "", defaults: Any = None) -> Iterator[Row]:
             yield from rows(hint, f"{key}.", default)
             continue
         meta = PLAIN | f.metadata
-        choices = meta["choices"]
+        choices = (*meta["choices"], *meta["forms"])
         text = default if isinstance(default, str) else shown(default)
         yield Row(
             key,
@@ -376,8 +342,8 @@ def _complaint(value: Any, meta: dict[str, Any]) -> str | None:
         return "text in UTF-8 without control characters"
     if isinstance(value, float) and not math.isfinite(value):
         return "a finite number"
-    if meta["choices"] and value not in meta["choices"]:
-        return f"one of {', '.join(meta['choices'])}"
+    if meta["choices"] and value not in meta["choices"] and not (meta["forms"] and ":" in value):
+        return f"one of {', '.join((*meta['choices'], *meta['forms']))}"
     if not isinstance(value, int | float):
         return None
     limits = meta["limits"]

@@ -7,6 +7,7 @@ before torch, a process group or a model exists. Names of leaves follow VeRL-Omn
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional
 
+from phalanx.config.engines import EngineFacts, check_engine_class, engine_class
 from phalanx.config.load import arg
 
 DTYPES = ("float32", "bfloat16")
@@ -108,7 +109,14 @@ class ValRolloutConfig:
 
 @dataclass
 class RolloutConfig:
-    """Sampling of the policy for training."""
+    """Sampling of the policy for training.
+
+    ENGINES: the names of its kind of policy's engines, and the module:Class that each stands for; REGISTRY: the package
+    that checks and builds them. A job whose rollout is its own has neither.
+    """
+
+    ENGINES: ClassVar[dict[str, str]] = {}
+    REGISTRY: ClassVar[str] = ""
 
     engine: str = arg("policy", "policy: in the very modules that are trained", choices=("policy",))
     correction: str = arg(
@@ -145,6 +153,12 @@ class RolloutConfig:
         choices=("finish", "drop"),
     )
     val: ValRolloutConfig = field(default_factory=ValRolloutConfig)
+
+    @property
+    def facts(self) -> EngineFacts:
+        """What the engine says of itself; its class is imported. Raises ConfigError where it cannot be."""
+        found: EngineFacts = engine_class(self.engine, self.ENGINES).facts if self.ENGINES else EngineFacts()
+        return found
 
 
 @dataclass
@@ -347,6 +361,9 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
+    def __post_init__(self) -> None:
+        """Sections of a run whose job is another one, such as an export, need no engine."""
+
 
 @dataclass
 class RLConfig(RunConfig):
@@ -359,7 +376,9 @@ class RLConfig(RunConfig):
     )
 
     def __post_init__(self) -> None:
-        """Fill in what follows from another section."""
+        """Fill in what follows from another section, and refuse an engine that cannot be one (ConfigError)."""
+        super().__post_init__()
+        check_engine_class(self.rollout)
         a = self.algorithm
         has_std = "global_std" in vars(a) and "global_std" not in a.unused
         if self.reward.normalize == "gdpo" and has_std and a.global_std is None:

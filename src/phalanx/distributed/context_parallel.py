@@ -27,7 +27,7 @@ def check_context(cfg: RunConfig, roles: Roles, launch: Launch) -> None:
         raise ConfigError(f"{KEY}: {size} is of flow models, such as Wan and Qwen-Image; set it to 1")
     if not roles.collocated:
         raise ConfigError(f"{KEY}: {size} has no way with placement; set one of them back to its default")
-    if cfg.rollout.engine == "vllm_omni":
+    if cfg.rollout.facts.weights == "copy":
         raise ConfigError(f"{KEY}: {size} samples in the policy itself; set rollout.engine=policy")
     if cfg.model.compile:
         raise ConfigError(

@@ -46,15 +46,15 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
 def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
     """True where the reward model answers on a thread while the policy samples, as reward.overlap asks for.
 
-    Not where it stands on all ranks, and nobody would sample meanwhile; nor where the rollout's engine is vLLM's too,
-    whose state is one a process; nor where both would send over NCCL at a time, which may block: a model that is
-    divided among ranks, and a policy whose weights are gathered in each forward pass.
+    Not where it stands on all ranks, and nobody would sample meanwhile; nor where the rollout's engine is exclusive, as
+    vLLM's are, whose state is one a process; nor where both would send over NCCL at a time, which may block: a model
+    that is divided among ranks, and a policy whose weights are gathered in each forward pass.
     """
     model, alone = cfg.reward.model, cfg.parallel.rollout_unsharded or shard_size == 1
     return (
         cfg.reward.overlap
         and model.placement != "colocate"
-        and cfg.rollout.engine not in ("vllm", "vllm_omni")
+        and not cfg.rollout.facts.exclusive
         and (alone or model.tensor_parallel_size == 1)
     )
 

@@ -64,7 +64,7 @@ class Generation:
         self.world = mesh.start(ParallelConfig())
         parts = tokenizer, self.world, config, ParallelConfig(), data
         options: dict[str, Any] = {"temperature": 1.0, "seed": run.trainer.seed}
-        how = replace(run.rollout, val=self.val), data, self.world, cfg.micro_batch_size_per_gpu, None
+        how = replace(run.rollout, val=self.val), self.world, cfg.micro_batch_size_per_gpu, None
         self.tokens = self.forwards = 0  # of block diffusion
         if isinstance(model, BlockDiffusionLM):
             assert config.block_size is not None, "such models have one"

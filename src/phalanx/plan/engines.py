@@ -80,15 +80,20 @@ def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardMo
 
 def engine_copy(cfg: RunConfig, layout: Layout) -> int:
     """Bytes of the model that a sampling engine holds for itself on a rank, the LoRA merged into it."""
-    if cfg.rollout.engine not in ("vllm_omni", "vllm"):
+    facts = cfg.rollout.facts
+    if facts.weights != "copy":
         return 0
     whole = sum(w.numel for w in layout.weights if ".lora_" not in w.name) * layout.dtype.itemsize
-    return -(-whole // cfg.rollout.tensor_parallel_size) if isinstance(cfg, LMRunConfig) else whole
+    if not isinstance(cfg, LMRunConfig) or not facts.tensor_parallel:
+        return whole
+    return -(-whole // cfg.rollout.tensor_parallel_size)
 
 
 def engine_share(cfg: RunConfig, gpu_memory: int | None, layout: Layout) -> int:
-    """Bytes that an engine takes on the device while it samples: of vLLM its share of the GPU, with the cache in it."""
-    if isinstance(cfg, LMRunConfig) and cfg.rollout.engine == "vllm" and gpu_memory is not None:
+    """Bytes that an engine takes on the device while it samples: its share of the GPU, with the cache in it, where it
+    reserves one.
+    """
+    if isinstance(cfg, LMRunConfig) and cfg.rollout.facts.reserves and gpu_memory is not None:
         return int(gpu_memory * cfg.rollout.gpu_memory_utilization)
     return engine_copy(cfg, layout)
 

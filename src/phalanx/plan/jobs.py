@@ -1,6 +1,6 @@
 """A job on a cluster as --plan sees it: its parts on the meta device, and what they took in a training step."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger, fused_attention, tensors
 from phalanx.plan.lm import PlannedLMPolicy, PlannedLMRollout, planned_lm_policy
 from phalanx.plan.rehearsal import Planned, PlannedBlockDiffusion, RLRehearsal, SupervisedRehearsal
-from phalanx.rollout.flow.dataset import PAIR, DatasetRollout
+from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training import flow_rl, lm_rl
 from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
@@ -120,12 +120,12 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan) -> RLRehearsal:
     passes = lm_rl.scoring(plan, algorithm, stale=cfg.rollout.schedule == "one_step_off")
     if cfg.model.block_size is None:
         policy = planned_lm_policy(cfg, cluster, Ledger(), **options)
-        rollout = PlannedLMRollout(policy, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, passes)
-        rollout.exact = cfg.rollout.engine == "policy"
+        rollout = PlannedLMRollout(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
     else:
         policy = blocks = planned_block_policy(cfg, cluster, Ledger(), **options, estimate=actor.log_prob_estimate)
-        rollout = PlannedBlockRollout(blocks, cfg.rollout, cfg.data, policy.world, plan.rollout_micro, passes)
+        rollout = PlannedBlockRollout(blocks, cfg.rollout, policy.world, plan.rollout_micro, passes)
         rollout.most = lm_rl.most_states(cfg)
+    rollout.facts = cfg.rollout.facts
     with policy.ledger, policy.ledger.uncounted():
         return RLRehearsal(cfg, plan, algorithm, policy, rollout, _prompts(policy, plan.samples // cfg.rollout.n))
 
@@ -135,7 +135,7 @@ def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, *, teaches: bool =
     algorithm, n = algorithms.build(cfg.algorithm), cfg.rollout.n
     rank = _busiest(plan, n, cfg.parallel.data_ranks(cluster.ranks))
     policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=cfg.actor.detach_uncond)
-    rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, plan.samples // n)
+    rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, plan.samples // n, cfg.rollout.facts.columns)
     taught = algorithm.teachers if teaches else ()
     teachers = {teacher.name: _teacher(teacher, cfg, policy, rollout) for teacher in taught}
     with policy.ledger, policy.ledger.uncounted():
@@ -157,7 +157,7 @@ def _flow_matching(cfg: FlowRunConfig, cluster: Cluster) -> SupervisedRehearsal:
 def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster) -> SupervisedRehearsal:
     policy = planned_block_policy(cfg, cluster, Ledger(), chunk=cfg.block_diffusion.log_prob_chunk_size)
     decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
-    rollout = PlannedBlockRollout(policy, cfg.rollout, cfg.data, policy.world, decoded, None)
+    rollout = PlannedBlockRollout(policy, cfg.rollout, policy.world, decoded, None)
     response, most_noised = cfg.data.max_response_length, cfg.block_diffusion.noise_range_high
     longest = Example([0] * cfg.data.max_prompt_length, [0] * response)
     noise = replace(cfg.block_diffusion, noise_range_low=most_noised)
@@ -175,14 +175,15 @@ def _rollout(cfg: FlowRLConfig, policy: PlannedPolicy, plan: BatchPlan) -> Polic
     if not plan.forward:
         end = c.num_inference_steps - 1 if c.sde_window_range is None else c.sde_window_range[1]
         c = replace(c, sde_window_range=[end - flow_rl.stochastic_steps(cfg), end])
-    kind = {"policy": PolicyRollout, "dataset": DatasetRollout, "vllm_omni": _Engine}[c.engine]
-    return kind(policy, c, policy.world, plan.rollout_micro, window=not plan.forward)
+    facts = c.facts
+    kind = DatasetRollout if facts.columns else PolicyRollout if facts.weights == "policy" else _Engine
+    rollout: PolicyRollout = kind(policy, c, policy.world, plan.rollout_micro, window=not plan.forward)
+    rollout.facts = facts
+    return rollout
 
 
 class _Engine(PolicyRollout):
-    """What a sampling engine with weights of its own leaves to count."""
-
-    exact = False
+    """What a sampling engine that needs none of the policy's modules leaves to count."""
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -205,11 +206,11 @@ def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedPolicy, rollou
     return LoadedFlowTeacher(student, policy, PolicyRollout(policy, settings, policy.world, rollout.micro_batch_size))
 
 
-def _prompts(policy: PlannedPolicy | PlannedLMPolicy, count: int) -> PromptStream:
-    """Prompts, with all images that a job could look for beside them."""
+def _prompts(policy: PlannedPolicy | PlannedLMPolicy, count: int, columns: Sequence[str] = ()) -> PromptStream:
+    """Prompts, with an image in each of these columns, and in that of an editing model."""
     column = policy.model.image_column if isinstance(policy, PlannedPolicy) else None
-    columns = [*PAIR, *([] if column is None else [column])]
-    rows = [PromptRow(f"prompt {i}", None, dict.fromkeys(columns, _Picture())) for i in range(count)]
+    images = [*columns, *([] if column is None else [column])]
+    rows = [PromptRow(f"prompt {i}", None, dict.fromkeys(images, _Picture())) for i in range(count)]
     return PromptStream(rows, count, seed=0)
 
 

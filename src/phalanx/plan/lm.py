@@ -73,13 +73,18 @@ class PlannedLMPolicy(LMPolicy):
 
 
 class PlannedLMRollout(LMRollout):
-    """Samples of the greatest lengths; with vLLM, of which the engine has a share, those alone."""
+    """Samples of the greatest lengths; of an engine that samples elsewhere, those alone."""
 
     policy: PlannedLMPolicy
 
+    @property
+    def in_policy(self) -> bool:
+        """Whether the policy's own modules decode."""
+        return self.facts.weights == "policy"
+
     @contextmanager
     def awake(self) -> Iterator[None]:
-        with torch.no_grad(), self.policy.unsharded() if self.exact else nullcontext():
+        with torch.no_grad(), self.policy.unsharded() if self.in_policy else nullcontext():
             yield
 
     @property
@@ -117,7 +122,7 @@ class PlannedLMRollout(LMRollout):
 
     def _decoded(self, count: int, n: int, how: Decoding) -> None:
         """What reading prompts takes, and the last token of `count` responses, n of each prompt."""
-        if not self.exact:
+        if not self.in_policy:
             return
         self.policy.ledger.phase.passes += 1
         forward, length = self.policy.trained.module, self.before + how.limit

@@ -99,7 +99,7 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
         "VAE": vae,
         **{name: e.layout.here() + _buffers(e) for name, e in teachers.items()},
         "reward model": judge.held,
-        "vLLM": 0 if sleeps else engine,
+        "sampling engine": 0 if sleeps else engine,
     }
     host = {
         "text encoders": encoders + sum(own.values()),
@@ -175,8 +175,8 @@ def _reads_alone(p: Planned, teacher: PlannedPolicy) -> bool:
 
 
 def _engine_sleeps(p: Planned) -> bool:
-    """Whether a sampling engine's memory is free between rollouts: vLLM-omni's always is."""
-    return not isinstance(p.cfg, LMRunConfig) or p.cfg.rollout.sleep
+    """Whether a sampling engine's memory is free between rollouts: that of flow models has no key to keep it."""
+    return p.cfg.rollout.facts.sleeps and (not isinstance(p.cfg, LMRunConfig) or p.cfg.rollout.sleep)
 
 
 def _transformer(policy: PlannedPolicy) -> Loading:
@@ -236,7 +236,7 @@ def _phases(p: Planned, trained: int, reward: RewardModel | None, engine: int) -
             continue
         other = took.before + trained * took.aside
         # the data's images are scored as sampled ones are
-        scored = name == "encode images" and p.cfg.rollout.engine == "dataset"
+        scored = name == "encode images" and bool(p.cfg.rollout.facts.columns)
         if reward is not None and (scored or name.endswith(("sample", "decode"))):
             other += reward.while_sampling
         if drawn:
@@ -253,10 +253,10 @@ def _gathered(p: Planned, name: str) -> int:
         return 0
     if name == "update":
         return layout.unsharded(throughout=not parallel.reshard_after_forward)
-    if name.endswith(("sample", "decode")) and p.cfg.rollout.engine == "vllm_omni":
-        return engine_copy(p.cfg, layout)
-    if name.endswith("sample") and p.cfg.rollout.engine == "vllm":
-        return 0
+    if name.endswith(("sample", "decode")) and p.cfg.rollout.facts.weights == "copy":
+        # else it is counted with what stays, or with the cache beside it
+        alone = not isinstance(p.cfg, LMRunConfig) and _engine_sleeps(p)
+        return engine_copy(p.cfg, layout) if alone else 0
     if name.endswith("decode") and not parallel.rollout_unsharded:
         return layout.units()[-1]
     if name in p.frozen:

@@ -86,7 +86,7 @@ def schedules(cfg: RLConfig, roles: Roles, of_all: Seconds, refusal: Refusal, gp
 def _fastest(cfg: RLConfig, schedule: str, work: Mapping[str, Interval], world: int, refusal: Refusal) -> str:
     """The fastest split for a schedule; where the job cannot run with it, the fastest that it can run with, too."""
     parts = cfg.rollout.parts
-    unit = cfg.rollout.tensor_parallel_size if isinstance(cfg, LMRLConfig) and cfg.rollout.engine == "vllm" else 1
+    unit = cfg.rollout.tensor_parallel_size if isinstance(cfg, LMRLConfig) and cfg.rollout.facts.tensor_parallel else 1
     found = best_splits(schedule, parts, {role: most for role, (_, most) in work.items()}, world, unit)
     if not found:
         return f"{world} rank{'s' * (world > 1)} cannot be split"

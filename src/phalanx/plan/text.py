@@ -125,7 +125,7 @@ def _lm_batch(p: Planned, cfg: LMRLConfig) -> Rows:
     plan, total = p.plan, cfg.trainer.total_training_steps
     assert plan is not None and p.samples.tokens is not None, "samples of tokens have lengths"
     longest, n, what = int(p.samples.tokens[0]), cfg.rollout.n, "tokens"
-    engine = "" if cfg.rollout.engine == "policy" else f", in {cfg.rollout.engine}"
+    engine = "" if cfg.rollout.facts.weights == "policy" else f", in {cfg.rollout.engine}"
     states: Rows = []
     if isinstance(p.rollout, PlannedBlockRollout):
         what, size, most, each = "positions", p.rollout.policy.size, p.rollout.most, p.rollout.per_look
@@ -312,7 +312,7 @@ def _host(p: Planned, memory: Memory) -> Rows:
 def messages(p: Planned) -> list[Traffic]:
     """The messages of a training step."""
     layout, parallel, phases = p.policy.layout, p.cfg.parallel, p.ledger.phases
-    engine = p.cfg.rollout.engine != "policy" and p.role in ("", ROLLOUT)
+    engine = p.cfg.rollout.facts.weights == "copy" and p.role in ("", ROLLOUT)
     gathered = {"weights, gathered for the engine": layout.stored() * engine}
     if p.role == ACTOR:
         gathered["weights, gathered for other roles"] = layout.stored(trained=True)

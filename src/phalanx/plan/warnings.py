@@ -70,7 +70,7 @@ def warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
 def _mends(p: Planned, memory: Memory) -> list[str]:
     """Keys that lower the peak, the cheapest first."""
     cfg, parallel, largest, layout = p.cfg, p.cfg.parallel, memory.largest, p.policy.layout
-    sharded, reward = layout.width > 1, memory.reward
+    sharded, reward, facts = layout.width > 1, memory.reward, cfg.rollout.facts
     update, judge = largest.name == "update", largest.name == "judge"
     sample, decode = "sample" in largest.name, "decode" in largest.name
     section = "block_diffusion" if isinstance(p.cfg, BlockDiffusionTaskConfig) else "flow_matching"
@@ -91,15 +91,15 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
         f"a smaller {micro}": update and not whole,
         "parallel.reshard_after_forward=true": update and not parallel.reshard_after_forward and sharded,
         "parallel.rollout_unsharded=false": not update and largest.gathered and may_reshard,
-        "a smaller rollout.micro_batch_size_per_gpu": sample and cfg.rollout.engine != "vllm",
+        "a smaller rollout.micro_batch_size_per_gpu": sample and not facts.reserves,
         "a smaller rollout.vae_batch_size": decode,
         "reward.overlap=false": (sample or decode) and reward is not None and reward.while_sampling,
         "a smaller reward.model.gpu_memory_utilization": judge and share,
         "a larger reward.model.tensor_parallel_size": judge and not share,
         "reward.model.sleep=true": "reward model" in held,
         f"a smaller {of_logits}": texts and (update or largest.name == "rescore"),
-        "a smaller rollout.gpu_memory_utilization": sample and cfg.rollout.engine == "vllm",
-        "rollout.engine=policy": sample and cfg.rollout.engine == "vllm_omni",
+        "a smaller rollout.gpu_memory_utilization": sample and facts.reserves,
+        "rollout.engine=policy": sample and facts.weights == "copy" and not facts.reserves,
         "parallel.optimizer_offload=true": "optimizer's state" in held and largest.name != "optimizer",
         "a larger parallel.fsdp_size": divided and layout.width < layout.cluster.per_node,
         "parallel.param_offload=true": divided and sharded and not parallel.param_offload,

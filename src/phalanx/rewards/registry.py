@@ -12,7 +12,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from phalanx.config.flow import FlowRewardFunctionConfig
-from phalanx.config.load import ConfigError, import_dotted, known_modules, resolve_registry
+from phalanx.config.imports import named_object
+from phalanx.config.load import ConfigError, known_modules
 from phalanx.config.messages import nearest, reason
 from phalanx.config.run import RewardFunctionConfig
 from phalanx.functional.rewards import Share
@@ -202,22 +203,10 @@ def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]
 
 def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
     """The object that `module:function` or `path/to/file.py:function` stands for, and its name."""
-    target, _, attribute = path.rpartition(":")
-    if not target or not attribute:
-        raise ConfigError(f"{key}={path!r} names no function; expected {FORMS}")
-    is_file = target.endswith(".py")
-    try:
-        module = resolve_registry(PACKAGES[0], target, key) if is_file else import_dotted(target, key)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{key}={path!r}: no module {error.name!r} on the Python path; expected {FORMS}") from None
-    names = vars(module)
-    if attribute not in names:
-        hint = nearest(attribute, [name for name, value in names.items() if callable(value)])
-        raise ConfigError(f"{key}={path!r}: {target} has no {attribute!r}{hint}")
-    found = names[attribute]
+    found, name = named_object(path, key)
     if not callable(found):
         raise ConfigError(f"{key}={path!r} is of type {type(found).__name__}; expected a function or a class")
-    return found, attribute
+    return found, name
 
 
 def _check_arguments(

@@ -22,8 +22,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_diffusion import States, Views, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
-from phalanx.rollout.lm import check_engine
-from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
+from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
 from phalanx.training.components import JobComponents, build_rewards, start
@@ -97,7 +96,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     val_sets = {name: [question(prompt) for prompt in prompts] for name, prompts in val_sets.items()}
     val_sets = fitting_sets(val_sets, policy, first=world.rank == 0)
     decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
-    rollout = BlockDiffusionRollout(policy, cfg.rollout, data, world, decoded, None)
+    rollout = build_rollout(cfg, policy, world, decoded, None)
     components = JobComponents(world, rewards, policy, rollout, val_sets)
     task = BlockDiffusion(cfg, policy, examples, world)
     return supervised_trainer(cfg, components, task, task.shares, cfg.block_diffusion.ema)

@@ -41,7 +41,7 @@ def build_components(
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
     rewards = build_rewards(cfg, world)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
-    rollout, exact = None, cfg.rollout.engine == "policy"
+    rollout, exact = None, cfg.rollout.facts.exact
     if world.samples:
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)
         exact = rollout.exact

@@ -1,6 +1,7 @@
 """Reinforcement learning of a flow-matching model: the loop's parts, and what must hold before."""
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 
 from phalanx import algorithms
@@ -14,7 +15,6 @@ from phalanx.distributed.roles import INFERENCE, ROLLOUT, Roles
 from phalanx.functional.window import sde_window, trained_count
 from phalanx.models.flow.policy import family_of, image_columns
 from phalanx.rollout.flow import check_engine
-from phalanx.rollout.flow.dataset import PAIR
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
@@ -35,9 +35,7 @@ def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     # process groups and models to find out.
     plan = check(cfg)
     algorithm = algorithms.build(cfg.algorithm)
-    columns = image_columns(cfg.model)
-    if cfg.rollout.engine == "dataset":
-        columns = (*columns, *PAIR)
+    columns = (*image_columns(cfg.model), *cfg.rollout.facts.columns)
     rows = load_prompts(cfg.data.train_files, "data.train_files", images=columns, prompt=cfg.data.prompt_key)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, cfg.data.seed)
     for teacher in algorithm.teachers:
@@ -109,8 +107,8 @@ def check_config(cfg: FlowRLConfig) -> None:
     if isinstance(algorithm, algorithms.TokenAlgorithm):
         raise ConfigError(f"algorithm.name: {cfg.algorithm.name} trains language models; expected such as flow_grpo")
     batch_plan.check(cfg, algorithm)
-    if cfg.rollout.engine == "dataset":
-        _check_pairs(cfg, algorithm)
+    if cfg.rollout.facts.columns:
+        _check_images(cfg, cfg.rollout.facts.columns, algorithm)
     if algorithm.levels is not None:
         _check_windowless(cfg)
         return
@@ -157,17 +155,17 @@ def _check_windowless(cfg: FlowRLConfig) -> None:
         )
 
 
-def _check_pairs(cfg: FlowRLConfig, algorithm: Algorithm) -> None:
-    """Refuse what cannot be trained on pairs of images from the data."""
+def _check_images(cfg: FlowRLConfig, columns: Sequence[str], algorithm: Algorithm) -> None:
+    """Refuse what cannot be trained on images of these columns of the data."""
     if algorithm.levels is None:
         raise ConfigError(
-            f"rollout.engine: dataset brings images, and algorithm.name {cfg.algorithm.name} trains on sampled "
-            "denoising steps; take one that trains on images, such as diffusion_dpo"
+            f"rollout.engine: {cfg.rollout.engine} brings images, and algorithm.name {cfg.algorithm.name} trains on "
+            "sampled denoising steps; take one that trains on images, such as diffusion_dpo"
         )
-    if cfg.rollout.n != 2:
+    if cfg.rollout.n != len(columns):
         raise ConfigError(
-            f"rollout.n: {cfg.rollout.n} should be 2 where rollout.engine is dataset: the chosen image and the "
-            "rejected one"
+            f"rollout.n: {cfg.rollout.n} should be {len(columns)} where rollout.engine is {cfg.rollout.engine}: the "
+            f"{' image and the '.join(columns)} one"
         )
 
 

@@ -54,7 +54,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     rows = fitting(rows, "data.train_files", policy, first=world.lead)
     val_sets = fitting_sets(val_sets, policy, first=world.lead)
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
-    components = JobComponents(world, rewards, policy, None, val_sets, exact=cfg.rollout.engine == "policy")
+    components = JobComponents(world, rewards, policy, None, val_sets, exact=cfg.rollout.facts.exact)
     if world.samples:
         part = part_of(plan, cfg, world)
         decoded = cfg.rollout.micro_batch_size_per_gpu or part.per_rank

@@ -24,7 +24,9 @@ LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", 
 
 
 class LMPolicy:
-    """See phalanx.types.Policy. `trained` has the weights, `temperature` is that of sampling."""
+    """See phalanx.types.Policy. `trained` has the weights, `temperature` is that of sampling; `config`, `parallel` and
+    `data` are sections of the configuration.
+    """
 
     trace_type: type = TokenTrace
 
@@ -47,7 +49,7 @@ class LMPolicy:
         refuses.
         """
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
-        self.temperature, self.trim = temperature, trim
+        self.parallel, self.temperature, self.trim = parallel, temperature, trim
         self.settings = model.lm.config
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id

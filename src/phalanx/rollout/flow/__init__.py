@@ -1,32 +1,30 @@
-"""Sampling engines, a file each."""
+"""Sampling engines of flow models, a file each."""
 
-from importlib.util import find_spec
+from typing import Any
 
-from phalanx.config.flow import FlowRolloutConfig
+from phalanx.config.engines import engine_class
+from phalanx.config.flow import ENGINES, FlowRolloutConfig
+from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy
-from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.rollout.registry import able_engines, check_class, check_exact, check_installed, check_redraws, made
+
+
+def check_entry(found: Any, name: str) -> None:
+    """Raise ConfigError, as a configuration is loaded, for a class that cannot be an engine."""
+    # teachers and supervised training have it encode their prompts
+    check_class(found, name, "window", "phalanx.rollout.flow.in_policy.PolicyRollout", beside=("encode", "collate"))
 
 
 def check_engine(config: FlowRolloutConfig) -> None:
-    """Raise ValueError for an engine that is not installed, or a correction of what needs none."""
-    if config.engine != "vllm_omni" and config.correction != "rescore" and config.schedule != "one_step_off":
-        why = "its log-probs are exact" if config.engine == "policy" else "its images have no log-probs"
-        raise ValueError(
-            f"rollout.correction: {config.correction} has nothing to correct where rollout.engine is {config.engine}; "
-            f"{why}"
-        )
-    again = {"max_num_gen_batches": config.max_num_gen_batches, "max_draws_per_prompt": config.max_draws_per_prompt}
-    for key, times in again.items():
-        if config.engine != "policy" and times > 1:
-            raise ValueError(f"rollout.{key}: {times} needs rollout.engine=policy; set it to 1")
-    if config.engine != "policy" and config.num_frames > 1:
-        raise ValueError(
-            f"rollout.num_frames: {config.num_frames} needs rollout.engine=policy; {config.engine} knows images alone"
-        )
-    if config.engine == "vllm_omni" and find_spec("vllm_omni") is None:
-        raise ValueError("rollout.engine: vllm_omni is not installed; pip install 'phalanx[vllm-omni]', or set policy")
+    """Raise ConfigError for what the engine cannot do, or one that is not installed."""
+    check_exact(config)
+    check_redraws(config)
+    if config.num_frames > 1 and not config.facts.videos:
+        able = able_engines(config, lambda facts: facts.videos)
+        raise ConfigError(f"rollout.num_frames: {config.num_frames} needs {able}; {config.engine} knows images alone")
+    check_installed(config)
 
 
 def build_rollout(
@@ -34,10 +32,6 @@ def build_rollout(
 ) -> PolicyRollout:
     """The engine that the configuration names, all ranks in step; ValueError if it cannot run here."""
     check_engine(config)
-    if config.engine == "vllm_omni":
-        from phalanx.rollout.flow.vllm_omni import VllmOmniRollout
-
-        return VllmOmniRollout(policy, config, world, micro_batch_size, window=window)
-    if config.engine == "dataset":
-        return DatasetRollout(policy, config, world, micro_batch_size, window=window)
-    return PolicyRollout(policy, config, world, micro_batch_size, window=window)
+    kind = engine_class(config.engine, ENGINES)
+    rollout: PolicyRollout = made(kind, config.engine, policy, config, world, micro_batch_size, window=window)
+    return rollout

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from phalanx.config.engines import EngineFacts
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.flow import FlowTrace
 from phalanx.rollout.flow.in_policy import PolicyRollout, on_all_ranks
@@ -18,9 +19,11 @@ PAIR = ("chosen", "rejected")  # columns of the data
 class DatasetRollout(PolicyRollout):
     """See phalanx.types.Rollout. Validation samples with the policy.
 
-    A prompt's two images are those of its row in the data, and `preferred` in the meta of each says
-    which of them it is. They have no transitions.
+    A prompt's images are those of its row in the data, and `preferred` in the meta of each says
+    whether it is the first column's. They have no transitions.
     """
+
+    facts = EngineFacts(weights="none", redraws=False, videos=False, columns=PAIR)
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -36,13 +39,13 @@ class DatasetRollout(PolicyRollout):
         index, rows, embeds = self.share(prompts)
         # An optimizer step trains on every k-th image. Were the chosen one always first, a step
         # could see chosen ones alone, so (seed, step, group) says which one is.
-        shown = []
+        shown, columns = [], self.facts.columns
         for i in index.tolist():
-            group = i // 2
+            group = i // self.config.n
             turned = fold_in(seed, step, group, "pair")
-            shown.append((prompts[group], PAIR[(i + turned) % 2]))
+            shown.append((prompts[group], columns[(i + turned) % len(columns)]))
         pixels = self._read(shown)
-        mine = [_marked(prompt, column == "chosen") for prompt, column in shown]
+        mine = [self._marked(prompt, column == columns[0]) for prompt, column in shown]
         parts = []
         for part in torch.arange(len(index)).split(self.micro_batch_size):
             parts.append(self.policy.model.encode_images(pixels[part].to(self.world.device)))
@@ -69,7 +72,7 @@ class DatasetRollout(PolicyRollout):
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """As the policy's rollout. The images are in no data, so that `preferred` is None."""
         with self.policy.unsharded():  # which `awake` leaves out
-            super().sample_validation([_marked(prompt, None) for prompt in prompts], each=each)
+            super().sample_validation([self._marked(prompt, None) for prompt in prompts], each=each)
 
     def _read(self, shown: list[tuple[Prompt, str]]) -> Tensor:
         """The images [B, 3, H, W] in 0..1 of prompts and columns."""
@@ -77,8 +80,7 @@ class DatasetRollout(PolicyRollout):
         pictures = [prompt.meta[column] for prompt, column in shown]
         return torch.stack(on_all_ranks(lambda: [picture.pixels(s.height, s.width) for picture in pictures]))
 
-
-def _marked(prompt: Prompt, preferred: bool | None) -> Prompt:
-    """The prompt of one image: its meta has `preferred`, and the pair's images no longer."""
-    rest = {name: value for name, value in prompt.meta.items() if name not in PAIR}
-    return replace(prompt, meta=rest | {"preferred": preferred})
+    def _marked(self, prompt: Prompt, preferred: bool | None) -> Prompt:
+        """The prompt of one image: its meta has `preferred`, and the data's images no longer."""
+        rest = {name: value for name, value in prompt.meta.items() if name not in self.facts.columns}
+        return replace(prompt, meta=rest | {"preferred": preferred})

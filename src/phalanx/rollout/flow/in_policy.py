@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from phalanx.config.engines import EngineFacts
 from phalanx.config.flow import FlowRolloutConfig
 from phalanx.distributed.collectives import agree, reduce_int
 from phalanx.distributed.mesh import World
@@ -45,7 +46,7 @@ def _call(read: Callable[[], T]) -> T:
 class PolicyRollout:
     """See phalanx.types.Rollout."""
 
-    exact = True
+    facts = EngineFacts()
     noun = "images"
 
     def __init__(
@@ -63,6 +64,11 @@ class PolicyRollout:
         for sampler in (self.sampler, self.val_sampler):
             policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)
             check_tokens(policy.model, sampler, policy.longest, policy.world.context_size)
+
+    @property
+    def exact(self) -> bool:
+        """See phalanx.types.Rollout."""
+        return self.facts.exact
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
         """Encode the prompts of step `step`, and of those after it as many as the cache can hold."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from phalanx.config.engines import EngineFacts
 from phalanx.config.flow import FlowRolloutConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.vllm_groups import as_before
@@ -24,7 +25,16 @@ class VllmOmniRollout(PolicyRollout):
     Log-probabilities differ from the policy's in the last digits.
     """
 
-    exact = False
+    facts = EngineFacts(
+        exact=False,
+        weights="copy",
+        redraws=False,
+        videos=False,
+        exclusive=True,
+        sleeps=True,
+        package="vllm_omni",
+        install="pip install 'phalanx[vllm-omni]'",
+    )
 
     def __init__(
         self, policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True

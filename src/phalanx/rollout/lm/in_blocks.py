@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from phalanx.config.engines import EngineFacts
 from phalanx.distributed.collectives import reduce_int
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_diffusion import BlockTrace
@@ -22,6 +23,7 @@ class BlockDiffusionRollout(LMRollout):
     is trained, as it was drawn, and is not part of the text.
     """
 
+    facts = EngineFacts(blocks=True)
     policy: BlockDiffusionPolicy
 
     def _settings(self) -> tuple[Decoding, Decoding]:
@@ -45,7 +47,8 @@ class BlockDiffusionRollout(LMRollout):
         first = len(drawn.prompt) % self.policy.size
         return len({((first + i) // self.policy.size, step) for i, step in enumerate(drawn.steps)})
 
-    def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+        """See LMRollout."""
         assert isinstance(how, Denoising), "as __init__ makes it"
         tokens, rows = self._encoded(prompts)
         uniform = self._uniform(names, how.draws * how.limit, how).view(len(names), how.draws, how.limit)

