@@ -6,12 +6,9 @@ names the key, what was expected, and what was given.
 
 import difflib
 import importlib
-import importlib.util
 import math
 import operator
 import re
-import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from pathlib import Path
@@ -21,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from phalanx.config.aliases import alias
-from phalanx.config.files import kind
-from phalanx.config.messages import MOVED, ConfigError, cut, element_of, expected, nearest, reason, shown, type_name
+from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
+from phalanx.config.registry import resolve_registry
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
 from phalanx.config.sources import one_line, override, read
@@ -53,78 +50,6 @@ def arg(default: Any, help: str, *, path: bool = False, choices: Sequence[str] =
 
 PLAIN = dict(arg(None, "").metadata)  # of a field that `arg` did not make
 FREE = dict(arg(None, "", ge=-math.inf, le=math.inf).metadata)  # of what is not ours to judge: a reward's arguments
-
-
-# --- names that stand for modules
-
-
-def known_modules(package: str) -> list[str]:
-    """Names of the modules that lie in a package's folder."""
-    folders = importlib.import_module(package).__path__
-    return sorted(p.stem for folder in folders for p in Path(folder).glob("*.py") if not p.stem.startswith("_"))
-
-
-def resolve_registry(package: str, name: str, key: str) -> Any:
-    """The module that `name` stands for: a module of `package`, a dotted module, or path/to/file.py; `:Name` behind it
-    stands for an object in it. Raises ConfigError where there is none, or where it cannot be imported.
-    """
-    name, _, attribute = name.partition(":")
-    target = name if "." in name.lstrip(".") else f"{package}.{name}"
-    path = _file(name, key) if name.endswith(".py") else None
-    try:
-        module = importlib.import_module(target) if path is None else _import_file(path)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        if path is None and isinstance(error, ModuleNotFoundError) and f"{target}.".startswith(f"{error.name}."):
-            known = known_modules(package)
-            near = nearest(name, known) or ";"
-            text = f"{name!r} is unknown{near} known: {', '.join(known)}, a dotted module, or path/to/file.py"
-        else:
-            text = _import_error(error)
-        raise ConfigError(f"{key}: {text}") from error
-    if attribute and attribute not in vars(module):
-        raise ConfigError(f"{key}: {name!r} has no {attribute!r}")
-    return vars(module)[attribute] if attribute else module
-
-
-def _file(name: str, key: str) -> Path:
-    """The path of a file of the user's; ConfigError where there is none."""
-    try:
-        if kind(Path(name)) == "file":
-            return Path(name).expanduser().resolve()
-    except OSError as error:
-        raise ConfigError(f"{key}: {cut(name)}: {error.strerror}") from None
-    raise ConfigError(f"{key}: {name!r}: no such file")
-
-
-def _import_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"phalanx_user_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def import_dotted(name: str, key: str) -> Any:
-    """A dotted module. Raises ModuleNotFoundError where there is none, and ConfigError where it cannot be imported."""
-    try:
-        return importlib.import_module(name)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
-        if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigError(f"{key}: {_import_error(error)}") from error
-
-
-def _import_error(error: BaseException) -> str:
-    """The reason why a module cannot be imported, after the line of the user's that asked for it."""
-    if isinstance(error, SyntaxError) and error.filename is not None:
-        return f"{error.filename}:{error.lineno}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename not in (__file__, importlib.__file__) and "<frozen" not in f.filename]
-    where = f"{own[0].filename}:{own[0].lineno}: " if own else ""
-    if isinstance(error, ModuleNotFoundError) and error.name in MOVED:
-        return f"{where}{error.name} is now {MOVED[error.name]}"
-    return where + (str(error) if isinstance(error, ImportError | ConfigError) else reason(error))
 
 
 # --- a configuration from a file and overrides

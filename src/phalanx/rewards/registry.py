@@ -11,8 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from phalanx.config.flow import FlowRewardFunctionConfig
-from phalanx.config.load import ConfigError, import_dotted, known_modules, resolve_registry
+from phalanx.config.load import ConfigError
 from phalanx.config.messages import nearest, reason
+from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.run import RewardFunctionConfig
 from phalanx.functional.rewards import Share
 from phalanx.rewards.base import DeviceReward, PolicyReward, RewardWithExtras
@@ -22,7 +23,7 @@ from phalanx.rewards.protocol import complaint
 log = logging.getLogger(__name__)
 
 PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.text", "phalanx.rewards.judge")
-FORMS = "module:function or path/to/file.py:function"
+FORMS = object_forms("function")
 TAKES = ("images", "videos", "completions")  # names of a reward's first parameter that say what it takes
 EITHER = "outputs"  # or that it takes images or completions, whichever the job makes
 TOGETHER = ("http",)  # built-in rewards on the CPU that want a whole call: it batches, and asks side by side
@@ -204,22 +205,10 @@ def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]
 
 def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
     """The object that `module:function` or `path/to/file.py:function` stands for, and its name."""
-    target, _, attribute = path.rpartition(":")
-    if not target or not attribute:
-        raise ConfigError(f"{key}={path!r} names no function; expected {FORMS}")
-    is_file = target.endswith(".py")
-    try:
-        module = resolve_registry(PACKAGES[0], target, key) if is_file else import_dotted(target, key)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"{key}={path!r}: no module {error.name!r} on the Python path; expected {FORMS}") from None
-    names = vars(module)
-    if attribute not in names:
-        hint = nearest(attribute, [name for name, value in names.items() if callable(value)])
-        raise ConfigError(f"{key}={path!r}: {target} has no {attribute!r}{hint}")
-    found = names[attribute]
+    found = resolve_object(path, key, "function")
     if not callable(found):
         raise ConfigError(f"{key}={path!r} is of type {type(found).__name__}; expected a function or a class")
-    return found, attribute
+    return found, path.rpartition(":")[2]
 
 
 def _check_arguments(
