@@ -255,6 +255,10 @@ def test_the_loop_is_the_loop() -> None:
     assert textwrap.indent(shown, " " * 12) in (ROOT / "src" / "phalanx" / "training" / "rl.py").read_text()
 
 
+def test_the_logger_of_ones_own_is_the_example() -> None:
+    assert example("examples/my_logger.py") == (ROOT / "examples" / "my_logger.py").read_text()
+
+
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with all examples that have a file name, as the working directory."""

@@ -77,9 +77,9 @@ class Run(Scoring):
             with suppress(OSError):  # nobody reads it
                 print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
-        wandb_id, total = self.progress.wandb_id, self.total_steps
-        self.logger = RunLogger(cfg.trainer, public(cfg), wandb_id, logged, total, first, self.timers)
-        self.progress.wandb_id = self.logger.wandb_id
+        ids, total = self.progress.logger_ids, self.total_steps
+        self.logger = RunLogger(cfg.trainer, public(cfg), ids, logged, total, first, self.timers)
+        self.progress.logger_ids = self.logger.ids
 
     def make_learner(self, total_updates: int, ema: EmaConfig, averages: Sequence[str]) -> Learner:
         """The policy with its optimizer and averages."""
