@@ -6,6 +6,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
+TRACKERS_VENV ?= .venv-trackers
 PIP_ARGS ?=
 CONSTRAINTS ?=
 ARGS ?=
@@ -22,7 +23,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm test-trackers faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -33,6 +34,7 @@ help:
 	@echo "make test             one test of each kind, 10 to 15 minutes on 2 cores"
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
 	@echo "make test-vllm        tests of vLLM on the CPU, in an environment of their own, about 15 minutes"
+	@echo "make test-trackers    tests of mlflow, swanlab and trackio, in an environment of their own, about 2 minutes"
 	@echo "make faults           what can go wrong, with 20 random kills in one run, under 15 minutes"
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
@@ -78,6 +80,9 @@ test-all: $(VENV)/.installed-test
 
 test-vllm: $(VLLM_VENV)/.installed
 	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest --durations 20 tests/vllm $(ARGS)
+
+test-trackers: $(TRACKERS_VENV)/.installed
+	@PATH="$(abspath $(TRACKERS_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest --durations 20 tests/trackers $(ARGS)
 
 faults: $(VENV)/.installed-test
 	@$(IN_VENV) OMP_NUM_THREADS=1 PHALANX_KILLS="$${PHALANX_KILLS:-20}" python -m pytest -s tests/faults $(ARGS)
@@ -156,7 +161,7 @@ lock: $(VENV)/.installed
 	  print(*sorted(pins), sep="\n")' <$(VENV)/lock.json; } >constraints.txt
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tasks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # With what the quickstart needs.
@@ -186,4 +191,15 @@ $(VLLM_VENV)/.installed: pyproject.toml
 	@$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --no-deps vllm-omni==0.30.0
 	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec
 	@$(VLLM_VENV)/bin/python -m phalanx.tools.torchvision_ops
+	@touch $@
+
+# The trackers' newest versions exclude the newest of the three packages that are taken out of the constraints here.
+TRACKERS = mlflow-skinny==3.17.2 swanlab==0.10.3 trackio==0.43.0
+$(TRACKERS_VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing mlflow, swanlab and trackio into $(TRACKERS_VENV); the first time takes a few minutes."
+	@$(PYTHON) -m venv $(TRACKERS_VENV)
+	@grep -vE '^(importlib_metadata|pillow|protobuf)==' constraints.txt >$(TRACKERS_VENV)/constraints.txt
+	@$(TRACKERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+	  --constraint $(TRACKERS_VENV)/constraints.txt --editable '.[mlflow,swanlab,trackio,video]' $(TRACKERS) \
+	  pytest pytest-timeout
 	@touch $@

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from phalanx.cli import rank, run
 from phalanx.config.flow import FlowRLConfig
-from phalanx.config.load import resolve_registry
+from phalanx.config.registry import resolve_registry
 from phalanx.data.prompts import load_prompts
 from phalanx.distributed import mesh
 from phalanx.models.lora import add_lora

@@ -10,7 +10,8 @@ from typing import Any, get_type_hints
 
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.load import Row, known_modules, resolve_registry, rows
+from phalanx.config.load import Row, rows
+from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.config.tasks import (
     CheckClusterConfig,
     ExportConfig,

@@ -73,9 +73,9 @@ PROGRESS = {
     "step": 1,
     "samples_seen": 2,
     "updates": 3,
-    "wandb_id": None,
     "unfinished": None,
     "updates_beside": {"a": 1},
+    "logger_ids": {"wandb": "abc"},
 }
 
 
@@ -88,6 +88,8 @@ PROGRESS = {
         {"step": 1.0},
         {"updates": -1},
         {"wandb_id": [1]},
+        {"logger_ids": {"wandb": None}},
+        {"logger_ids": ["wandb"]},
         {"unfinished": [1]},
         {"updates_beside": {"a": -1}},
     ],

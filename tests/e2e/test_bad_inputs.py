@@ -181,7 +181,8 @@ CONFIG: list[tuple[str, Arguments, str]] = [
     (
         "unknown logger",
         lambda p: ["trainer.logger=[wandbb]"],
-        "trainer.logger: 'wandbb' should be one of console, tensorboard, wandb (did you mean wandb?)",
+        "trainer.logger: 'wandbb' is not a built-in logger; did you mean wandb? built in: console, mlflow, swanlab, "
+        "tensorboard, trackio, wandb; or give module:Class or path/to/file.py:Class",
     ),
 ]
 

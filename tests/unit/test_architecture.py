@@ -50,8 +50,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "rapidfuzz": ("rewards.image.ocr", "rewards.judge.vlm_ocr"),
     "rapidocr": ("rewards.image.ocr",),
     "reasoning_gym": ("rewards.text._child", "jobs.prepare_data"),
-    "tensorboard": ("telemetry.loggers",),
-    "torch.utils.tensorboard": ("telemetry.loggers",),
+    "torch.utils.tensorboard": ("telemetry.loggers.tensorboard",),
     "tokenizers": ("tools.tiny_lm",),
     "transformers": (
         "models",
@@ -65,8 +64,10 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "uvicorn": ("jobs.reward_server",),
     "vllm": ("engines", "distributed.vllm_groups"),
     "vllm_omni": ("engines.omni", "rollout.flow.vllm_omni"),
-    "wandb": ("telemetry.loggers",),
 }
+# a logger's file is called as the library that it needs
+LOGGERS = sorted(path.stem for path in (ROOT / "src" / "phalanx" / "telemetry" / "loggers").glob("[!_]*.py"))
+OWNERS |= {name: (f"telemetry.loggers.{name}",) for name in LOGGERS}
 
 PURE = ("functional", "algorithms")
 IMPURE_LIBRARIES = ("torch.distributed", "diffusers", "vllm")
@@ -85,7 +86,7 @@ GROUP_MAKERS = {
 MAX_LINES = 400
 
 # What a distribution is imported as, where the names differ.
-IMPORT_NAMES = {"pillow": "PIL", "pyyaml": "yaml", "huggingface-hub": "huggingface_hub"}
+IMPORT_NAMES = {"pillow": "PIL", "pyyaml": "yaml", "huggingface-hub": "huggingface_hub", "mlflow-skinny": "mlflow"}
 
 
 @dataclass(frozen=True)
@@ -297,7 +298,7 @@ EXAMPLES: list[tuple[Callable[[Module], list[str]], str, str, list[str]]] = [
     (light_errors, "cli", "def f():\n    import torch", []),
     (group_errors, "checkpoint", "dist.new_group([0])", ["checkpoint calls new_group"]),
     (group_errors, "distributed.mesh", "init_device_mesh('cpu', (2,))", []),
-    (owner_errors, "trainer", "def f():\n    import wandb", ["trainer imports wandb, which belongs to telemetry.loggers"]),
+    (owner_errors, "trainer", "def f():\n    import wandb", ["trainer imports wandb, which belongs to telemetry.loggers.wandb"]),
     (owner_errors, "rewards.image.ocr", "from rapidocr import RapidOCR", []),
     (style_errors, "data", "hasattr(a, 'b')\ngetattr(a, 'b', None)\ngetattr(a, 'b')", ["data, line 1: hasattr", "data, line 2: getattr"]),
     (undeclared_errors, "data", "import os, scipy.stats", ["data imports scipy"]),

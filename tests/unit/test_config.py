@@ -13,7 +13,8 @@ from phalanx.cli import parse
 from phalanx.config import ConfigError, aliases, load, save
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.load import arg, help_text, resolve_registry, rows
+from phalanx.config.load import arg, help_text, rows
+from phalanx.config.registry import resolve_registry
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import SampleConfig, read_run
 from tests.ranks import ROOT, launch_environment

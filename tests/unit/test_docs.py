@@ -286,6 +286,10 @@ def test_excerpts_of_the_source_are_its_lines() -> None:
         assert any(textwrap.indent(block.text, " " * depth) in source for depth in range(0, 40, 4)), block
 
 
+def test_the_logger_of_ones_own_is_the_example() -> None:
+    assert example("examples/my_logger.py") == (ROOT / "examples" / "my_logger.py").read_text()
+
+
 @pytest.fixture
 def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with all examples that have a file name, as the working directory."""

@@ -33,8 +33,10 @@ def trainer(folder: Path, *loggers: str) -> TrainerConfig:
     return TrainerConfig(output_dir=str(folder), logger=list(loggers), project_name="p", experiment_name="e")
 
 
-def start(folder: Path, *loggers: str, step: int = 0, wandb_id: str | None = None, enabled: bool = True) -> RunLogger:
-    return RunLogger(trainer(folder, *loggers), {"trainer": {"seed": 3}}, wandb_id, step, 4, enabled)
+def start(
+    folder: Path, *loggers: str, step: int = 0, ids: dict[str, str] | None = None, enabled: bool = True
+) -> RunLogger:
+    return RunLogger(trainer(folder, *loggers), {"trainer": {"seed": 3}}, ids or {}, step, 4, enabled)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -95,32 +97,169 @@ class TestTimers:
         assert timers.pop()["time/rollout"] >= 0.01
 
 
+FORMS = "module:Class or path/to/file.py:Class"
+BUILT_IN = "console, mlflow, swanlab, tensorboard, trackio, wandb"
+OWN = """
+from phalanx.telemetry.loggers import Logger
+
+number = 3
+
+
+class Lines(Logger):
+    \"\"\"Lines in a file; an id that a resumed run hears of again.\"\"\"
+
+    def __init__(self, start):
+        self.file = open(start.trainer.output_dir + "/own.txt", "a")
+        self.id = start.id or "first"
+        self.write("open", start.id, start.step, start.total_steps, start.config["trainer"]["seed"])
+
+    def write(self, *words):
+        print(*words, file=self.file, flush=True)
+
+    def log(self, step, row):
+        self.write(step, row["x"])
+
+    def records(self, step, set_name, records, folder):
+        self.write(step, set_name, len(records), folder.name)
+
+    def close(self, failed):
+        self.write("close", failed)
+
+
+class Appended(Lines):
+    append_only = True
+
+
+class Broken(Lines):
+    def log(self, step, row):
+        raise RuntimeError("no\\nlog")
+
+
+class Unstarted(Logger):
+    def __init__(self, start):
+        raise RuntimeError("no\\nstart")
+
+
+class Other:
+    pass
+"""
+
+
 class TestNames:
     @pytest.mark.parametrize(
-        ("name", "hint"), [("wanbd", " (did you mean wandb?)"), ("mlflow", ""), ("Console", " (did you mean console?)")]
+        ("name", "hint"),
+        [
+            ("wanbd", " did you mean wandb?"),
+            ("jsonl", ""),
+            ("Console", " did you mean console?"),
+            ("__init__", ""),
+            ("", ""),
+        ],
     )
     def test_an_unknown_name_is_refused(self, name: str, hint: str) -> None:
         with pytest.raises(ValueError) as error:
             check_loggers(["console", name])
-        assert str(error.value) == f"trainer.logger: {name!r} should be one of console, tensorboard, wandb{hint}"
+        known = f"built in: {BUILT_IN}; or give {FORMS}"
+        assert str(error.value) == f"trainer.logger: {name!r} is not a built-in logger;{hint} {known}"
 
     def test_the_logger_refuses_it_too_on_every_rank(self, tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
-            start(tmp_path, "mlflow", enabled=False)
+            start(tmp_path, "jsonl", enabled=False)
 
-    def test_a_missing_package_is_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "wandb", None)
+    @pytest.mark.parametrize("name", ["mlflow", "swanlab", "tensorboard", "trackio", "wandb"])
+    def test_a_missing_package_is_named(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, name, None)
         with pytest.raises(ConfigError) as error:
-            check_loggers(["wandb"])
-        assert str(error.value) == "trainer.logger: the package wandb is not installed; pip install 'phalanx[wandb]'"
+            check_loggers([name])
+        assert str(error.value) == f"trainer.logger: the package {name} is not installed; pip install 'phalanx[{name}]'"
 
     def test_configurations_are_checked_without_torch(self) -> None:
-        code = "import sys, phalanx.telemetry.metrics as m; m.check_loggers(['wandb', 'tensorboard'])\n"
+        code = "import sys, phalanx.telemetry.metrics as m; m.check_loggers(['console', 'wandb', 'tensorboard'])\n"
         code += "print(sorted({'torch', 'wandb', 'tensorboard', 'rich'} & set(sys.modules)))"
         done = subprocess.run(
             [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True
         )
         assert done.stdout == "[]\n", done.stderr
+
+    def test_what_is_wrong_with_a_logger_of_ones_own(self, tmp_path: Path) -> None:
+        file = tmp_path / "own.py"
+        file.write_text(OWN)
+        for entry, message in (
+            (f"{file}:Linse", f"={f'{file}:Linse'!r}: {file} has no 'Linse'; did you mean Lines?"),
+            (f"{file}:", f"={f'{file}:'!r} names no Class; expected {FORMS}"),
+            (
+                f"{file}:number",
+                f"={f'{file}:number'!r} is not a class derived from Logger of phalanx.telemetry.loggers",
+            ),
+            (f"{file}:Other", f"={f'{file}:Other'!r} is not a class derived from Logger of phalanx.telemetry.loggers"),
+            (f"{tmp_path}/no.py:A", f": '{tmp_path}/no.py': no such file"),
+            ("no_such:A", f"='no_such:A': no module 'no_such' on the Python path; expected {FORMS}"),
+        ):
+            with pytest.raises(ConfigError) as error:
+                check_loggers([entry])
+            assert str(error.value) == f"trainer.logger{message}"
+
+
+class TestOwn:
+    """Loggers of one's own, from a file or a module."""
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        path = tmp_path / "own_loggers.py"
+        path.write_text(OWN)
+        return path
+
+    def test_it_hears_of_everything(self, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.syspath_prepend(tmp_path)
+        entry = "own_loggers:Lines"
+        with start(tmp_path, entry, f"{file}:Lines") as log:
+            log.records(0, "ocr", records(2))
+            log.log(1, {"x": 5})
+            ids = log.ids
+        assert ids == {entry: "first", f"{file}:Lines": "first"}
+        with pytest.raises(KeyError), start(tmp_path, entry, step=1, ids={entry: "kept", "other": "stays"}) as log:
+            assert log.ids == {entry: "kept", "other": "stays"}
+            raise KeyError
+        lines = (tmp_path / "own.txt").read_text().splitlines()
+        once = ["open None 0 4 3", "0 ocr 2 step_000000", "1 5", "close False"]
+        assert lines == [line for line in once for _ in range(2)] + ["open kept 1 4 3", "close True"]
+
+    def test_a_store_that_takes_nothing_back_gets_no_step_twice(self, file: Path, tmp_path: Path) -> None:
+        entry = f"{file}:Appended"
+        with start(tmp_path, entry) as log:
+            for step in range(4):
+                log.log(step, {"x": step})
+        for ids in ({entry: "first"}, {}):  # where the checkpoint knows nothing of it, there is nothing to take back
+            (tmp_path / "own.txt").unlink()
+            with start(tmp_path, entry, step=1, ids=ids) as log:
+                for step in (2, 3, 4):
+                    log.records(step, "ocr", records(1))
+                    log.log(step, {"x": 10 * step})
+            lines = (tmp_path / "own.txt").read_text().splitlines()[1:-1]
+            every = [f"{step} {what}" for step in (2, 3, 4) for what in (f"ocr 1 step_00000{step}", 10 * step)]
+            assert lines == (every[4:] if ids else every)
+        assert [row["x"] for row in rows(tmp_path)] == [0, 1, 20, 30, 40]
+
+    def test_whatever_it_raises_costs_no_job(
+        self, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with start(tmp_path, "console", f"{file}:Broken") as log:
+            log.log(1, {"x": 1, "reward/mean": 0.5})
+            log.log(2, {"x": 2, "reward/mean": 0.5})
+        assert caplog.messages == [f"the logger {file}:Broken is off from here on: RuntimeError: no log"]
+        assert (tmp_path / "own.txt").read_text() == "open None 0 4 3\n"
+        assert len(capsys.readouterr().out.splitlines()) == len(rows(tmp_path)) == 2
+
+    def test_one_that_cannot_start_ends_those_that_did(
+        self, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 9}\n')
+        with pytest.raises(ConfigError) as error:
+            start(tmp_path, "console", f"{file}:Lines", f"{file}:Unstarted")
+        assert str(error.value) == f"trainer.logger: {file}:Unstarted could not start: RuntimeError: no start"
+        assert (tmp_path / "own.txt").read_text() == "open None 0 4 3\nclose True\n"
+        assert rows(tmp_path) == [{"step": 9}]
+        assert capsys.readouterr() == ("", "")
 
 
 class TestMetricsFile:
@@ -183,11 +322,11 @@ class TestMetricsFile:
 
     def test_other_ranks_write_nothing(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = tmp_path / "run"
-        with start(folder, "console", "tensorboard", "wandb", wandb_id="abc", enabled=False) as log:
+        with start(folder, "console", "tensorboard", "wandb", ids={"wandb": "abc"}, enabled=False) as log:
             log.log(1, {"reward/mean": 1})
             log.log(1, {"reward/mean": 1})
             log.records(1, "ocr", records())
-            assert log.wandb_id == "abc"
+            assert log.ids == {"wandb": "abc"}
         assert not folder.exists()
         assert capsys.readouterr() == ("", "")
 
@@ -212,8 +351,8 @@ class TestConsole:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = [0.0]
-        monkeypatch.setattr("phalanx.telemetry.loggers.time", SimpleNamespace(monotonic=lambda: now[0]))
-        with RunLogger(trainer(tmp_path, "console"), {}, None, 10, 100, True) as log:
+        monkeypatch.setattr("phalanx.telemetry.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+        with RunLogger(trainer(tmp_path, "console"), {}, {}, 10, 100, True) as log:
             for step, now[0] in (11, 100.0), (12, 160.0):
                 log.log(step, {"reward/mean": 0.0})
         lines = capsys.readouterr().out.splitlines()
@@ -276,7 +415,7 @@ def work(name, done, expected=0):
         time.sleep(0 if done else 0.6)
 
 numbers = {"actor/ratio_mean": 1.0, "actor/clipfrac": 0.5, "actor/grad_norm": 0.5, "perf/step_s": 12.5}
-with RunLogger(TrainerConfig(output_dir=sys.argv[1]), {}, None, 0, 2, True, timers) as log:
+with RunLogger(TrainerConfig(output_dir=sys.argv[1]), {}, {}, 0, 2, True, timers) as log:
     log.log(0, {"val/ocr/reward/mean": 0.5})
     work("rollout", 2, 3)
     work("reward", 0)
@@ -377,12 +516,12 @@ class TestWandb:
         import wandb
 
         with start(tmp_path, "wandb") as log:
-            name = log.wandb_id
+            name = log.ids["wandb"]
             log.log(1, {"reward/mean": 0.25, "x": float("nan")})
             log.records(1, "ocr", records(2))
         assert name
-        with start(tmp_path, "wandb", step=1, wandb_id=name) as log:
-            assert log.wandb_id == name
+        with start(tmp_path, "wandb", step=1, ids={"wandb": name}) as log:
+            assert log.ids == {"wandb": name}
             log.log(2, {"reward/mean": 0.5})
         wandb.teardown()  # the end of an offline run is on disk when wandb's own process has ended
         files = (tmp_path / "wandb").glob(f"offline-run-*-{name}*/run-{name}.wandb")

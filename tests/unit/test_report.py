@@ -86,7 +86,7 @@ def picture(seed: int, height: int = 6, width: int = 12) -> np.ndarray:
 
 
 def logger(folder: Path) -> RunLogger:
-    return RunLogger(TrainerConfig(output_dir=str(folder), logger=[]), {}, None, 0, 3, True)
+    return RunLogger(TrainerConfig(output_dir=str(folder), logger=[]), {}, {}, 0, 3, True)
 
 
 def run(folder: Path, steps: int = 3) -> Path:

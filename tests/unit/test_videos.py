@@ -15,12 +15,11 @@ from phalanx.config.flow import FlowRolloutConfig
 from phalanx.config.run import TrainerConfig
 from phalanx.functional.frames import evenly_spaced
 from phalanx.jobs.sample import GRID_VIDEOS, Writer
-from phalanx.media.videos import can_write, write_video
+from phalanx.media.videos import GIF_FRAMES, can_write, write_video
 from phalanx.models.flow.families.sd3 import Model as ImageModel
 from phalanx.models.flow.families.wan import Model as VideoModel
 from phalanx.rollout.flow import check_engine
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
-from phalanx.telemetry.loggers import GIF_FRAMES
 from phalanx.telemetry.metrics import RunLogger
 from phalanx.telemetry.records import Record, grid, read_index, save_records
 from tests.checks import refused
@@ -116,7 +115,7 @@ def test_images_have_no_videos_beside_them(tmp_path: Path) -> None:
 
 
 def start(folder: Path, logger: str) -> RunLogger:
-    return RunLogger(TrainerConfig(output_dir=str(folder), logger=[logger]), {}, None, 0, 4, True)
+    return RunLogger(TrainerConfig(output_dir=str(folder), logger=[logger]), {}, {}, 0, 4, True)
 
 
 def test_tensorboard_plays_the_grid(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from phalanx.config.imports import named_object
+from phalanx.config.registry import resolve_object
 
 KEY = "rollout.engine"
 FORMS = ("module:Class", "path/to/file.py:Class")
@@ -49,7 +49,7 @@ def engine_class(engine: str, names: Mapping[str, str]) -> Any:
     """The class that `engine` stands for: one of `names`, module:Class or path/to/file.py:Class. Raises ConfigError,
     with one line, where there is none.
     """
-    return named_object(names.get(engine, engine), KEY, "class")[0]
+    return resolve_object(names.get(engine, engine), KEY, "class")
 
 
 def check_engine_class(config: Any) -> None:

@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from phalanx.config.aliases import alias
-from phalanx.config.imports import import_dotted, import_file
 from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
+from phalanx.config.registry import resolve_registry
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
 from phalanx.config.sources import one_line, override, read
@@ -60,35 +60,6 @@ def arg(
 
 PLAIN = dict(arg(None, "").metadata)  # of a field that `arg` did not make
 FREE = dict(arg(None, "", ge=-math.inf, le=math.inf).metadata)  # of what is not ours to judge: a reward's arguments
-
-
-# --- names that stand for modules
-
-
-def known_modules(package: str) -> list[str]:
-    """Names of the modules that lie in a package's folder."""
-    folders = importlib.import_module(package).__path__
-    return sorted(p.stem for folder in folders for p in Path(folder).glob("*.py") if not p.stem.startswith("_"))
-
-
-def resolve_registry(package: str, name: str, key: str) -> Any:
-    """The module that `name` stands for: a module of `package`, a dotted module, or path/to/file.py; `:Name` behind it
-    stands for an object in it. Raises ConfigError where there is none, or where it cannot be imported.
-    """
-    name, _, attribute = name.partition(":")
-    try:
-        if name.endswith(".py"):
-            module = import_file(name, key)
-        else:
-            module = import_dotted(name if "." in name.lstrip(".") else f"{package}.{name}", key)
-    except ModuleNotFoundError as error:
-        known = known_modules(package)
-        near = nearest(name, known) or ";"
-        text = f"{name!r} is unknown{near} known: {', '.join(known)}, a dotted module, or path/to/file.py"
-        raise ConfigError(f"{key}: {text}") from error
-    if attribute and attribute not in vars(module):
-        raise ConfigError(f"{key}: {name!r} has no {attribute!r}")
-    return vars(module)[attribute] if attribute else module
 
 
 # --- a configuration from a file and overrides

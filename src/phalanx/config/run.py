@@ -334,7 +334,11 @@ class TrainerConfig:
     test_freq: int = arg(-1, "steps between validations, with one at the end; -1: never")
     val_before_train: bool = arg(True, "validate before the first step")
     log_val_generations: int = arg(16, "samples kept of each validation", ge=0)
-    logger: list[str] = arg(["console"], "console, wandb, tensorboard; metrics.jsonl is always written")
+    logger: list[str] = arg(
+        ["console"],
+        "modules of phalanx.telemetry.loggers, such as console and wandb, module:Class, or path/to/file.py:Class; "
+        "metrics.jsonl is always written",
+    )
     project_name: str = arg("phalanx", "project in the loggers")
     experiment_name: str = arg("run", "name of the run")
     output_dir: str = arg(

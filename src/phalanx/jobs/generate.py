@@ -26,7 +26,7 @@ from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer
 from phalanx.models.lm.policy import LMPolicy, prompt_tokens
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
-from phalanx.telemetry.loggers import plain
+from phalanx.telemetry.loggers.console import plain
 from phalanx.types import Prompt
 
 LIMIT = 1024  # tokens of a response of a model without a run

@@ -1,13 +1,18 @@
-"""Videos on disk, written with PyAV, which is installed with the extra `video`."""
+"""Videos as files: mp4 by PyAV, which is installed with the extra `video`, and GIF."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
+
+from phalanx.functional.frames import evenly_spaced
 
 CODEC: Final = "libx264"  # what browsers, notebooks and wandb play
+GIF_FRAMES = 16  # the most of a GIF, which compresses badly
 
 
 def can_write() -> bool:
@@ -50,3 +55,13 @@ def write_video(path: Path, frames: Iterable[NDArray[np.uint8]], fps: int) -> No
         if isinstance(error, OSError):
             raise
         raise OSError(f"{path}: {' '.join(str(error).split())}") from error
+
+
+def gif(frames: Sequence[NDArray[np.uint8]], fps: int) -> bytes:
+    """The content of a GIF file: up to GIF_FRAMES of the frames uint8 [H, W, 3], for as long as all of them last at
+    `fps` frames per second, over and over.
+    """
+    shown = [Image.fromarray(frames[i]) for i in evenly_spaced(len(frames), GIF_FRAMES)]
+    file, ms = BytesIO(), 1000 * len(frames) / fps / len(shown)
+    shown[0].save(file, "GIF", save_all=True, append_images=shown[1:], duration=ms, loop=0)
+    return file.getvalue()

@@ -12,9 +12,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from phalanx.config.flow import FlowRewardFunctionConfig
-from phalanx.config.imports import named_object
-from phalanx.config.load import ConfigError, known_modules
+from phalanx.config.load import ConfigError
 from phalanx.config.messages import nearest, reason
+from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.run import RewardFunctionConfig
 from phalanx.functional.rewards import Share
 from phalanx.rewards.base import DeviceReward, PolicyReward, RewardWithExtras
@@ -24,7 +24,7 @@ from phalanx.rewards.protocol import complaint
 log = logging.getLogger(__name__)
 
 PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.text", "phalanx.rewards.judge")
-FORMS = "module:function or path/to/file.py:function"
+FORMS = object_forms("function")
 TAKES = ("images", "videos", "completions")  # names of a reward's first parameter that say what it takes
 EITHER = "outputs"  # or that it takes images or completions, whichever the job makes
 TOGETHER = ("http",)  # built-in rewards on the CPU that want a whole call: it batches, and asks side by side
@@ -203,10 +203,10 @@ def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]
 
 def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
     """The object that `module:function` or `path/to/file.py:function` stands for, and its name."""
-    found, name = named_object(path, key)
+    found = resolve_object(path, key, "function")
     if not callable(found):
         raise ConfigError(f"{key}={path!r} is of type {type(found).__name__}; expected a function or a class")
-    return found, name
+    return found, path.rpartition(":")[2]
 
 
 def _check_arguments(

@@ -1,33 +1,29 @@
-"""Logging: phase timers, metrics.jsonl, and the loggers of `trainer.logger` (console, wandb, tensorboard).
+"""Logging: phase timers, metrics.jsonl, and the loggers of `trainer.logger`, which are opened and fed here.
 
 The step convention: row `step: k` is written once k training steps are done; the validation before training is a row
 `step: 0` that holds `val/...` only. Steps only grow within one run.
 """
 
-import difflib
-import importlib.util
 import json
 import logging
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from phalanx.config.load import ConfigError
+from phalanx.config.messages import reason
 from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
-from phalanx.telemetry.loggers import ELAPSED, Backend, ConsoleLines, ConsoleLive, TensorBoard, Wandb
+from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers
 from phalanx.telemetry.records import Record, kind_of, save_records
 
 METRICS_FILE = "metrics.jsonl"
-# name -> the package that it needs beyond those that phalanx always has
-LOGGERS: dict[str, str | None] = {"console": None, "tensorboard": "tensorboard", "wandb": "wandb"}
 _log = logging.getLogger(__name__)
 
 
@@ -100,18 +96,6 @@ class Timers:
                 torch.cuda.synchronize()
 
 
-def check_loggers(names: Iterable[str]) -> None:
-    """Raise ConfigError where a name of `trainer.logger` is unknown, or its package is not installed."""
-    for name in names:
-        if name not in LOGGERS:
-            near = difflib.get_close_matches(name, LOGGERS, 1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ConfigError(f"trainer.logger: {name!r} should be one of {', '.join(LOGGERS)}{hint}")
-        package = LOGGERS[name]
-        if package is not None and importlib.util.find_spec(package) is None:
-            raise ConfigError(f"trainer.logger: the package {package} is not installed; pip install 'phalanx[{name}]'")
-
-
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """All rows of a metrics.jsonl. A half-written last line is dropped, other broken lines with a warning."""
     rows = []
@@ -135,43 +119,60 @@ class RunLogger:
 
     `start_step` is the number of training steps that are done: 0 for a new run, k for one resumed from a checkpoint of
     step k. Rows of later steps, which a killed run wrote after that checkpoint, are dropped at the start, and all rows
-    of an older run where it is 0. `wandb_id` is the id kept in that checkpoint, None for a new run. With `enabled`
-    False (every rank but 0) nothing is written and every method returns at once. A terminal shows what `timers` are at.
+    of an older run where it is 0. `ids` are the loggers' own, by their entries in `trainer.logger`, as kept in that
+    checkpoint; empty for a new run. With `enabled` False (every rank but 0) nothing is written and every method returns
+    at once. `timers` say what the job is at.
 
-    Raises ConfigError for an unknown logger, and where wandb cannot start.
+    Raises ConfigError for an unknown logger, and for one that cannot start.
     """
 
     def __init__(
         self,
         trainer: TrainerConfig,
         resolved_config: dict[str, Any],
-        wandb_id: str | None,
+        ids: Mapping[str, str],
         start_step: int,
         total_steps: int,
         enabled: bool,
         timers: Timers | None = None,
     ) -> None:
-        check_loggers(trainer.logger)
-        self.wandb_id = wandb_id  # to keep in checkpoints
+        kinds = check_loggers(trainer.logger)
+        self.ids = dict(ids)  # to keep in checkpoints
         self._file: _MetricsFile | None = None
-        self._backends: list[Backend] = []
+        self._loggers: dict[str, Logger] = {}
         if not enabled:
             return
         self._folder = Path(trainer.output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
-        # wandb may fail to start: it comes first, so that an older run's rows and the terminal are left alone
-        if "wandb" in trainer.logger:
-            wandb = Wandb(trainer, resolved_config, wandb_id)
-            self.wandb_id = wandb.id
-            self._backends.append(wandb)
-        if "tensorboard" in trainer.logger:
-            self._backends.append(TensorBoard(self._folder / "tensorboard", resolved_config, start_step))
-        self._file = _MetricsFile(self._folder / METRICS_FILE, start_step)
-        if "console" in trainer.logger:
-            if sys.stderr.isatty():
-                self._backends.append(ConsoleLive(start_step, total_steps, timers or Timers()))
-            else:
-                self._backends.append(ConsoleLines(start_step, total_steps))
+        path = self._folder / METRICS_FILE
+        earlier = read_metrics(path) if start_step and path.is_file() else []
+        self._repeated = max((row["step"] for row in earlier), default=-1)  # a resumed run goes through it again
+        self._continued: set[str] = set()  # entries whose loggers go on with the run that they had
+
+        start = RunStart(trainer, resolved_config, start_step, total_steps, None, timers or Timers())
+        try:
+            # a tracker may fail to start: it comes first, so that an older run's rows and the terminal are left alone
+            self._open(start, {entry: kind for entry, kind in kinds.items() if not kind.terminal})
+            self._file = _MetricsFile(path, [row for row in earlier if row["step"] <= start_step])
+            self._open(start, {entry: kind for entry, kind in kinds.items() if kind.terminal})
+        except Exception:  # the run does not begin: those that have started end
+            self.close(failed=True)
+            raise
+
+    def _open(self, start: RunStart, kinds: dict[str, type[Logger]]) -> None:
+        """Open some loggers, each with the id that it had. Raises ConfigError."""
+        for entry, kind in kinds.items():
+            try:
+                logger = kind(replace(start, id=self.ids.get(entry)))
+            except ConfigError:
+                raise
+            except Exception as error:  # whatever its library, or the user's code, raises
+                raise ConfigError(f"{KEY}: {entry} could not start: {reason(error)}") from error
+            self._loggers[entry] = logger
+            if logger.id is not None:
+                if logger.id == self.ids.get(entry):
+                    self._continued.add(entry)
+                self.ids[entry] = str(logger.id)
 
     def log(self, step: int, row: dict[str, float]) -> None:
         """Write one row. `step` must be greater than in the row before; values may be any finite or non-finite number.
@@ -181,7 +182,7 @@ class RunLogger:
         if self._file is None:
             return
         row = self._file.write(step, row)
-        self._each(lambda backend: backend.log(step, row))
+        self._each(lambda logger: logger.log(step, row), step)
 
     def records(self, step: int, set_name: str, records: Iterable[Record]) -> None:
         """Write a validation's samples to `<output_dir>/images/<set>/step_<k>`, or texts to `samples/<set>/step_<k>`,
@@ -196,24 +197,29 @@ class RunLogger:
             _log.warning("%s of step %d are not written: %s", kind_of(rows), step, error)
             return
         if rows:
-            self._each(lambda backend: backend.records(step, set_name, rows, folder))
+            self._each(lambda logger: logger.records(step, set_name, rows, folder), step)
 
     def close(self, failed: bool = False) -> None:
-        """Flush and end all loggers; safe to call twice. `failed` marks the wandb run as crashed."""
+        """Flush and end all loggers; safe to call twice. `failed` marks the run as crashed in them."""
         if self._file is not None:
             self._file.close()
             self._file = None
-        self._each(lambda backend: backend.close(failed))
-        self._backends = []
+        self._each(lambda logger: logger.close(failed))
+        self._loggers = {}
 
-    def _each(self, act: Callable[[Backend], None]) -> None:
-        """Let each logger act. One that can no longer write is dropped: the run is worth more than its log."""
-        for backend in list(self._backends):
+    def _each(self, act: Callable[[Logger], None], step: int | None = None) -> None:
+        """Let each logger act, the one on the terminal first. One that fails is dropped: the run is worth more than its
+        log. One that cannot take back what an earlier start logged of `step` is left out.
+        """
+        for entry, logger in reversed(self._loggers.copy().items()):
+            if step is not None and step <= self._repeated and logger.append_only and entry in self._continued:
+                continue
             try:
-                act(backend)
-            except OSError as error:
-                self._backends.remove(backend)
-                _log.warning("the logger %s is off from here on: %s", type(backend).__name__, error)
+                act(logger)
+            except Exception as error:  # whatever its library, or the user's code, raises
+                del self._loggers[entry]
+                text = error if isinstance(error, OSError) else reason(error)
+                _log.warning("the logger %s is off from here on: %s", entry, text)
 
     def __enter__(self) -> Self:
         return self
@@ -229,9 +235,8 @@ class RunLogger:
 class _MetricsFile:
     """metrics.jsonl: one row of strict JSON per step, on disk at once. Rows that a full disk refuses wait in memory."""
 
-    def __init__(self, path: Path, start_step: int) -> None:
-        # rows after the checkpoint that a run resumes from will be written again
-        kept = [row for row in read_metrics(path) if row["step"] <= start_step] if start_step and path.is_file() else []
+    def __init__(self, path: Path, kept: list[dict[str, Any]]) -> None:
+        """Begin with these rows of an earlier start: those after its checkpoint will be written again."""
         partial = path.with_name(path.name + ".tmp")
         partial.write_text("".join(_dump(row) for row in kept), encoding="utf-8")
         os.replace(partial, path)

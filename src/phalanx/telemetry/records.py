@@ -68,6 +68,11 @@ class Record:
         """Name of its files, without the ending."""
         return f"{self.index:05d}"
 
+    @property
+    def caption(self) -> str:
+        """Its reward and prompt, in a line."""
+        return f"{self.reward:.3f}: {self.prompt}"
+
     def row(self) -> dict[str, Any]:
         """The beginning of its line in index.jsonl; strict JSON knows no NaN."""
         row = {"index": self.index, "prompt": self.prompt, "reward": _finite(self.reward)}

@@ -11,7 +11,7 @@ import shutil
 import threading
 import zlib
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import InitVar, asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ IN_FLIGHT = "in_flight.safetensors"  # behind the rank, in the names of files
 
 @dataclass
 class Progress:
-    """The run's counters: training steps done, samples drawn, optimizer steps, and wandb's run id.
+    """The run's counters: training steps done, samples drawn, optimizer steps, and the ids that loggers gave the run.
 
     `updates_beside` are the optimizer steps of models that are trained beside the policy.
     `rescoring`: log-probs of rollout and replay were seen to differ, so that the policy computes the old ones again.
@@ -44,18 +44,25 @@ class Progress:
     step: int = 0
     samples_seen: int = 0
     updates: int = 0
-    wandb_id: str | None = None
+    wandb_id: InitVar[str | None] = None  # of older checkpoints, in place of logger_ids
     unfinished: dict[str, float] | None = None
     rescoring: bool = False
     updates_beside: dict[str, int] = field(default_factory=dict)
+    logger_ids: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self, wandb_id: str | None) -> None:
+        if wandb_id is not None:
+            self.logger_ids = {"wandb": wandb_id}
 
     def check(self) -> None:
         """Raise ValueError for what no run counts."""
         counts = [self.step, self.samples_seen, self.updates, *self.updates_beside.values()]
         if not all(type(count) is int and 0 <= count < MOST for count in counts):
             raise ValueError(f"the counts {counts}; expected integers from 0")
-        if not isinstance(self.wandb_id, str | None) or not isinstance(self.unfinished, dict | None):
-            raise ValueError("wandb_id or unfinished of another type")
+        if not all(isinstance(kept, str) for kept in self.logger_ids.values()):
+            raise ValueError("logger_ids of another type")
+        if not isinstance(self.unfinished, dict | None):
+            raise ValueError("unfinished of another type")
 
 
 def trained_state(

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from phalanx.config.flow import FlowRunConfig
-from phalanx.config.load import ConfigError, known_modules, resolve_registry
+from phalanx.config.load import ConfigError
+from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.data.prompts import validation_sets
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.policy import FAMILIES, FlowPolicy, build_policy, family_of, image_columns

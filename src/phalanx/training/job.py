@@ -101,9 +101,9 @@ class Job:
             with suppress(OSError):  # nobody reads it
                 print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
-        wandb_id, total = self.progress.wandb_id, self.total_steps
-        self.logger = RunLogger(cfg.trainer, public(cfg), wandb_id, logged, total, first, self.timers)
-        self.progress.wandb_id = self.logger.wandb_id
+        ids, total = self.progress.logger_ids, self.total_steps
+        self.logger = RunLogger(cfg.trainer, public(cfg), ids, logged, total, first, self.timers)
+        self.progress.logger_ids = self.logger.ids
 
     def describe(self) -> str:
         """The world and what is trained, in one line."""

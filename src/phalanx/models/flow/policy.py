@@ -12,8 +12,8 @@ import transformers
 from torch import Tensor
 
 from phalanx.config.flow import FlowDataConfig, FlowModelConfig
-from phalanx.config.load import known_modules, resolve_registry
 from phalanx.config.messages import reason
+from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.distributed.node import Node

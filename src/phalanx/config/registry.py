@@ -1,4 +1,4 @@
-"""Modules, files and objects that a configuration names, and what is said where they cannot be had."""
+"""Names that stand for modules, functions and classes: a package's own, or those of the user's files and modules."""
 
 import importlib
 import importlib.util
@@ -11,13 +11,44 @@ from phalanx.config.files import kind
 from phalanx.config.messages import ConfigError, cut, nearest, reason
 
 
-def named_object(path: str, key: str, noun: str = "function") -> tuple[Any, str]:
-    """The object that `module:Name` or `path/to/file.py:Name` stands for, and its name. Raises ConfigError, with one
-    line, where there is none; `noun` is what it should be.
+def known_modules(package: str) -> list[str]:
+    """Names of the modules that lie in a package's folder."""
+    folders = importlib.import_module(package).__path__
+    return sorted(p.stem for folder in folders for p in Path(folder).glob("*.py") if not p.stem.startswith("_"))
+
+
+def resolve_registry(package: str, name: str, key: str) -> Any:
+    """The module that `name` stands for: a module of `package`, a dotted module, or path/to/file.py; `:Name` behind it
+    stands for an object in it. Raises ConfigError where there is none, or where it cannot be imported.
+    """
+    name, _, attribute = name.partition(":")
+    try:
+        if name.endswith(".py"):
+            module = import_file(name, key)
+        else:
+            module = import_dotted(name if "." in name.lstrip(".") else f"{package}.{name}", key)
+    except ModuleNotFoundError as error:
+        known = known_modules(package)
+        near = nearest(name, known) or ";"
+        text = f"{name!r} is unknown{near} known: {', '.join(known)}, a dotted module, or path/to/file.py"
+        raise ConfigError(f"{key}: {text}") from error
+    if attribute and attribute not in vars(module):
+        raise ConfigError(f"{key}: {name!r} has no {attribute!r}")
+    return vars(module)[attribute] if attribute else module
+
+
+def object_forms(noun: str) -> str:
+    """The forms that `resolve_object` takes, in words."""
+    word = noun.capitalize() if noun == "class" else noun  # as such names are written
+    return f"module:{word} or path/to/file.py:{word}"
+
+
+def resolve_object(path: str, key: str, noun: str) -> Any:
+    """The object that `module:name` or `path/to/file.py:name` stands for; `noun` is what it should be, a "class" or a
+    "function". Raises ConfigError where there is none, or where the module cannot be imported.
     """
     target, _, attribute = path.rpartition(":")
-    word = noun.capitalize() if noun == "class" else noun  # as such names are written
-    expected = f"expected module:{word} or path/to/file.py:{word}"
+    expected = f"expected {object_forms(noun)}"
     if not target or not attribute:
         raise ConfigError(f"{key}={path!r} names no {noun}; {expected}")
     try:
@@ -28,7 +59,7 @@ def named_object(path: str, key: str, noun: str = "function") -> tuple[Any, str]
     if attribute not in names:
         hint = nearest(attribute, [name for name, value in names.items() if callable(value)])
         raise ConfigError(f"{key}={path!r}: {target} has no {attribute!r}{hint}")
-    return names[attribute], attribute
+    return names[attribute]
 
 
 def import_dotted(name: str, key: str) -> Any:

@@ -1,0 +1,96 @@
+"""MLflow: the server of MLFLOW_TRACKING_URI, or else a SQLite file in the run's folder, `<output_dir>/mlflow.db`."""
+
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from phalanx.telemetry.loggers import Logger, RunStart
+from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of
+
+_REFUSED = re.compile(r"[^\w/. :-]")  # in a metric's name
+
+
+class Mlflow(Logger):
+    """Metrics; the configuration as parameters; a validation's files as artifacts, and its grid as an image.
+    The experiment is `trainer.project_name`.
+
+    MLflow's client waits for the server, for minutes where that is gone. It does so on a thread, beside the training.
+    """
+
+    extra = "mlflow"
+    append_only = True
+
+    def __init__(self, start: RunStart) -> None:
+        from mlflow import MlflowClient
+        from mlflow.exceptions import MlflowException
+
+        folder = Path(start.trainer.output_dir).absolute()
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = MlflowClient(server or f"sqlite:///{folder / 'mlflow.db'}")
+        self.id = start.id
+        if start.id is not None:
+            try:
+                self._client.update_run(start.id, status="RUNNING")
+            except MlflowException:  # another store than that of the checkpoint's run, or none at all, as is told next
+                self.id = None
+        if self.id is None:
+            self.id = self._create(start, None if server else (folder / "mlflow").as_uri())
+        self._client.log_dict(self.id, start.config, "config.yaml")
+        self._worker = ThreadPoolExecutor(1, "mlflow")
+        self._sent: deque[Future[Any]] = deque()
+
+    def _create(self, start: RunStart, artifacts: str | None) -> str:
+        """Begin a run, and return its id. `artifacts`: where a new experiment has files; None: the server's choice."""
+        from mlflow.entities import Param
+
+        trainer = start.trainer
+        known = self._client.get_experiment_by_name(trainer.project_name)
+        experiment = known.experiment_id if known else self._client.create_experiment(trainer.project_name, artifacts)
+        run_id: str = self._client.create_run(experiment, run_name=trainer.experiment_name).info.run_id
+        self._client.log_batch(run_id, params=[Param(key, str(value)) for key, value in _leaves(start.config)])
+        return run_id
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(_REFUSED.sub("_", key), float(value), now, step) for key, value in row.items()]
+        self._send(self._client.log_batch, metrics)
+
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
+        kind = kind_of(records)
+        self._send(self._client.log_artifacts, str(folder), f"{kind}/{set_name}/{folder.name}")
+        if kind != SAMPLES:
+            grid = Image.open(folder / "grid.png")
+            key = re.sub(r"[^\w/. -]", "_", f"{IMAGES}/{set_name}", flags=re.ASCII)
+            self._send(self._client.log_image, grid, key=key, step=step)
+
+    def _send(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Let the thread make a call for this run, after those before it. Raises what one of these has raised."""
+        while self._sent and self._sent[0].done():
+            if self._sent[0].exception() is not None:
+                self._worker.shutdown(wait=False, cancel_futures=True)
+            self._sent.popleft().result()
+        self._sent.append(self._worker.submit(call, self.id, *args, **kwargs))
+
+    def close(self, failed: bool) -> None:
+        self._send(self._client.set_terminated, "FAILED" if failed else "FINISHED")
+        self._worker.shutdown()
+        for sent in self._sent:
+            sent.result()
+
+
+def _leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted keys of a configuration, and their values."""
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value

@@ -1,0 +1,66 @@
+"""SwanLab: its cloud, or with SWANLAB_MODE=offline files in `<output_dir>/swanlab`, which `swanlab sync` uploads."""
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.load import ConfigError
+from phalanx.media.videos import gif
+from phalanx.telemetry.loggers import KEY, Logger, RunStart
+from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of
+
+
+class Swanlab(Logger):
+    """Metrics; validations as pictures, GIFs of videos, or texts. A resumed run continues under its id, and SwanLab
+    drops what it has of a step already.
+    """
+
+    extra = "swanlab"
+
+    def __init__(self, start: RunStart) -> None:
+        import swanlab
+
+        self._swanlab = swanlab
+        hook, handler = sys.excepthook, signal.getsignal(signal.SIGINT)
+        try:
+            self._run = swanlab.init(
+                project=start.trainer.project_name,
+                name=start.trainer.experiment_name,
+                log_dir=str(Path(start.trainer.output_dir) / "swanlab"),
+                config=start.config,
+                id=start.id,
+                resume="allow",
+                settings=swanlab.Settings(interactive=False),  # nobody answers a rank's question
+            )
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{KEY}: swanlab could not start: {' '.join(str(error).split()).rstrip('.')}; run `swanlab login`, set "
+                "SWANLAB_MODE=offline, or leave swanlab out"
+            ) from None
+        # a job has its own answers to an error and to Ctrl-C, which close this run as well
+        sys.excepthook = hook
+        signal.signal(signal.SIGINT, handler)
+        self.id = self._run.id
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        self._run.log(row, step=step)
+
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
+        kind, shown = "videos" if records[0].is_video else kind_of(records), list[Any]()
+        for record in records:
+            if kind == SAMPLES:
+                shown.append(self._swanlab.Text(record.output, caption=record.caption))
+            elif kind == IMAGES:
+                shown.append(self._swanlab.Image(record.output, caption=record.caption))
+            else:  # it plays no other videos
+                shown.append(self._swanlab.Video(gif(list(record.frames), record.fps), caption=record.caption))
+        self._run.log({f"{kind}/{set_name}": shown}, step=step)
+
+    def close(self, failed: bool) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if failed:
+            self._run.finish(state="crashed", error="the job failed")
+        else:
+            self._run.finish()
+        signal.signal(signal.SIGINT, handler)  # SwanLab puts back the one that it found

@@ -1,0 +1,61 @@
+"""Weights & Biases; WANDB_MODE=offline needs no account."""
+
+from pathlib import Path
+
+from phalanx.config.load import ConfigError
+from phalanx.telemetry.loggers import KEY, Logger, RunStart
+from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of
+
+
+class Wandb(Logger):
+    """Metrics; validations as pictures, mp4 files, or a table of texts. A resumed run continues under its id."""
+
+    extra = "wandb"
+
+    def __init__(self, start: RunStart) -> None:
+        import wandb
+
+        self._wandb = wandb
+        try:
+            self._run = wandb.init(
+                project=start.trainer.project_name,
+                name=start.trainer.experiment_name,
+                dir=start.trainer.output_dir,
+                config=start.config,
+                id=start.id,
+                resume="allow",
+            )
+        except wandb.Error as error:
+            reason = " ".join(str(error).split()).rstrip(".")
+            raise ConfigError(
+                f"{KEY}: wandb could not start: {reason}; run `wandb login`, set WANDB_MODE=offline, or leave wandb out"
+            ) from None
+        self.id = self._run.id
+
+    def log(self, step: int, row: dict[str, float]) -> None:
+        # given our own step, wandb drops the steps that it has seen, which a resumed run repeats, and `wandb sync` can
+        # join the parts of an offline run
+        self._run.log(row, step=step)
+
+    def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
+        if kind_of(records) == SAMPLES:
+            terms = list(records[0].scores)
+            rows = [
+                [step, r.prompt, r.output, r.ground_truth, r.reward, *(r.scores[term] for term in terms)]
+                for r in records
+            ]
+            columns = ["step", "prompt", "text", "ground_truth", "reward", *(f"reward/{term}" for term in terms)]
+            table = self._wandb.Table(columns=columns, data=rows)
+            self._run.log({f"{SAMPLES}/{set_name}": table}, step=step)
+            return
+        kind, shown = "videos" if records[0].is_video else IMAGES, []
+        for record in records:
+            if record.is_video:
+                file = str(folder / f"{record.stem}.mp4")
+                shown.append(self._wandb.Video(file, caption=record.caption, format="mp4"))
+            else:
+                shown.append(self._wandb.Image(record.output, caption=record.caption))
+        self._run.log({f"{kind}/{set_name}": shown}, step=step)
+
+    def close(self, failed: bool) -> None:
+        self._run.finish(exit_code=1 if failed else 0)
