@@ -145,7 +145,7 @@ def test_a_run_resumes_with_and_without(wan_folder: Path, tmp_path: Path) -> Non
 
 
 def collected(cfg: FlowRLConfig) -> tuple[torch.Tensor, dict[str, float]]:
-    found = flow_rl.build(cfg).collect(0)
+    found = flow_rl.build(cfg).collector.collect(0)
     return found.samples.outputs, found.row
 
 

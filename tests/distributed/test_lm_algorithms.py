@@ -40,7 +40,7 @@ def step_beside_a_teacher(cfg: Any) -> dict[str, Any]:
 
     made: list[Any] = []
     _, found = first_step(lambda c: made.append(build(c)) or made[0], cfg)
-    module = made[0].teachers["teacher"].policy.trained.module
+    module = made[0].updater.teachers["teacher"].policy.trained.module
     held = sum(local(p).numel() for p in module.parameters())
     return found | {"held": held, "trained": any(p.requires_grad for p in module.parameters())}
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
-from phalanx.training import updates
+from phalanx.training.minibatches import Minibatches
 from phalanx.types import Batch, Samples
 from tests.jobs import assert_same_weights, full_weights, update
 from tests.lm import fit, one_step, tiny_lm_config
@@ -30,8 +30,8 @@ def watched(cfg: Any) -> dict[str, Any]:
         passes.append((sum(lengths) if packed else max(lengths) * len(lengths), int((batch.weight > 0).any(1).sum())))
         return batch
 
-    original = updates.MicroBatches.select
-    with patch.object(updates.MicroBatches, "select", select):
+    original = Minibatches.select
+    with patch.object(Minibatches, "select", select):
         return one_step(cfg) | {"passes": passes}
 
 
