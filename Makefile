@@ -126,7 +126,7 @@ learn-bd: $(VENV)/.installed-base
 	@$(ON_CPU) python benchmarks/learn_bd.py $(ARGS)
 
 base: $(VENV)/.installed-base
-	@$(TWO_RANKS) sh train.sh tasks/make_base.py
+	@$(TWO_RANKS) sh train.sh assets/make/make_base.py
 	@$(TWO_RANKS) sh train.sh tasks/train_flow_matching.py configs/flow_matching/digits.yaml trainer.resume=never $(ARGS)
 	@rm -rf outputs/base/export
 	@$(ON_CPU) python tasks/export_checkpoint.py checkpoint=outputs/phalanx/digits_base output_dir=outputs/base/export dtype=float16
@@ -134,11 +134,11 @@ base: $(VENV)/.installed-base
 	@cp outputs/base/train.txt outputs/base/held_out.txt assets/digits/
 
 base-lm: $(VENV)/.installed
-	@$(ON_CPU) python tasks/make_base_lm.py output_dir=outputs/base_lm
+	@$(ON_CPU) python assets/make/make_base_lm.py output_dir=outputs/base_lm
 	@rm -rf assets/words/base && cp -R outputs/base_lm/. assets/words/
 
 base-bd: $(VENV)/.installed
-	@$(ON_CPU) python tasks/make_base_lm.py output_dir=outputs/base_bd steps=0
+	@$(ON_CPU) python assets/make/make_base_lm.py output_dir=outputs/base_bd steps=0
 	@$(TWO_RANKS) sh train.sh tasks/train_block_diffusion.py configs/block_diffusion/words_sft.yaml \
 	  'data.train_files=[outputs/base_bd/solutions.jsonl]' trainer.total_training_steps=400 optim.lr=4e-3 data.overlong_prompts=filter \
 	  trainer.output_dir=outputs/base_bd/run trainer.resume=never $(ARGS)

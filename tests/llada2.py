@@ -105,7 +105,7 @@ def weights_of(settings: dict[str, Any], dtype: torch.dtype) -> dict[str, Tensor
 
 def tiny_llada2(folder: Path, dtype: torch.dtype = torch.float32, **settings: Any) -> Path:
     """Write the folder, with other `settings`, a tokenizer, and code that must not run."""
-    from phalanx.tools.tiny_lm import make_tokenizer
+    from assets.make.tiny_lm import make_tokenizer
 
     folder.mkdir(parents=True, exist_ok=True)
     found = SETTINGS | {"dtype": str(dtype).removeprefix("torch.")} | settings

@@ -19,7 +19,7 @@ def evenness(completions, prompts, metadata):
 
 def tiny_lm(folder: Path) -> Path:
     """An untrained Qwen3 of two layers, whose responses end early at times."""
-    from phalanx.tools.tiny_lm import make_model, make_tokenizer
+    from assets.make.tiny_lm import make_model, make_tokenizer
 
     torch.manual_seed(0)
     tokenizer = make_tokenizer()

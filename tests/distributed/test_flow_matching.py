@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from assets.make import digits
 from PIL import Image
 
 from phalanx.config import ConfigError, load
@@ -14,7 +15,6 @@ from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError
 from phalanx.data.streams import IndexStream
-from phalanx.tools import digits
 from phalanx.training import flow_matching
 from tests.checks import refused
 from tests.jobs import full_weights, rows
@@ -177,7 +177,7 @@ def test_make_base(tmp_path: Path) -> None:
     """The whole line of `make base` with a few steps each: pictures, VAE, transformer, on two ranks."""
     pytest.importorskip("matplotlib", reason="its fonts draw the pictures: the extra `base`")
     made = run_task(
-        ["tasks/make_base.py", f"output_dir={tmp_path}", "images=200", "vae_steps=20"], nproc=2, timeout=120
+        ["assets/make/make_base.py", f"output_dir={tmp_path}", "images=200", "vae_steps=20"], nproc=2, timeout=120
     )
     assert made.returncode == 0, made.stderr
     from datasets import load_from_disk

@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 
 def teacher_of(model: Path, folder: Path) -> Path:
     """A larger model with the same tokenizer."""
-    from phalanx.tools.tiny_lm import make_model
+    from assets.make.tiny_lm import make_model
 
     torch.manual_seed(1)
     tokenizer = AutoTokenizer.from_pretrained(model)

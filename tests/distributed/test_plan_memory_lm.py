@@ -41,7 +41,7 @@ PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.
 @pytest.fixture(scope="session")
 def medium_lm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Qwen3 of 4.2 M weights: four blocks, 256 wide, and a vocabulary of 4,096."""
-    from phalanx.tools.tiny_lm import make_tokenizer
+    from assets.make.tiny_lm import make_tokenizer
 
     folder, tokenizer = tmp_path_factory.mktemp("models") / "medium_lm", make_tokenizer()
     settings = Qwen3Config(

@@ -38,12 +38,11 @@ LAYERS: tuple[frozenset[str], ...] = (
 # Heavy libraries, and the only modules (or packages) that import them.
 OWNERS: dict[str, tuple[str, ...]] = {
     "av": ("media.videos",),
-    "datasets": ("data", "tools.digits"),
-    "diffusers": ("models.flow", "rollout.flow.solver", "tools"),
+    "datasets": ("data",),
+    "diffusers": ("models.flow", "rollout.flow.solver"),
     "fastapi": ("jobs.reward_server",),
     "httpx2": ("rewards.http",),
     "math_verify": ("rewards.text._child",),
-    "matplotlib": ("tools.digits",),
     "onnxruntime": ("rewards.image.ocr",),
     "peft": ("models.lora", "models.fused_lora"),
     "pyarrow": ("data",),
@@ -51,7 +50,6 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "rapidocr": ("rewards.image.ocr",),
     "reasoning_gym": ("rewards.text._child", "jobs.prepare_data"),
     "torch.utils.tensorboard": ("telemetry.loggers.tensorboard",),
-    "tokenizers": ("tools.tiny_lm",),
     "transformers": (
         "models",
         "plan.lm",

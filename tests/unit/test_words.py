@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from assets.make.words import SPLITS, problems, write_data
 
 from phalanx.rewards.text.gsm8k import truth
-from phalanx.tools.words import SPLITS, problems, write_data
 from tests.ranks import ROOT
 
 SHIPPED = ROOT / "assets" / "words"

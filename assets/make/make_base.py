@@ -1,16 +1,19 @@
 """Make parts of the tiny base: pictures of numbers, an untrained model folder, its trained VAE.
 
-    sh train.sh tasks/make_base.py output_dir=outputs/base
+    sh train.sh assets/make/make_base.py output_dir=outputs/base
 
 The transformer is then trained by tasks/train_flow_matching.py; `make base` does it all.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.cli import parse, rank, run
 from phalanx.config.load import arg
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for assets.make, where a launcher runs this file
 
 
 @dataclass
@@ -25,8 +28,8 @@ class BaseConfig:
 
 
 def build(cfg: BaseConfig) -> Callable[[], None]:
-    from phalanx.tools import digits
-    from phalanx.tools.vae import train_vae
+    from assets.make import digits
+    from assets.make.vae import train_vae
 
     folder = Path(cfg.output_dir)
     if rank() == 0:

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from assets.make.words import fact, problems
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-from phalanx.tools.words import fact, problems
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 TEMPLATE = (

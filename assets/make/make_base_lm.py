@@ -1,14 +1,17 @@
 """Make the tiny language model of the quickstart, and its word problems.
 
-python3 tasks/make_base_lm.py output_dir=outputs/base_lm
+python3 assets/make/make_base_lm.py output_dir=outputs/base_lm
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from phalanx.cli import parse, run
 from phalanx.config.load import arg
+
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for assets.make, where a launcher runs this file
 
 
 @dataclass
@@ -23,7 +26,7 @@ class BaseLMConfig:
 
 
 def build(cfg: BaseLMConfig) -> Callable[[], None]:
-    from phalanx.tools import tiny_lm, words
+    from assets.make import tiny_lm, words
 
     folder = Path(cfg.output_dir)
 
