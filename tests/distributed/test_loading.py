@@ -9,12 +9,14 @@ import torch
 from benchmarks.loading import lay_out, write
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, Ernie4_5_MoeForCausalLM
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.lm.export import export_model
 from phalanx.models.lm.model import load_model
 from phalanx.models.lm.policy import build_policy
 from phalanx.models.stored import dtype_to_read
@@ -85,6 +87,27 @@ def test_what_is_cast_late(lm_folder: Path, tmp_path: Path) -> None:
     lm = load_model(LMModelConfig(path=str(folder)), torch.float32, chunk=8, stored=True).lm
     assert {p.dtype for p in lm.parameters()} == {torch.float32}
     assert torch.equal(lm.model.norm.weight, tensors["model.norm.weight"])
+
+
+def test_all_weights_have_one_dtype(tmp_path: Path) -> None:
+    """A router's too, which transformers keeps in float32; the bias that it chooses by stays as transformers keeps it."""
+    settings = Ernie4_5_MoeConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, moe_intermediate_size=16, moe_num_experts=4, moe_k=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    base, folder = tmp_path / "base", tmp_path / "out"
+    Ernie4_5_MoeForCausalLM(settings).to(HALF).save_pretrained(base)
+    kept = AutoModelForCausalLM.from_pretrained(base, dtype=HALF)
+    assert kept.model.layers[1].mlp.gate.weight.dtype is torch.float32
+    model = load_model(LMModelConfig(path=str(base)), HALF, chunk=8)
+    assert model.lm.lm_head.weight is model.lm.model.embed_tokens.weight
+    folder.mkdir()
+    export_model(folder, LMModelConfig(path=str(base)), model)
+    before, after = load_file(base / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert after.keys() == before.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype is (torch.float32 if name.endswith("e_score_correction_bias") else HALF), name
+        assert torch.equal(after[name].to(HALF), tensor), name
 
 
 def encoded(cfg: FlowRLConfig) -> list[str]:

@@ -17,7 +17,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.lm.export import export_model
 from phalanx.models.lm.llada2 import LLaDA2Config
-from phalanx.models.lm.model import CausalLM, load_model
+from phalanx.models.lm.model import CACHE, CausalLM, load_model
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.models.lora import add_lora, merge_lora
 from tests.llada2 import SETTINGS, tiny_llada2
@@ -148,8 +148,8 @@ def test_a_cache_forgets_nothing(tmp_path: Path) -> None:
     cache = DynamicCache(config=lm.config)
     with torch.no_grad():
         whole = lm(input_ids=IDS, use_cache=False).logits
-        lm(input_ids=IDS[:, :-1], past_key_values=cache, use_cache=True)
-        last = lm(input_ids=IDS[:, -1:], past_key_values=cache, use_cache=True).logits
+        lm(input_ids=IDS[:, :-1], **{CACHE: cache}, use_cache=True)
+        last = lm(input_ids=IDS[:, -1:], **{CACHE: cache}, use_cache=True).logits
     torch.testing.assert_close(last[:, 0], whole[:, -1], rtol=0, atol=1e-5)
 
 

@@ -37,3 +37,14 @@ def widen_buffers(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.dtype in _HALVES.values():
                 setattr(part, name, buffer.to(dtype))
+
+
+def cast_weights(module: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of layers, and neither buffers nor other tensors, such as the bias that a router chooses by.
+
+    transformers keeps some of them in float32, such as a router's, and each version keeps others; FSDP would compute
+    with them in `dtype` all the same, and an export would have weights of two dtypes.
+    """
+    for name, p in module.named_parameters():
+        if name.endswith(".weight"):
+            p.data = p.data.to(dtype)

@@ -14,7 +14,7 @@ from phalanx.config.lm import LMRunConfig
 from phalanx.functional.block_diffusion import BlockTrace, States, Views, states_of
 from phalanx.functional.tokens import TokenReplay
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
-from phalanx.models.lm.model import CausalLM
+from phalanx.models.lm.model import CACHE, CausalLM
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger
 from phalanx.plan.lm import PlannedLMPolicy, PlannedLMRollout, planned_lm_policy
@@ -117,7 +117,7 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
             input_ids=state,
             attention_mask=seen[:, None, None].expand(-1, 1, size, -1),
             position_ids=state,
-            past_key_values=full,
+            **{CACHE: full},
             use_cache=True,
         ).logits
         full.crop(-size)

@@ -18,8 +18,9 @@ from phalanx.engines.loading import loading
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
-from phalanx.models.lm.model import DTYPES, CausalLM, causal_lm
+from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm
 from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.stored import cast_weights
 from phalanx.plan.blueprint import planned_world
 from phalanx.plan.layout import Cluster, Layout
 from phalanx.plan.ledger import META, Ledger
@@ -128,11 +129,11 @@ class PlannedLMRollout(LMRollout):
         forward, length = self.policy.trained.module, self.before + how.limit
         ids = torch.zeros(-(-count // n), self.before, dtype=torch.long, device=META)
         cache = DynamicCache(config=self.policy.settings)
-        forward(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        forward(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         full = self._filled(cache, count, length - 1)
         del cache
         at = torch.full((count, 1), length - 1, device=META)
-        out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, past_key_values=full, use_cache=True)
+        out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, **{CACHE: full}, use_cache=True)
         draw(out.logits[:, -1].float(), torch.empty(count, device=META), how)
 
     def _filled(self, cache: DynamicCache, count: int, length: int) -> DynamicCache:
@@ -180,6 +181,7 @@ def planned_lm_policy(
         settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
     with META:
         lm = transformers.AutoModelForCausalLM.from_config(settings, dtype=kept, trust_remote_code=False)
+        cast_weights(lm, kept)
         module: CausalLM = causal_lm(lm, config, chunk)
         lm.config._experts_implementation = experts.SHAPES
         options = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}

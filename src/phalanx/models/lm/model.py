@@ -14,7 +14,7 @@ from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import token_scores
 from phalanx.models.lm import experts, llada2, packing
 from phalanx.models.lm.headers import check_folder
-from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
+from phalanx.models.stored import cast_weights, computes_alike, dtype_to_read, widen_buffers
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +23,8 @@ llada2.register()
 # multipliers of the logits that `CausalLM` would have to know of
 _SCALED = ("logit_scale", "logits_scaling")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# the keyword of a language model's forward, which transformers 5.24 has renamed
+CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
 
 
 class CausalLM(nn.Module):
@@ -116,7 +118,8 @@ def load_model(
 
 
 def _from_files(config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    found: tuple[Any, dict[str, Any]] = transformers.AutoModelForCausalLM.from_pretrained(
+    """The model, the weights of whose layers are in `dtype`, and what transformers tells of loading it."""
+    lm, info = transformers.AutoModelForCausalLM.from_pretrained(
         config.path,
         revision=config.revision,
         trust_remote_code=False,
@@ -126,7 +129,8 @@ def _from_files(config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[st
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    return found
+    cast_weights(lm, dtype)
+    return lm, info
 
 
 def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path") -> CausalLM:

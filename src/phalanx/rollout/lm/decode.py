@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from phalanx.models.lm.model import CACHE
 from phalanx.types import JobError
 
 SHRINK = 0.75  # of the samples go on: a smaller batch then pays for the copy of the cache
@@ -47,7 +48,7 @@ def decode(
         input_ids=ids,
         attention_mask=mask,
         position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        past_key_values=cache,
+        **{CACHE: cache},
         use_cache=True,
         logits_to_keep=1,
     )
@@ -78,7 +79,7 @@ def decode(
             input_ids=drawn[:, None],
             attention_mask=mask,
             position_ids=position[:, None],
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
         )
         logits, position = out.logits[:, -1], position + 1

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from phalanx.functional.block_diffusion import confident, least_unmasked
+from phalanx.models.lm.model import CACHE
 from phalanx.rollout.lm.decode import SHRINK, Decoding, draw
 from phalanx.types import JobError
 
@@ -82,7 +83,7 @@ def denoise(
         block = {
             "attention_mask": seen[:, None, None].expand(-1, 1, size, -1),
             "position_ids": start[alive, None] + b * size + within,
-            "past_key_values": cache,
+            CACHE: cache,
             "use_cache": True,
         }
         place = (b * size + within - tail[alive, None]).clamp(min=0)  # of each token in its response
@@ -150,7 +151,7 @@ def read(
             input_ids=ids.to(device),
             attention_mask=(seen | torch.eye(width, dtype=torch.bool, device=device))[:, None],
             position_ids=(column - width + start[:, None]).clamp(min=0),
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
             logits_to_keep=1,
         )
