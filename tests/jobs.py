@@ -24,10 +24,11 @@ PROMPTS = [
     'a book called "zeta"',
 ]
 SIZE = 32
+CONTRAST = f"{Path(__file__).with_name('contrast.py')}:contrast"
 
 
 def tiny_config(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
-    """A job of 4 prompts x 4 images a step in 2 updates, on pixels that compress badly; files go below `folder`."""
+    """A job of 4 prompts x 4 images a step in 2 updates, on their contrast; files go below `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return load(FlowRLConfig, None, [*base_overrides(model, folder), *overrides])
@@ -60,7 +61,7 @@ def base_overrides(model: Path, folder: Path) -> list[str]:
         "actor.ppo_micro_batch_size_per_gpu=2",
         "optim.lr=1e-3",
         "algorithm.clip_ratio=1e-3",
-        "reward.functions=[{name: jpeg_incompressibility}]",
+        f"reward.functions=[{{name: contrast, path: '{CONTRAST}'}}]",
         "trainer.total_training_steps=2",
         "trainer.logger=[]",
         "trainer.save_freq=-1",

@@ -37,13 +37,6 @@ def pictures(cfg: Any) -> Any:
     return build(cfg)
 
 
-# A file's size is a whole number, which the last bits of a picture may change by one; this changes by as little as they.
-CONTRAST = """
-def contrast(images, prompts, metadata):
-    return [100 * float((image - image.mean()).square().mean()) for image in images]
-"""
-
-
 @pytest.fixture(params=["lm", "lm-lora", "blocks", "flow-lora"])
 def kind(request: pytest.FixtureRequest, lm_folder: Path, blocks_folder: Path, sd3_folder: Path, tmp_path: Path) -> Any:
     """(build, config) of a kind of policy: config(name, *overrides) is a job with files of its own."""
@@ -53,9 +46,7 @@ def kind(request: pytest.FixtureRequest, lm_folder: Path, blocks_folder: Path, s
     def config(name: str, *overrides: str) -> Any:
         if request.param == "flow-lora":
             (tmp_path / "held_out.txt").write_text("alpha\nbeta\ngamma\n")
-            (tmp_path / "contrast.py").write_text(CONTRAST)
             keys = (*lora, *VAL, f"data.val_files=[{tmp_path}/held_out.txt]", "rollout.micro_batch_size_per_gpu=4")
-            keys = (*keys, f"reward.functions=[{{path: '{tmp_path}/contrast.py:contrast'}}]")
             return tiny_config(sd3_folder, tmp_path / name, *keys, *overrides)
         keys = {"lm": (), "lm-lora": lora, "blocks": ("model.block_size=4", "rollout.threshold=0.02")}[request.param]
         folder = blocks_folder if request.param == "blocks" else lm_folder

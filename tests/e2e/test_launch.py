@@ -65,7 +65,7 @@ def test_a_mistake_is_one_line_on_each_node(nodes: int) -> None:
     ("mistake", "message"),
     [
         ("model.path=/none", "model.path: '/none': no such folder"),
-        ("data.val_files=[/none.txt]", "data.val_files: /none.txt does not exist; expected a .txt, "),
+        ("data.val_files=[/none/a.txt]", "data.val_files: /none/a.txt does not exist; expected a .txt, "),
     ],
 )
 def test_files_are_looked_at_before_a_rank_starts(mistake: str, message: str) -> None:
