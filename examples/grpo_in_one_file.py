@@ -28,7 +28,7 @@ seed, steps, data = cfg.trainer.seed, cfg.trainer.total_training_steps, cfg.data
 
 world = start(cfg)
 policy = load_policy(cfg, world)
-rollout = LMRollout(policy, cfg.rollout, data, world, data.train_batch_size * n, Passes(micro))
+rollout = LMRollout(policy, cfg.rollout, world, data.train_batch_size * n, Passes(micro))
 rewards = build_rewards(cfg, world, outputs="completions")
 rows = load_prompts(data.train_files, "data.train_files", prompt=data.prompt_key, quoted=False)
 prompts = PromptStream(rows, data.train_batch_size, data.seed)

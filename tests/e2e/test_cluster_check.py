@@ -43,7 +43,7 @@ def test_a_machine_that_is_fit(sd3_folder: Path, tmp_path: Path) -> None:
             "ok       GPUs: none; all ranks run on CPUs",
             f"(ok|warning) +memory: {NUMBER} .*",
             "(ok|warning) +limits: .*",
-            r"ok       paths: model.path and data.train_files\[0\] can be read",
+            r"ok       paths: model.path, data.train_files\[0\] and reward.functions\[0\].path can be read",
             f"ok       disk: {NUMBER} GB free at {tmp_path}/out",
             f"ok       shared disk: {tmp_path}/out can be written",
             "ok       all-reduce: correct on 2 ranks",

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from copy import copy
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -84,7 +84,7 @@ class Job:
         if problem is not None:
             raise ValueError(f"model.path: {problem}; a base or a checkpoint of such weights cannot be trained")
         self.checkpointer.saved_step = self.progress.step
-        self._good = replace(self.progress)  # as after the last step that was not a bad one
+        self._good = copy(self.progress)  # as after the last step that was not a bad one
         self.bad_steps = 0
         try:
             self._open_files()
@@ -205,7 +205,7 @@ class Job:
             self.bad_steps += 1
         self.state.applied = self.state.skipped = 0
         if self.bad_steps == 0:
-            self._good = replace(self.progress)
+            self._good = copy(self.progress)
         if self.bad_steps < self.cfg.trainer.max_bad_steps:
             return
         self.checkpointer.wait()
@@ -231,7 +231,7 @@ class Job:
                     f"after step {progress.step} {problem}; nothing is saved over the checkpoints of before; "
                     "lower optim.lr, or look at the rewards"
                 )
-            self.checkpointer.save(self.tensors(), replace(progress), in_flight)
+            self.checkpointer.save(self.tensors(), copy(progress), in_flight)
 
     def _not_finite(self) -> str | None:
         """On all ranks: the weights that hold NaN or infinity, in words; None where there are none."""
