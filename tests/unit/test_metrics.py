@@ -186,7 +186,7 @@ class TestNames:
         file.write_text(OWN)
         for entry, message in (
             (f"{file}:Linse", f"={f'{file}:Linse'!r}: {file} has no 'Linse'; did you mean Lines?"),
-            (f"{file}:", f"={f'{file}:'!r} names no Class; expected {FORMS}"),
+            (f"{file}:", f"={f'{file}:'!r} names no class; expected {FORMS}"),
             (
                 f"{file}:number",
                 f"={f'{file}:number'!r} is not a class derived from Logger of phalanx.telemetry.loggers",

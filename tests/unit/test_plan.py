@@ -833,7 +833,7 @@ def test_hundreds_of_ranks_take_a_few_lines(tmp_path: Path, sd3_folder: Path) ->
         "weights           64 copies of the weights, each over 4 ranks",
         "shard groups      0-3 | 4-7 | 8-11 | .. | 252-255",
         "replicate groups  0 4 .. 252 | 1 5 .. 253 | 2 6 .. 254 | 3 7 .. 255",
-        "rewards           jpeg_incompressibility: on every rank, for its own images",
+        "rewards           contrast: on every rank, for its own images",
     ]
     assert len(text.splitlines()) < 80
 
