@@ -82,6 +82,7 @@ GROUP_MAKERS = {
     "split_group",
 }
 MAX_LINES = 400
+MAX_TEST_LINES = 500
 
 # What a distribution is imported as, where the names differ.
 IMPORT_NAMES = {"pillow": "PIL", "pyyaml": "yaml", "huggingface-hub": "huggingface_hub", "mlflow-skinny": "mlflow"}
@@ -268,6 +269,11 @@ def test_the_page_has_these_layers_and_every_part() -> None:
     layout = set(re.findall(r"[\w.]+", code_block(page, "Layout")))
     parts = {module.part for module in MODULES} - {"", "tasks"}
     assert {part for part in parts if not {part, f"{part}.py"} & layout} == set()
+
+
+def test_files_of_tests_are_short() -> None:
+    lengths = {p.relative_to(ROOT): len(p.read_text().splitlines()) for p in (ROOT / "tests").rglob("*.py")}
+    assert {file: length for file, length in lengths.items() if length > MAX_TEST_LINES} == {}
 
 
 def test_libraries_are_explained() -> None:

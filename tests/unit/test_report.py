@@ -17,11 +17,10 @@ import pytest
 from PIL import Image
 
 from phalanx.config.run import TrainerConfig
-from phalanx.telemetry.charts import MAX_BARS, MAX_POINTS, charts_of, thin
+from phalanx.telemetry.charts import MAX_BARS, MAX_POINTS
 from phalanx.telemetry.metrics import RunLogger
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.report import main, write_report
-from phalanx.telemetry.run_folder import Run
 from phalanx.telemetry.samples import BEST, MAX_CARDS, MAX_SAMPLES
 
 SRC = Path(__file__).parents[2] / "src"
@@ -437,79 +436,14 @@ class TestSeveralRuns:
         assert "There is no config.yaml in bare." in page.words()
 
 
-def of_rows(*rows: dict[str, Any], label: str = "") -> Run:
-    return Run(Path("run"), label, list(rows), None, {})
-
-
-class TestCharts:
-    def test_no_value_that_is_no_number_is_drawn(self) -> None:
-        values = [0.5, None, float("nan"), float("inf"), "text", 0.25]
-        rows = [{"step": step, "reward/mean": value} for step, value in enumerate(values)]
-        (chart,), others = charts_of([of_rows(*rows)])
-        assert chart.series[0].points == [(0, 0.5), (5, 0.25)]
-        assert others == []
-
-    def test_the_band_belongs_to_its_points(self) -> None:
-        rows = [{"step": 0, "reward/mean": 1.0, "reward/std": 0.5}, {"step": 1, "reward/mean": 2.0}]
-        (chart,), _ = charts_of([of_rows(*rows)])
-        data = chart.data()["series"][0]
-        assert (data["y"], data["band"]) == ([1.0, 2.0], [0.5, 0.0])
-        assert "The band is one standard deviation." in chart.html()
-
-    def test_curves_of_several_runs_have_no_band_and_differ_in_colour_and_dash(self) -> None:
-        row = {"step": 0, "reward/mean": 1.0, "reward/std": 0.5, "actor/clipfrac": 0.1, "actor/clipfrac_lower": 0.2}
-        (reward, clip), _ = charts_of([of_rows(row, label="a"), of_rows(row, label="b")])
-        assert all("band" not in series for series in reward.data()["series"])
-        assert "The band" not in reward.html()
-        assert [(s.label, s.colour, s.dash) for s in clip.series] == [
-            ("a · actor/clipfrac", 0, 0),
-            ("b · actor/clipfrac", 1, 0),
-            ("a · actor/clipfrac_lower", 0, 1),
-            ("b · actor/clipfrac_lower", 1, 1),
-        ]
-
-    def test_phases_stand_in_their_order_with_all_steps(self) -> None:
-        rows = [
-            {"step": 0, "time/validation": 2.0},
-            {"step": 1, "time/odd": 1.0, "time/update": 3.0, "time/rollout": 4.0},
-        ]
-        (chart,), others = charts_of([of_rows(*rows)])
-        assert others == []
-        assert [(series.label, series.points) for series in chart.series] == [
-            ("rollout", [(0, 0.0), (1, 4.0)]),
-            ("update", [(0, 0.0), (1, 3.0)]),
-            ("validation", [(0, 2.0), (1, 0.0)]),
-            ("odd", [(0, 0.0), (1, 1.0)]),
-        ]
-        assert chart.data()["bars"] is True
-
-    def test_each_metric_is_in_a_chart(self) -> None:
-        row = {
-            "reward/mean": 1,
-            "reward/std": 1,
-            "reward/max": 1,
-            "reward/a": 1,
-            "val/x/reward/mean": 1,
-            "val/x/len": 1,
-        }
-        known, others = charts_of([of_rows({"step": 1, **row})])
-        assert [chart.title for chart in known] == ["Training reward", "Validation reward", "Reward terms"]
-        assert [(chart.title, chart.plain) for chart in others] == [("reward/max", False), ("val/x/len", True)]
-
-    def test_thin_keeps_means_and_the_number_of_points(self) -> None:
-        assert thin([(k, k % 2) for k in range(40)], 10) == [(4 * k + 2, 0.5) for k in range(10)]
-        assert thin([(1, 2.0), (7, 3.0)], 2) == [(1, 2.0), (7, 3.0)]
-        assert thin([], 5) == []
-        assert [len(thin([(k, 1.0) for k in range(n)], 10)) for n in (9, 10, 11, 19, 101)] == [9, 10, 10, 10, 10]
-
-    def test_a_long_run_stays_small_and_says_that_it_averages(self, tmp_path: Path) -> None:
-        names = ["reward/mean", "reward/std", "time/rollout", *(f"actor/metric_{k}" for k in range(40))]
-        values = np.random.default_rng(0).normal(size=(10_000, len(names))).tolist()
-        rows = [json.dumps({"step": k, **dict(zip(names, row, strict=True))}) for k, row in enumerate(values)]
-        (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-        path = write_report(tmp_path)
-        assert path.stat().st_size < 2 << 20
-        page = Page(path)
-        assert "Each point is the mean of 10 steps at most." in page.words()
-        sizes = {len(series["x"]) for chart in page.charts() for series in chart["series"]}
-        assert sizes == {MAX_POINTS, MAX_BARS}
+def test_a_long_run_stays_small_and_says_that_it_averages(tmp_path: Path) -> None:
+    names = ["reward/mean", "reward/std", "time/rollout", *(f"actor/metric_{k}" for k in range(40))]
+    values = np.random.default_rng(0).normal(size=(10_000, len(names))).tolist()
+    rows = [json.dumps({"step": k, **dict(zip(names, row, strict=True))}) for k, row in enumerate(values)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    path = write_report(tmp_path)
+    assert path.stat().st_size < 2 << 20
+    page = Page(path)
+    assert "Each point is the mean of 10 steps at most." in page.words()
+    sizes = {len(series["x"]) for chart in page.charts() for series in chart["series"]}
+    assert sizes == {MAX_POINTS, MAX_BARS}

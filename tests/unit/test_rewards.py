@@ -1,4 +1,4 @@
-"""Building rewards from the configuration, running them beside the rollout, and how their failures end the job."""
+"""Running rewards beside the rollout, and how their failures end the job."""
 
 import subprocess
 import sys
@@ -19,11 +19,6 @@ from phalanx.types import JobError, Prompt
 from tests.ranks import ROOT
 from tests.rewards import entry, rewards, scored, told
 
-BUILT_IN = (
-    "aesthetic, clip_score, dapo, format, gsm8k, hps_v2, hps_v3, http, jpeg_compressibility, jpeg_incompressibility, "
-    "length, llm_judge, math, ocr, overlong, pickscore, preferred, reasoning_gym, self_certainty, unified_reward, vlm_ocr"
-)
-FORMS = "module:function or path/to/file.py:function"
 HERE = __name__
 
 Meta = list[dict[str, Any]]
@@ -125,120 +120,6 @@ def some(*texts: str, value: float = 0.5, **meta: Any) -> tuple[Tensor, list[Pro
     """Images of one value, and their prompts."""
     prompts = [Prompt(text, i, dict(meta)) for i, text in enumerate(texts)]
     return torch.full((len(texts), 3, 8, 8), value), prompts
-
-
-# --- building
-
-
-def test_terms_their_names_and_weights(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def length(images, prompts, metadata):\n    return [len(p) for p in prompts]\n")
-    made = Stateful.made
-    reward = rewards(
-        mine("brightness", weight=2.0, scale=10.0),
-        mine("Stateful", weight=-1.0, term="shift", offset=0.25),
-        entry(path=f"{tmp_path}/own.py:length", weight=0.5),
-    )
-    assert [term.name for term in reward.terms] == ["brightness", "shift", "length"]
-    reward.submit(*some("ab", "abcd", value=0.5))
-    reward.submit(*some("a", value=1.0))
-    terms = reward.collect()
-    assert {name: t.tolist() for name, t in terms.items()} == {
-        "brightness": [5.0, 5.0, 10.0],
-        "shift": [0.25, 0.25, 0.25],
-        "length": [2.0, 4.0, 1.0],
-    }
-    assert all(t.dtype == torch.float32 for t in terms.values())
-    assert reward.weighted(terms).tolist() == [10.75, 11.75, 20.25]
-    assert Stateful.made == made + 1  # once, not at each call
-
-
-def bad_configurations() -> list[tuple[list[FlowRewardFunctionConfig], str]]:
-    return [
-        (
-            [],
-            "reward.functions is empty: nothing to optimise; give at least one entry, e.g. {name: ocr}; "
-            f"built in: {BUILT_IN}",
-        ),
-        (
-            [mine("brightness"), entry("_runner")],
-            f"reward.functions[1].name='_runner' is not a built-in reward; built in: {BUILT_IN}; or give path: {FORMS}",
-        ),
-        (
-            [entry("jpeg_compressibility"), mine("brightness"), entry("jpeg_compressibility", weight=2.0)],
-            "reward.functions[0] and reward.functions[2] are both named 'jpeg_compressibility'; give one of them another "
-            f"name and say with path which reward it is ({FORMS})",
-        ),
-    ]
-
-
-def bad_entries(tmp_path: Path) -> list[tuple[FlowRewardFunctionConfig, str]]:
-    """What is said of each as the first entry."""
-    file = tmp_path / "own.py"
-    file.write_text("x = 1\ndef score(images, prompts, metadata, power=1):\n    return [0.0]\n")
-    arguments, keyword = "images, prompts, metadata, **kwargs", "got an unexpected keyword argument"
-    no_module = f"no module 'no_such_module' on the Python path; expected {FORMS}"
-    near = f"did you mean ocr? built in: {BUILT_IN}; or give path: {FORMS}"
-    return [
-        (entry(), f" has neither name nor path; give name (built in: {BUILT_IN}) or path ({FORMS})"),
-        (entry("orc"), f".name='orc' is not a built-in reward; {near}"),
-        (entry(path=str(file)), f".path='{file}' names no function; expected {FORMS}"),
-        (entry(path=f"{tmp_path}/no.py:f"), f".path: '{tmp_path}/no.py': no such file"),
-        (entry(path=f"{file}:scor"), f".path='{file}:scor': {file} has no 'scor'; did you mean score?"),
-        (entry(path="no_such_module.sub:f"), f".path='no_such_module.sub:f': {no_module}"),
-        (mine("zzz"), f".path='{HERE}:zzz': {HERE} has no 'zzz'"),
-        (mine("NUMBER"), f".path='{HERE}:NUMBER' is of type int; expected a function or a class"),
-        (mine("brightness", scal=2), f".kwargs: brightness({arguments}): {keyword} 'scal'; its kwargs: scale"),
-        (
-            mine("two_arguments"),
-            f".kwargs: two_arguments({arguments}): too many positional arguments; its kwargs: none",
-        ),
-        (
-            entry("ocr", detekt=False),
-            f".kwargs: ocr(**kwargs): {keyword} 'detekt'; its kwargs: detect, contains, threads",
-        ),
-        (
-            mine("Stateful"),
-            ".kwargs: Stateful(**kwargs): missing a required argument: 'offset'; its kwargs: offset, sign",
-        ),
-        (mine("Stateful", term="s", offset=1, sign=3), " (s): sign=3 is neither 1 nor -1"),
-        (mine("NoCall"), ": NoCall is a class without __call__; expected __call__(images, prompts, metadata)"),
-        (mine("OnDevice", scale=1), f".kwargs: OnDevice(**kwargs): {keyword} 'scale'; its kwargs: factor"),
-        (mine("nap", term="mean"), ": 'mean' is the name of another metric; give the term another name"),
-    ]
-
-
-def test_bad_configurations(tmp_path: Path) -> None:
-    for functions, message in bad_configurations():
-        assert told(ValueError, rewards, *functions) == message
-    for first, message in bad_entries(tmp_path):
-        assert told(ValueError, rewards, first) == f"reward.functions[0]{message}"
-
-
-BROKEN_MODULES = [
-    ("import not_there\n", ":1: No module named 'not_there'"),
-    ("def f(:\n", ":1: invalid syntax"),
-    ("x = 1\n1 / 0\n", ":2: ZeroDivisionError: division by zero"),
-    ("import sys\nsys.exit(0)\n", ":2: SystemExit: 0"),
-    (
-        "class E(Exception):\n    def __str__(self): return 1 / 0\nraise E\n",
-        ":3: E: (str() of it raised ZeroDivisionError)",
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "message"), BROKEN_MODULES)
-def test_a_module_that_cannot_be_imported(
-    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One line names the place in the user's file, and the traceback is behind it; by file and by dotted name."""
-    monkeypatch.syspath_prepend(tmp_path)
-    file = tmp_path / f"broken_{abs(hash(text))}.py"
-    file.write_text(text)
-    for path in (f"{file}:f", f"{file.stem}:f"):
-        with pytest.raises(ConfigError) as error:
-            rewards(entry(path=path))
-        assert str(error.value) == f"reward.functions[0].path: {file}{message}"
-        assert error.value.__cause__ is not None
 
 
 # --- running

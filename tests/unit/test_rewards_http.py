@@ -1,23 +1,13 @@
 """The reward `http` against the reference server, and against servers that are dead, slow, or lie."""
 
-import base64
-import gc
-import json
 import logging
 import random
 import socket
-import struct
-import sys
 import threading
 import time
-import zlib
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,9 +17,7 @@ import httpx2
 import pytest
 import torch
 import uvicorn
-from PIL import Image
 
-from phalanx.config import load
 from phalanx.config.run import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.exit import place
@@ -38,182 +26,26 @@ from phalanx.rewards import RewardError, RewardOutput, RewardSet
 from phalanx.rewards.http import MAX_ANSWER, Http, ServerError
 from phalanx.types import Prompt
 from tests.ranks import ROOT, free_port
+from tests.reward_servers import (
+    Answer,
+    Strange,
+    asked,
+    listening,
+    only,
+    own_rewards,
+    refusal,
+    says,
+    scores,
+    serving,
+    strange,
+)
 from tests.rewards import entry, rewards, scored, told
 from tests.unit.test_rewards_ocr import words
-
-REWARDS = """
-import threading
-import time
-
-from phalanx.rewards import DeviceReward
-
-def brightness(images, prompts, metadata):
-    return images.mean((1, 2, 3))
-
-def bonus(images, prompts, metadata):
-    return [meta["bonus"] + len(prompt) for meta, prompt in zip(metadata, prompts, strict=True)]
-
-begun = []
-
-def picky(images, prompts, metadata):
-    if any("broken" in prompt for prompt in prompts):
-        raise ValueError("broken")
-    time.sleep(0.2 if "slow" in prompts[0] else 0)
-    return [float(prompt[-1]) for prompt in prompts]
-
-def naps(images, prompts, metadata, seconds):
-    begun.append(prompts)
-    time.sleep(seconds)
-    return [0.0] * len(images)
-
-gate = threading.Event()
-
-def gated(images, prompts, metadata):
-    begun.append(prompts)
-    assert gate.wait(30)
-    return [1.0] * len(images)
-
-def nan(images, prompts, metadata):
-    return [float("nan")] * len(images)
-
-def boom(images, prompts, metadata):
-    raise KeyError("no such\\nthing")
-
-class OneAtATime(DeviceReward):
-    def __init__(self, device):
-        self.busy = threading.Lock()
-
-    def __call__(self, images, prompts, metadata):
-        assert self.busy.acquire(blocking=False), "two calls at once"
-        time.sleep(0.05)
-        self.busy.release()
-        return [1.0] * len(images)
-"""
-
-# --- what the tests talk to
 
 
 @pytest.fixture(scope="module")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("rewards") / "own.py"
-    file.write_text(REWARDS)
-    return file
-
-
-@pytest.fixture
-def fresh(tmp_path: Path) -> Path:
-    """The same for one test: a file runs once, and remembers what was begun."""
-    file = tmp_path / "own.py"
-    file.write_text(REWARDS)
-    return file
-
-
-def only(own: Path, name: str, **kwargs: Any) -> str:
-    """The override of a server with one reward of REWARDS."""
-    return f"reward.functions=[{{path: '{own}:{name}', kwargs: {json.dumps(kwargs)}}}]"
-
-
-@contextmanager
-def serving(*overrides: str) -> Iterator[RewardServer]:
-    """The reference server on a free port of this machine, in a thread."""
-    server = RewardServer(load(ServeRewardConfig, None, ["port=0", *overrides]))
-    try:
-        with listening(server.listener(), server.socket):
-            yield server
-    finally:
-        server.close()
-
-
-@contextmanager
-def listening(listener: uvicorn.Server, address: socket.socket) -> Iterator[None]:
-    thread = threading.Thread(target=listener.run, kwargs={"sockets": [address]})
-    thread.start()
-    try:
-        wait_for(lambda: listener.started)
-        yield
-    finally:
-        listener.should_exit = True
-        thread.join()
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-Answer = Callable[["Strange", dict[str, Any]], None]
-
-
-class Strange(BaseHTTPRequestHandler):
-    """One request to a strange server; `answer` of the server says what happens."""
-
-    protocol_version = "HTTP/1.1"
-    server: "StrangeServer"
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.seen.append(dict(self.headers))
-        self.server.answer(self, json.loads(body))
-
-    def reply(self, content: Any, status: int = 200, **headers: str) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None: ...
-
-
-class StrangeServer(ThreadingHTTPServer):
-    daemon_threads = False
-
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(("127.0.0.1", 0), Strange)
-        self.answer = answer
-        self.seen: list[dict[str, str]] = []
-        self.over = threading.Event()  # ends what hangs
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/score"
-
-    def handle_error(self, request: Any, client_address: Any) -> None: ...  # a client that gave up
-
-
-@contextmanager
-def strange(answer: Answer) -> Iterator[StrangeServer]:
-    server = StrangeServer(answer)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.over.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
-
-
-def says(content: Any, status: int = 200, **headers: str) -> Answer:
-    return lambda request, _: request.reply(content, status, **headers)
-
-
-def scores(url: str, count: int = 4, **kwargs: Any) -> list[float]:
-    """The scores of `count` small grey images."""
-    options = {"retries": 1, "backoff_s": 0.01, "timeout_s": 20.0, **kwargs}
-    return Http(url, **options)(torch.full((count, 3, 8, 8), 0.5), [f"p{i}" for i in range(count)], [{}] * count)
-
-
-def refusal(url: str, count: int = 4, **kwargs: Any) -> str:
-    """What is wrong, without the address."""
-    shown, _, problem = told(ServerError, scores, url, count, **kwargs).partition(": ")
-    assert shown == url
-    return problem
+    return own_rewards(tmp_path_factory.mktemp("rewards"))
 
 
 # --- the same scores
@@ -631,314 +463,6 @@ def test_bad_arguments(kwargs: dict[str, Any], problem: str, monkeypatch: pytest
     monkeypatch.setenv("BAD_TOKEN", "two words\r\n")
     http = entry("http", **{"url": "http://x/", **kwargs})
     assert told(ValueError, rewards, http) == f"reward.functions[0] (http): {problem}"
-
-
-# --- the reference server: who may ask
-
-
-def test_a_token(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own: Path) -> None:
-    caplog.set_level(logging.DEBUG)
-    monkeypatch.setenv("SERVER_TOKEN", "s3cret-of-the-server")
-    monkeypatch.setenv("OTHER_TOKEN", "an0ther")
-    with serving(only(own, "brightness"), "token_env=SERVER_TOKEN") as server:
-        wants = "answered 401: this server wants a token: the header Authorization: Bearer <token>"
-        assert refusal(server.url) == wants
-        assert refusal(server.url, token_env="OTHER_TOKEN") == wants
-        assert scores(server.url, token_env="SERVER_TOKEN") == pytest.approx([0.5] * 4, abs=0.002)
-        answer = httpx2.post(server.url, content=b"x")
-        assert answer.headers["www-authenticate"] == "Bearer"
-        assert httpx2.get(server.url.replace("score", "health")).json() == {"status": "ok"}
-    assert "s3cret" not in caplog.text and "an0ther" not in caplog.text
-
-
-def test_strangers_must_be_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(*overrides: str) -> None:
-        functions = "reward.functions=[{name: jpeg_compressibility}]"
-        server = RewardServer(load(ServeRewardConfig, None, [functions, "port=0", *overrides]))
-        server.close()
-
-    monkeypatch.setenv("SERVER_TOKEN", "secret")
-    start("host=localhost")
-    start("host=0.0.0.0", "allow_open=true")
-    start("host=0.0.0.0", "token_env=SERVER_TOKEN")
-    assert told(ValueError, start, "host=0.0.0.0") == (
-        "host=0.0.0.0 can be reached from other machines, and there is no token; give token_env, or allow_open=true "
-        "where everybody may use the server"
-    )
-
-
-def test_a_server_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    def problem(*overrides: str) -> str:
-        return told(ValueError, RewardServer, load(ServeRewardConfig, None, list(overrides)))
-
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert problem(f"port={port}") == (
-            f"host=127.0.0.1 port={port}: Address already in use; give a free port of this machine, e.g. port=8077"
-        )
-    assert problem("host=no.such.host.invalid", "port=8077").startswith("host=no.such.host.invalid port=8077: ")
-    assert problem("port=0").startswith("reward.functions is empty: nothing to optimise;")
-    assert problem("port=0", "reward.functions=[{name: vlm_ocr}]") == (
-        "reward.functions[0]: vlm_ocr is a judge, which asks reward.model: training jobs have one"
-    )
-    assert problem("port=0", "token_env=NO_SUCH_VARIABLE") == (
-        "token_env: the environment variable NO_SUCH_VARIABLE is not set; it holds the server's token"
-    )
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert problem() == "the server is one process, and there are 2; start it with NPROC_PER_NODE=1"
-
-
-# --- the reference server: what it refuses
-
-
-def png(width: int = 4, height: int = 4, mode: str = "RGB") -> bytes:
-    buffer = BytesIO()
-    Image.new(mode, (width, height), 255 if mode == "L" else "white").save(buffer, "PNG")
-    return buffer.getvalue()
-
-
-def chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-
-def bomb(width: int, height: int) -> bytes:
-    """A PNG of a few bytes that claims a size."""
-    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    data = zlib.compress(b"\0" * 1_000_000)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", data) + chunk(b"IEND", b"")
-
-
-def asked(count: int, **other: Any) -> dict[str, Any]:
-    return {"images": b64(png()) * count, "prompts": ["ab"] * count, **other}
-
-
-def b64(file: bytes) -> list[str]:
-    return [base64.b64encode(file).decode()]
-
-
-@pytest.fixture(scope="module")
-def small(own: Path) -> Iterator[RewardServer]:
-    """A server with narrow limits."""
-    limits = ["max_images=3", "max_pixels=1000", "max_body_mb=0.02", "read_timeout_s=0.5"]
-    with serving(only(own, "brightness"), *limits) as server:
-        yield server
-
-
-BAD_REQUESTS: dict[str, tuple[Any, int, str]] = {
-    "no JSON": (b"{", 400, "Invalid JSON: EOF while parsing an object at line 1 column 1"),
-    "nested": (b"[" * 10_000, 400, "Invalid JSON: recursion limit exceeded at line 1 column 202"),
-    "a list": ([1], 400, "Input should be an object"),
-    "no images": (asked(0), 400, "there are no images"),
-    "images that are no texts": (asked(1, images=[1]), 400, "images.0 should be a valid bytes"),
-    "no base64": (asked(1, images=["~"]), 400, "images.0: Data should be valid base64: Invalid symbol 126, offset 0."),
-    "too many images": (asked(4), 413, "4 images are more than max_images=3"),
-    "too long": (asked(1, more="x" * 30_000), 413, "the body is longer than max_body_mb=0.02; send fewer images"),
-    "no prompts": ({"images": b64(png())}, 400, "prompts: Field required"),
-    "prompts of numbers": (asked(1, prompts=[1]), 400, "prompts.0 should be a valid string"),
-    "too few prompts": (asked(2, prompts=["a"]), 400, "there are 2 images and 1 prompts"),
-    "metadata of texts": (asked(1, metadata=["a"]), 400, "metadata.0 should be an object"),
-    "too much metadata": (asked(1, metadata=[{}, {}]), 400, "there are 1 images and 2 metadata"),
-    "no PNG": (asked(1, images=b64(b"GIF89a")), 400, "image 0 is not a whole PNG (UnidentifiedImageError)"),
-    "half a PNG": (asked(1, images=b64(png(20, 20)[:60])), 400, "image 0 is not a whole PNG (OSError)"),
-    "transparent": (asked(1, images=b64(png(mode="RGBA"))), 400, "image 0 is RGBA; expected RGB with 8 bits a channel"),
-    "a large image": (asked(1, images=b64(png(40, 26))), 413, "image 0: 40 x 26 is over 1000 pixels"),
-    "a bomb": (asked(1, images=b64(bomb(10_000, 8_000))), 413, "image 0: 10000 x 8000 is over 1000 pixels"),
-    "a larger bomb": (asked(1, images=b64(bomb(60_000, 60_000))), 413, "image 0 is over 1000 pixels"),
-    "two sizes": (
-        asked(2, images=[*b64(png(4, 4)), *b64(png(4, 5))]),
-        400,
-        "image 1 has another size than image 0; the images of a request have one",
-    ),
-}
-
-
-@pytest.mark.parametrize(("body", "status", "detail"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
-def test_bad_requests(small: RewardServer, body: Any, status: int, detail: str) -> None:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer = httpx2.post(small.url, content=content, headers={"Content-Type": "application/json"})
-    assert (answer.status_code, answer.json()) == (status, {"detail": detail})
-    assert httpx2.post(small.url, json=asked(1)).json()["scores"] == [1.0]  # it goes on
-
-
-def test_bad_forms(small: RewardServer) -> None:
-    def answer(data: dict[str, str], count: int) -> tuple[int, str]:
-        files = [("images", (f"{i}.png", png(), "image/png")) for i in range(count)]
-        got = httpx2.post(small.url, data=data, files=files)
-        return got.status_code, got.json()["detail"]
-
-    texts = json.dumps({"prompts": ["a"]})
-    assert answer({}, 1) == (400, "the form's field request should be JSON: {prompts: [], metadata: []}")
-    assert answer({"request": "x"}, 1) == (400, "Invalid JSON: expected value at line 1 column 1")
-    assert answer({"request": texts}, 2) == (400, "there are 2 images and 1 prompts")
-    assert answer({"request": texts}, 4) == (400, "Too many files. Maximum number of files is 3.")
-    got = httpx2.post(small.url, content=b"x", headers={"Content-Type": "text/plain"})
-    assert (got.status_code, got.json()["detail"]) == (
-        415,
-        "content-type 'text/plain'; expected application/json or multipart/form-data",
-    )
-
-
-def test_a_request_that_is_too_long_is_told_to_the_client(small: RewardServer) -> None:
-    """Though it is refused while it is still being sent."""
-    noise = torch.rand(8, 3, 256, 256, generator=torch.Generator().manual_seed(0))
-    problem = f"{small.url}: answered 413: the body is longer than max_body_mb=0.02; send fewer images"
-    assert told(ServerError, Http(small.url, retries=0), noise, ["a"] * 8, [{}] * 8) == problem
-
-
-def test_a_request_that_never_ends(small: RewardServer) -> None:
-    host, port = small.socket.getsockname()
-    head = "POST /score HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n"
-    for length, sent, expected in (
-        (1000, 10, "408: the body was not there within read_timeout_s=0.5"),
-        (10**9, 30_000, "413: the body is longer than max_body_mb=0.02; send fewer images"),
-    ):
-        with socket.create_connection((host, port), timeout=10) as connection:
-            connection.sendall(head.format(length).encode() + b"x" * sent)
-            answer = connection.makefile("rb").read().decode()
-        status, _, body = answer.partition("\r\n\r\n")
-        assert f"{status.split()[1]}: {json.loads(body)['detail']}" == expected
-
-
-# --- the reference server: its rewards
-
-
-def test_rewards_that_fail(own: Path, caplog: pytest.LogCaptureFixture) -> None:
-    where = 'on the prompts "p0" (+3 more)'
-    for name, problem in (
-        ("boom", f"raised KeyError: 'no such\\nthing' {where}"),
-        ("nan", f"returned nan for 4 of 4 images {where}; expected finite numbers"),
-    ):
-        with serving(only(own, name)) as server:
-            assert refusal(server.url, retries=0) == f"answered 500: reward {name!r} {problem} (try 1 of 1)"
-    (record,) = caplog.records  # with its traceback, for whoever keeps the server
-    assert record.exc_info is not None and isinstance(record.exc_info[1], KeyError)
-
-
-def test_a_reward_that_hangs(fresh: Path) -> None:
-    with serving(only(fresh, "naps", seconds=2), "reward.timeout_s=0.3") as server:
-        health = server.url.replace("score", "health")
-        problem = "answered 504: reward 'naps' was not done within reward.timeout_s=0.3 seconds (try 1 of 1)"
-        assert refusal(server.url, 1, retries=0) == problem
-        wait_for(lambda: httpx2.get(health).status_code == 503)
-        assert httpx2.get(health).json() == {"detail": "a call of reward 'naps' hangs; start the server again"}
-        assert refusal(server.url, 1, retries=0) == problem  # it has waited behind the first one, and is not begun
-        wait_for(lambda: httpx2.get(health).status_code == 200)
-        assert sys.modules["phalanx_user_own"].begun == [["p0"]]
-        # and of a call whose client has left
-        assert refusal(server.url, 1, retries=0, read_timeout_s=0.1).startswith("silent")
-        assert httpx2.get(health).status_code == 200
-        wait_for(lambda: httpx2.get(health).status_code == 503)
-
-
-def test_workers_of_rewards(own: Path) -> None:
-    """CPU rewards on several threads, rewards on the device one at a time."""
-    functions = f"[{{path: '{own}:naps', kwargs: {{seconds: 0.3}}}}, {{path: '{own}:OneAtATime'}}]"
-    with serving(f"reward.functions={functions}", "reward.num_workers=4") as server:
-        begin = time.monotonic()
-        assert scores(server.url, 4, batch_size=1, concurrency=4, retries=0) == [1.0] * 4
-        assert time.monotonic() - begin < 1.0
-
-
-@pytest.mark.parametrize("most", [1, 2])
-def test_more_connections_than_allowed(own: Path, most: int) -> None:
-    with serving(only(own, "brightness"), f"max_requests={most}") as server:
-        address = server.socket.getsockname()
-        with ExitStack() as others:
-            for _ in range(most - 1):
-                others.enter_context(socket.create_connection(address))
-            time.sleep(0.1)
-            assert len(scores(server.url, retries=0)) == 4
-            others.enter_context(socket.create_connection(address))
-            time.sleep(0.1)
-            assert refusal(server.url, retries=0) == "answered 503: Service Unavailable (try 1 of 1)"
-        assert len(scores(server.url, retries=5, backoff_s=0.1)) == 4
-
-
-def hung_up(connection: socket.socket, drip: bytes) -> bool:
-    """Whether the server closes a connection within seconds, while `drip` comes on it again and again."""
-    deadline = time.monotonic() + 5
-    connection.settimeout(0.05)
-    while time.monotonic() < deadline:
-        try:
-            if not connection.recv(65536):
-                return True
-        except TimeoutError:
-            connection.sendall(drip)
-        except ConnectionError:
-            return True
-    return False
-
-
-HEAD = b"GET /health HTTP/1.1\r\nHost: x\r\n"
-LONG = b"POST /score HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    ("sent", "drip", "waits"),
-    [(b"", b"", 1), (HEAD, b"", 1), (HEAD, b"x", 1), (HEAD + b"\r\n" + HEAD, b"x", 1), (LONG, b"x", 2)],
-    ids=["silent", "half a head", "a head without an end", "a second one", "a body without an end"],
-)
-def test_connections_without_a_request_are_closed(own: Path, sent: bytes, drip: bytes, waits: int) -> None:
-    """So that they do not take up all of the server for ever."""
-    limits = ["max_requests=3", "read_timeout_s=0.4"]
-    with serving(only(own, "brightness"), *limits) as server, ExitStack() as stack:
-        address = server.socket.getsockname()
-        begin = time.monotonic()
-        strangers = [stack.enter_context(socket.create_connection(address)) for _ in range(3)]
-        for stranger in strangers:
-            stranger.sendall(sent)
-        with ThreadPoolExecutor(3) as pool:
-            assert all(pool.map(hung_up, strangers, [drip] * 3))
-        assert time.monotonic() - begin >= 0.4 * waits
-        assert len(scores(server.url, retries=0)) == 4
-
-
-def test_a_connection_is_kept_while_its_request_is_scored(own: Path) -> None:
-    with serving(only(own, "naps", seconds=0.5), "read_timeout_s=0.2") as server, httpx2.Client() as client:
-        for _ in range(2):  # on one connection
-            assert client.post(server.url, json=asked(1)).json()["scores"] == [0.0]
-            time.sleep(0.1)
-
-
-# --- the reference server: requests that wait
-
-
-def held(kind: torch.dtype, count: int) -> int:
-    """How many tensors of so many numbers this process holds."""
-    return sum(type(each) is torch.Tensor and each.numel() == count and each.dtype == kind for each in gc.get_objects())
-
-
-def test_requests_wait_as_bytes_and_go_with_their_clients(fresh: Path) -> None:
-    """One is scored while seven wait; then all their clients leave, and the next one is not behind them."""
-    size, body = 3 * 37 * 41, json.dumps(asked(1, images=b64(png(37, 41)))).encode()
-    head = f"POST /score HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    with serving(f"reward.functions=[{{path: '{fresh}:brightness'}}, {{path: '{fresh}:gated'}}]") as server:
-        user = sys.modules["phalanx_user_own"]
-        with ExitStack() as clients:
-            for _ in range(8):
-                client = clients.enter_context(socket.create_connection(server.socket.getsockname()))
-                client.sendall(head.encode() + body)
-            wait_for(lambda: (held(torch.uint8, size), held(torch.float32, size), len(user.begun)) == (7, 1, 1))
-        wait_for(lambda: held(torch.uint8, size) == 0)
-        with ThreadPoolExecutor(1) as pool:
-            last = pool.submit(scores, server.url, 2)
-            wait_for(lambda: held(torch.uint8, 2 * 3 * 8 * 8) > 0)
-            user.gate.set()
-            assert last.result() == pytest.approx([1.0 + 128 / 255] * 2)
-        assert user.begun == [["ab"], ["p0", "p1"]]
-
-
-def test_a_client_that_asks_again_finds_a_server_that_recovers(fresh: Path) -> None:
-    """Of each of its calls but the first, nothing is left once it has given up."""
-    with serving(only(fresh, "naps", seconds=1)) as server:
-        silent = "silent for read_timeout_s=0.1 (try 4 of 4)"
-        assert refusal(server.url, 6, batch_size=1, concurrency=6, retries=3, read_timeout_s=0.1) == silent
-        begin = time.monotonic()
-        assert scores(server.url, 1, retries=0) == [0.0]
-        assert time.monotonic() - begin < 3
-        assert len(sys.modules["phalanx_user_own"].begun) <= 3
 
 
 def test_the_client_waits_as_long_as_the_server_may_take() -> None:

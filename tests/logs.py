@@ -1,0 +1,55 @@
+"""Loggers of a run for tests, what is logged, and what stands in metrics.jsonl."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from phalanx.config.run import TrainerConfig
+from phalanx.telemetry.metrics import RunLogger
+from phalanx.telemetry.records import Record
+
+
+def trainer(folder: Path, *loggers: str) -> TrainerConfig:
+    return TrainerConfig(output_dir=str(folder), logger=list(loggers), project_name="p", experiment_name="e")
+
+
+def start(
+    folder: Path, *loggers: str, step: int = 0, ids: dict[str, str] | None = None, enabled: bool = True
+) -> RunLogger:
+    return RunLogger(trainer(folder, *loggers), {"trainer": {"seed": 3}}, ids or {}, step, 4, enabled)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl as strict JSON, without the clock."""
+
+    def refuse(constant: str) -> float:
+        raise AssertionError(f"{constant} is not JSON")
+
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    found = [json.loads(line, parse_constant=refuse) for line in lines]
+    return [{key: value for key, value in row.items() if key != "perf/elapsed_s"} for row in found]
+
+
+def records(count: int = 3, height: int = 6, width: int = 9) -> list[Record]:
+    rng = np.random.default_rng(0)
+    return [
+        Record(f'a sign that says "{i}"', i / 10, rng.integers(0, 256, (height, width, 3), dtype=np.uint8), i)
+        for i in range(count)
+    ]
+
+
+def texts(count: int = 2) -> list[Record]:
+    """Completions of some lines, with characters that markdown, HTML and JSON give a meaning."""
+    return [
+        Record(
+            f"What is {i} + *1*?",
+            i / 4,
+            f"# {i}\n\n  <b>{i + 1}</b> \\ | 二",
+            i,
+            scores={"exact": i / 2},
+            ground_truth=f"*{i + 1}*",
+        )
+        for i in range(count)
+    ]

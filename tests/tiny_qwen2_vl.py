@@ -1,0 +1,43 @@
+"""The folder of a tiny Qwen2-VL without weights, as the base of HPSv3."""
+
+from pathlib import Path
+
+from tests.tiny import byte_alphabet
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+# does for one turn of one image and one text what the template of Qwen2-VL-Instruct does
+QWEN_CHAT = (
+    "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
+    "You are a helpful assistant.<|im_end|>\n{% endif %}<|im_start|>{{ message['role'] }}\n"
+    "{% for content in message['content'] %}{% if content['type'] == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ content['text'] }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def tiny_qwen2_vl(folder: Path) -> Path:
+    """Its configuration and tokenizer, a token a byte."""
+    from transformers import Qwen2Tokenizer, Qwen2VLConfig
+
+    tokens = [*byte_alphabet(), *SPECIAL]
+    tokenizer = Qwen2Tokenizer(
+        vocab={token: i for i, token in enumerate(tokens)},
+        merges=[],
+        extra_special_tokens=SPECIAL[1:],
+        padding_side="left",  # as Qwen's own
+        chat_template=QWEN_CHAT,
+    )
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+    text = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    config = Qwen2VLConfig(
+        text_config={**text, **ids, "num_key_value_heads": 1, "rope_parameters": rope, "vocab_size": len(tokens) + 40},
+        vision_config={"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2},
+        image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"),
+        video_token_id=len(tokens) + 30,
+        vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
+        vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
+    )
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

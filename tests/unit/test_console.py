@@ -1,0 +1,146 @@
+"""The console, with a terminal and without one."""
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from phalanx.telemetry.metrics import RunLogger, Timers
+from tests.logs import start, trainer
+
+SRC = Path(__file__).parents[2] / "src"
+
+
+class TestConsole:
+    def test_a_line_a_step_without_a_terminal(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        with start(tmp_path, "console") as log:
+            log.log(0, {"val/ocr/reward/mean": 0.5, "time/validation": 1})
+            log.log(1, {"reward/mean": 0.25, "actor/grad_norm": 0.5, "other": 1.0, "perf/step_s": 12.5})
+            log.log(4, {"reward/mean": 0.75, "val/ocr/reward/mean": 0.9, "val/ocr/reward/std": 0.1})
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == "step 0/4  validation  ocr/reward/mean 0.5000"
+        assert re.fullmatch(
+            r"step 1/4  reward/mean 0\.25  actor/grad_norm 0\.5  perf/step_s 12\.5  ETA 0:00:0\d", lines[1]
+        )
+        assert lines[2:] == [
+            "step 4/4  reward/mean 0.75  ETA 0:00:00",
+            "step 4/4  validation  ocr/reward/mean 0.9000  ocr/reward/std 0.1000",
+        ]
+
+    def test_the_eta_is_the_mean_step_times_those_left(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = [0.0]
+        monkeypatch.setattr("phalanx.telemetry.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+        with RunLogger(trainer(tmp_path, "console"), {}, {}, 10, 100, True) as log:
+            for step, now[0] in (11, 100.0), (12, 160.0):
+                log.log(step, {"reward/mean": 0.0})
+        lines = capsys.readouterr().out.splitlines()
+        # 100 s for the first step; 160 s for both, 80 s each.
+        assert lines == ["step 11/100  reward/mean 0  ETA 2:28:20", "step 12/100  reward/mean 0  ETA 1:57:20"]
+
+    def test_a_terminal_shows_what_the_job_is_at_below_the_rows(self, tmp_path: Path) -> None:
+        """Rows and warnings stay, each once and in one piece; below them a line tells phase, micro-batch and time."""
+        screen, _, _ = shown(LOOP, tmp_path, "stdout", "stderr")
+        lines = [line.rstrip("\r").rpartition("\x1b[2K")[2] for line in screen.split("\n")]
+        left = [line for line in lines if "\x1b" not in line and line]
+        assert [line.partition("  ETA")[0] for line in left] == [*ROWS[:2], "WARNING: careful", ROWS[2]]
+        plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen)
+        for done, phase in (
+            (0, "rollout 1/3"),
+            (0, "rollout 2/3"),
+            (0, "reward"),
+            (1, "update 2/2"),
+            (1, "validation 1"),
+        ):
+            assert re.search(rf"step {done}/2 done \S+ {phase} 0:00:0\d", plain), phase
+        assert screen.endswith("\x1b[?25h")  # the cursor is shown
+
+    @pytest.mark.parametrize("terminals", [(), ("stdout",), ("stderr",)])
+    def test_without_a_terminal_rows_are_plain(self, terminals: tuple[str, ...], tmp_path: Path) -> None:
+        screen, out, err = shown(LOOP, tmp_path, *terminals)
+        rows = screen.replace("\r\n", "\n") if "stdout" in terminals else out
+        assert [line.partition("  ETA")[0] for line in rows.splitlines()] == ROWS
+        assert not {"\r", "\x1b"} & set(rows)
+        if "stderr" in terminals:
+            assert "rollout 1/3" in screen
+        else:
+            assert err == "WARNING: careful\n"
+
+    def test_phases_nest(self) -> None:
+        timers = Timers()
+        with timers("rollout"):
+            timers.expect(3)
+            timers.advance()
+            with timers("judge"):
+                assert str(timers.phase) == "judge"
+            assert str(timers.phase) == "rollout 1/3"
+        assert str(timers.phase) == ""
+
+
+LOOP = """
+import logging, sys, time
+from phalanx.cli import _Terminal
+from phalanx.telemetry.metrics import RunLogger, Timers, TrainerConfig
+
+logging.basicConfig(format="%(message)s", handlers=[_Terminal()])
+timers = Timers()
+
+def work(name, done, expected=0):
+    with timers(name):
+        timers.expect(expected)
+        for _ in range(done):
+            timers.advance()
+            time.sleep(0.6)  # two views of it
+        time.sleep(0 if done else 0.6)
+
+numbers = {"actor/ratio_mean": 1.0, "actor/clipfrac": 0.5, "actor/grad_norm": 0.5, "perf/step_s": 12.5}
+with RunLogger(TrainerConfig(output_dir=sys.argv[1]), {}, {}, 0, 2, True, timers) as log:
+    log.log(0, {"val/ocr/reward/mean": 0.5})
+    work("rollout", 2, 3)
+    work("reward", 0)
+    log.log(1, {"reward/mean": 0.25, **numbers})
+    logging.warning("careful")
+    work("update", 2, 2)
+    work("validation", 1)
+    log.log(2, {"reward/mean": 0.5, **numbers})
+"""
+NUMBERS = "actor/ratio_mean 1  actor/clipfrac 0.5  actor/grad_norm 0.5  perf/step_s 12.5"  # wider than the terminal
+ROWS = [
+    "step 0/2  validation  ocr/reward/mean 0.5000",
+    f"step 1/2  reward/mean 0.25  {NUMBERS}",
+    f"step 2/2  reward/mean 0.5  {NUMBERS}",
+]
+
+
+def shown(code: str, folder: Path, *terminals: str) -> tuple[str, str, str]:
+    """What a script shows on a terminal, which these of its streams are, and the rest of stdout and stderr."""
+    master, slave = pty.openpty()
+    streams = {name: slave if name in terminals else subprocess.PIPE for name in ("stdout", "stderr")}
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "TERM": "xterm", "COLUMNS": "80"}
+    with subprocess.Popen([sys.executable, "-c", code, str(folder)], env=environment, **streams) as process:
+        os.close(slave)
+        screen = b"".join(read_all(master))
+        out, err = process.communicate()
+    os.close(master)
+    assert process.returncode == 0, (screen, err)
+    return screen.decode(), (out or b"").decode(), (err or b"").decode()
+
+
+def read_all(descriptor: int) -> Iterator[bytes]:
+    """What a pseudo-terminal shows until its other side is closed."""
+    while select.select([descriptor], [], [], 30)[0]:
+        try:
+            data = os.read(descriptor, 4096)
+        except OSError:  # Linux: the other side is closed
+            return
+        if not data:
+            return
+        yield data

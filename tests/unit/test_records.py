@@ -1,0 +1,119 @@
+"""Records of validation: the files of pictures and texts, their index, and grids."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
+from phalanx.telemetry.records import Record, grid, read_index, save_records
+from tests.logs import records, start, texts
+
+
+class TestImages:
+    def test_files_and_index(self, tmp_path: Path) -> None:
+        given = records()
+        given[1] = Record("日本語 <b>", float("nan"), given[1].output, 7, scores={"ocr": 0.5, "clip": float("inf")})
+        with start(tmp_path) as log:
+            log.records(10, "ocr", reversed(given))
+        folder = tmp_path / "images/ocr/step_000010"
+        names = ["00000.png", "00002.png", "00007.png", "grid.png", "index.jsonl"]
+        assert sorted(p.name for p in folder.iterdir()) == names
+        index = [json.loads(line) for line in (folder / "index.jsonl").read_text(encoding="utf-8").splitlines()]
+        assert index == [
+            {"index": 0, "prompt": 'a sign that says "0"', "reward": 0.0, "file": "00000.png"},
+            {"index": 2, "prompt": 'a sign that says "2"', "reward": 0.2, "file": "00002.png"},
+            {
+                "index": 7,
+                "prompt": "日本語 <b>",
+                "reward": None,
+                "scores": {"ocr": 0.5, "clip": None},
+                "file": "00007.png",
+            },
+        ]
+        with Image.open(folder / "00007.png") as image:
+            assert np.array_equal(np.asarray(image), given[1].output)
+
+    def test_a_later_start_replaces_the_folder(self, tmp_path: Path) -> None:
+        save_records(tmp_path, 1, "ocr", records(5))
+        folder = save_records(tmp_path, 1, "ocr", records(1))
+        assert sorted(p.name for p in folder.iterdir()) == ["00000.png", "grid.png", "index.jsonl"]
+        assert [p.name for p in folder.parent.iterdir()] == ["step_000001"]
+
+    def test_no_images(self, tmp_path: Path) -> None:
+        folder = save_records(tmp_path, 1, "ocr", [])
+        assert [p.name for p in folder.iterdir()] == ["index.jsonl"]
+
+    def test_long_texts_and_escapes_are_harmless_on_the_console(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with start(tmp_path, "console") as log:
+            log.records(1, "math", [Record("\x1b[2Jp", 0.5, "a" * 3000 + "end", 0)])
+        said = capsys.readouterr().out
+        assert "    \\x1b[2Jp\n" in said and " […] " in said and said.endswith("aaaend\n") and len(said) < 800
+
+    def test_texts_stand_in_the_index(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """And the first one on the console."""
+        given = [Record("a", float("nan"), "", 9), *texts()]
+        with start(tmp_path, "console") as log:
+            log.records(10, "math", given)
+        assert capsys.readouterr().out == (
+            "step 10/4  math, prompt 0, reward 0.000:\n    What is 0 + *1*?\n    # 0\n\n      <b>1</b> \\ | 二\n"
+            "    ground truth: *1*\n"
+        )
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["metrics.jsonl", "samples"]
+        folder = tmp_path / "samples/math/step_000010"
+        assert [p.name for p in folder.iterdir()] == ["index.jsonl"]
+        lines = (folder / "index.jsonl").read_text(encoding="utf-8").splitlines()
+        assert lines[0] == (
+            r'{"index": 0, "prompt": "What is 0 + *1*?", "reward": 0.0, "scores": {"exact": 0.0}, '
+            r'"ground_truth": "*1*", "text": "# 0\n\n  <b>1</b> \\ | 二"}'
+        )
+        assert [json.loads(line) for line in lines[1:]] == [
+            json.loads(lines[0])
+            | {"index": 1, "prompt": "What is 1 + *1*?", "reward": 0.25, "text": texts()[1].output}
+            | {"scores": {"exact": 0.5}, "ground_truth": "*2*"},
+            {"index": 9, "prompt": "a", "reward": None, "text": ""},
+        ]
+        assert read_index(folder, "text") == [json.loads(line) for line in lines]
+        with pytest.raises(ValueError, match=r":1: not a row with index, prompt, reward and file$"):
+            read_index(folder)
+
+    def test_tiny_images_are_enlarged_by_whole_pixels_with_captions_below(self) -> None:
+        (record,) = records(1, height=4, width=8)
+        picture = np.asarray(grid([record]))
+        factor = TILE_MIN // 8
+        enlarged = record.frames[0].repeat(factor, 0).repeat(factor, 1)
+        assert np.array_equal(picture[8 : 8 + 4 * factor, 8 : 8 + TILE_MIN], enlarged)
+        below = picture[8 + 4 * factor :]
+        assert (below < 128).any()  # text
+        assert picture.shape[1] == TILE_MIN + 16
+
+    def test_large_images_shrink_and_four_make_a_square(self) -> None:
+        picture = grid(records(4, height=512, width=1024))
+        assert picture.width == 2 * TILE_MAX + 3 * 8
+        assert picture.height < 2 * (TILE_MAX // 2 + 17 * (CAPTION_LINES + 1)) + 5 * 8
+
+    def test_long_prompts_and_long_words_stay_in_their_tile(self) -> None:
+        image = np.full((160, 160, 3), 255, np.uint8)
+        for prompt in ("word " * 300, "w" * 3000):
+            picture = np.asarray(grid([Record(prompt, 1.0, image, 0)]))
+            assert picture.shape[0] <= 160 + 17 * (CAPTION_LINES + 1) + 24
+            assert (picture[:, -6:] == 255).all()  # nothing runs into the margin
+
+    @pytest.mark.parametrize("image", [np.zeros((3, 4, 4), np.uint8), np.zeros((4, 4, 3), np.float32)])
+    def test_another_layout_is_refused(self, tmp_path: Path, image: Any) -> None:
+        with pytest.raises(ValueError) as error:
+            save_records(tmp_path, 1, "ocr", [Record("a", 1.0, image, 2)])
+        assert str(error.value) == (
+            f"images: record 2 is {image.dtype} {list(image.shape)}; expected uint8 [H, W, 3], or [F, H, W, 3]"
+        )
+
+    @pytest.mark.parametrize("name", ["../x", "", ".."])
+    def test_a_set_cannot_leave_its_folder(self, tmp_path: Path, name: str) -> None:
+        with pytest.raises(ValueError) as error:
+            save_records(tmp_path, 1, name, records())
+        assert str(error.value) == f"images: {name!r} cannot name a validation set's folder; use a name without '/'"
