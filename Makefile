@@ -16,6 +16,10 @@ PIP_ARGS ?=
 CONSTRAINTS ?= constraints.txt
 ARGS ?=
 TESTS ?= tests
+# Files of tests that name nothing that starts a process, makes a model, or takes as long.
+STARTS = subprocess|multiprocessing|run_ranks|run_task|torchrun|serving|ReasoningGym|RunLogger|Verifier
+MAKES = World|tiny_\w+|\w+_folder: Path|Ocr|peak_flops|aliases
+FAST_TESTS = $(shell grep -LE '\b($(STARTS)|$(MAKES))\b' tests/numerics/test_*.py tests/unit/test_*.py)
 # Tests leave a core idle at times, so all of them go in two lanes, a file at a time; a part of them goes in one.
 LANES ?= $(if $(filter tests,$(TESTS)),2,0)
 BENCH_CONFIG ?= benchmarks/cpu_reference.yaml
@@ -29,7 +33,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test test-rest test-all test-vllm test-trackers test-newest faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-newest faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -37,6 +41,7 @@ help:
 	@echo "make quickstart-lm    train a tiny language model on word problems with GRPO, two CPU ranks, about 2 minutes"
 	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in an environment of its own"
 	@echo "make quickstart-bd    GRPO of a tiny block-diffusion model on word problems, two CPU ranks, about 2 minutes"
+	@echo "make test-fast        tests of numbers and of single modules that start no process, under a minute on 2 cores"
 	@echo "make test             one test of each kind, 10 to 15 minutes on 2 cores"
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
 	@echo "make test-vllm        tests of vLLM on the CPU, in an environment of their own, about 15 minutes"
@@ -75,6 +80,9 @@ quickstart-lm-vllm: $(VLLM_VENV)/.installed
 	  OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" NPROC_PER_NODE="$${NPROC_PER_NODE:-2}" \
 	  sh train.sh tasks/train_grpo.py configs/grpo/quickstart.yaml rollout.engine=vllm \
 	  trainer.experiment_name=quickstart_lm_vllm $(ARGS)
+
+test-fast: $(VENV)/.installed-test
+	@$(PYTEST) -m "not full and not long" $(FAST_TESTS) $(ARGS)
 
 test: $(VENV)/.installed-test
 	@$(PYTEST) -m "not full and not long" $(TESTS) $(ARGS)

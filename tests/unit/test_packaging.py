@@ -1,5 +1,7 @@
 """How Phalanx is installed: the wheel, the constraints, the images, and the workflow that installs it."""
 
+import ast
+import os
 import re
 import subprocess
 import sys
@@ -61,6 +63,33 @@ def test_the_workflow_runs_what_a_developer_runs() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     commands = {name: [s["run"] for s in job["steps"] if "run" in s] for name, job in workflow["jobs"].items()}
     assert commands == {"test": ["make check", "make test"], "newest": ["make test-newest"]}
+
+
+def made(target: str, folder: Path, *variables: str) -> str:
+    """The commands that make would run in an environment that is not there yet, with a space between two words."""
+    command, env = ["make", "--dry-run", target, f"VENV={folder}/venv", *variables], {"PATH": os.environ["PATH"]}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    return re.sub(" +", " ", done.stdout)
+
+
+def test_make_installs_the_constraints_unless_there_are_none(tmp_path: Path) -> None:
+    for variables, constraint in (((), "--constraint constraints.txt "), (("CONSTRAINTS=",), "")):
+        commands = made("test", tmp_path, *variables)
+        for extra in ("ocr", "test"):
+            assert f" --disable-pip-version-check {constraint}--editable '.[{extra}]'\n" in commands
+
+
+def test_fast_tests_start_no_process(tmp_path: Path) -> None:
+    """The files of `make test-fast` import nothing that would, of tests/ranks.py at most a path."""
+    files = [ROOT / word for word in made("test-fast", tmp_path).split() if word.endswith(".py")]
+    assert len(files) > 20 and {file.parent.name for file in files} == {"numerics", "unit"}
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = {alias.name for alias in node.names} if isinstance(node, ast.Import | ast.ImportFrom) else set()
+            module = node.module if isinstance(node, ast.ImportFrom) else None
+            assert not names & {"subprocess", "multiprocessing"}, file
+            assert module not in ("subprocess", "multiprocessing", "tests.tasks", "tests.shells"), file
+            assert module != "tests.ranks" or names == {"ROOT"}, file
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda p: p.name)
