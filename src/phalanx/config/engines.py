@@ -17,15 +17,15 @@ class EngineFacts:
     policy's own modules. Nothing else of Phalanx asks which engine it is.
 
     `exact`: its log-probabilities are the policy's own, to the last bit; else the policy takes them again, as
-    rollout.correction says. `weights`: those that it samples with are the policy's, a whole "copy" on the rank, which
-    each rollout renews, or "none". `redraws`: its `resample` may be called. `videos`: it samples more than one frame.
-    `columns`, of flow models: its samples are images of the data, one of each of these columns, the preferred one
-    first, and have no actions. `blocks`, of language models: it samples those of block diffusion, and no others.
+    rollout.correction says. `weights`: it samples in the modules of the "policy", on a whole "copy" on each rank, which
+    each rollout renews, or with "none". `redraws`: its `resample` may be called. `videos`: it samples more than one
+    frame. `columns`, of flow models: its samples are images of the data, one of each of these columns, the preferred
+    one first, and have no actions. `blocks`, of language models: it samples those of block diffusion, and no others.
     `exclusive`: its state is that of the whole process, so that no reward model answers while it samples.
 
-    Of a copy: `tensor_parallel`: so many neighbouring ranks as rollout.tensor_parallel_size says hold one together;
+    Of a copy: `tensor_parallel`: as many neighbouring ranks as rollout.tensor_parallel_size says hold one together;
     `reserves`: with its cache it takes rollout.gpu_memory_utilization of a GPU, whatever is sampled; `sleeps`: it gives
-    its memory back between rollouts, where there is a key rollout.sleep as this says.
+    its memory back between rollouts, as rollout.sleep says where there is that key.
 
     `package`: the library that must be installed, by the name that it is imported by, and `install`: the words that say
     how to get it.

@@ -366,7 +366,7 @@ class RunConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def __post_init__(self) -> None:
-        """Sections of a run whose job is another one, such as an export, need no engine."""
+        """Nothing to refuse: where a run is read by another job, such as an export, its engine need not be here."""
 
 
 @dataclass

@@ -24,6 +24,8 @@ def check_class(found: Any, name: str, keyword: str, base: str, beside: Sequence
         raise ConfigError(f"{here} is of type {type(found).__name__}; expected a class")
     methods = [member for member in vars(Rollout) if not member.startswith("_") and member not in ATTRIBUTES]
     missing = [member for member in (*methods, *beside) if member not in dir(found)]
+    if inspect.isabstract(found):
+        missing += sorted(vars(found)["__abstractmethods__"])
     if missing:
         raise ConfigError(f"{here} lacks {', '.join(missing)}; derive it from {base}")
     if not _states_facts(found):
@@ -70,7 +72,7 @@ def check_redraws(config: RolloutConfig) -> None:
 def check_installed(config: RolloutConfig) -> None:
     """Raise ConfigError for an engine whose library is not here."""
     facts = config.facts
-    if facts.package is not None and find_spec(facts.package) is None:
+    if facts.package is not None and find_spec(facts.package.partition(".")[0]) is None:
         how = f"{facts.install}; or set" if facts.install else "set"
         raise ConfigError(f"{KEY}: {facts.package} is not installed; {how} {KEY}=policy")
 
