@@ -1,8 +1,8 @@
 """tasks/train_flowgrpo.py, or with RECIPE=lm tasks/train_grpo.py and with RECIPE=sft tasks/train_block_diffusion.py, whose
 ranks also say which phase they are in, so that tests can aim.
 
-FAULT names what goes wrong in reinforcement learning: `raise:RANK:STEP` and `hang:RANK:STEP` in the update of that step, or
-on a rank that only samples in its sampling, once.
+FAULT names what goes wrong in reinforcement learning: `raise:RANK:STEP` and `hang:RANK:STEP` in the advantage of that step,
+or on a rank that only samples in its sampling, once.
 """
 
 import os
@@ -61,22 +61,22 @@ def build(cfg: Any) -> Callable[[], None]:
     said = Path(cfg.trainer.output_dir).parent / f"phase_{own}"
     Timers.__call__ = phase  # type: ignore[method-assign]
     if isinstance(trainer, RolloutWorker):
-        sample = trainer.collector.sample
+        plain_sample = trainer.collector.sample
 
-        def sample_or_fail(at: int, chunk: int = 0) -> Any:
+        def sample(at: int, chunk: int = 0) -> Any:
             seen[:] = [at]
             fail(at)
-            return sample(at, chunk)
+            return plain_sample(at, chunk)
 
-        trainer.collector.sample = sample_or_fail  # type: ignore[method-assign]
+        trainer.collector.sample = sample  # type: ignore[method-assign]
     elif isinstance(trainer, Trainer):
-        advantage = trainer.updater.algorithm.advantage
+        plain_advantage = trainer.updater.algorithm.advantage
 
-        def advantage_or_fail(*args: Any) -> Any:
+        def advantage(*args: Any) -> Any:
             fail(trainer.job.progress.step)
-            return advantage(*args)
+            return plain_advantage(*args)
 
-        trainer.updater.algorithm.advantage = advantage_or_fail
+        trainer.updater.algorithm.advantage = advantage
     return trainer.run
 
 

@@ -20,7 +20,7 @@ def test_a_rank_that_raises(sd3_folder: Path, tmp_path: Path) -> None:
         said = job.said
     report = said[said.index(f"rank 1 on {HOST}:") :].splitlines()
     assert report[-1] == "KeyError: 'no such thing'"
-    assert any('task.py", line' in line and line.endswith("in update") for line in report)
+    assert any('task.py", line' in line and line.endswith("in advantage") for line in report)
     assert said.count("Traceback (most recent call last)") == 1  # nobody else's abort, and none of torchrun's
     assert "Connection closed" not in said
 

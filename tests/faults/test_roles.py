@@ -153,7 +153,7 @@ FAULTS = {"reward": "", "rollout": "raise:1:10", "actor": "raise:0:2"}
 REPORTS = {
     "reward": r"error: rank 1: reward 'refuses' raised ValueError: no such judge on the prompt .*\n\Z",
     "rollout": rf"rank 1 on {HOST} \(rollout\):\nTraceback [\s\S]* in sample\n[\s\S]*\nKeyError: 'no such thing'\n\Z",
-    "actor": rf"rank 0 on {HOST} \(actor\):\nTraceback [\s\S]* in update\n[\s\S]*\nKeyError: 'no such thing'\n\Z",
+    "actor": rf"rank 0 on {HOST} \(actor\):\nTraceback [\s\S]* in advantage\n[\s\S]*\nKeyError: 'no such thing'\n\Z",
 }
 
 

@@ -97,7 +97,7 @@ def test_sigusr1_to_one_rank_prints_the_stacks_of_all(sd3_folder: Path, tmp_path
         kill(first, signal.SIGUSR1)
         job.until(lambda: f"stacks of rank 1 on {socket.gethostname()}:" in job.said, timeout=30)
         job.until(lambda: job.said.count("Thread 0x") >= 4, timeout=30)
-        assert 'task.py", line' in job.said and "in update" in job.said  # where rank 1 hangs
+        assert 'task.py", line' in job.said and "in advantage" in job.said  # where rank 1 hangs
         assert {first, hung} <= set(job.ranks())  # neither has ended of it
 
 
