@@ -71,7 +71,7 @@ def scored_again(cfg: Any) -> list[float]:
             )
         # as after kernels that round more coarsely
         samples.log_prob.mul_(1 + 1e-3)
-        samples, _ = t.rescore(samples)
+        samples, _ = t.collector.rescorer(samples)
         errors.append(update(t, samples, all_gather(t.collector.rewards.score()[0]), 0)["actor/first_ratio_error"])
         t.job.checkpointer.wait()
         assert all(value.isfinite().all() for value in full_weights(t.policy.trained.parameters).values())

@@ -170,9 +170,11 @@ def unscored(cfg: Any) -> float:
     samples, _ = trainer.collector.sample(0)
     assert samples.trace.certainty is not None
     bare = replace(samples, trace=replace(samples.trace, certainty=None))
-    (known,), (found,) = (trainer.policy_terms(each).values() for each in (samples, bare))
-    assert not found.requires_grad
-    return float((known - found).abs().max())
+    rewards, passes = trainer.collector.rewards.rewards, trainer.collector.plan.passes_of(1)
+    known = rewards.of_policy(trainer.policy, samples, passes)["self_certainty"]
+    taken = rewards.of_policy(trainer.policy, bare, passes)["self_certainty"]
+    assert not taken.requires_grad
+    return float((known - taken).abs().max())
 
 
 @pytest.mark.full
