@@ -1,0 +1,117 @@
+"""The words and the shape of the code: names that say nothing, dense comprehensions, bare loops, docstrings of questions.
+
+The checks are functions of source text, so that the tests at the end can show that each of them fails where it must.
+"""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "phalanx"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# Names of variables that tell a reader nothing about their values.
+VAGUE = {"found", "own", "said", "mine", "whose", "how"}
+MAX_COMPREHENSIONS = 25  # per 1,000 lines of src
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+MAX_LINES = 32_000  # of src
+# Where the method itself stands, a reader needs more comments than elsewhere: lines of comments per 100 lines of code.
+MIN_COMMENTS = 10
+COMMENTED = (
+    "training/loop.py",
+    "training/update.py",
+    "training/minibatches.py",
+    "rollout/flow/denoise.py",
+    "rollout/lm/in_policy.py",
+    "functional/sde.py",
+)
+
+
+def vague_names(source: str) -> list[str]:
+    """Arguments and assigned variables with a name in VAGUE, as `line N: name`."""
+    errors = []
+    for node in ast.walk(ast.parse(source)):
+        name = ""
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            name = node.id
+        elif isinstance(node, ast.arg):
+            name = node.arg
+        if name in VAGUE:
+            errors.append(f"line {node.lineno}: {name}")
+    return errors
+
+
+def questions(source: str) -> list[str]:
+    """Docstrings that open with `What`, as `line N`: a docstring names the thing or says what is done."""
+    errors = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if (ast.get_docstring(node) or "").startswith("What"):
+            errors.append(f"line {node.body[0].lineno}")
+    return errors
+
+
+def comprehensions(source: str) -> int:
+    return sum(isinstance(node, COMPREHENSIONS) for node in ast.walk(ast.parse(source)))
+
+
+def comments_per_100(source: str) -> float:
+    """Lines with a comment per 100 lines of code; blank lines, docstrings and lines of only comments are not code."""
+    comments, code = set(), set()
+    skipped = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            comments.add(token.start[0])
+        elif token.type not in skipped:
+            code |= set(range(token.start[0], token.end[0] + 1))
+    return 100 * len(comments) / len(code - docstrings)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_names_and_docstrings(path: Path) -> None:
+    source = path.read_text()
+    assert vague_names(source) == []
+    assert questions(source) == []
+
+
+def test_comprehensions_are_few() -> None:
+    count = sum(comprehensions(path.read_text()) for path in FILES)
+    lines = sum(len(path.read_text().splitlines()) for path in FILES)
+    assert 1000 * count / lines <= MAX_COMPREHENSIONS
+
+
+def test_src_does_not_grow() -> None:
+    assert sum(len(path.read_text().splitlines()) for path in FILES) <= MAX_LINES
+
+
+@pytest.mark.parametrize("name", COMMENTED)
+def test_the_method_is_commented(name: str) -> None:
+    assert comments_per_100((SOURCE / name).read_text()) >= MIN_COMMENTS
+
+
+def test_a_vague_name_is_refused() -> None:
+    assert vague_names("found = 1") == ["line 1: found"]
+    assert vague_names("def f(own): pass") == ["line 1: own"]
+    assert vague_names("for said, n in x: pass") == ["line 1: said"]
+    assert vague_names("def how(): return result.found") == []  # a function, and an attribute of another library
+
+
+def test_a_question_is_refused() -> None:
+    assert questions('"""What it is."""') == ["line 1"]
+    assert questions('def f():\n    """What f gives."""') == ["line 2"]
+    assert questions('def f():\n    """The value."""') == []
+
+
+def test_comprehensions_and_comments_are_counted() -> None:
+    assert comprehensions("a = [x for x in y]\nb = {x: 1 for x in y}\nc = sum(x for x in {z for z in y})") == 4
+    assert comments_per_100('"""Doc."""\na = 1  # why\n\n# how\nb = 2\n') == 100
+    assert comments_per_100("a = '# text'\nb = 2\n") == 0
