@@ -1,7 +1,7 @@
 """The values that flow through the loop, and the protocols of the parts that produce them.
 
 The contract that all kinds of policy share: a rollout samples trajectories of *actions* (stochastic denoising steps,
-tokens), and the policy replays them and says the log-probability of each action. Nothing here knows more of a kind.
+tokens), and the policy replays them and gives the log-probability of each action. Nothing here depends on the kind.
 
 Shapes: B samples of this rank, N of all ranks, A actions of a sample. Samples may have different numbers of actions:
 they are padded to A, and a mask says which are real.
@@ -44,7 +44,7 @@ class Prompt:
 
 
 class Trace(Protocol):
-    """What a policy needs to replay the actions of B samples. Only the kind of policy that made it looks inside."""
+    """The values from which a policy replays the actions of B samples; read only by the kind of policy that made it."""
 
     def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
@@ -74,7 +74,7 @@ class Corrupted(Protocol):
 
 @dataclass(frozen=True)
 class Samples:
-    """What this rank sampled: the outputs, log_prob [B, A] of their actions under the weights that sampled, and mask
+    """The samples of this rank: the outputs, log_prob [B, A] of their actions under the weights that sampled, and mask
     [B, A] bool, the actions that are real and trained.
 
     `index` [B] is each sample's number in the step across all ranks; sample i belongs to group i // n. `weight` [B, A]
@@ -124,9 +124,8 @@ class Batch(Generic[T]):
     log_prob and mask [B, A] are those of `Samples` (of `corrupted` for forward-process algorithms, without log_prob);
     advantage [B], or [B, A] of an algorithm with `per_action`. weight [U, A] is that of each action of each unit (a
     sample, or the samples that the algorithm's `units` trains together): it already holds the denominator over all
-    ranks, and is 0 for what does not count.
-    `reference_outputs` holds what the algorithm's `reference_output` returned for these samples, by names of weights.
-    `on_policy`: see `Samples`.
+    ranks, and is 0 for what does not count. `reference_outputs` holds what the algorithm's `reference_output` returned
+    for these samples, by names of weights. `on_policy`: see `Samples`.
     """
 
     trace: T
@@ -143,9 +142,8 @@ class Batch(Generic[T]):
 class Scored:
     """All samples of this rank once they have rewards, before any of them is trained.
 
-    `advantage` [B] is what `Algorithm.advantage` says of them. The others are [B, A]: log_prob; mask bool, the actions
-    that are trained, of samples that count; `reference_outputs` by names of weights; the critic's `values`, None
-    without one.
+    `advantage` [B] is that of `Algorithm.advantage`. The others are [B, A]: log_prob; mask bool, the actions that are
+    trained, of samples that count; `reference_outputs` by names of weights; the critic's `values`, None without one.
     """
 
     advantage: Tensor
@@ -157,7 +155,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Credit:
-    """What each action is worth: advantage [B, A]; returns [B, A], which a critic learns; and metrics, equal on all
+    """The value of each action: advantage [B, A]; returns [B, A], which a critic learns; and metrics, equal on all
     ranks.
     """
 
@@ -249,7 +247,7 @@ class Rollout(Protocol):
         """rollout.val.n samples per prompt, one prompt's after the other."""
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """What there is to say of a step's samples; reward [N] is that of all ranks' samples."""
+        """Metrics of a step's samples; reward [N] is that of all ranks' samples."""
 
 
 class Algorithm(Protocol):
@@ -262,7 +260,7 @@ class Algorithm(Protocol):
     beside the policy. `averages`: copies of the weights that the algorithm keeps, in the checkpoint too; after training
     step number `step` (from 1) each becomes decay * itself + (1 - decay) * the policy's. `samples_per_unit`: samples of
     a prompt that are trained as one. `needs_reward`: False where nothing is learned from rewards. `per_action`: each
-    action has an advantage of its own, which `credit` gives. `clip_range`: how far from 1 a likelihood ratio may be
+    action has a separate advantage, which `credit` gives. `clip_range`: how far from 1 a likelihood ratio may be
     before the loss clips it, or where it does not clip, before samples are no longer taken for on-policy; where the
     policy's replay of its own samples is off by a tenth of it, old log-probs are taken again. `max_ratio`: the mean
     ratio of an update above which what is left of a step's updates is left out; None: never.

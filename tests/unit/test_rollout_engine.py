@@ -236,7 +236,7 @@ def test_what_an_engine_cannot_do(own: str) -> None:
                 flow.check_engine(FlowRolloutConfig(engine=engine, **{key: 3}))
         flow.check_engine(FlowRolloutConfig(engine=f"{own}:Flow", **{key: 3}))
     with pytest.raises(
-        ConfigError, match=r"^rollout.num_frames: 5 needs rollout.engine=policy; .*:Copy knows images alone$"
+        ConfigError, match=r"^rollout.num_frames: 5 needs rollout.engine=policy; .*:Copy makes only images$"
     ):
         flow.check_engine(FlowRolloutConfig(engine=f"{own}:Copy", num_frames=5))
 

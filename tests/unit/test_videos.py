@@ -190,7 +190,7 @@ def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with refused(f"{key}: {number}: StableDiffusion3Pipeline makes images, not videos; set it to 1"):
             val_sampler(wanted, ImageModel)
     for engine in ("vllm_omni", "dataset"):
-        with refused(f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} knows images alone"):
+        with refused(f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} makes only images"):
             check_engine(FlowRolloutConfig(num_frames=5, engine=engine))
     monkeypatch.setitem(sys.modules, "av", None)
     assert train_sampler(FlowRolloutConfig(), VideoModel).num_frames == 1

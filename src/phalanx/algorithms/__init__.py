@@ -44,14 +44,14 @@ def build(config: Any) -> types.Algorithm:
 
 def check_entry(module: ModuleType, name: str) -> None:
     """Raise ConfigError, as a configuration is loaded, for a class Algorithm that cannot be one."""
-    found = vars(module)["Algorithm"]
+    kind = vars(module)["Algorithm"]
     here = f"algorithm.name: {name!r}: class Algorithm"
-    if not isinstance(found, type):
+    if not isinstance(kind, type):
         raise ConfigError(f"{here} is not a class")
-    wanted = [*inspect.get_annotations(types.Algorithm), *(n for n in vars(types.Algorithm) if not n.startswith("_"))]
-    missing = [member for member in wanted if member not in dir(found)]
-    if inspect.isabstract(found):
-        missing += sorted(vars(found)["__abstractmethods__"])
+    wanted = [*inspect.get_annotations(types.Algorithm), *vars(types.Algorithm)]
+    missing = [member for member in wanted if not member.startswith("_") and member not in dir(kind)]
+    if inspect.isabstract(kind):
+        missing += sorted(vars(kind)["__abstractmethods__"])
     if missing:
         raise ConfigError(
             f"{here} lacks {', '.join(missing)}; derive it from GroupAlgorithm, TransitionAlgorithm, "

@@ -12,6 +12,9 @@ from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, has_signal, top_and_bottom
 from phalanx.types import Batch, Credit, Policy, Samples, Scored, Teacher
 
+# Keys that algorithms without group-relative advantages do not read.
+OF_ADVANTAGES = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k")
+
 
 @dataclass
 class GroupConfig(AlgorithmConfig):
@@ -25,7 +28,7 @@ class GroupConfig(AlgorithmConfig):
     )
     norm_adv_by_std_in_grpo: bool = arg(True, "divide advantages by a std at all; false is Dr.GRPO")
     group_filter: str = arg(
-        "all", "train on all samples of a prompt, or on the best and worst alone", choices=("all", "top_bottom")
+        "all", "train on all samples of a prompt, or only on the best and worst", choices=("all", "top_bottom")
     )
     group_filter_k: int = arg(4, "samples of each end that group_filter=top_bottom keeps", ge=1)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms import grpo
+from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.config.load import arg
 from phalanx.functional.returns import at_last, moments
 from phalanx.functional.token_losses import KL_TYPES, kl_estimate
@@ -19,14 +20,7 @@ from phalanx.types import Credit, Scored
 class ReturnsConfig(grpo.Config):
     """Keys of `algorithm` that all algorithms with advantages of single tokens have, but for those in `unused`."""
 
-    unused: ClassVar[tuple[str, ...]] = (
-        "adv_clip_max",
-        "global_std",
-        "norm_adv_by_std_in_grpo",
-        "group_filter",
-        "group_filter_k",
-        "importance",
-    )
+    unused: ClassVar[tuple[str, ...]] = (*OF_ADVANTAGES, "importance")
 
     gamma: float = arg(1.0, "discount of later rewards, for each token", ge=0, le=1)
     kl_reward_coef: float = arg(

@@ -1,22 +1,18 @@
-"""Advantage weighted matching: the policy gradient with flow matching's loss
-(https://arxiv.org/abs/2509.25050).
+"""Advantage weighted matching: the policy gradient with flow matching's loss (https://arxiv.org/abs/2509.25050).
 
     rho = exp(mean (v_old - u)^2 - mean (v - u)^2),   u = noise - x_0
     L = mean over samples and noise levels of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + lambda mean (v - v_ref)^2
 
-The negative loss of flow matching stands for the log-likelihood of an image, at any noise level and
-from any sampler. v_old are the policy's weights before the first update of a pass over the samples,
-at the same noise and levels.
+The negative loss of flow matching stands for the log-likelihood of an image, at any noise level and from any sampler.
+v_old are the policy's weights before the first update of a pass over the samples, at the same noise and levels.
 
 Deviations from the paper and its authors' code:
-1. Noise levels have equal weights, as in the paper; the authors' recipes take t times a power of
-   the error.
+1. Noise levels have equal weights, as in the paper; the authors' recipes take t times a power of the error.
 2. There is no second penalty on leaving a moving average of the policy.
 3. The authors' recipes scale advantages by 1/5 and divide by the std of all rewards, which
    algorithm.global_std=true does.
 4. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator.
-5. With actor.ppo_epochs > 1 the old predictions are those before each pass, since each has fresh
-   noise.
+5. With actor.ppo_epochs > 1 the old predictions are those before each pass, since each has fresh noise.
 """
 
 from dataclasses import dataclass

@@ -1,5 +1,4 @@
-"""Diffusion-DPO: direct preference optimisation of diffusion models
-(https://arxiv.org/abs/2311.12908).
+"""Diffusion-DPO: direct preference optimisation of diffusion models (https://arxiv.org/abs/2311.12908).
 
     L = mean over pairs and noise levels of  -log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)])
 
@@ -12,10 +11,8 @@ Deviations from the paper:
    rollout.engine=dataset and the reward `preferred` it is a pair of the data, as in the paper.
 2. The loss is written for velocities. beta holds the paper's T and its weight of the noise level,
    as in the authors' code, and e is a mean over dims, as there.
-3. Where the rollout is guided, so are the velocities: the policy is what samples. Guidance 1 is the
-   paper's.
-4. Each pair is trained at `train_timesteps` levels at once, from the distribution that
-   `level_distribution` names.
+3. Where the rollout is guided, so are the velocities: the policy is what samples. Guidance 1 is the paper's.
+4. Each pair is trained at `train_timesteps` levels at once, from the distribution that `level_distribution` names.
 """
 
 from dataclasses import dataclass, replace
@@ -25,6 +22,7 @@ import torch
 from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
+from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch
 from phalanx.functional.preference import best_and_worst, dpo_loss
@@ -35,9 +33,7 @@ from phalanx.types import Policy
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is diffusion_dpo."""
 
-    unused: ClassVar[tuple[str, ...]] = (
-        "adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k",
-    )  # fmt: skip
+    unused: ClassVar[tuple[str, ...]] = OF_ADVANTAGES
 
     beta: float = arg(2000.0, "how much a pair's difference of errors counts", gt=0)
 

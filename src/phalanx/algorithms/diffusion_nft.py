@@ -1,21 +1,18 @@
-"""DiffusionNFT: negative-aware fine-tuning on the forward process
-(https://arxiv.org/abs/2509.16117).
+"""DiffusionNFT: negative-aware fine-tuning on the forward process (https://arxiv.org/abs/2509.16117).
 
     v+ = beta v + (1 - beta) v_old,   v- = (1 + beta) v_old - beta v,   r = clip(A, -c, c) / 2c + 1/2
     L = mean over samples and noise levels of  c (r l+ + (1 - r) l-) / beta + lambda mean (v - v_ref)^2
 
-with l+- the squared errors of x_0 = x_t - t v+-, each divided by its own mean absolute error, and c
-= adv_clip_max. v_old are the weights that sample: an average of the policy's, old <- d old + (1 -
-d) policy after each training step.
+with l+- the squared errors of x_0 = x_t - t v+-, each divided by its own mean absolute error, and c = adv_clip_max.
+v_old are the weights that sample: an average of the policy's, old <- d old + (1 - d) policy after each training step.
 
 Deviations from the paper and its authors' code:
 1. The decay d is a function of the training step; the authors count optimizer steps, which is the
    same where a training step has one.
 2. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator;
    the authors train them with r = 1/2.
-3. The authors sample with a solver of second order (such as rollout.solver=dpm_solver++) and train
-   at 9 of its 10 noise levels; here the sampler is Euler's where the user is silent, and
-   `train_timesteps` says how many levels.
+3. The authors sample with a solver of second order (such as rollout.solver=dpm_solver++) and train at 9 of its 10 noise
+   levels; here the sampler is Euler's where the user is silent, and `train_timesteps` says how many levels.
 """
 
 from dataclasses import dataclass

@@ -1,17 +1,14 @@
-"""Flow-GRPO: group-relative policy optimisation of flow-matching models
-(https://arxiv.org/abs/2505.05470).
+"""Flow-GRPO: group-relative policy optimisation of flow-matching models (https://arxiv.org/abs/2505.05470).
 
     L = mean over samples and trained steps of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) + beta KL(pi, pi_ref)
 
-with rho the ratio of transition probabilities, A the group-relative advantage, and KL that of two
-Gaussian transitions.
+with rho the ratio of transition probabilities, A the group-relative advantage, and KL that of two Gaussian transitions.
 
 Deviations from the paper:
 1. The KL divides by the true variance of the transition; `kl_convention: flow_grpo` divides by the
    SDE's scale without its time step, as the authors' code does.
 2. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator.
-3. Only a window of steps is stochastic and trained (Flow-GRPO-Fast), where rollout.sde_window_size
-   says so.
+3. Only a window of steps is stochastic and trained (Flow-GRPO-Fast), where rollout.sde_window_size says so.
 """
 
 from dataclasses import dataclass

@@ -1,17 +1,14 @@
-"""GRPO-Guard: flow-matching GRPO whose ratios are regulated, against over-optimisation (arXiv
-2510.22319).
+"""GRPO-Guard: flow-matching GRPO whose ratios are regulated, against over-optimisation (arXiv 2510.22319).
 
     L = mean over samples and trained steps of  max(-A rho, -A clip(rho, 1 - eps, 1 + eps)) / d^2 + beta KL(pi, pi_ref)
     ln rho = (ln p - ln p_old + b) c,  b = mean(mu - mu_old)^2 / 2 c^2,  c the transition's std,  d^2 = sigma - sigma'
 
-b takes away the bias of ln p - ln p_old, whose mean is below 0 for samples of the old policy; c
-leaves ln rho = mean((mu - mu_old) eps), so that no noise level has a clip range of its own; 1/d^2
-balances the steps' gradients.
+b takes away the bias of ln p - ln p_old, whose mean is below 0 for samples of the old policy; c leaves ln rho =
+mean((mu - mu_old) eps), so that one clip range serves all noise levels; 1/d^2 balances the steps' gradients.
 
 Deviations from the paper:
 1. c and d are those of each sample and step, not averaged over a batch.
-2. As in flow_grpo, groups of equal rewards have weight 0, and only the steps of a window are
-   trained.
+2. As in flow_grpo, groups of equal rewards have weight 0, and only the steps of a window are trained.
 """
 
 from dataclasses import dataclass

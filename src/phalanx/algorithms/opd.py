@@ -1,20 +1,17 @@
-"""On-policy distillation: a student learns from a frozen teacher at the states that the student
-itself visits (DiffusionOPD, https://arxiv.org/abs/2605.15055; for language models
-https://arxiv.org/abs/2306.13649).
+"""On-policy distillation: a student learns from a frozen teacher at the states that the student itself visits
+(DiffusionOPD, https://arxiv.org/abs/2605.15055; for language models https://arxiv.org/abs/2306.13649).
 
     kl:        L = mean over samples and trained steps of  mean (mu - mu_T)^2 / 2 sigma_q^2
     velocity:  L = mean over samples and trained steps of  mean (v - v_T)^2
 
-mu is the mean of the student's stochastic step, of standard deviation sigma_q, from a state of its
-own trajectory, and mu_T that of the teacher's from the same state. The KL of the two Gaussians is
-exact; no reward takes part in it.
+mu is the mean of the student's stochastic step, of standard deviation sigma_q, from a state of its own trajectory, and
+mu_T that of the teacher's from the same state. The KL of the two Gaussians is exact; no reward takes part in it.
 
 With `teacher_guidance` a guided teacher teaches a student that samples without guidance.
 
 Deviations from the paper:
 1. There is one teacher, for all prompts.
-2. Only the steps of the rollout's window are stochastic and trained, where rollout.sde_window_size
-   says so.
+2. Only the steps of the rollout's window are stochastic and trained, where rollout.sde_window_size says so.
 3. `velocity` is beside it: the same states, with equal weight at all noise levels.
 """
 
@@ -78,12 +75,12 @@ class Algorithm(GroupAlgorithm):
         """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
         replay: FlowReplay = policy.replay(batch.trace)
         teacher = batch.reference_outputs[TEACHER]
-        own = self._prediction(replay)
+        student = self._prediction(replay)
         if self.config.loss_type == "kl":
-            loss = gaussian_kl(own.flatten(0, 1), teacher.flatten(0, 1), replay.std.repeat(len(own)))
+            loss = gaussian_kl(student.flatten(0, 1), teacher.flatten(0, 1), replay.std.repeat(len(student)))
         else:
-            loss = torch.square(own - teacher).flatten(2).mean(2)
-        loss = loss.view(own.shape[:2])
+            loss = torch.square(student - teacher).flatten(2).mean(2)
+        loss = loss.view(student.shape[:2])
         return loss, {f"teacher_{self.config.loss_type}": loss.detach().mean()}
 
     def _prediction(self, replay: FlowReplay) -> Tensor:

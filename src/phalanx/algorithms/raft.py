@@ -12,6 +12,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.algorithms._tokens import TokenAlgorithm, TokenConfig
 from phalanx.config.load import arg
 from phalanx.functional.advantage import best_of_group
@@ -24,10 +25,7 @@ from phalanx.types import Batch
 class Config(TokenConfig):
     """Keys of `algorithm` where its name is raft."""
 
-    unused: ClassVar[tuple[str, ...]] = (
-        "adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k",
-        "early_stop_imp_ratio",
-    )  # fmt: skip
+    unused: ClassVar[tuple[str, ...]] = (*OF_ADVANTAGES, "early_stop_imp_ratio")
 
     best: int = arg(1, "responses of each prompt that are trained on: those of the highest rewards", ge=1)
 

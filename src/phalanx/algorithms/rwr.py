@@ -3,9 +3,8 @@
     w_i = n exp(A_i / tau) / (sum of exp(A_j / tau) over the n images of the prompt)
     L = mean over samples and noise levels of  w mean (v - u)^2 + lambda mean (v - v_ref)^2,   u = noise - x_0
 
-Source: online reward-weighted conditional flow matching (https://arxiv.org/abs/2502.06061), whose
-bound of the Wasserstein distance is the penalty with lambda; reward-weighted regression is Peters
-and Schaal's (2007).
+Source: online reward-weighted conditional flow matching (https://arxiv.org/abs/2502.06061), whose bound of the
+Wasserstein distance is the penalty with lambda; reward-weighted regression is Peters and Schaal's (2007).
 
 Deviations from the paper:
 1. Weights are those of the group-relative advantage, not of the reward, and their mean over a

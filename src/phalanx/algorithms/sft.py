@@ -5,8 +5,7 @@
 with u = noise - x_0. It is RAFT (https://arxiv.org/abs/2304.06767) with the flow-matching loss of
 rectified flow (SD3, https://arxiv.org/abs/2403.03206).
 
-Deviation from the paper: prompts whose images all have one reward are left out, since none of them
-is the best.
+Deviation from the paper: prompts whose images all have one reward are left out, since none of them is the best.
 """
 
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
+from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.config.load import arg
 from phalanx.functional.advantage import best_of_group
 from phalanx.functional.flow import FlowBatch
@@ -25,9 +25,7 @@ from phalanx.types import Policy
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is sft."""
 
-    unused: ClassVar[tuple[str, ...]] = (
-        "adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group_filter", "group_filter_k",
-    )  # fmt: skip
+    unused: ClassVar[tuple[str, ...]] = OF_ADVANTAGES
 
     best: int = arg(1, "images of each prompt that are trained on: those of the highest rewards", ge=1)
 

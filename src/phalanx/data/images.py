@@ -18,9 +18,8 @@ TEXT_COLUMNS = ("prompt", "text", "caption")
 class ImageTextData:
     """Pairs of an image and its prompt.
 
-    They come from `.jsonl` files (`image`: a path beside the file, `prompt`) and Hugging Face
-    dataset folders (a column `image`, and `prompt`, `text` or `caption`). Raises DataError, with
-    one line, for a file that cannot be used.
+    They come from `.jsonl` files (`image`: a path beside the file, `prompt`) and Hugging Face dataset folders (a column
+    `image`, and `prompt`, `text` or `caption`). Raises DataError, with one line, for a file that cannot be used.
     """
 
     def __init__(self, files: list[str], height: int, width: int, key: str = "data.train_files") -> None:
@@ -51,13 +50,13 @@ class ImageTextData:
 def _rows(file: str, key: str) -> Iterator[tuple[Any, str, str]]:
     path = Path(file)
     try:
-        found = kind(path)
+        form = kind(path)
     except OSError as error:
         raise DataError(f"{key}: {cut(file)} cannot be read: {error.strerror}") from None
     path = path.expanduser()
-    if found == "folder":
+    if form == "folder":
         yield from _dataset_rows(path, file, key)
-    elif found is None:
+    elif form is None:
         raise DataError(f"{key}: {file}: no such file or folder")
     elif path.suffix == ".jsonl":
         for where, row in json_objects(path, file):

@@ -14,8 +14,7 @@ def held_out_overlap(
 ) -> int:
     """Count the validation prompts that are training prompts as well, and warn if there are any.
 
-    With a column `image`, only those with the same image. Raises ValueError for an image that
-    cannot be read.
+    With a column `image`, only those with the same image. Raises ValueError for an image that cannot be read.
     """
     held_out = list(val)
     seen, same = _common(list(train), held_out, lambda row: row.text.strip())
@@ -37,5 +36,5 @@ _Rows = list[PromptRow | Prompt]
 
 def _common(some: _Rows, others: _Rows, name: Callable[[PromptRow | Prompt], Hashable]) -> tuple[_Rows, _Rows]:
     """The rows of each list whose name occurs in the other list as well."""
-    both = {name(row) for row in some} & {name(row) for row in others}
+    both = set(map(name, some)) & set(map(name, others))
     return [row for row in some if name(row) in both], [row for row in others if name(row) in both]

@@ -77,10 +77,11 @@ def load_prompts(
         path, split = _locate(file, key)
         read = _read(path, split, f"{key}: {file}", images, prompt)
         column = "prompt" if path.suffix == ".txt" else prompt
-        found = [_row(columns, where, column, quoted, answered) for where, columns in read]
-        if not found:
+        before = len(rows)
+        for where, columns in read:
+            rows.append(_row(columns, where, column, quoted, answered))
+        if len(rows) == before:
             raise DataError(f"{key}: {file} has no prompts")
-        rows += found
     return rows
 
 
@@ -319,8 +320,7 @@ def _row(columns: dict[str, Any], where: str, prompt: str, quoted: bool, answere
     negative = columns.get("negative_prompt")
     if negative is not None:
         negative = _text(negative, "negative_prompt", where)
-    own = (prompt, "negative_prompt", "ground_truth")
-    meta = {name: value for name, value in columns.items() if name not in own}
+    meta = {name: value for name, value in columns.items() if name not in (prompt, "negative_prompt", "ground_truth")}
     truth = _ground_truth(columns, text, quoted)
     if truth is not None:
         meta["ground_truth"] = truth

@@ -21,8 +21,11 @@ class IndexStream:
     def batch(self, step: int) -> list[int]:
         """The numbers of training step `step`, of all ranks."""
         first = step * self._batch_size
-        places = [divmod(first + i, self._size) for i in range(self._batch_size)]
-        return [self._order(epoch)[index] for epoch, index in places]
+        numbers = []
+        for place in range(first, first + self._batch_size):
+            epoch, index = divmod(place, self._size)
+            numbers.append(self._order(epoch)[index])
+        return numbers
 
     def _permutation(self, epoch: int) -> list[int]:
         order = list(range(self._size))
@@ -32,11 +35,10 @@ class IndexStream:
 
 
 class PromptStream:
-    """Endless batches of prompts, epoch by epoch, each in an order of its own.
+    """Endless batches of prompts, epoch by epoch, each in another order.
 
-    A batch depends on (rows, batch_size, seed, step) alone, so every rank sees the same one, and a
-    resumed run goes on as if it had not stopped. A batch may straddle two epochs; no prompt is left
-    out.
+    A batch depends only on (rows, batch_size, seed, step), so every rank sees the same one, and a resumed run goes on
+    as if it had not stopped. A batch may straddle two epochs; no prompt is left out.
     """
 
     def __init__(self, rows: list[PromptRow], batch_size: int, seed: int) -> None:
@@ -67,16 +69,16 @@ class PromptStream:
     def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:
         """The rows of a step, with others in these places: rows that the step does not have, as far as there are any.
 
-        They come from an order of their own, of which `draw` counts the batches: so those of later steps stay as they
+        They come from a separate order, of which `draw` counts the batches: so those of later steps stay as they
         are, and a resumed run needs no memory of what was drawn.
         """
         spare = list(dict.fromkeys(self._spare.batch(draw)))
         # the data may be too small for prompts that are all different
         unlike = [number for number in spare if number not in numbers] or spare
-        found = list(numbers)
+        renewed = list(numbers)
         for i, place in enumerate(places):
-            found[place] = unlike[i % len(unlike)]
-        return found
+            renewed[place] = unlike[i % len(unlike)]
+        return renewed
 
     def steps(self, epochs: float) -> int:
         """Number of training steps for `epochs` passes over the data, rounded up."""

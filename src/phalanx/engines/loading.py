@@ -18,7 +18,7 @@ def loading(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # tokenizers has no error of its own: it raises Exception itself
+        # tokenizers defines no class of errors: it raises Exception itself
         if not isinstance(error, _MISFITS) and type(error) is not Exception:
             raise
         named = [] if type(error) in (Exception, OSError, ValueError) else [type(error).__name__]
@@ -35,8 +35,8 @@ def check_weights(info: dict[str, Any], what: str) -> None:
     if missing:
         raise ValueError(f"{what}: it has no {missing[0]}")
     if other:
-        name, found, right = other[0]
-        raise ValueError(f"{what}: its {name} is {list(found)} rather than {list(right)}")
+        name, shape, expected = other[0]
+        raise ValueError(f"{what}: its {name} is {list(shape)} rather than {list(expected)}")
 
 
 def special_tokens(tokenizer: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""The reward model in plain transformers, on torch alone: for models that vLLM lacks, and where there is no vLLM."""
+"""The reward model in plain transformers, with torch only: for models that vLLM lacks, and where there is no vLLM."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ class TransformersEngine:
     """
 
     def __init__(self, cfg: RewardModelConfig, mesh: DeviceMesh | None, *, text: bool = False) -> None:
-        """Load the model; `mesh` holds the ranks of the replica, None: this one alone. `text`: a language model, which
+        """Load the model; `mesh` holds the ranks of the replica, None: only this one. `text`: a language model, which
         is asked without images. ValueError for a model that cannot be loaded, or not be divided among the ranks.
         """
         assert cfg.path is not None
@@ -75,11 +75,15 @@ class TransformersEngine:
         with _randomness_kept():
             for first in range(0, len(order), size):
                 batch = order[first : first + size]
-                # judges may ask several questions about an image, which is made a picture once
-                numbers = {questions[i][0] for i in batch} if images is not None else set()
-                pictures = {number: pil_image(images[number]) for number in numbers} if images is not None else {}
-                said = self._answer([(pictures.get(questions[i][0]), questions[i][1]) for i in batch])
-                for i, text in zip(batch, said, strict=True):
+                pictures: dict[int, Any] = {}
+                asked = []
+                for i in batch:
+                    number, question = questions[i]
+                    # judges may ask several questions about an image, which is made a picture once
+                    if images is not None and number not in pictures:
+                        pictures[number] = pil_image(images[number])
+                    asked.append((pictures.get(number), question))
+                for i, text in zip(batch, self._answer(asked), strict=True):
                     answers[i] = text
         return answers
 
@@ -102,13 +106,17 @@ class TransformersEngine:
             logits_processor=[Choice(cfg.temperature, cfg.seed, begin, self._group)],  # which samples, if it is to
             synced_gpus=False,
         )[:, begin:].tolist()
-        own = [row[: self._limit - length] for row, length in zip(tokens, lengths, strict=True)]
-        return [str(self._processor.decode(row, skip_special_tokens=True)) for row in own]
+        answers = []
+        for row, length in zip(tokens, lengths, strict=True):
+            answers.append(str(self._processor.decode(row[: self._limit - length], skip_special_tokens=True)))
+        return answers
 
     def _tokens(self, batch: list[tuple[Any, str]]) -> Any:
         """The model's inputs: `input_ids` and `attention_mask` [B, S], padded on the left, and pixels."""
         if batch[0][0] is None:
-            talks = [[{"role": "user", "content": as_text(question, self._special)}] for _, question in batch]
+            talks = []
+            for _, question in batch:
+                talks.append([{"role": "user", "content": as_text(question, self._special)}])
             form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
             return self._tokenizer.apply_chat_template(talks, **form).to(self._device)
         texts = []

@@ -85,13 +85,14 @@ class VllmEngine:
         from vllm.exceptions import VLLMError
 
         # judges may ask several questions about an image, which is made a picture once
-        numbers = {number for number, _ in questions}
+        pictures: dict[int, Any] = {}
         special = special_tokens(self._llm.get_tokenizer()) if images is None else []
-        pictures = {} if images is None else {number: pil_image(images[number]) for number in numbers}
         talks = []
         for number, question in questions:
             content: list[dict[str, Any]] = [{"type": "text", "text": as_text(question, special)}]
             if images is not None:
+                if number not in pictures:
+                    pictures[number] = pil_image(images[number])
                 content.insert(0, {"type": "image_pil", "image_pil": pictures[number]})
             talks.append([{"role": "user", "content": content}])
         with self._groups.active():

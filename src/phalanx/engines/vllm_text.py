@@ -24,7 +24,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class TextEngineConfig:
-    """What an engine is built with: `longest` tokens of a prompt with its response, `together` responses at once."""
+    """Settings of an engine: `longest` tokens of a prompt with its response, `together` responses at once."""
 
     path: str
     revision: str | None
@@ -115,18 +115,18 @@ class TextEngine:
         assert done, "requests are running"
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], how: Sampling
+        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
     ) -> tuple[list[list[int]], list[list[float]]]:
         """A response to each prompt, a function of it and its seed, and the log-probabilities of its tokens."""
         from vllm import SamplingParams
 
         settings = [
             SamplingParams(
-                temperature=how.temperature,
-                top_p=how.top_p,
-                max_tokens=how.limit,
-                stop_token_ids=list(how.ends),
-                ignore_eos=not how.ends,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                max_tokens=sampling.limit,
+                stop_token_ids=list(sampling.ends),
+                ignore_eos=not sampling.ends,
                 logprobs=0,
                 seed=seed % 2**63,
                 detokenize=False,
@@ -135,12 +135,13 @@ class TextEngine:
         ]
         with self._groups.active(), torch.no_grad():
             asked = [{"prompt_token_ids": prompt} for prompt in prompts]
-            found = [request.outputs[0] for request in self._llm.generate(asked, settings, use_tqdm=False)]
-        tokens = [list(sample.token_ids) for sample in found]
-        log_probs = [
-            [entry[token].logprob for entry, token in zip(sample.logprobs, sample.token_ids, strict=True)]
-            for sample in found
-        ]
+            requests = self._llm.generate(asked, settings, use_tqdm=False)
+        tokens, log_probs = [], []
+        for request in requests:
+            sample = request.outputs[0]
+            tokens.append(list(sample.token_ids))
+            scored = zip(sample.logprobs, sample.token_ids, strict=True)
+            log_probs.append([entry[token].logprob for entry, token in scored])
         return tokens, log_probs
 
 

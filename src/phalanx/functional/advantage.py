@@ -41,14 +41,14 @@ def leave_one_out(reward: Tensor, group_id: Tensor) -> Tensor:
 
 
 def on_scored(function: Callable[[Tensor, Tensor], Tensor], reward: Tensor, group_id: Tensor, missing: float) -> Tensor:
-    """[N] what `function` says of the samples that have a reward, `missing` for those that have none (NaN)."""
+    """[N] the values of `function` for samples that have a reward, `missing` for those that have none (NaN)."""
     scored = ~reward.isnan()
     if scored.all():
         return function(reward, group_id)
     values = function(reward[scored], group_id[scored])
-    found = values.new_full(reward.shape, missing)
-    found[scored] = values
-    return found
+    result = values.new_full(reward.shape, missing)
+    result[scored] = values
+    return result
 
 
 def fill_missing(reward: Tensor, group_id: Tensor) -> Tensor:

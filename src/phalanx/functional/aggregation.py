@@ -8,8 +8,7 @@ and l_i actions in sample i, the loss is Σ weight · loss with
     seq-mean-token-mean      1 / (S l_i)      every sample's mean alike (GRPO, arXiv 2402.03300, equation 3)
     seq-mean-token-sum-norm  1 / (S c)        c a constant (Dr.GRPO, arXiv 2503.20783, section 3.2)
 
-T and S are counted over all ranks before the first backward pass, so that the gradient does not
-depend on the layout.
+T and S are counted over all ranks before the first backward pass, so that the gradient does not depend on the layout.
 """
 
 import torch

@@ -50,7 +50,7 @@ class Views:
     there, 0 for tokens that it is not asked about. A view of a block without any is no state.
 
     The states of a sample do not see one another, and each sees all clean blocks before its own. With `known` [B] they
-    see those before them, and of the clean blocks so many, the first ones, alone.
+    see those before them, and only the first `known` clean blocks.
     """
 
     masked: Tensor

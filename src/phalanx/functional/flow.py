@@ -45,8 +45,7 @@ class Sampler:
 class FlowReplay(Replay):
     """The policy's answer to given transitions, float32.
 
-    log_prob [B, W], mean [B, W, ...], std [W], and the velocities [B, W, ...] that the means follow
-    from.
+    log_prob [B, W], mean [B, W, ...], std [W], and the velocities [B, W, ...] that the means follow from.
     """
 
     mean: Tensor
@@ -58,14 +57,13 @@ class FlowReplay(Replay):
 class FlowTrace:
     """The values that a replay needs: S consecutive steps are stochastic, W of them are trained.
 
-    latents [B, S + 1, ...] float32: the samples before each stochastic step and after the last;
-    sigmas [S + 1] and timesteps [S]: noise levels in 0..1 and the scheduler's timesteps;
-    `sigma_max` the schedule's second entry; `typical_std` the mean std of the transitions of all steps
-    that a window may hold, 0 where nothing is stochastic; `trained` [W] ascending: which of the S steps are
-    trained. `embeds` text embeddings by name, each [P, ...] or under guidance [2 P, ...]: the
-    prompts, then their negatives; `prompt_index` [B] into the prompts. `means` [B, W, ...] float32
-    are the means of the trained transitions under the weights that sampled, and `clean` [B, ...]
-    float32 the final latents. `evaluations`: velocities that each sample took.
+    latents [B, S + 1, ...] float32: the samples before each stochastic step and after the last; sigmas [S + 1] and
+    timesteps [S]: noise levels in 0..1 and the scheduler's timesteps; `sigma_max` the schedule's second entry;
+    `typical_std` the mean std of the transitions of all steps that a window may hold, 0 where nothing is stochastic;
+    `trained` [W] ascending: which of the S steps are trained. `embeds` text embeddings by name, each [P, ...] or under
+    guidance [2 P, ...]: the prompts, then their negatives; `prompt_index` [B] into the prompts. `means` [B, W, ...]
+    float32 are the means of the trained transitions under the weights that sampled, and `clean` [B, ...] float32 the
+    final latents. `evaluations`: velocities that each sample took.
     """
 
     sampler: Sampler
@@ -99,7 +97,7 @@ class FlowTrace:
 
     @classmethod
     def joined(cls, parts: Sequence["FlowTrace"]) -> "FlowTrace":
-        """See phalanx.types.Trace. Each part has the embeddings of prompts of its own."""
+        """See phalanx.types.Trace. Each part has separate prompts and embeddings."""
         branches = 2 if parts[0].sampler.guided else 1
         embeds = {}
         for name in parts[0].embeds:

@@ -25,13 +25,12 @@ def negative_aware(
         loss = (good l+ + (1 - good) l-) / beta
 
     Args:
-        velocity: [B, W, ...], the policy's; it alone carries a gradient.
+        velocity: [B, W, ...], the policy's; only it carries a gradient.
         old: [B, W, ...], of the weights that sampled.
         target: [B, W, ...], u.
         levels: [B, W], t.
         good: [B], `optimality`.
-        beta: how far the implicit policies v+ and v- lie from the old one; 1 makes v+ the policy
-            itself.
+        beta: how far the implicit policies v+ and v- lie from the old one; 1 makes v+ the policy itself.
 
     Returns:
         The loss [B, W], and its branches l+ and l- [B, W].

@@ -1,8 +1,7 @@
 """Policy losses, per sample and trained step, from likelihood ratios rho of Gaussian transitions.
 
-Sources: PPO's clipped surrogate as in equation (5) of Flow-GRPO (arXiv 2505.05470); GRPO-Guard
-(arXiv 2510.22319); Flow-DPPO (arXiv 2606.11025); the step weights of TempFlow-GRPO (arXiv
-2508.04324).
+Sources: PPO's clipped surrogate as in equation (5) of Flow-GRPO (arXiv 2505.05470); GRPO-Guard (arXiv 2510.22319);
+Flow-DPPO (arXiv 2606.11025); the step weights of TempFlow-GRPO (arXiv 2508.04324).
 """
 
 import torch
@@ -69,8 +68,7 @@ def masked_ratio(
 def guarded_log_ratio(log_ratio: Tensor, divergence: Tensor, std: Tensor) -> Tensor:
     """(ln rho + b) c, the logarithm of GRPO-Guard's ratio: its mean is 0 under the old policy.
 
-    ln rho = mean(dmu eps) / c - b for dmu = mu - mu_old and x' = mu_old + c eps, so that what is
-    left is mean(dmu eps).
+    ln rho = mean(dmu eps) / c - b for dmu = mu - mu_old and x' = mu_old + c eps, so that what is left is mean(dmu eps).
 
     Args:
         log_ratio: [B, W], of Gaussian log-probabilities.

@@ -11,8 +11,7 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
     """-log sigmoid(-beta / 2 [(e_w - e_w_ref) - (e_l - e_l_ref)]).
 
     Args:
-        error: [U, 2, ...] the policy's regression errors e of (winner, loser), each a mean over a
-            sample's dims.
+        error: [U, 2, ...] the policy's regression errors e of (winner, loser), each a mean over a sample's dims.
         reference_error: [U, 2, ...] those of the reference; it carries no gradient.
         beta: how much a difference of errors counts.
 
@@ -28,9 +27,8 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
 
 
 def best_and_worst(reward: Tensor, group_id: Tensor) -> Tensor:
-    """[G, 2] the numbers of each group's sample of the highest reward and of that of the lowest,
-    groups in ascending order of their id. Of equals the best is the last and the worst the first,
-    so that the two always differ.
+    """[G, 2] the numbers of each group's sample of the highest reward and of that of the lowest, groups in ascending
+    order of their id. Of equals the best is the last and the worst the first, so that the two always differ.
     """
     order, counts = sorted_in_groups(reward, group_id)
     ends = counts.cumsum(0)

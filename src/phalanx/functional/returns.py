@@ -40,9 +40,9 @@ def gae(reward: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: floa
     steps = []
     for t in range(r.shape[1] - 1, -1, -1):
         real = mask[:, t]
-        found = r[:, t] + gamma * value - v[:, t] + gamma * lam * later
-        later, value = torch.where(real, found, later), torch.where(real, v[:, t], value)
-        steps.append(torch.where(real, found, 0.0))
+        now = r[:, t] + gamma * value - v[:, t] + gamma * lam * later
+        later, value = torch.where(real, now, later), torch.where(real, v[:, t], value)
+        steps.append(torch.where(real, now, 0.0))
     advantage = torch.stack(steps[::-1], 1) if steps else r
     return advantage.float(), torch.where(mask, advantage + v, 0.0).float()
 
@@ -66,7 +66,7 @@ def whitened(values: Tensor, mask: Tensor, total: Callable[[Tensor], Tensor]) ->
 def value_loss(
     values: Tensor, old: Tensor, returns: Tensor, mask: Tensor, *, clip: float | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 for each token; without `clip` the first alone.
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2 for each token; without `clip` only the first.
 
     Args:
         values, old, returns: [B, A]: the critic's now, and as they were when the returns were taken.

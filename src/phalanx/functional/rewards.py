@@ -15,8 +15,7 @@ _EPS = 1e-6
 class Share:
     """One term's part in the sum: its `weight`, and the range `clip` (low, high) of its scores.
 
-    With `initial_weight`, the weight goes on a straight line from there to `weight` in the first
-    `weight_steps` steps.
+    With `initial_weight`, the weight goes on a straight line from there to `weight` in the first `weight_steps` steps.
     """
 
     weight: float = 1.0
@@ -36,10 +35,9 @@ def combine(
 ) -> Tensor:
     """The reward [N] of N samples: the sum of their terms, each clipped, then times its weight.
 
-    With `group_id` [N], each clipped term is first centred and divided by its std within every
-    group, so that no term outweighs another by its scale; a term that is equal for a whole group
-    adds 0. That is the first half of GDPO (arXiv 2601.05242); the second divides the sum by its std
-    over the batch.
+    With `group_id` [N], each clipped term is first centred and divided by its std within every group, so that no term
+    outweighs another by its scale; a term that is equal for a whole group adds 0. That is the first half of GDPO (arXiv
+    2601.05242); the second divides the sum by its std over the batch.
     """
     total = torch.zeros_like(terms[0])
     for values, share in zip(terms, shares, strict=True):

@@ -1,8 +1,7 @@
 """One denoising step of flow matching, deterministic or stochastic, and its log-probability.
 
-Notation: sigma the noise level of `sample` x, sigma_next < sigma the next one, delta = sigma_next -
-sigma < 0, v the predicted velocity (v ~ noise - data, so x0 = x - sigma v), eta the sampler's noise
-level. All values are float32.
+Notation: sigma the noise level of `sample` x, sigma_next < sigma the next one, delta = sigma_next - sigma < 0, v the
+predicted velocity (v ~ noise - data, so x0 = x - sigma v), eta the sampler's noise level. All values are float32.
 
 Sources: `sde` Flow-GRPO (arXiv 2505.05470), `cps` Flow-CPS (arXiv 2509.05952), `dance_sde`
 DanceGRPO (arXiv 2505.07818).
@@ -20,9 +19,8 @@ from phalanx.config.flow import SDE_TYPES
 class SdeStep(NamedTuple):
     """prev_sample and mean [B, ...]; std [B] of the transition; log_prob [B].
 
-    For `sde` and `dance_sde` the log-probability is the Gaussian's, averaged (not summed) over the
-    latent's dims; for `cps` it is -(x' - mean)^2, averaged. Without noise (noise_level 0) it is
-    None and std is 0.
+    For `sde` and `dance_sde` the log-probability is the Gaussian's, averaged (not summed) over the latent's dims; for
+    `cps` it is -(x' - mean)^2, averaged. Without noise (noise_level 0) it is None and std is 0.
     """
 
     prev_sample: Tensor
@@ -50,10 +48,8 @@ def sde_step(
         sigma, sigma_next: a number, or [B].
         noise_level: eta; 0 is the Euler step of the ODE, for every type.
         sde_type: "sde", "cps" or "dance_sde".
-        sigma_max: the schedule's second entry, which stands for sigma where sigma is 1 (`sde`
-            only).
-        prev_sample: [B, ...], the sample that was drawn (replay); it is detached in the
-            log-probability.
+        sigma_max: the schedule's second entry, which stands for sigma where sigma is 1 (`sde` only).
+        prev_sample: [B, ...], the sample that was drawn (replay); it is detached in the log-probability.
         noise: [B, ...], standard normal (sampling).
 
     Raises:
@@ -64,8 +60,9 @@ def sde_step(
         raise ValueError(f"sde_step: sde_type {sde_type!r} should be one of {', '.join(SDE_TYPES)}")
     x, v = sample.float(), velocity.float()
     s, s_next, s_max = (_per_sample(value, x) for value in (sigma, sigma_next, sigma_max))
-    delta = s_next - s
+    delta = s_next - s  # < 0: time runs from noise, sigma = 1, to data, sigma = 0
     if noise_level == 0:
+        # Euler's step of the probability-flow ODE dx = v dsigma
         mean = x + v * delta
         prev = mean if prev_sample is None else prev_sample.float()
         return SdeStep(prev, mean, torch.zeros_like(delta).flatten().expand(len(x)), None)
@@ -73,7 +70,9 @@ def sde_step(
         raise ValueError("sde_step: a stochastic step takes either noise (to sample) or prev_sample (to replay)")
 
     if sde_type == "sde":
+        # Flow-GRPO: sigma_t = eta sqrt(t / (1 - t)), which diverges at t = 1
         scale = noise_level * torch.sqrt(s / (1 - torch.where(s == 1, s_max, s)))
+        # x' = x + [v + sigma_t^2 / 2t (x + (1 - t) v)] dt + sigma_t sqrt(dt) eps, collected by x and v
         drift = scale**2 / (2 * s)
         mean = x * (1 + drift * delta) + v * (1 + drift * (1 - s)) * delta
         std = scale * torch.sqrt(-delta)
@@ -83,11 +82,14 @@ def sde_step(
                 "sde_step: the last step (sigma_next = 0) of cps is deterministic and has no log-probability; "
                 "leave it out of the SDE window"
             )
+        # predicted data and noise: x = (1 - s) x0 + s x1
         x0, x1 = x - s * v, x + (1 - s) * v
+        # the fresh noise and what is left of x1 have the variance s'^2 together: std^2 + (s'^2 - std^2)
         std = s_next * math.sin(noise_level * math.pi / 2)
         mean = (1 - s_next) * x0 + torch.sqrt(s_next**2 - std**2) * x1
     else:
         x0 = x - s * v
+        # grad log p(x) of x ~ N((1 - s) x0, s^2); the SDE of DanceGRPO has a constant diffusion eta
         score = -(x - (1 - s) * x0) / s**2
         mean = x + delta * v - 0.5 * noise_level**2 * score * delta
         std = noise_level * torch.sqrt(-delta)
@@ -97,8 +99,10 @@ def sde_step(
         prev = mean + std * noise.float()
     else:
         prev = prev_sample.float()
+    # the gradient flows through the mean only: the drawn sample is the action
     squared = (prev.detach() - mean) ** 2
     if sde_type == "cps":
+        # Flow-CPS leaves out 1 / 2 std^2, which diverges as std goes to 0
         log_prob = -squared
     else:
         log_prob = -squared / (2 * std**2) - torch.log(std) - 0.5 * math.log(2 * math.pi)

@@ -1,4 +1,4 @@
-"""Which samples of different lengths go through the model together, so that a pass has at most so many tokens.
+"""Which samples of different lengths go through the model together, so that no pass exceeds a number of tokens.
 
 A pass over padded samples has rows x longest tokens, one over packed samples the sum of their lengths.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def split(tokens: Tensor, parts: int, *, packed: bool) -> list[list[int]]:
-    """Exactly so many parts, of costs as equal as a quick search gets them; the costliest come first.
+    """Exactly `parts` parts, of costs as equal as a quick search gets them; the costliest come first.
 
     Args:
         tokens: [U, s] lengths of the s samples of each of U units, which stay together.
@@ -21,9 +21,9 @@ def split(tokens: Tensor, parts: int, *, packed: bool) -> list[list[int]]:
     Returns:
         Rows of `tokens`, in ascending order within each part; none is empty.
     """
-    found = _packed(tokens, parts) if packed else _padded(tokens, parts)
-    found.sort(key=lambda rows: (-cost(tokens, rows, packed=packed), rows))
-    return found
+    result = _packed(tokens, parts) if packed else _padded(tokens, parts)
+    result.sort(key=lambda rows: (-cost(tokens, rows, packed=packed), rows))
+    return result
 
 
 def in_order(values: Sequence[Tensor], parts: Sequence[Tensor]) -> Tensor:
@@ -65,7 +65,7 @@ def _packed(tokens: Tensor, parts: int) -> list[list[int]]:
 
 
 def _padded(tokens: Tensor, parts: int) -> list[list[int]]:
-    """Neighbors in the order of length: of the smallest cost with which so many parts are enough."""
+    """Neighbors in the order of length: of the smallest cost with which `parts` are enough."""
     longest, width = tokens.max(1).values.tolist(), tokens.shape[1]
     order = sorted(range(len(longest)), key=lambda row: (-longest[row], row))
     lengths = [longest[row] * width for row in order]
@@ -81,11 +81,11 @@ def _padded(tokens: Tensor, parts: int) -> list[list[int]]:
         largest = sizes.index(max(sizes))
         half = sizes[largest] // 2
         sizes[largest : largest + 1] = [sizes[largest] - half, half]
-    found, at = [], 0
+    result, at = [], 0
     for size in sizes:
-        found.append(sorted(order[at : at + size]))
+        result.append(sorted(order[at : at + size]))
         at += size
-    return found
+    return result
 
 
 def _cut(lengths: list[int], most: int) -> list[int]:

@@ -75,9 +75,8 @@ def trained_steps(window: range, step: int, *, fraction: float, seed: int) -> li
 
 
 def visited_levels(num_inference_steps: int, first: int, compression: float) -> list[int]:
-    """Numbers of the schedule's levels that a sample passes, from 0 to num_inference_steps: all up
-    to `first`, then `compression` times as many steps as there are left, spread evenly over the
-    schedule's own levels.
+    """Numbers of the schedule's levels that a sample passes, from 0 to num_inference_steps: all up to `first`, then
+    `compression` times as many steps as there are left, spread evenly over the schedule's own levels.
     """
     left = num_inference_steps - first
     steps = max(1, round(left * compression)) if left else 0

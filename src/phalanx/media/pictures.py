@@ -83,7 +83,7 @@ def to_size(image: Image.Image, height: int, width: int) -> "Tensor":
         scaled_width = max(round(image.width * scale), width)
         scaled_height = max(round(image.height * scale), height)
         image = image.resize((scaled_width, scaled_height), Image.Resampling.LANCZOS)
-    import torch  # the files alone are looked at without it
+    import torch  # reading only the files does not need it
 
     left, top = (image.width - width) // 2, (image.height - height) // 2
     image = image.crop((left, top, left + width, top + height))

@@ -31,9 +31,8 @@ def can_write() -> bool:
 def write_video(path: Path, frames: Iterable[NDArray[np.uint8]], fps: int) -> None:
     """Write frames uint8 [H, W, 3] as an mp4 of `fps` frames per second.
 
-    The codec needs even sides: the last row and column are repeated if they are odd. Raises OSError
-    for a file that cannot be written, and for frames that the encoder refuses, such as those of
-    more than 16384 pixels per side.
+    The codec needs even sides: the last row and column are repeated if they are odd. Raises OSError for a file that
+    cannot be written, and for frames that the encoder refuses, such as those of more than 16384 pixels per side.
     """
     import av
 

@@ -16,9 +16,8 @@ from phalanx.types import Policy, Samples
 def rescore(
     policy: Policy, samples: Samples, config: RolloutConfig, passes: Passes
 ) -> tuple[Samples, dict[str, float]]:
-    """Replay all samples in `passes` as those of the training; returns them with the policy's
-    log-probabilities and the correction's weights, and how far the engine's were off. Unchanged
-    with rollout.correction=none.
+    """Replay all samples in `passes` as those of the training; returns them with the policy's log-probabilities and the
+    correction's weights, and how far the engine's were off. Unchanged with rollout.correction=none.
     """
     if config.correction == "none":
         return samples, {}
@@ -26,9 +25,9 @@ def rescore(
     parts, device = passes.parts(len(samples.log_prob), tokens), samples.log_prob.device
     with policy.unsharded():
         replays = [policy.replay(samples.trace.select(part.to(device))) for part in parts]
-    own = in_order([replay.log_prob for replay in replays], parts)
-    diff, mask = own - samples.log_prob, samples.mask
-    weight = correction_weight(own, samples.log_prob, mask, kind=config.correction, limit=config.correction_limit)
+    log_prob = in_order([replay.log_prob for replay in replays], parts)
+    diff, mask = log_prob - samples.log_prob, samples.mask
+    weight = correction_weight(log_prob, samples.log_prob, mask, kind=config.correction, limit=config.correction_limit)
     real = diff[mask] if mask.any() else diff.new_zeros(1)
     means = {
         "rollout/logprob_abs_diff_mean": real.abs().mean().item(),
@@ -39,4 +38,4 @@ def rescore(
     }
     row = mean_rows([means])
     row["rollout/logprob_abs_diff_max"] = reduce_float(real.abs().max().item(), "max")
-    return replace(samples, log_prob=own, trace=samples.trace.rescored(replays, parts), weight=weight), row
+    return replace(samples, log_prob=log_prob, trace=samples.trace.rescored(replays, parts), weight=weight), row

@@ -1,4 +1,4 @@
-"""What holds for the engines of all kinds of policy: see phalanx.config.engines."""
+"""Checks of the engines of all kinds of policy: see phalanx.config.engines."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,30 +15,29 @@ ARGUMENTS = ("policy", "config", "world", "micro_batch_size")
 ATTRIBUTES = ("exact", *inspect.get_annotations(Rollout))  # which an instance may get as it is made
 
 
-def check_class(found: Any, name: str, keyword: str, base: str, beside: Sequence[str] = ()) -> None:
+def check_class(kind: Any, name: str, keyword: str, base: str, beside: Sequence[str] = ()) -> None:
     """Raise ConfigError for an object that `name` stands for and that is no engine. It is called with ARGUMENTS and
     `keyword`, and has all methods of Rollout and those `beside`, which `base` brings.
     """
     here = f"{KEY}: {name!r}"
-    if not isinstance(found, type):
-        raise ConfigError(f"{here} is of type {type(found).__name__}; expected a class")
-    methods = [member for member in vars(Rollout) if not member.startswith("_") and member not in ATTRIBUTES]
-    missing = [member for member in (*methods, *beside) if member not in dir(found)]
-    if inspect.isabstract(found):
-        missing += sorted(vars(found)["__abstractmethods__"])
+    if not isinstance(kind, type):
+        raise ConfigError(f"{here} is of type {type(kind).__name__}; expected a class")
+    engine: Any = kind
+    missing = []
+    for member in (*vars(Rollout), *beside):
+        if not member.startswith("_") and member not in ATTRIBUTES and member not in dir(kind):
+            missing.append(member)
+    if inspect.isabstract(kind):
+        missing += sorted(vars(kind)["__abstractmethods__"])
     if missing:
         raise ConfigError(f"{here} lacks {', '.join(missing)}; derive it from {base}")
-    if not _states_facts(found):
+    if "facts" not in dir(kind) or not isinstance(engine.facts, EngineFacts):
         raise ConfigError(f"{here} lacks facts = EngineFacts(...) of phalanx.config.engines; derive it from {base}")
     try:
-        inspect.signature(found).bind(*ARGUMENTS, **{keyword: None})
+        inspect.signature(kind).bind(*ARGUMENTS, **{keyword: None})
     except TypeError as error:
-        call = f"{found.__name__}({', '.join(ARGUMENTS)}, {keyword}=...)"
+        call = f"{kind.__name__}({', '.join(ARGUMENTS)}, {keyword}=...)"
         raise ConfigError(f"{here} is made by {call}: {error}") from None
-
-
-def _states_facts(found: Any) -> bool:
-    return "facts" in dir(found) and isinstance(found.facts, EngineFacts)
 
 
 def made(kind: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any:
@@ -73,11 +72,11 @@ def check_installed(config: RolloutConfig) -> None:
     """Raise ConfigError for an engine whose library is not here."""
     facts = config.facts
     if facts.package is not None and find_spec(facts.package.partition(".")[0]) is None:
-        how = f"{facts.install}; or set" if facts.install else "set"
-        raise ConfigError(f"{KEY}: {facts.package} is not installed; {how} {KEY}=policy")
+        remedy = f"{facts.install}; or set" if facts.install else "set"
+        raise ConfigError(f"{KEY}: {facts.package} is not installed; {remedy} {KEY}=policy")
 
 
 def able_engines(config: RolloutConfig, able: Callable[[EngineFacts], bool]) -> str:
     """The named engines of which something holds, as settings."""
-    found = [name for name in config.ENGINES if able(replace(config, engine=name).facts)]
-    return f"{KEY}={' or '.join(found)}"
+    names = [name for name in config.ENGINES if able(replace(config, engine=name).facts)]
+    return f"{KEY}={' or '.join(names)}"

@@ -57,10 +57,12 @@ class Progress:
     def check(self) -> None:
         """Raise ValueError for what no run counts."""
         counts = [self.step, self.samples_seen, self.updates, *self.updates_beside.values()]
-        if not all(type(count) is int and 0 <= count < MOST for count in counts):
-            raise ValueError(f"the counts {counts}; expected integers from 0")
-        if not all(isinstance(kept, str) for kept in self.logger_ids.values()):
-            raise ValueError("logger_ids of another type")
+        for count in counts:
+            if type(count) is not int or not 0 <= count < MOST:
+                raise ValueError(f"the counts {counts}; expected integers from 0")
+        for value in self.logger_ids.values():
+            if not isinstance(value, str):
+                raise ValueError("logger_ids of another type")
         if not isinstance(self.unfinished, dict | None):
             raise ValueError("unfinished of another type")
 
@@ -76,8 +78,9 @@ def trained_state(
     # other layout. AdamW's count of steps is one number, the same for all parts.
     moments: dict[str, dict[str, Tensor]] = {}
     for name, p in parameters.items():
-        own = optimizer[name].items()
-        moments[name] = {key: value if value.dim() == 0 else as_part_of(value, p) for key, value in own}
+        moments[name] = {}
+        for key, value in optimizer[name].items():
+            moments[name][key] = value if value.dim() == 0 else as_part_of(value, p)
     state: dict[str, Any] = {"model": {name: p.detach() for name, p in parameters.items()}, "optim": moments}
     for average, values in averages.items():
         state[average] = {name: as_part_of(value, parameters[name]) for name, value in values.items()}
@@ -91,9 +94,9 @@ def complete(folder: Path) -> str | None:
         for name, (size, _) in meta["files"].items():
             if Path(name).name != name:
                 raise ValueError(f"{name!r} is not a file of this folder")
-            found = (folder / name).stat().st_size
-            if found != size:
-                return f"{name} has {found} bytes of {size}"
+            written = (folder / name).stat().st_size
+            if written != size:
+                return f"{name} has {written} bytes of {size}"
         Progress(**meta["progress"]).check()
         dict(meta["signature"])
     except FileNotFoundError as error:
@@ -117,10 +120,10 @@ def damaged(folder: Path, part: int = 0, parts: int = 1) -> str | None:
     files = sorted(read_meta(folder)["files"].items())
     for name, (_, checksum) in files[part::parts]:
         try:
-            found = _checksum(folder / name)
+            value = _checksum(folder / name)
         except OSError as error:
             return f"{name} cannot be read: {error}"
-        if found != checksum:
+        if value != checksum:
             return f"{name} is not what was written: its checksum differs"
     return None
 
@@ -149,7 +152,7 @@ def find(root: Path, without: Collection[Path] = ()) -> Path | None:
 
 
 def kept_in_flight(folder: Path) -> list[Tensor]:
-    """What the ranks have kept in a checkpoint of samples that were drawn already, in the order of ranks: bytes."""
+    """The bytes [K] of samples in flight that each rank kept in a checkpoint, in the order of ranks."""
     files = sorted(folder.glob(f"__*_{IN_FLIGHT}"), key=lambda file: int(file.name.split("_")[2]))
     return [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8) for file in files]
 
@@ -161,12 +164,17 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 def _unseen(folder: Path) -> str | None:
     """The problem where files that other ranks wrote are not seen here; None where all are."""
-    # On a disk of its own each node would hold a part, and no one would know until the resume.
+    # Where each node writes to a local disk, each holds a part, and only the resume would show it.
     stored = Reader(folder).read_metadata().storage_data.values()
-    missing = sorted({entry.relative_path for entry in stored} - {f.name for f in folder.iterdir()})
-    if not missing:
-        return None
-    return f"{missing[0]} is not seen by rank 0: trainer.output_dir must be on a file system that all nodes share"
+    for entry in stored:
+        if not (folder / entry.relative_path).exists():
+            name = entry.relative_path
+            return f"{name} is not seen by rank 0: trainer.output_dir must be on a file system that all nodes share"
+    return None
+
+
+def _first(problems: list[str | None]) -> str | None:
+    return next(filter(None, problems), None)
 
 
 class Checkpointer:
@@ -197,8 +205,7 @@ class Checkpointer:
             if folder is None:
                 return None
             # checksums want every byte read, which the ranks share
-            said = all_gather_object(damaged(folder, self.world.rank, self.world.size))
-            problem = next((problem for problem in said if problem is not None), None)
+            problem = _first(all_gather_object(damaged(folder, self.world.rank, self.world.size)))
             if problem is None:
                 return folder
             if resume != "auto":
@@ -207,7 +214,7 @@ class Checkpointer:
             passed.append(folder)
 
     def _locate(self, resume: str, passed: Collection[Path]) -> Path | None:
-        """On rank 0: as `locate`, by sizes and signatures alone, and but for those of `passed`."""
+        """On rank 0: as `locate`, by sizes and signatures only, without those of `passed`."""
         if resume == "never":
             return None
         if resume == "auto":
@@ -278,12 +285,12 @@ class Checkpointer:
         except (CheckpointException, OSError, RuntimeError) as error:
             problem = " ".join(str(error).split())[:500]
         # a rank that failed takes part too: the others would wait for it until the time limit
-        said: list[Any] = [None] * self.world.size
+        per_rank: list[Any] = [None] * self.world.size
         done = [False]
         try:
-            dist.all_gather_object(said, (problem, checksums), group=self.world.checkpoint_group)
+            dist.all_gather_object(per_rank, (problem, checksums), group=self.world.checkpoint_group)
             if self.world.rank == 0:
-                done = [self._publish_or_drop(said, part, final, meta)]
+                done = [self._publish_or_drop(per_rank, part, final, meta)]
             # a rank that ends must not take the renaming with it, so all wait for it
             dist.broadcast_object_list(done, src=0, group=self.world.checkpoint_group)
         except RuntimeError as error:  # a rank is lost; the main thread hears of it in `wait`
@@ -292,13 +299,13 @@ class Checkpointer:
             self.saved_step = meta["progress"]["step"]
 
     def _publish_or_drop(
-        self, said: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
+        self, per_rank: list[tuple[str | None, dict[str, int]]], part: Path, final: Path, meta: dict[str, Any]
     ) -> bool:
         """On rank 0: publish a checkpoint that all ranks have written; True where it is there."""
-        problem = next((theirs for theirs, _ in said if theirs is not None), None)
+        problem = _first([failure for failure, _ in per_rank])
         checksums: dict[str, int] = {}
-        for _, found in said:
-            checksums |= found
+        for _, written in per_rank:
+            checksums |= written
         try:
             problem = problem or _unseen(part)
             if problem is None:
@@ -322,8 +329,7 @@ class Checkpointer:
         if final.exists():
             shutil.rmtree(final)
         part.rename(final)
-        folders = [folder for folder in sorted(self.root.glob("step_*")) if folder.suffix != ".tmp"]
-        finished = [folder for folder in folders if complete(folder) is None]
+        finished = [f for f in sorted(self.root.glob("step_*")) if f.suffix != ".tmp" and complete(f) is None]
         for old in finished[: -self.max_checkpoints]:
             if old != final:
                 shutil.rmtree(old)

@@ -54,7 +54,7 @@ class LoadedTeacher(Protocol):
 
 
 class Critic(Protocol):
-    """A model beside the policy that is trained to say what is to come. `trained` holds its weights."""
+    """A model beside the policy that is trained to predict the return. `trained` holds its weights."""
 
     @property
     def trained(self) -> TrainedModel: ...
@@ -112,7 +112,7 @@ def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> R
 
 @contextmanager
 def about(teacher: Teacher) -> Iterator[None]:
-    """What is said of model.path within the block is said of the teacher (ValueError)."""
+    """Messages about model.path within the block (ValueError) name the teacher's key instead."""
     try:
         yield
     except ValueError as error:

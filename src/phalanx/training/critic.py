@@ -21,7 +21,7 @@ from phalanx.types import Samples
 
 
 class CriticTrainer:
-    """A critic beside the policy, with the same batches. In the first `warmup` training steps it alone is trained.
+    """A critic beside the policy, with the same batches; in the first `warmup` training steps only it is trained.
 
     `state` has its optimizer, once `prepare` has made it.
     """
@@ -35,7 +35,7 @@ class CriticTrainer:
         self.epochs = actor.ppo_epochs if config.ppo_epochs is None else config.ppo_epochs
 
     def prepare(self, steps: int, *, offload: bool) -> TrainState:
-        """Make the optimizer for so many training steps."""
+        """Make the optimizer for this number of training steps."""
         updates = steps * self.plan.updates * self.epochs
         self.state = TrainState(self.critic.trained, self.config.optim, updates, offload=offload)
         return self.state
@@ -85,9 +85,10 @@ class CriticTrainer:
 
     def relative_cost(self, policy: TrainedModel) -> float:
         """Operations of a step's values and updates, in forward passes of the policy over the samples."""
-        own, other = (sum(p.numel() for p in m.module.parameters()) for m in (self.critic.trained, policy))
-        update = 3 + self.critic.trained.recomputed
-        return own / other * (1 + update * self.epochs)
+        critic = self.critic.trained
+        size = sum(p.numel() for p in critic.module.parameters()) / sum(p.numel() for p in policy.module.parameters())
+        # forward: 1; forward and backward: 3, and once more with checkpointing
+        return size * (1 + (3 + critic.recomputed) * self.epochs)
 
 
 def explained(values: Tensor, returns: Tensor, mask: Tensor) -> dict[str, float]:

@@ -131,15 +131,15 @@ class FolderLock:
     def _in_use(self, other: dict[str, Any]) -> str:
         return (
             f"{self.folder} is in use by another job, {_named(other)}; "
-            "stop that one first, or give this one a trainer.output_dir of its own"
+            "stop that one first, or give this one another trainer.output_dir"
         )
 
     def _read(self) -> dict[str, Any] | None:
         try:
-            found = json.loads(self._file.read_text())
+            job = json.loads(self._file.read_text())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) else None
+        return job if isinstance(job, dict) else None
 
     def _write(self) -> None:
         # renamed into place: a reader never sees a half
@@ -158,7 +158,7 @@ def _named(job: dict[str, Any]) -> str:
 
 
 def _machine() -> str:
-    """What tells this machine from others of the same host name."""
+    """A name of this machine, which differs from that of others with the same host name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

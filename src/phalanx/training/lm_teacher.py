@@ -37,10 +37,10 @@ def load_teacher(teacher: Teacher, cfg: LMRLConfig, student: LMPolicy, world: Wo
     path, revision = teacher.path, teacher.revision
     model = replace(cfg.model, path=path, revision=revision, lora_rank=0, gradient_checkpointing=False)
     with about(teacher):
-        theirs, own = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()
-        if theirs != own:
+        theirs, ours = load_tokenizer(model).get_vocab(), student.tokenizer.get_vocab()
+        if theirs != ours:
             raise ValueError(
-                f"{path!r} has another tokenizer than model.path, {len(theirs)} tokens and not these {len(own)}; the "
+                f"{path!r} has another tokenizer than model.path, {len(theirs)} tokens and not these {len(ours)}; the "
                 "teacher must know the policy's tokens by the same numbers"
             )
         build: Callable[..., LMPolicy] = build_policy

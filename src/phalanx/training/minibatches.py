@@ -49,7 +49,7 @@ class BatchPlan:
         return self.budget is not None or self.packed
 
     def passes_of(self, together: int) -> Passes:
-        """How units of so many samples are cut into passes."""
+        """How units of `together` samples are cut into passes."""
         return Passes(max(self.micro // together, 1), self.budget, self.packed)
 
     @property
@@ -74,7 +74,7 @@ class BatchPlan:
         return self.epochs * self.updates * self.first(self.passes)
 
     def first(self, passes: int) -> int:
-        """Samples of the first so many micro-batches of an optimizer step on a rank."""
+        """Samples of the first `passes` micro-batches of an optimizer step on a rank."""
         return min(passes * self.micro_units, self.units // self.updates) * self.together
 
 
@@ -101,6 +101,7 @@ class Minibatches:
         the numbers [U, s] of the samples that are trained as one.
         """
         units = Units.of(numbers, sample_mask, plan, world)
+        # advantages are of all ranks' samples [N], as groups span ranks; a rank trains consecutive ones [B]
         local = slice(world.data_rank * plan.per_rank, (world.data_rank + 1) * plan.per_rank)
         return cls(samples, advantage[local], units, world.device)
 
@@ -120,7 +121,8 @@ class Minibatches:
         return count_actions(self.mask.cpu()[self.units.local[:, 0]], self.units.kept)
 
     def scored(self, values: Tensor | None) -> Scored:
-        """What `Algorithm.credit` is given; values [B, A] are the critic's, None without one."""
+        """The argument of `Algorithm.credit`; values [B, A] are the critic's, None without one."""
+        # from units [u] to samples [B]: a sample counts where its unit does
         kept = torch.zeros(len(self.samples.index), dtype=torch.bool)
         kept[self.units.local.flatten()] = self.units.kept.repeat_interleave(self.units.local.shape[1])
         mask = self.samples.mask & kept.to(self.device)[:, None]
@@ -130,7 +132,7 @@ class Minibatches:
         """The batch of the samples in `rows` [b]; weight [u, A] is that of each action of its units."""
         samples = self.samples
         assert samples.weight is None or len(weight) == len(rows), "corrections are of single samples"
-        at = rows.to(self.device)
+        at = rows.to(self.device)  # [b]
         weights = weight.to(self.device)
         return Batch(
             trace=samples.trace.select(at),
@@ -146,7 +148,7 @@ class Minibatches:
 
 @dataclass(frozen=True)
 class Units:
-    """What a step trains on: units of samples, in the order of their numbers, and which of them count.
+    """The units of samples that a step trains on, in the order of their numbers, and which of them count.
 
     `counted` [U] bool, of all ranks' units. `first` is the number of this rank's first one; `local` [u, s] are its
     units, by the places of their samples on this rank, and `kept` [u] bool those of them that count.
@@ -160,19 +162,19 @@ class Units:
     @classmethod
     def of(cls, numbers: Tensor, sample_mask: Tensor, plan: BatchPlan, world: World) -> "Units":
         """Units [U, s] of the samples of all ranks, where sample_mask [N] says which samples are trained on."""
-        counted = sample_mask[numbers].all(1)
+        counted = sample_mask[numbers].all(1)  # [U]: a pair counts where both of its samples do
         share = len(numbers) // world.data_size
         first = world.data_rank * share
-        own = slice(first, first + share)
-        return cls(counted, first, numbers[own] - world.data_rank * plan.per_rank, counted[own])
+        local = slice(first, first + share)
+        return cls(counted, first, numbers[local] - world.data_rank * plan.per_rank, counted[local])
 
     def dealt(self, updates: int) -> Tensor:
         """[U] the optimizer step that trains on each unit; -1 for those that do not count.
 
-        They are dealt out in turns, after those that do not count are gone: so steps differ by one unit at most, each
+        They are dealt out in turn, after those that do not count are gone: so steps differ by one unit at most, each
         holds a share of every prompt, and the layout has no part in it.
         """
-        turn = (self.counted.cumsum(0) - 1) % updates
+        turn = (self.counted.cumsum(0) - 1) % updates  # 0, 1, .., updates - 1, 0, .. over the units that count
         return torch.where(self.counted, turn, -1)
 
     def places(self, dealt: Tensor, updates: int) -> list[Tensor]:
@@ -181,15 +183,16 @@ class Units:
         What a step lacks is filled up with units that do not count, so that all ranks can make equally many
         micro-batches of one size.
         """
-        own = dealt[self.first : self.first + len(self.local)]
-        spare = (own == -1).nonzero().flatten()
+        local = dealt[self.first : self.first + len(self.local)]
+        # units that do not count, divided alternately as well; their weights are 0
+        spare = (local == -1).nonzero().flatten()
         turn = torch.arange(len(spare)) % updates
         spare = spare[torch.sort(turn, stable=True).indices]
         share, places = len(self.local) // updates, []
         for k in range(updates):
-            real = (own == k).nonzero().flatten()
+            real = (local == k).nonzero().flatten()
             lacking = share - len(real)
-            places.append(torch.cat([real, spare[:lacking]]))
+            places.append(torch.cat([real, spare[:lacking]]))  # [share]
             spare = spare[lacking:]
         return places
 
@@ -216,27 +219,32 @@ def optimizer_steps(
     backward pass want every rank. mask [B, A]: the actions of this rank's samples; see phalanx.functional.aggregation
     for `mode` and `constant`. tokens [B]: the samples' lengths, where plan.budget goes by them.
     """
+    # [u, A]; weights are made on the CPU, where counts are looked at without waiting for the device
     mask = mask.cpu()[units.local[:, 0]]  # samples that are trained as one have their actions in common
     dealt = units.dealt(plan.updates)
     places = units.places(dealt, plan.updates)
+    # T and S of each optimizer step over all ranks [updates, 2]: the denominators of loss_agg_mode
     totals = torch.stack([count_actions(mask[rows], units.kept[rows]) for rows in places])
     if world.size > 1:
         totals = reduce_sum(totals)
     steps = []
     for k, (actions, samples) in enumerate(totals.tolist()):
+        # collectives of a backward pass want every rank: all make as many passes as the rank with most units
         busiest = int((dealt == k).view(world.data_size, -1).sum(1).max())
         if busiest == 0 or actions == 0:  # nothing to learn from, on any rank
             if not at_least_one:
                 continue
             busiest = 1
-        if summed:
+        if summed:  # gradients of sums, which Updater.apply divides once the last chunk is there
             actions = samples = 1
+        # w [u, A] of L = sum of w l(action): 1/T, 1/S, .. for what counts, else 0
         weight = action_weights(mask, units.kept, actions, samples, mode=mode, constant=constant)
         # those that do not count come last, and may be left out
         if plan.budget is None:
             parts = places[k].split(plan.micro_units)[: math.ceil(busiest / plan.micro_units)]
         else:
             assert tokens is not None, "a budget of tokens is of samples that have some"
+            # passes of whole units with at most `budget` tokens each
             passes, real = plan.passes_of(plan.together), int(units.kept[places[k]].sum())
             cut = passes.within_budget(tokens[units.local[places[k]]], real)
             parts = tuple(places[k][rows] for rows in cut)

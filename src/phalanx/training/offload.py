@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-PART = 128 << 20  # bytes of state that travel together; a parameter with more is a part of its own
+PART = 128 << 20  # bytes of state that travel together; a parameter with more is a separate part
 SLOTS = 3  # parts on the device: one is written back and one is fetched while the optimizer works on a third
 _ALIGNED = 256  # bytes: where a tensor may begin
 
@@ -50,9 +50,9 @@ class _Part:
         # of all at once: torch rounds each block of pinned memory up to a power of two
         self.host = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin)
         for moment in self.moments:
-            found = moment.state[moment.key]
+            value = moment.state[moment.key]
             moment.place(self.host)
-            moment.state[moment.key].copy_(found)
+            moment.state[moment.key].copy_(value)
 
     def place(self, memory: Tensor) -> None:
         for moment in self.moments:

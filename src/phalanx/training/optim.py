@@ -138,7 +138,9 @@ class Average:
     @torch.no_grad()
     def update(self, decay: float) -> None:
         """Become decay * itself + (1 - decay) * the parameters."""
-        current = [local(self.parameters[name]).to(own.device, own.dtype) for name, own in self.values.items()]
+        current = []
+        for name, value in self.values.items():
+            current.append(local(self.parameters[name]).to(value.device, value.dtype))
         # all at once: a kernel for each of hundreds of LoRA matrices is slow to launch
         torch._foreach_lerp_(list(self.values.values()), current, 1 - decay)
 
@@ -217,7 +219,7 @@ class TrainState:
         return self.skipped > 0 and self.applied == 0
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds, as tensors of the mesh: to save, or to load into."""
+        """The contents of a checkpoint, as tensors of the mesh: to save, or to load into."""
         copies = {name: average.values for name, average in self.averages.items()}
         if self.ema is not None:
             copies["ema"] = self.ema.values
@@ -240,7 +242,7 @@ class TrainState:
         self.optimizer.updates = updates
 
     def signature(self) -> dict[str, Any]:
-        """What a checkpoint must have in common with this model to be loaded into it."""
+        """Properties that a checkpoint must have in common with this model to be loaded into it."""
         return {
             "trained tensors": len(self.model.parameters),
             "trained parameters": sum(p.numel() for p in self.model.parameters.values()),

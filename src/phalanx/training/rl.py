@@ -26,7 +26,7 @@ from phalanx.types import Algorithm
 
 @dataclass
 class Trainer:
-    """What phalanx.training.loop.train is handed, on one rank."""
+    """The arguments of phalanx.training.loop.train, on one rank."""
 
     job: Job
     collector: Collects

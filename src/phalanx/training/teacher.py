@@ -24,10 +24,10 @@ def check_teacher(teacher: Teacher, config: FlowModelConfig) -> None:
     check_kind(teacher, kind, model_index(config.path, config.revision)["_class_name"])
 
 
-def check_kind(teacher: Teacher, kind: str, own: str) -> None:
-    """Raise ValueError where the teacher's pipeline is another than the policy's `own`."""
-    if kind != own:
-        raise ValueError(f"{teacher.key}: {teacher.path!r} is a {kind}; it should be a {own}, as model.path is")
+def check_kind(teacher: Teacher, kind: str, expected: str) -> None:
+    """Raise ValueError where the teacher's pipeline is not the policy's, `expected`."""
+    if kind != expected:
+        raise ValueError(f"{teacher.key}: {teacher.path!r} is a {kind}; it should be a {expected}, as model.path is")
 
 
 def teacher_model(config: FlowModelConfig, path: str, revision: str | None = None) -> FlowModelConfig:
@@ -45,7 +45,7 @@ class LoadedFlowTeacher:
     """A teacher over the mesh, in model.dtype. `rollout` embeds its prompts; it samples nothing.
 
     The VAE is the policy's, and so are the text encoders and their embeddings where the teacher's
-    encoders are equal; others stay, and encode for the teacher alone.
+    encoders are equal; others stay, and encode for the teacher only.
     """
 
     def __init__(self, student: FlowPolicy, policy: FlowPolicy, rollout: PolicyRollout) -> None:
@@ -55,8 +55,7 @@ class LoadedFlowTeacher:
         """Operations of the teacher's pass over a sample, relative to those of the policy's own."""
         trace: FlowTrace = samples.trace
         theirs = self.policy.forward_flops(trace) * (2 if self.rollout.sampler.guided else 1)
-        own = self.student.forward_flops(trace) * (2 if trace.sampler.guided else 1)
-        return theirs / own
+        return theirs / (self.student.forward_flops(trace) * (2 if trace.sampler.guided else 1))
 
     def samples(self, samples: Samples) -> Samples:
         """The policy's samples with the teacher's embeddings and guidance."""
@@ -77,10 +76,10 @@ def load_teacher(
     model, seed = teacher_model(cfg.model, teacher.path, teacher.revision), cfg.trainer.seed
     with about(teacher):
         policy = build_policy(model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=False, frozen=True)
-    own, theirs = student.model, policy.model
-    if not _alike([own.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
+    ours, theirs = student.model, policy.model
+    if not _alike([ours.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
         raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so other latents")
-    policy.share(student, text=_alike(own.text_encoders, theirs.text_encoders))
+    policy.share(student, text=_alike(ours.text_encoders, theirs.text_encoders))
     rollout = PolicyRollout(policy, teacher_rollout(cfg.rollout, teacher, theirs), world, micro)
     return LoadedFlowTeacher(student, policy, rollout)
 
@@ -91,8 +90,9 @@ def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, at
         return False
     for one, other in zip(some, others, strict=True):
         a, b = one.state_dict(), other.state_dict()
-        if {name: t.shape for name, t in a.items()} != {name: t.shape for name, t in b.items()}:
+        if a.keys() != b.keys():
             return False
-        if not all(torch.allclose(a[name].float(), b[name].float(), rtol, atol) for name in a):
-            return False
+        for name in a:
+            if a[name].shape != b[name].shape or not torch.allclose(a[name].float(), b[name].float(), rtol, atol):
+                return False
     return True

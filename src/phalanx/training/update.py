@@ -1,4 +1,4 @@
-"""What an optimizer step needs beside the samples: other weights' outputs, fresh noise, limits, and its metrics."""
+"""Optimizer steps on collected samples: reference outputs, fresh noise, early stops, and the metrics of a step."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -101,6 +101,7 @@ class Updater:
         if chunks > 1:
             samples, per_rank = plan.samples // chunks, plan.per_rank // chunks
             self.chunk_plan = replace(plan, samples=samples, per_rank=per_rank, units=per_rank, updates=1)
+        # sample i of all ranks is of prompt i // n
         self.group_id = torch.arange(self.chunk_plan.samples) // cfg.rollout.n  # [N]
         self.planned_updates = plan.updates * plan.epochs
         self._counts = torch.zeros(2, dtype=torch.int64)  # actions and samples of this rank since the last `apply`
@@ -123,10 +124,12 @@ class Updater:
         """
         for epoch in range(self._epochs(step) if batch.learns else 0):
             if self.algorithm.levels is not None:
+                # forward process: x_t = (1 - t) x_0 + t noise, with noise and t [B, W] of this epoch
                 seeds = self._corruption_seeds(batch.samples, step, epoch)
                 batch.corrupted = self.algorithm.corrupt(self.policy, batch.samples, seeds)
                 batch.reference_outputs = self.reference_outputs(batch)
             steps = self._steps(batch, log, chunk)
+            # log pi_old by the very passes that follow, where their shapes depend on the samples in them
             if epoch == 0 and self.rescorer.in_training and not batch.samples.on_policy:
                 batch.samples = self.rescorer.in_passes(batch.samples, [rows for passes in steps for rows, _ in passes])
             yield from steps
@@ -166,7 +169,8 @@ class Updater:
     def apply(self, loss: Tensor) -> dict[str, float | Tensor]:
         """The optimizer step on the gradients that the backward passes left; `loss` is this rank's sum of them."""
         if self.chunks > 1:
-            # the number of tokens is known only now: gradients are of sums until here
+            # The gradient of sum(l) was accumulated over chunks; T and S of all of them are known only now, so
+            # that dividing here makes it that of the mean.
             actions, samples = reduce_sum(self._counts).tolist()
             self._counts.zero_()
             denominator = max(actions if self.cfg.actor.loss_agg_mode == "token-mean" else samples, 1)
@@ -179,6 +183,7 @@ class Updater:
         limit = self.algorithm.max_ratio
         if limit is None or "ratio_mean" not in scalars[0]:
             return False
+        # mean of rho over micro-batches and ranks; all ranks must stop at the same update
         total = sum(float(row["ratio_mean"]) for row in scalars)
         return reduce_float(total, "sum") > limit * len(scalars) * self.world.data_size
 
@@ -203,6 +208,7 @@ class Updater:
                 for part in parts:
                     of_pass = theirs.select(part.flatten(), torch.ones(len(part), batch.mask.shape[1]))
                     results.append(self.algorithm.reference_output(policy, of_pass))
+            # back from the order of passes to the samples' own places [B, A, ...]
             joined = torch.cat(results)
             outputs[name] = joined.new_zeros(len(batch.advantage), *joined.shape[1:])
             outputs[name][torch.cat(parts).flatten().to(joined.device)] = joined
@@ -218,11 +224,12 @@ class Updater:
     def follow(self, step: int) -> None:
         """After training step number `step` (from 1): the algorithm's own weights follow the policy's."""
         averages = self.state.averages
+        # theta_old <- d theta_old + (1 - d) theta
         for name in self.algorithm.averages:
             averages[name].update(self.algorithm.decay(name, step))
         sync = self.cfg.actor.ref_model_sync_steps
         if sync is not None and step % sync == 0 and "reference" in averages:
-            averages["reference"].update(0.0)
+            averages["reference"].update(0.0)  # becomes a copy of the policy
 
     # -- performance ----------------------------------------------------------------------------------------------
 
@@ -253,11 +260,13 @@ class Updater:
         trained; `recomputed`: with what checkpointing repeats.
         """
         plan = self.plan
-        costs = [1.0 for name in self.algorithm.references if name not in self.teachers]
-        costs += [teacher.relative_cost(samples) for teacher in self.teachers.values()]
+        cost = 0.0  # per sample, in forward passes of the policy
+        for name in self.algorithm.references:
+            cost += self.teachers[name].relative_cost(samples) if name in self.teachers else 1.0
         if self.critic is not None:
-            costs.append(self.critic.relative_cost(self.policy.trained))
-        references = sum(costs) * plan.reference_samples / plan.per_rank if trained > 0 else 0.0
+            cost += self.critic.relative_cost(self.policy.trained)
+        references = cost * plan.reference_samples / plan.per_rank if trained > 0 else 0.0
+        # sampling, references, and 3 times the forward pass (4 with recomputation) for each trained sample
         return self.policy.step_flops(
             samples,
             actions=self.algorithm.levels or samples.mask.shape[1],

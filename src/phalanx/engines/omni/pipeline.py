@@ -11,8 +11,7 @@ from vllm_omni.diffusion.worker.request_batch import DiffusionRequestBatch
 class Pipeline(nn.Module):
     """A family's pipeline: vLLM-omni's transformer, and all else from the policy.
 
-    Text is encoded and images are decoded by the policy's own modules, which training does not
-    change.
+    Text is encoded and images are decoded by the policy's own modules, which training does not change.
     """
 
     def __init__(self, transformer: nn.Module, od_config: Any) -> None:

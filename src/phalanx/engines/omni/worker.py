@@ -19,7 +19,7 @@ class RankWorker(CustomPipelineWorkerExtension):
         """Join the job's world.
 
         The worker's own method would make a world of `num_gpus` ranks, set the environment for it,
-        and rename the process. Here every rank is a replica of its own: a group of one for tensor
+        and rename the process. Here every rank is a separate replica: a group of one for tensor
         parallelism and all else, and of all ranks for data parallelism.
         """
         local_rank = Launch.from_env().local_rank

@@ -11,10 +11,10 @@ from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.rollout.registry import able_engines, check_class, check_exact, check_installed, check_redraws, made
 
 
-def check_entry(found: Any, name: str) -> None:
+def check_entry(kind: Any, name: str) -> None:
     """Raise ConfigError, as a configuration is loaded, for a class that cannot be an engine."""
     # teachers and supervised training have it encode their prompts
-    check_class(found, name, "window", "phalanx.rollout.flow.in_policy.PolicyRollout", beside=("encode", "collate"))
+    check_class(kind, name, "window", "phalanx.rollout.flow.in_policy.PolicyRollout", beside=("encode", "collate"))
 
 
 def check_engine(config: FlowRolloutConfig) -> None:
@@ -23,7 +23,7 @@ def check_engine(config: FlowRolloutConfig) -> None:
     check_redraws(config)
     if config.num_frames > 1 and not config.facts.videos:
         able = able_engines(config, lambda facts: facts.videos)
-        raise ConfigError(f"rollout.num_frames: {config.num_frames} needs {able}; {config.engine} knows images alone")
+        raise ConfigError(f"rollout.num_frames: {config.num_frames} needs {able}; {config.engine} makes only images")
     check_installed(config)
 
 

@@ -7,13 +7,12 @@ from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
-# Training steps whose prompts are encoded at once, at most: fewer where the cache would forget the
-# first of them before they are sampled. Qwen-Image's embeddings of a text of 200 tokens, 3584 wide
-# in bfloat16, are 1.4 MB. Qwen-Image-Edit adds some 212 tokens, of image and template, and the
-# image's latents, 0.5 MB at 1024 x 1024 pixels: 3.5 MB, and the negative's at most as much. 48
-# prompts on 8 ranks are then 42 MB per step and rank, and 32 steps fit in half of the cache's 4 GiB;
-# on one rank it is 336 MB, and 6 do. The first Qwen-Image-Edit sees 1369 tokens of an image, 24 MB
-# per prompt: 15 steps on 8 ranks, and 1 on one.
+# Training steps whose prompts are encoded at once, at most: fewer where the cache would forget the first of them before
+# they are sampled. Qwen-Image's embeddings of a text of 200 tokens, 3584 wide in bfloat16, are 1.4 MB. Qwen-Image-Edit
+# adds some 212 tokens, of image and template, and the image's latents, 0.5 MB at 1024 x 1024 pixels: 3.5 MB, and the
+# negative's at most as much. 48 prompts on 8 ranks are then 42 MB per step and rank, and 32 steps fit in half of the
+# cache's 4 GiB; on one rank it is 336 MB, and 6 do. The first Qwen-Image-Edit sees 1369 tokens of an image, 24 MB per
+# prompt: 15 steps on 8 ranks, and 1 on one.
 ENCODE_AHEAD = 32
 
 

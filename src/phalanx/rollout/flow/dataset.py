@@ -38,20 +38,20 @@ class DatasetRollout(PolicyRollout):
         """
         index, rows, embeds = self.share(prompts)
         # An optimizer step trains on every k-th image. Were the chosen one always first, a step
-        # could see chosen ones alone, so (seed, step, group) says which one is.
+        # could see only chosen ones, so (seed, step, group) says which one is.
         shown, columns = [], self.facts.columns
         for i in index.tolist():
             group = i // self.config.n
             turned = fold_in(seed, step, group, "pair")
             shown.append((prompts[group], columns[(i + turned) % len(columns)]))
         pixels = self._read(shown)
-        mine = [self._marked(prompt, column == columns[0]) for prompt, column in shown]
+        marked = [self._marked(prompt, column == columns[0]) for prompt, column in shown]
         parts = []
         for part in torch.arange(len(index)).split(self.micro_batch_size):
             parts.append(self.policy.model.encode_images(pixels[part].to(self.world.device)))
-            each(pixels[part], [mine[j] for j in part.tolist()])
+            each(pixels[part], [marked[j] for j in part.tolist()])
         clean, schedule = torch.cat(parts), self.schedule(self.sampler)
-        # a trajectory of no steps: algorithms on the forward process ask for `clean` alone
+        # a trajectory of no steps: algorithms on the forward process ask only for `clean`
         trace = FlowTrace(
             sampler=self.sampler,
             latents=clean[:, None],
@@ -67,7 +67,7 @@ class DatasetRollout(PolicyRollout):
             prompt_index=rows,
         )
         none = clean.new_zeros(len(clean), 0)
-        return Samples(mine, pixels, none, none.bool(), trace, index)
+        return Samples(marked, pixels, none, none.bool(), trace, index)
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """As the policy's rollout. The images are in no data, so that `preferred` is None."""

@@ -28,10 +28,9 @@ class Schedule:
 class Job:
     """A micro-batch of R images.
 
-    Sample r has the prompt rows[r] of `embeds` and the noise that names[r] stands for: (seed, step,
-    group, image). `window` holds the stochastic steps, `trained` those of them whose
-    log-probabilities are wanted; the VAE decodes `vae_batch_size` images at once (None: all). With
-    `same_init` all images of a group begin with the same noise.
+    Sample r has the prompt rows[r] of `embeds` and the noise that names[r] stands for: (seed, step, group, image).
+    `window` holds the stochastic steps, `trained` those of them whose log-probabilities are wanted; the VAE decodes
+    `vae_batch_size` images at once (None: all). With `same_init` all images of a group begin with the same noise.
     """
 
     sampler: Sampler
@@ -90,7 +89,7 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
     noisy = window
     if not window and sampler.noise_level > 0:
         noisy = range(sampler.num_inference_steps - 1)  # noise of the last would stay in the image
-    x, levels = job.initial_noise(shape), job.levels()
+    x, levels = job.initial_noise(shape), job.levels()  # x [R, ...] ~ N(0, 1), at sigma = 1
     # The solver begins behind the window, knowing nothing of what was before: it takes earlier
     # velocities for those of one smooth path, which noise has broken.
     solve = None
@@ -99,6 +98,7 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
     states, means, log_probs = [x], [], []
     for i, after in pairwise(levels):
         timesteps = schedule.timesteps[i].expand(len(x))
+        # v(x, t, prompt) [R, ...], with classifier-free guidance where the sampler has it
         velocity = policy.velocity(x, timesteps, job.embeds, job.rows, sampler)
         if solve is not None and i >= window.stop:
             x = solve(velocity, x)
@@ -116,8 +116,8 @@ def generate(policy: FlowPolicy, job: Job) -> Generated:
             noise=noise,
         )
         x = step.prev_sample
-        states.append(x)
-        if i in job.trained:
+        states.append(x)  # S + 1 states for the S steps of the window
+        if i in job.trained:  # log p(x' | x) [R] of the action, and its mean for exact KLs
             assert step.log_prob is not None
             log_probs.append(step.log_prob)
             means.append(step.mean)

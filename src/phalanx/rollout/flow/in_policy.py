@@ -26,17 +26,17 @@ T = TypeVar("T")
 
 
 def on_all_ranks(read: Callable[[], T]) -> T:
-    """What `read` returns; JobError, on all ranks, where it raises ValueError on one."""
+    """The result of `read`; JobError, on all ranks, where it raises ValueError on one."""
     problem = None
     try:
-        found = read()
+        result = read()
     except ValueError as error:
         problem = str(error)
     # only the rank that has a bad image sees the error, and the others would wait for it
     message, _ = agree(problem, 0)
     if message is not None:
         raise JobError(message)
-    return found
+    return result
 
 
 def _call(read: Callable[[], T]) -> T:
@@ -83,9 +83,8 @@ class PolicyRollout:
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
         """Sample this rank's share of `n` images per prompt; `prompts` are those of all ranks.
 
-        `each(images, prompts)` is called after every micro-batch. Noise of image i of group g at
-        training step k is a function of (seed, k, g, i), so the share is the same images whatever
-        the number of ranks.
+        `each(images, prompts)` is called after every micro-batch. Noise of image i of group g at training step k is a
+        function of (seed, k, g, i), so the share is the same images whatever the number of ranks.
         """
         c, sampler = self.config, self.sampler
         window = self.stochastic_steps(seed, step)
@@ -94,8 +93,10 @@ class PolicyRollout:
         schedule = self.schedule(sampler)
         # Names, not the state of a generator, seed the noise: which rank draws an image, and what
         # it has drawn before, has no part in it.
-        mine = [prompts[i // c.n] for i in index.tolist()]
-        names = [(seed, step, prompt.group_id, i % c.n) for prompt, i in zip(mine, index.tolist(), strict=True)]
+        local, names = [], []
+        for i in index.tolist():
+            local.append(prompts[i // c.n])
+            names.append((seed, step, local[-1].group_id, i % c.n))
         job = Job(
             sampler=sampler,
             schedule=schedule,
@@ -107,8 +108,8 @@ class PolicyRollout:
             trained=trained,
             same_init=c.init_same_noise,
         )
-        drawn = self.draw(job, mine, each)
-        # a replay needs the latents of the window alone; those of all steps would fill the memory
+        drawn = self.draw(job, local, each)
+        # a replay needs only the latents of the window; those of all steps would fill the memory
         first = window.start
         trace = FlowTrace(
             sampler=sampler,
@@ -126,14 +127,14 @@ class PolicyRollout:
         )
         self._last = job
         mask = torch.ones_like(drawn.log_prob, dtype=torch.bool)  # all have the same number of steps
-        return Samples(mine, drawn.images, drawn.log_prob, mask, trace, index)
+        return Samples(local, drawn.images, drawn.log_prob, mask, trace, index)
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
         """The samples of the last `sample` with the embeddings of other prompts, for `resample` to draw from."""
         index, rows, embeds = self.share(prompts)
         before = samples.trace.embeds
         # a longer text among them pads those of all prompts, and kernels round differently at another length
-        same = {name: value.shape for name, value in before.items()} == {n: value.shape for n, value in embeds.items()}
+        same = all(embeds[name].shape == value.shape for name, value in before.items())
         self._last = replace(self._last, embeds=embeds, rows=rows)
         return replace(
             samples,
@@ -145,26 +146,25 @@ class PolicyRollout:
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         """The samples of the last `sample`, those that `stale` [N] names among all ranks' drawn anew.
 
-        Their noise is that of images attempt x n and up of their group. All ranks take part and
-        draw equally many: what is lacking is filled up with further images of the first sample,
-        which are dropped. Returns the samples, and the numbers [D] of the images that `each` saw,
-        -1 for those that are dropped.
+        Their noise is that of images attempt x n and up of their group. All ranks take part and draw equally many: what
+        is lacking is filled up with further images of the first sample, which are dropped. Returns the samples, and the
+        numbers [D] of the images that `each` saw, -1 for those that are dropped.
         """
         size, n, job = self.micro_batch_size, self.config.n, self._last
-        own = stale[samples.index].nonzero().flatten()
+        local = stale[samples.index].nonzero().flatten()
         # Where weights are sharded, each pass of the transformer is a collective: the rank with
         # most stale samples says how many micro-batches all of them make.
-        micro_batches = reduce_int(-(-len(own) // size), "max")
+        micro_batches = reduce_int(-(-len(local) // size), "max")
         places = torch.zeros(size * micro_batches, dtype=torch.long)
-        places[: len(own)] = own
+        places[: len(local)] = local
         # image numbers that no other attempt has, so the noise is new and still has a name
         names = [(*job.names[j][:3], job.names[j][3] + attempt * n) for j in places.tolist()]
         again = replace(job, rows=job.rows[places], names=names)
         drawn = self.draw(again, [samples.prompts[j] for j in places.tolist()], each)
-        real = slice(len(own))
+        real = slice(len(local))
 
         def renewed(old: Tensor, new: Tensor) -> Tensor:
-            return old.index_copy(0, own.to(old.device), new[real])
+            return old.index_copy(0, local.to(old.device), new[real])
 
         trace: FlowTrace = samples.trace
         trace = replace(
@@ -174,7 +174,7 @@ class PolicyRollout:
             clean=renewed(trace.clean, drawn.clean),
         )
         numbers = torch.full((len(places),), -1)
-        numbers[real] = samples.index[own]
+        numbers[real] = samples.index[local]
         assert isinstance(samples.outputs, Tensor)
         outputs = renewed(samples.outputs, drawn.images)
         log_prob = renewed(samples.log_prob, drawn.log_prob)
@@ -237,8 +237,7 @@ class PolicyRollout:
         schedule = self.schedule(sampler)
         total = len(prompts) * n
         for start in range(0, total, size):
-            # The last micro-batch is filled up with repetitions: kernels would round differently in
-            # a smaller one.
+            # The last micro-batch is filled up with repetitions: kernels would round differently in a smaller one.
             part = [min(start + j, total - 1) for j in range(size)]
             rows = torch.tensor([j // n for j in part], device=self.world.device)
             # no training step in the name: the noise is the same at each validation
@@ -257,7 +256,7 @@ class PolicyRollout:
             each(images[:real], [prompts[j // n] for j in part[:real]])
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """Images are all alike."""
+        """Nothing beyond the rewards: all images have one size."""
         return {}
 
     def generate(self, job: Job) -> Generated:
@@ -275,28 +274,27 @@ class PolicyRollout:
         """Encode this rank's share of the prompts of several steps at once, for `sample` to find; a prompt of several
         ranks of the node is encoded by one of them.
 
-        Returns the number of steps like these that the cache has room for, on the rank where they
-        are fewest.
+        Returns the number of steps like these that the cache has room for, on the rank where they are fewest.
         """
         node, sampler = self.policy.node, self.sampler
         shown = [self._shown(batches, rank) for rank in node.ranks]
-        mine = shown[node.place]
-        # text alone can always be encoded
+        local = shown[node.place]
+        # a text without an image can always be encoded
         agreed = on_all_ranks if self.policy.model.image_column is not None else _call
         self.policy.embed_in_turns(shown, sampler.guided, (sampler.height, sampler.width), agreed)
-        entries = len(mine) * (2 if self.sampler.guided else 1)
+        entries = len(local) * (2 if self.sampler.guided else 1)
         room = self.policy.room() * len(batches) // entries
         # the fewest, as all ranks must encode at the same steps
         return -reduce_int(-room, "max")
 
     def _shown(self, batches: list[list[Prompt]], rank: int) -> list[Prompt]:
         """The prompts of a rank's samples; see `share`."""
-        n, place, found = self.config.n, rank // self.world.context_size, list[Prompt]()
+        n, place, shown = self.config.n, rank // self.world.context_size, list[Prompt]()
         for prompts in batches:
             share = len(prompts) * n // self.world.data_size
             last = (place + 1) * share - 1
-            found += prompts[place * share // n : last // n + 1]
-        return found
+            shown += prompts[place * share // n : last // n + 1]
+        return shown
 
     def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
         """See FlowPolicy.embed. Raises JobError, on all ranks, where a prompt's image is unreadable."""
@@ -315,8 +313,8 @@ class PolicyRollout:
         sampler = sampler or self.sampler
         embeds = self.embed(prompts, negatives, sampler)
         lengths = [e["prompt_embeds"].shape[0] for e in embeds]
-        # Padded to the longest of all ranks, and masked where any rank has a shorter one: kernels
-        # round differently at another length or with a mask, so a rank's own would show the layout.
+        # Padded to the longest of all ranks, and masked where any rank has a shorter one: kernels round differently at
+        # another length or with a mask, so with the local length results would depend on the layout.
         longest = reduce_int(max(lengths), "max")
         shortest = -reduce_int(-min(lengths), "max")
         length = self.policy.text_length(longest, (sampler.height, sampler.width))

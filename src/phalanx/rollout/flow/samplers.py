@@ -64,10 +64,10 @@ def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str =
 
 def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
     """Raise ValueError where `section` asks for a guidance that the model does not obey."""
-    own = (model.guidance_key, model.embedded_guidance_key)
+    obeyed = (model.guidance_key, model.embedded_guidance_key)
     for key in ("guidance_scale", "true_cfg_scale"):
         value = getattr(section, key)
-        if key not in own and value is not None and value > 1:
+        if key not in obeyed and value is not None and value > 1:
             raise ValueError(
                 f"{prefix}{key}: {value:g} has no effect on this model; its guidance is {prefix}{model.guidance_key}"
             )
@@ -80,7 +80,6 @@ def _obeyed(section: Any, model: FlowModel | type[FlowModel], prefix: str) -> tu
     """
     check_guidance(section, model, prefix)
     check_frames(section, model, prefix)
-    # which key means which depends on the model: guidance_scale is the one for SD3, the other for
-    # FLUX.1-dev
+    # which key means which depends on the model: guidance_scale is the one for SD3, the other for FLUX.1-dev
     key = model.embedded_guidance_key
     return getattr(section, model.guidance_key), None if key is None else getattr(section, key)

@@ -46,8 +46,7 @@ class VllmOmniRollout(PolicyRollout):
         with as_before():
             self.executor = _executor(policy)
         self.pipeline = self.executor.driver_worker.worker.model_runner.pipeline
-        # Our loop runs in place of its own, with its transformer: noise, guidance, VAE and texts
-        # are then the policy's.
+        # Our loop replaces vLLM-omni's, with its transformer: noise, guidance, VAE and texts are then the policy's.
         self.pipeline.attach(policy, generate)
         self.pipeline.release()  # its first weights are of no use: each rollout brings them anew
 
@@ -66,8 +65,7 @@ class VllmOmniRollout(PolicyRollout):
         from vllm_omni.diffusion.request import OmniDiffusionRequest
         from vllm_omni.inputs.data import OmniDiffusionSamplingParams
 
-        # a seed, since vLLM-omni would draw one from the process's random state; the job names the
-        # noise
+        # a seed, since vLLM-omni would draw one from the process's random state; the job names the noise
         parameters = OmniDiffusionSamplingParams(seed=0, extra_args={"job": job})
         request = OmniDiffusionRequest(prompt="", sampling_params=parameters, request_id="rollout")
         out = self.executor.collective_rpc(
@@ -90,8 +88,8 @@ def _pipeline_class(policy: FlowPolicy) -> type:
             f"rollout.engine: vllm_omni samples from StableDiffusion3Pipeline and QwenImagePipeline, not "
             f"{policy.model.pipeline_class}; set rollout.engine=policy"
         )
-    found: type = resolve_name(policy.model.omni_pipeline)
-    return found
+    pipeline: type = resolve_name(policy.model.omni_pipeline)
+    return pipeline
 
 
 def _executor(policy: FlowPolicy) -> Any:
@@ -111,7 +109,7 @@ def _executor(policy: FlowPolicy) -> Any:
         model_class_name=model.pipeline_class,
         tf_model_config=TransformerConfig.from_dict(dict(model.transformer.config)),
         dtype=model.dtype,
-        num_gpus=1,  # each rank has a replica of its own, and draws its share of the samples
+        num_gpus=1,  # each rank has a replica, and draws its share of the samples
         # captured kernels would not follow the weights, which are new tensors in each rollout
         enforce_eager=True,
         distributed_executor_backend="uni",

@@ -18,9 +18,9 @@ from phalanx.rollout.registry import check_class, check_exact, check_installed, 
 from phalanx.types import Rollout
 
 
-def check_entry(found: Any, name: str) -> None:
+def check_entry(kind: Any, name: str) -> None:
     """Raise ConfigError, as a configuration is loaded, for a class that cannot be an engine."""
-    check_class(found, name, "passes", "phalanx.rollout.lm.in_policy.LMRollout")
+    check_class(kind, name, "passes", "phalanx.rollout.lm.in_policy.LMRollout")
 
 
 def check_engine(cfg: LMRunConfig, *, installed: bool = True) -> None:

@@ -33,14 +33,19 @@ class Decoding:
 
 @torch.no_grad()
 def decode(
-    forward: Callable[..., Any], config: Any, prompts: list[list[int]], rows: list[int], uniform: Tensor, how: Decoding
+    forward: Callable[..., Any],
+    config: Any,
+    prompts: list[list[int]],
+    rows: list[int],
+    uniform: Tensor,
+    decoding: Decoding,
 ) -> list[list[int]]:
     """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, limit].
 
     `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
     """
     device = uniform.device
-    ids, mask = _left_padded(prompts, how.pad)
+    ids, mask = _left_padded(prompts, decoding.pad)
     ids, mask = ids.to(device), mask.to(device)
     cache = DynamicCache(config=config)
     # a prompt is read once for all of its samples
@@ -60,15 +65,15 @@ def decode(
     responses: list[list[int]] = [[] for _ in rows]
     alive = torch.arange(len(rows), device=device)  # samples of the batch, some of which have ended
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
-    ends = torch.tensor(how.ends, device=device)
-    for t in range(how.limit):
-        drawn = draw(logits.float(), uniform[alive, t], how)
+    ends = torch.tensor(decoding.ends, device=device)
+    for t in range(decoding.limit):
+        drawn = draw(logits.float(), uniform[alive, t], decoding)
         for sample, token, over in zip(alive.tolist(), drawn.tolist(), ended[alive].tolist(), strict=True):
             if not over:
                 responses[sample].append(token)
         ended[alive] |= torch.isin(drawn, ends)
         going = ~ended[alive]
-        if t + 1 == how.limit or not going.any():
+        if t + 1 == decoding.limit or not going.any():
             break
         if int(going.sum()) < SHRINK * len(going):
             keep = going.nonzero().squeeze(1)
@@ -84,12 +89,17 @@ def decode(
         )
         logits, position = out.logits[:, -1], position + 1
         finite &= logits.amax(-1).isfinite().all()
+    check_finite(finite)
+    return responses
+
+
+def check_finite(finite: Tensor) -> None:
+    """Raise JobError unless `finite`, a bool, says that all logits of a rollout were finite."""
     if not finite:
         raise JobError(
             "model.path: the logits of the model hold NaN or infinity while it decodes: its activations overflow; try "
             "model.dtype=float32 or, where they did not before, a lower optim.lr"
         )
-    return responses
 
 
 def _left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -103,15 +113,15 @@ def _left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
     return ids, mask
 
 
-def draw(logits: Tensor, uniform: Tensor, how: Decoding) -> Tensor:
+def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
     """Tokens [B] of logits [B, V]."""
-    if how.temperature == 0:
+    if decoding.temperature == 0:
         return logits.argmax(-1)
-    p = torch.softmax(logits / how.temperature, -1).double()
-    if how.top_p < 1:
+    p = torch.softmax(logits / decoding.temperature, -1).double()
+    if decoding.top_p < 1:
         ordered, order = p.sort(-1, descending=True)
         before = ordered.cumsum(-1) - ordered
-        p = p.masked_fill(torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before >= how.top_p), 0.0)
+        p = p.masked_fill(torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before >= decoding.top_p), 0.0)
     cumulative = p.cumsum(-1)
     at = uniform.double()[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, at, right=True).squeeze(1).clamp(max=p.shape[-1] - 1)

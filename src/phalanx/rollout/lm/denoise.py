@@ -16,8 +16,7 @@ from transformers import DynamicCache
 
 from phalanx.functional.block_diffusion import confident, least_unmasked
 from phalanx.models.lm.model import CACHE
-from phalanx.rollout.lm.decode import SHRINK, Decoding, draw
-from phalanx.types import JobError
+from phalanx.rollout.lm.decode import SHRINK, Decoding, check_finite, draw
 
 TOGETHER = 2**24  # logits that are drawn from at once, each of which takes up to 50 bytes meanwhile
 
@@ -53,28 +52,33 @@ class Denoised:
 
 @torch.no_grad()
 def denoise(
-    forward: Callable[..., Any], config: Any, prompts: list[list[int]], rows: list[int], uniform: Tensor, how: Denoising
+    forward: Callable[..., Any],
+    config: Any,
+    prompts: list[list[int]],
+    rows: list[int],
+    uniform: Tensor,
+    decoding: Denoising,
 ) -> list[Denoised]:
     """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, draws, limit].
 
     `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
     """
-    device, size = uniform.device, how.size
+    device, size = uniform.device, decoding.size
     cache = DynamicCache(config=config)
-    seen, start = read(forward, cache, prompts, rows, how, device)
+    seen, start = read(forward, cache, prompts, rows, decoding, device)
     tails = [prompts[row][len(prompts[row]) // size * size :] for row in rows]
     tail = torch.tensor([len(tokens) for tokens in tails], device=device)
-    blocks = how.limit // size
+    blocks = decoding.limit // size
     shape = (len(rows), blocks * size)
-    ids, step = torch.full(shape, how.pad, device=device), torch.full(shape, -1, device=device)
+    ids, step = torch.full(shape, decoding.pad, device=device), torch.full(shape, -1, device=device)
     log_prob = torch.zeros(shape, device=device)
     alive = torch.arange(len(rows), device=device)
-    within, ends = torch.arange(size, device=device), torch.tensor(how.ends, device=device)
+    within, ends = torch.arange(size, device=device), torch.tensor(decoding.ends, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
     used = torch.zeros(len(rows), dtype=torch.long, device=device)  # blocks of each
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     for b in range(blocks):
-        state = torch.full((len(alive), size), how.mask_id, device=device)
+        state = torch.full((len(alive), size), decoding.mask_id, device=device)
         if b == 0:
             for i, tokens in enumerate(tails):
                 state[i, : len(tokens)] = torch.tensor(tokens, dtype=torch.long)
@@ -88,18 +92,18 @@ def denoise(
         }
         place = (b * size + within - tail[alive, None]).clamp(min=0)  # of each token in its response
         steps, chosen = torch.full_like(state, -1), torch.zeros(state.shape, device=device)
-        for k, least in enumerate(least_unmasked(size, how.steps)):
-            masked = state == how.mask_id
+        for k, least in enumerate(least_unmasked(size, decoding.steps)):
+            masked = state == decoding.mask_id
             if not masked.any():
                 break
             logits = forward(input_ids=state, **block).logits
             cache.crop(-size)
-            drawn = uniform[alive, min(k, how.draws - 1)].gather(1, place)
-            token, probability, confidence = drawn_tokens(logits, masked, drawn, how)
+            drawn = uniform[alive, min(k, decoding.draws - 1)].gather(1, place)
+            token, probability, confidence = drawn_tokens(logits, masked, drawn, decoding)
             del logits  # before the next look makes others
             finite &= probability.isfinite().all()
             sure = torch.zeros(state.shape, device=device).masked_scatter(masked, confidence)
-            now = confident(sure, masked, least=least, threshold=how.threshold)
+            now = confident(sure, masked, least=least, threshold=decoding.threshold)
             state = torch.where(now, state.masked_scatter(masked, token), state)
             chosen = torch.where(now, chosen.masked_scatter(masked, probability), chosen)
             steps = torch.where(now, k, steps)
@@ -113,15 +117,14 @@ def denoise(
         if int(going.sum()) < SHRINK * len(going):
             cache.batch_select_indices(going.nonzero().squeeze(1))
             alive, seen = alive[going], seen[going]
-    if not finite:
-        raise JobError(
-            "model.path: the logits of the model hold NaN or infinity while it decodes: its activations overflow; try "
-            "model.dtype=float32 or, where they did not before, a lower optim.lr"
+    check_finite(finite)
+    responses = []
+    for i, (first, last) in enumerate(zip(tail.tolist(), (used * size).tolist(), strict=True)):
+        of_response = (i, slice(first, last))
+        responses.append(
+            Denoised(ids[of_response].tolist(), step[of_response].tolist(), log_prob[of_response].tolist())
         )
-    return [
-        Denoised(ids[i, a:z].tolist(), step[i, a:z].tolist(), log_prob[i, a:z].tolist())
-        for i, (a, z) in enumerate(zip(tail.tolist(), (used * size).tolist(), strict=True))
-    ]
+    return responses
 
 
 def read(
@@ -129,23 +132,23 @@ def read(
     cache: DynamicCache,
     prompts: list[list[int]],
     rows: list[int],
-    how: Denoising,
+    decoding: Denoising,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """Read the whole blocks of each prompt once; returns which columns of the cache are real, [B, width] bool, and the
     position [B] at which each sample's first block of its response begins.
     """
-    whole = [len(prompt) // how.size * how.size for prompt in prompts]
+    whole = [len(prompt) // decoding.size * decoding.size for prompt in prompts]
     width = max(whole)
     # padded before by whole blocks, so that all responses begin in the same column
-    ids = torch.full((len(prompts), width), how.pad)
+    ids = torch.full((len(prompts), width), decoding.pad)
     for i, prompt in enumerate(prompts):
         ids[i, width - whole[i] :] = torch.tensor(prompt[: whole[i]], dtype=torch.long)
     start = torch.tensor(whole, device=device)
     column = torch.arange(width, device=device)
     real, at = column >= width - start[:, None], torch.tensor(rows, device=device)
     if width:
-        block = column // how.size
+        block = column // decoding.size
         seen = (block[:, None] >= block) & real[:, None]
         forward(
             input_ids=ids.to(device),
@@ -159,20 +162,20 @@ def read(
     return real[at], start[at]
 
 
-def drawn_tokens(logits: Tensor, masked: Tensor, uniform: Tensor, how: Denoising) -> tuple[Tensor, Tensor, Tensor]:
+def drawn_tokens(logits: Tensor, masked: Tensor, uniform: Tensor, decoding: Denoising) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens [M] of the M masked positions of logits [R, S, V], their log-probabilities, and the confidence in each;
     masked and uniform are [R, S].
     """
     flat, numbers = logits.flatten(0, 1), uniform.flatten()
     rows = masked.flatten().nonzero().squeeze(1).split(max(TOGETHER // logits.shape[-1], 1))
-    parts = [_drawn(flat[part].float(), numbers[part], how) for part in rows]
+    parts = [_drawn(flat[part].float(), numbers[part], decoding) for part in rows]
     token, log_prob, confidence = (torch.cat(values) for values in zip(*parts, strict=True))
     return token, log_prob, confidence
 
 
-def _drawn(logits: Tensor, uniform: Tensor, how: Denoising) -> tuple[Tensor, Tensor, Tensor]:
-    logits = logits.index_fill(-1, torch.tensor([how.mask_id], device=logits.device), float("-inf"))
-    token = draw(logits, uniform, how)
-    log_p = (logits / (how.temperature or 1.0)).log_softmax(-1)
+def _drawn(logits: Tensor, uniform: Tensor, decoding: Denoising) -> tuple[Tensor, Tensor, Tensor]:
+    logits = logits.index_fill(-1, torch.tensor([decoding.mask_id], device=logits.device), float("-inf"))
+    token = draw(logits, uniform, decoding)
+    log_p = (logits / (decoding.temperature or 1.0)).log_softmax(-1)
     log_prob = log_p.gather(-1, token[:, None]).squeeze(1)
-    return token, log_prob, (log_prob if how.confidence == "token" else log_p.amax(-1)).exp()
+    return token, log_prob, (log_prob if decoding.confidence == "token" else log_p.amax(-1)).exp()

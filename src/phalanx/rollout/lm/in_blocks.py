@@ -30,8 +30,11 @@ class BlockDiffusionRollout(LMRollout):
         config, val, size = self.config, self.config.val, self.policy.size
         block: dict[str, Any] = {"size": size, "mask_id": self.policy.mask_id, "confidence": config.confidence}
         block |= {"steps": config.denoising_steps_per_block or size, "threshold": config.threshold}
-        own = {"steps": val.denoising_steps_per_block, "threshold": val.threshold}
-        of_val = block | {name: value for name, value in own.items() if value is not None}
+        of_val = dict(block)
+        if val.denoising_steps_per_block is not None:
+            of_val["steps"] = val.denoising_steps_per_block
+        if val.threshold is not None:
+            of_val["threshold"] = val.threshold
         plain, plain_val = super()._settings()
         return Denoising(**asdict(plain), **block), Denoising(**asdict(plain_val), **of_val)
 
@@ -47,16 +50,18 @@ class BlockDiffusionRollout(LMRollout):
         first = len(drawn.prompt) % self.policy.size
         return len({((first + i) // self.policy.size, step) for i, step in enumerate(drawn.steps)})
 
-    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         """See LMRollout."""
-        assert isinstance(how, Denoising), "as __init__ makes it"
+        assert isinstance(decoding, Denoising), "as __init__ makes it"
         tokens, rows = self._encoded(prompts)
-        uniform = self._uniform(names, how.draws * how.limit, how).view(len(names), how.draws, how.limit)
+        uniform = self._uniform(names, decoding.draws * decoding.limit, decoding).view(
+            len(names), decoding.draws, decoding.limit
+        )
         forward = self.policy.trained.module
-        found = denoise(forward, self.policy.settings, tokens, rows, uniform, how)
+        responses = denoise(forward, self.policy.settings, tokens, rows, uniform, decoding)
         drawn = []
-        for row, response in zip(rows, found, strict=True):
-            end = next((i for i, token in enumerate(response.tokens) if token in how.ends), None)
+        for row, response in zip(rows, responses, strict=True):
+            end = next((i for i, token in enumerate(response.tokens) if token in decoding.ends), None)
             behind = 0 if end is None else len(response.tokens) - end - 1
             text = self.policy.decode(response.tokens[:end])
             cut = end is None

@@ -76,12 +76,16 @@ class LMRollout:
         The uniform numbers of response i of group g at training step k are a function of (seed, k, g, i).
         """
         n, share = self.config.n, len(prompts) * self.config.n // self.world.size
+        # sample i of all ranks is response i % n to prompt i // n; a rank has consecutive ones [B]
         index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
-        mine = [prompts[i // n] for i in index.tolist()]
         self._seed = (seed, step)
-        names = [(seed, step, prompt.group_id, i % n) for prompt, i in zip(mine, index.tolist(), strict=True)]
-        self._drawn = self._draw(mine, names, self.how, each)
-        return self._samples(mine, index)
+        local, names = [], []
+        for i in index.tolist():
+            local.append(prompts[i // n])
+            # keyed random numbers: the same response on whatever rank, in whatever batch
+            names.append((seed, step, local[-1].group_id, i % n))
+        self._drawn = self._draw(local, names, self.how, each)
+        return self._samples(local, index)
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
         """The samples of the last `sample` with other prompts, for `resample` to draw from."""
@@ -89,18 +93,19 @@ class LMRollout:
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         """See phalanx.types.Rollout. A new response has the numbers of response attempt x n and up of its group."""
-        n, own = self.config.n, stale[samples.index].nonzero().flatten().tolist()
+        n, local = self.config.n, stale[samples.index].nonzero().flatten().tolist()
         # all ranks draw and score equally many: what one lacks is filled up, and dropped
-        places = own + [0] * (reduce_int(len(own), "max") - len(own))
+        places = local + [0] * (reduce_int(len(local), "max") - len(local))
         names = []
         for j in places:
             i = int(samples.index[j]) % n
+            # numbers that no response of an earlier attempt had
             names.append((*self._seed, samples.prompts[j].group_id, i + attempt * n))
         again = self._draw([samples.prompts[j] for j in places], names, self.how, each)
-        for j, drawn in zip(own, again, strict=False):
+        for j, drawn in zip(local, again, strict=False):
             self._drawn[j] = drawn
         numbers = torch.full((len(places),), -1)
-        numbers[: len(own)] = samples.index[own]
+        numbers[: len(local)] = samples.index[local]
         return self._samples(samples.prompts, samples.index), numbers
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
@@ -120,7 +125,7 @@ class LMRollout:
         lengths = torch.tensor([float(len(drawn.response) - drawn.behind) for drawn in self._drawn])
         cut = torch.tensor([drawn.truncated for drawn in self._drawn])
         total = reduce_int(len(cut), "sum")
-        count = reduce_int(int(cut.sum()), "sum")
+        count = reduce_int(int(cut.sum()), "sum")  # cut by max_response_length
         of_cut = reduce_float(float(reward[samples.index][cut].nan_to_num().sum()), "sum")
         row = {
             "response/length_mean": reduce_float(float(lengths.sum()), "sum") / total,
@@ -139,30 +144,35 @@ class LMRollout:
         """Of samples, and of a validation's."""
         config, val, limit = self.config, self.config.val, self.data.max_response_length
         ends, pad = self.policy.ends, self.policy.pad
-        how = Decoding(limit, config.temperature, ends, pad)
-        return how, Decoding(val.max_response_length or limit, val.temperature, ends, pad, val.top_p)
+        decoding = Decoding(limit, config.temperature, ends, pad)
+        return decoding, Decoding(val.max_response_length or limit, val.temperature, ends, pad, val.top_p)
 
-    def _draw(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding, each: Each) -> list[Drawn]:
+    def _draw(
+        self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
+    ) -> list[Drawn]:
         """A sample for each prompt, a micro-batch after the other, each handed to `each` when it is done."""
-        found: list[Drawn] = []
+        result: list[Drawn] = []
         for start in range(0, len(prompts), self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
-            new = self.decode(prompts[part], names[part], how)
-            each([drawn.text for drawn in new], [measured(p, d, how) for p, d in zip(prompts[part], new, strict=True)])
-            found += new
-        return found
+            new = self.decode(prompts[part], names[part], decoding)
+            each(
+                [drawn.text for drawn in new],
+                [measured(p, d, decoding) for p, d in zip(prompts[part], new, strict=True)],
+            )
+            result += new
+        return result
 
-    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
-        """A response for each of so many prompts, drawn together: what another engine does in its own way. `names` are
-        what the random numbers of each response are a function of (phalanx.distributed.seed), and a prompt that comes
+    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
+        """A response for each prompt, drawn together; other engines override this. The random numbers of each response
+        are a function of its entry in `names` (phalanx.distributed.seed), and a prompt that comes
         several times has the same `group_id`. Where `facts` are not exact, each has its tokens' log_probs.
         """
-        tokens, rows = self._encoded(prompts)
-        uniform = self._uniform(names, how.limit, how)
+        tokens, rows = self._encoded(prompts)  # P different prompts, and the one of each of the B responses
+        uniform = self._uniform(names, decoding.limit, decoding)  # [B, limit]: one number per token
         forward = self.policy.trained.module
-        responses = decode(forward, self.policy.settings, tokens, rows, uniform, how)
+        responses = decode(forward, self.policy.settings, tokens, rows, uniform, decoding)
         return [
-            Drawn(tokens[row], response, self.policy.decode(response), response[-1] not in how.ends)
+            Drawn(tokens[row], response, self.policy.decode(response), response[-1] not in decoding.ends)
             for row, response in zip(rows, responses, strict=True)
         ]
 
@@ -178,35 +188,37 @@ class LMRollout:
             rows.append(known[prompt.group_id])
         return tokens, rows
 
-    def _uniform(self, names: Sequence[tuple[int, ...]], count: int, how: Decoding) -> Tensor:
+    def _uniform(self, names: Sequence[tuple[int, ...]], count: int, decoding: Decoding) -> Tensor:
         """[B, count] numbers, those of each sample a function of its name."""
         uniform = torch.zeros(len(names), count)
-        if how.temperature > 0:
+        if decoding.temperature > 0:
             for i, name in enumerate(names):
+                # a generator per sample: one for the batch would tie a sample to its neighbors
                 uniform[i] = torch.rand(count, generator=torch.Generator().manual_seed(fold_in(*name)))
         return uniform.to(self.world.device)
 
     def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
         """The samples as tensors of the same sizes on all ranks, with the policy's log-probabilities."""
+        # [B]: where a response begins in its row, and its length; T and A are the longest of all ranks
         starts = torch.tensor([len(drawn.prompt) for drawn in self._drawn])
         lengths = torch.tensor([len(drawn.response) for drawn in self._drawn])
         longest = reduce_int(int((starts + lengths).max()), "max")
-        ids = torch.full((len(self._drawn), longest), self.policy.pad)
+        ids = torch.full((len(self._drawn), longest), self.policy.pad)  # [B, T]: prompt, response, padding
         for i, drawn in enumerate(self._drawn):
             ids[i, : starts[i] + lengths[i]] = torch.tensor(drawn.prompt + drawn.response)
         device, width = self.world.device, reduce_int(int(lengths.max()), "max")
         trace = self._trace(ids.to(device), starts.to(device), lengths.to(device), width)
-        mask = trace.mask
+        mask = trace.mask  # [B, A]
         if self.config.mask_truncated:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
-            mask = mask & ~cut[:, None]
+            mask = mask & ~cut[:, None]  # DAPO's overlong filtering: a cut response has no loss
         texts = [drawn.text for drawn in self._drawn]
         lengths = torch.stack([starts, lengths], 1)
         samples = Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths)
         return self._scored(replace(samples, positions=self._positions(samples)))
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> Any:
-        """What the policy replays: see TokenTrace."""
+        """The trace that the policy replays: see TokenTrace."""
         return TokenTrace(ids, starts, lengths, width)
 
     def _positions(self, samples: Samples) -> Tensor | None:
@@ -218,21 +230,24 @@ class LMRollout:
         own are others, with those of `Drawn`.
         """
         if not self.exact:
+            # of other kernels: rollout.correction weighs or replaces them
             log_prob = torch.zeros(samples.mask.shape)
             for i, drawn in enumerate(self._drawn):
                 log_prob[i, : len(drawn.log_probs)] = torch.tensor(drawn.log_probs)
             return replace(samples, log_prob=log_prob.to(samples.mask.device))
         if self.passes is None:
+            # one update per sample: log pi_old is that of the pass that trains it, detached, and rho = 1
             return replace(samples, log_prob=torch.full(samples.mask.shape, torch.nan), on_policy=True)
         trace, tokens = samples.trace, samples.tokens
         assert tokens is not None
+        # log pi_old [B, A], by passes of the training's shapes, so that rho is exactly 1 at the first update
         parts = self.passes.parts(len(tokens), tokens[:, None])
         replays = [self.policy.replay(trace.select(part.to(trace.ids.device))) for part in parts]
         log_prob = in_order([replay.log_prob for replay in replays], parts)
         return replace(samples, log_prob=log_prob, trace=trace.rescored(replays, parts))
 
 
-def measured(prompt: Prompt, drawn: Drawn, how: Decoding) -> Prompt:
+def measured(prompt: Prompt, drawn: Drawn, decoding: Decoding) -> Prompt:
     """The prompt as its reward sees it: with the tokens of the response, and their limit."""
-    lengths = {"response_length": len(drawn.response), "max_response_length": how.limit}
+    lengths = {"response_length": len(drawn.response), "max_response_length": decoding.limit}
     return replace(prompt, meta=prompt.meta | lengths)

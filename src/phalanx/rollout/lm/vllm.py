@@ -68,8 +68,8 @@ class VllmRollout(LMRollout):
 
     def check(self) -> None:
         """Compare engine and policy on the probe; raises JobError, on all ranks, where they are not one model."""
-        how = Sampling(PROBE_RESPONSE, 0.0, 1.0, [])
-        responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), how)
+        greedy = Sampling(PROBE_RESPONSE, 0.0, 1.0, [])
+        responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), greedy)
         rows = [prompt + response for prompt, response in zip(self._probe, responses, strict=True)]
         lengths = torch.tensor([len(response) for response in responses])
         trace = TokenTrace(
@@ -78,8 +78,8 @@ class VllmRollout(LMRollout):
             lengths.to(self.world.device),
             PROBE_RESPONSE,
         )
-        own = self.policy.scored(trace, 1.0).log_prob.cpu()
-        self.sync_error = reduce_float(float((own - torch.tensor(theirs)).abs().mean()), "max")
+        ours = self.policy.scored(trace, 1.0).log_prob.cpu()
+        self.sync_error = reduce_float(float((ours - torch.tensor(theirs)).abs().mean()), "max")
         if not self.sync_error <= self.config.max_sync_error:
             raise JobError(
                 f"rollout.engine: after the weights were handed over, vLLM's log-probs of a probe differ from the "
@@ -91,22 +91,29 @@ class VllmRollout(LMRollout):
         """Those of all rollouts, and how far the engine was off after the last renewal."""
         return super().metrics(samples, reward) | {"rollout/sync_error": self.sync_error}
 
-    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], how: Decoding) -> list[Drawn]:
+    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         """See LMRollout."""
-        tokens = [self.policy.encode(prompt) for prompt in prompts]
-        seeds = [fold_in(*name) for name in names]
+        requests = []
+        for prompt, name in zip(prompts, names, strict=True):
+            requests.append((self.policy.encode(prompt), fold_in(*name)))
         # ranks that hold the weights together ask for the same samples, and each takes its own
-        everyone = all_gather_object((tokens, seeds)) if len(self.group) > 1 else {self.world.rank: (tokens, seeds)}
-        parts = [everyone[rank] for rank in self.group]
-        asked = [prompt for some, _ in parts for prompt in some]
-        sampling = Sampling(how.limit, how.temperature, how.top_p, how.ends)
-        responses, log_probs = self.engine.generate(asked, [seed for _, some in parts for seed in some], sampling)
-        before = sum(len(some) for some, _ in parts[: self.group.index(self.world.rank)])
-        mine = slice(before, before + len(tokens))
-        return [
-            Drawn(prompt, response, self.policy.decode(response), response[-1] not in how.ends, tuple(log_prob))
-            for prompt, response, log_prob in zip(tokens, responses[mine], log_probs[mine], strict=True)
-        ]
+        everyone = all_gather_object(requests) if len(self.group) > 1 else {self.world.rank: requests}
+        tokens: list[list[int]] = []
+        seeds: list[int] = []
+        first = 0  # the number of this rank's first sample
+        for rank in self.group:
+            if rank == self.world.rank:
+                first = len(tokens)
+            for asked, seed in everyone[rank]:
+                tokens.append(asked)
+                seeds.append(seed)
+        sampling = Sampling(decoding.limit, decoding.temperature, decoding.top_p, decoding.ends)
+        responses, log_probs = self.engine.generate(tokens, seeds, sampling)
+        drawn = []
+        for i in range(first, first + len(prompts)):
+            text, cut = self.policy.decode(responses[i]), responses[i][-1] not in decoding.ends
+            drawn.append(Drawn(tokens[i], responses[i], text, cut, tuple(log_probs[i])))
+        return drawn
 
 
 def probe_prompts(policy: LMPolicy, data: LMDataConfig) -> list[list[int]]:

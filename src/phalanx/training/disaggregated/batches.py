@@ -1,4 +1,4 @@
-"""A step's arithmetic where actor, rollout and inference have ranks of their own, and what they do not allow."""
+"""The arithmetic of a step where actor, rollout and inference have separate ranks, and the refused combinations."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,12 +45,12 @@ def part_of(plan: BatchPlan, cfg: RLConfig, world: World) -> BatchPlan:
 
 def checked(cfg: RLConfig, algorithm: Algorithm, plan: Callable[[int], BatchPlan], roles: Roles) -> BatchPlan:
     """The actor's arithmetic on the ranks that it has; refuses what the roles cannot run (ConfigError)."""
-    found = plan(cfg.parallel.data_ranks(len(roles.ranks[ACTOR])))
-    check_schedule(cfg, algorithm, found, roles)
+    actor_plan = plan(cfg.parallel.data_ranks(len(roles.ranks[ACTOR])))
+    check_schedule(cfg, algorithm, actor_plan, roles)
     if cfg.reward.model.path is not None:
         launch = roles.launch(ROLLOUT, Launch.from_env())
         place(cfg.reward.model, launch.world_size, launch.local_world_size)
-    return found
+    return actor_plan
 
 
 def check_schedule(cfg: RLConfig, algorithm: Algorithm, plan: BatchPlan, roles: Roles) -> None:

@@ -87,9 +87,9 @@ class Schedule:
         with self.timers("wait"):
             parts, stop = [], 0
             for rank, _, _ in overlaps(self._own, self._senders):
-                found, told = deserialize(self.link.receive(rank), self.policy.trace_type, self.world.device)
-                parts.append(found)
-                stop = max(stop, told)
+                received, signum = deserialize(self.link.receive(rank), self.policy.trace_type, self.world.device)
+                parts.append(received)
+                stop = max(stop, signum)
             self.link.meet_role()
         self.hear(stop)
         whole = [part for part in parts if part is not None]
@@ -102,18 +102,18 @@ class Schedule:
         if stop:
             self.world.watch.stop = signal.Signals(stop)
 
-    def checked(self, found: Collected, step: int) -> Collected:
+    def checked(self, collected: Collected, step: int) -> Collected:
         """The samples with how old they are, in training steps; JobError where they are older than allowed."""
-        version, limit = found.samples.version, self.cfg.rollout.max_staleness
+        version, limit = collected.samples.version, self.cfg.rollout.max_staleness
         assert version is not None, "a rank that samples says by which weights"
         age = step - version
         if age.max() > limit:
             raise JobError(f"samples of step {step} are {age.max()} steps old; rollout.max_staleness is {limit}")
         row = {"rollout/staleness_mean": age.double().mean().item(), "rollout/staleness_max": float(age.max())}
-        samples = found.samples
+        samples = collected.samples
         if age.any():  # the weights are others by now
             samples = replace(samples, exact=False)
-        return replace(found, samples=samples, row=found.row | row)
+        return replace(collected, samples=samples, row=collected.row | row)
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
         """See phalanx.training.job.Sampling."""
@@ -149,15 +149,15 @@ class OneStepOffSchedule(Schedule):
         self._drawn: Collected | None = None  # samples of the next step, where a checkpoint wanted them
         whole = self._joined(kept) if kept else None
         if whole is not None and len(whole.reward) == self.plan.samples:  # the same batch as then
-            own = serialize(whole, slice(self._own.first, self._own.last))
-            self._drawn, self._next = self._joined([own]), step + 1
+            share = serialize(whole, slice(self._own.first, self._own.last))
+            self._drawn, self._next = self._joined([share]), step + 1
 
     def collect(self, step: int, chunk: int) -> Collected:
         last = min(step + 2, self.total_steps)
         self.order(Order(step, self._next, last), self.weights)
         self._next, self._at = last, step + 1
-        found, self._drawn = self._drawn or self.receive(step), None
-        return found
+        collected, self._drawn = self._drawn or self.receive(step), None
+        return collected
 
     def in_flight(self, step: int) -> Tensor | None:
         if self.cfg.rollout.in_flight == "drop" or step != self._at or self._next <= self._at:

@@ -32,15 +32,15 @@ class Share:
 
 
 def shares(ranks: Sequence[int], samples: int) -> list[Share]:
-    """The shares of a role's ranks in so many samples, which they divide."""
+    """Equal shares of a role's ranks in this number of samples."""
     each = samples // len(ranks)
     return [Share(rank, i * each, (i + 1) * each) for i, rank in enumerate(ranks)]
 
 
-def overlaps(own: Share, others: Sequence[Share]) -> Iterator[tuple[int, int, int]]:
+def overlaps(share: Share, others: Sequence[Share]) -> Iterator[tuple[int, int, int]]:
     """(rank, first, last): the ranks of another role that have a part of this share, and which."""
     for other in others:
-        first, last = max(own.first, other.first), min(own.last, other.last)
+        first, last = max(share.first, other.first), min(share.last, other.last)
         if first < last:
             yield other.rank, first, last
 
@@ -50,7 +50,8 @@ def routes(ranks: Mapping[str, Sequence[int]], samples: int) -> list[tuple[int, 
     stages = [shares(ranks[role], samples) for role in (ROLLOUT, INFERENCE, ACTOR) if role in ranks]
     links = []
     for sources, receivers in pairwise(stages):
-        links += [(source.rank, to) for source in sources for to, _, _ in overlaps(source, receivers)]
+        for source in sources:
+            links += [(source.rank, receiver) for receiver, _, _ in overlaps(source, receivers)]
     validation = (ranks[ROLLOUT][0], ranks[ACTOR][0])
     return links if validation in links else [*links, validation]
 
@@ -102,7 +103,8 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
         return None, plain_values["stop"]
     values: dict[str, Any] = {}
     hints = get_type_hints(kind)
-    for name in (field.name for field in fields(kind)):
+    for field in fields(kind):
+        name = field.name
         if name in plain_values["trace"]:
             plain = plain_values["trace"][name]
             values[name] = hints[name](**plain) if isinstance(plain, dict) else plain
@@ -132,14 +134,13 @@ def concatenate(parts: Sequence[Collected]) -> Collected:
     if len(parts) == 1:
         return parts[0]
     samples = [part.samples for part in parts]
-    tensors: dict[str, Any] = {
-        name: torch.cat([vars(some)[name] for some in samples])
-        for name in _TENSORS
-        if vars(samples[0])[name] is not None
-    }
-    trace = type(samples[0].trace).joined([some.trace for some in samples])
-    prompts = [prompt for some in samples for prompt in some.prompts]
-    return replace(parts[0], samples=replace(samples[0], prompts=prompts, trace=trace, **tensors))
+    values: dict[str, Any] = {"trace": type(samples[0].trace).joined([some.trace for some in samples]), "prompts": []}
+    for name in _TENSORS:
+        if vars(samples[0])[name] is not None:
+            values[name] = torch.cat([vars(some)[name] for some in samples])
+    for some in samples:
+        values["prompts"] += some.prompts
+    return replace(parts[0], samples=replace(samples[0], **values))
 
 
 def serialize_records(row: dict[str, float], kept: dict[str, list[Record]]) -> Tensor:
@@ -149,7 +150,7 @@ def serialize_records(row: dict[str, float], kept: dict[str, list[Record]]) -> T
     for name, records in kept.items():
         plain = []
         for i, record in enumerate(records):
-            words = {field.name: vars(record)[field.name] for field in fields(record)}
+            words = dict(vars(record))
             if not isinstance(record.output, str):
                 tensors[f"{name}/{i}"] = torch.from_numpy(record.output)
                 words["output"] = None

@@ -1,4 +1,4 @@
-"""The ranks that sample, and those that score samples, where the actor has ranks of its own.
+"""The ranks that sample, and those that score samples, where the actor has separate ranks.
 
 Both wait for an order of the actor, take the weights that come with it, do what it asks for, and wait for the next one.
 Which samples come from whom, and go to whom, follows from their numbers: nothing else has to be agreed on.
