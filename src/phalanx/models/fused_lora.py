@@ -104,7 +104,7 @@ class _LoraLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, onednn: bool
     ) -> Tensor:
-        # in the shape that it has: torch rounds some shapes otherwise, and the base alone is the reference
+        # in the shape that it has: torch rounds some shapes otherwise, and the base by itself is the reference
         out = product(x, weight, bias, onednn=onednn)
         hidden = product(_rows(x), down, None, onednn=onednn)
         ctx.save_for_backward(x, weight, down, up, hidden)

@@ -1,4 +1,4 @@
-"""Linear layers on CPUs: by the faster library, and without a pass of their own for the bias where they are compiled.
+"""Linear layers on CPUs: by the faster library, and without a separate pass for the bias where they are compiled.
 
 torch hands float32 matrix products to MKL, which on processors that are not Intel's keeps to AVX2
 even where they have AVX-512. oneDNN, which torch brings as well and uses for convolutions and
@@ -77,7 +77,7 @@ class OneDnnLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         if not torch.is_grad_enabled():
             return _product(input, self.weight, self.bias)
-        # the operation has no derivative of its own
+        # the operation has no derivative in torch
         return _Linear.apply(input, self.weight, self.bias)
 
 
@@ -103,7 +103,7 @@ def _takes(input: Tensor, weight: Tensor) -> bool:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        # the input is wanted for the weight's gradient alone: a frozen layer under a LoRA has none
+        # only the weight's gradient needs the input: a frozen layer under a LoRA has none
         ctx.save_for_backward(input if weight.requires_grad else None, weight)
         return _product(input, weight, bias)
 
@@ -140,7 +140,7 @@ def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("phalanx::onednn_linear", mutates_args=())
 def _opaque_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The compiler's own code for the operation takes weights that never change alone."""
+    """The compiler's own code for the operation takes only weights that never change."""
     return torch.ops.mkldnn._linear_pointwise(input, weight, bias, "none", [], "")
 
 

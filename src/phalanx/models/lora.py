@@ -31,9 +31,11 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     # peft asks only that some target matches; one that is misspelt would silently go untrained
     for target in targets or default_targets:
         if not matches(target):
-            in_blocks = [re.search(r"\w+\.\d+\.(.+)", name) for name in linear]
-            leaves = ", ".join(sorted({found[1] for found in in_blocks if found}))
-            known = f"in a block: {leaves or 'none'}"
+            leaves = set()
+            for name in linear:
+                if in_block := re.search(r"\w+\.\d+\.(.+)", name):
+                    leaves.add(in_block[1])
+            known = f"in a block: {', '.join(sorted(leaves)) or 'none'}"
             raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; {known}")
     inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names, where they differ
     module.requires_grad_(False)
@@ -57,7 +59,7 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
 
 @contextmanager
 def lora_off(module: nn.Module) -> Iterator[None]:
-    """The base weights alone, for a while.
+    """Only the base weights, for a while.
 
     peft's own disable_adapters() flips requires_grad, which FSDP's backward pass does not survive.
     """

@@ -26,12 +26,12 @@ class OneGraph:
         # of one class: first and other blocks, a mask or none, the LoRA on or off, a single row
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 32)
         for block in blocks:
-            # The forward alone: FSDP's hooks, which gather its weights, stay outside. Blocks that are alike share one
+            # Only the forward: FSDP's hooks, which gather its weights, stay outside. Blocks that are alike share one
             # compilation, and so do all lengths of texts.
             block.forward = self._cut(torch.compile(block.forward, fullgraph=True, dynamic=True))
 
     def _cut(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """What follows a block has no hold of what it keeps, where no backward pass will come."""
+        """The outputs of a block without its graph, where no backward pass will come."""
 
         @wraps(forward)
         def cut(*args: Any, **kwargs: Any) -> Any:

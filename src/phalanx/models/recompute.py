@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 def recompute(blocks: Sequence[nn.Module]) -> Callable[..., Any]:
-    """What a transformer is to run its blocks by, of which these are computed again in the backward pass."""
+    """The function by which a transformer runs its blocks; `blocks` are computed again in the backward pass."""
     chosen = set(blocks)
 
     def run(block: nn.Module, *inputs: Any) -> Any:

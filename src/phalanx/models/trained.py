@@ -46,9 +46,8 @@ class TrainedModel:
         """
         self.module, self.world, self.config, self.dtype = module, world, config, dtype
         self.lora = config.lora_rank > 0
-        self.recomputed = config.recomputed(len(blocks)) / max(
-            len(blocks), 1
-        )  # of the blocks, by gradient checkpointing
+        # fraction of the blocks that gradient checkpointing recomputes
+        self.recomputed = config.recomputed(len(blocks)) / max(len(blocks), 1)
         module.eval()  # dropout would make a replay disagree with the rollout
         if self.lora:
             add_lora(module, config, lora_targets, seed)
@@ -120,12 +119,12 @@ class TrainedModel:
         """
         if self.lora and self.config.lora_init != "pissa":
             return  # `using` switches the LoRA off
-        # of this rank's shards alone; on the CPU, as it is wanted once in a training step
+        # only this rank's shards; on the CPU, as it is wanted once per training step
         copies = {name: local(p).detach().cpu().clone() for name, p in self.parameters.items()}
         self.add_weights("reference", copies)
 
     def is_base(self, weights: str) -> bool:
-        """True for the frozen weights alone, which are in place where the LoRA is off."""
+        """True for the frozen base, which is in place where the LoRA is off."""
         return weights == "reference" and self.lora and weights not in self._weights
 
     @contextmanager

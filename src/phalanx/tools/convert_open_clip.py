@@ -79,13 +79,13 @@ def convert(source: str | Path, target: str | Path, base: str = BASE) -> Path:
 
 def translate(state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
     """Weights by open_clip's names -> by those of CLIPModel; ValueError for any other name."""
-    found: dict[str, Tensor] = {}
+    translated: dict[str, Tensor] = {}
     for name, value in state.items():
         if name in _TOP:
-            found[_TOP[name]] = value
+            translated[_TOP[name]] = value
             continue
         if name in _TRANSPOSED:
-            found[_TRANSPOSED[name]] = value.T.contiguous()
+            translated[_TRANSPOSED[name]] = value.T.contiguous()
             continue
         block = _BLOCK.fullmatch(name)
         if block is None or block[3] not in ("attn.in_proj_", *_IN_BLOCK):
@@ -94,10 +94,10 @@ def translate(state: dict[str, Tensor], source: str) -> dict[str, Tensor]:
         layer = f"{tower}.encoder.layers.{block[2]}"
         if block[3] == "attn.in_proj_":
             for part, weight in zip("qkv", value.chunk(3), strict=True):
-                found[f"{layer}.self_attn.{part}_proj.{block[4]}"] = weight.clone()
+                translated[f"{layer}.self_attn.{part}_proj.{block[4]}"] = weight.clone()
         else:
-            found[f"{layer}.{_IN_BLOCK[block[3]]}{block[4]}"] = value
-    return found
+            translated[f"{layer}.{_IN_BLOCK[block[3]]}{block[4]}"] = value
+    return translated
 
 
 def _load(cls: Any, base: str) -> Any:

@@ -39,7 +39,7 @@ def set_backend(model: FlowModel, backend: str, device: torch.device) -> None:
 
 @torch.enable_grad()
 def _try(model: FlowModel, backend: str, device: torch.device, *, masked: bool) -> None:
-    """A tiny attention, forward and backward, with the model's heads."""
+    """Forward and backward pass of a tiny attention with the model's heads."""
     length = 8
     shape = (1, length, *model.heads())
     q, k, v = (torch.ones(shape, device=device, dtype=model.dtype) for _ in range(3))
@@ -97,7 +97,7 @@ class DispatchedJointAttention:
 
     @staticmethod
     def _heads(attn: Any, x: Tensor, projection: Any, norm: Any = None) -> Tensor:
-        """What a layer makes of x [N, L, D], head by head: [N, L, heads, head_dim]."""
+        """Projection of x [N, L, D], head by head: [N, L, heads, head_dim]."""
         heads = projection(x).unflatten(-1, (attn.heads, -1))
         return heads if norm is None else norm(heads)
 

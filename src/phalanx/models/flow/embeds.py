@@ -4,6 +4,7 @@ import hashlib
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +34,20 @@ class EmbedsCache:
         """Embeddings of each text, on the CPU."""
         # The answer is gathered here and not from memory, which may forget a text of this very
         # call. All that are missing are encoded at once: the encoders' way to the device is long.
-        found: dict[Hashable, Embeds] = {}
+        result: dict[Hashable, Embeds] = {}
         missing = []
         for text in dict.fromkeys(texts):
             embeds = self._look_up(text)
             if embeds is None:
                 missing.append(text)
             else:
-                found[text] = embeds
+                result[text] = embeds
         encoded = self._encode(missing) if missing else []
         for text, embeds in zip(missing, encoded, strict=True):
-            found[text] = embeds
+            result[text] = embeds
             self._remember(text, embeds)
             self._write(text, embeds)
-        return [found[text] for text in texts]
+        return [result[text] for text in texts]
 
     def share(
         self,
@@ -54,37 +55,44 @@ class EmbedsCache:
         node: Node,
         agreed: Callable[[Callable[[], list[Embeds]]], list[Embeds]],
     ) -> None:
-        """Have the embeddings of what this rank wants: `wanted` are the texts of every rank of the node.
+        """Make the embeddings of this rank's texts available: `wanted` lists the texts of each rank of the node.
 
-        What a rank has, it sends to those who lack it; what none has, one of them encodes. Which one does not show:
-        texts are encoded one by one. `agreed` runs what may raise ValueError on one rank, so that all ranks raise.
+        A rank that has an embedding sends it to the ranks that lack it; one that no rank has is encoded by one of
+        them. The result does not depend on which: texts are encoded one by one. `agreed` runs what may raise
+        ValueError on one rank, so that all ranks raise.
         """
-        every = list(dict.fromkeys(text for texts in wanted for text in texts))
-        mine = set(wanted[node.place])
-        # held here, since memory may forget; only what is wanted here is read from disk
-        looked = {text: self._look_up(text) if text in mine else self._memory.get(text) for text in every}
-        found = {text: embeds for text, embeds in looked.items() if embeds is not None}
-        has = node.all_gather(torch.tensor([text in found for text in every], dtype=torch.uint8)).bool()
-        wants = torch.tensor([[text in texts for text in every] for texts in map(set, wanted)])
+        texts = list(dict.fromkeys(chain.from_iterable(wanted)))
+        local_texts = set(wanted[node.place])
+        # held here, since memory may forget; only this rank's texts are read from disk
+        held: dict[Hashable, Embeds] = {}
+        for text in texts:
+            embeds = self._look_up(text) if text in local_texts else self._memory.get(text)
+            if embeds is not None:
+                held[text] = embeds
+        new_here = local_texts - held.keys()
+        # [ranks, texts] bool
+        has = node.all_gather(torch.tensor([text in held for text in texts], dtype=torch.uint8)).bool()
+        wants = torch.tensor([[text in each for text in texts] for each in map(set, wanted)])
         lacks = wants & ~has
-        # the first rank that has it, or in turns one that encodes it
+        # the first rank that has it; texts that no rank has are encoded by the ranks in turn
         source = has.int().argmax(0)
         new = (~has.any(0)).nonzero().flatten()
         source[new] = torch.arange(len(new)) % len(node.ranks)
-        to_encode = [every[i] for i in new.tolist() if source[i] == node.place]
+        to_encode = [texts[i] for i in new.tolist() if source[i] == node.place]
         encoded = agreed(lambda: self._encode(to_encode) if to_encode else [])
         for text, embeds in zip(to_encode, encoded, strict=True):
-            found[text] = embeds
+            held[text] = embeds
             self._write(text, embeds)
         parcels = []
         for place in range(len(node.ranks)):
-            sent = (lacks[place] & (source == node.place)).nonzero().flatten().tolist() if place != node.place else []
-            parcels.append(_pack({i: found[every[i]] for i in sent}))
+            sent = lacks[place] & (source == node.place) & (place != node.place)
+            parcels.append(_pack({i: held[texts[i]] for i in sent.nonzero().flatten().tolist()}))
         for parcel in node.exchange(parcels):
-            found |= {every[i]: embeds for i, embeds in _unpack(parcel).items()}
-        for text in every:
-            if text in mine and looked[text] is None:
-                self._remember(text, found[text])
+            for i, embeds in _unpack(parcel).items():
+                held[texts[i]] = embeds
+        for text in texts:
+            if text in new_here:
+                self._remember(text, held[text])
 
     def room(self) -> int:
         """Number of entries, of the mean size of those in memory, that fill half of it."""
@@ -128,15 +136,19 @@ class EmbedsCache:
 
 
 def _pack(embeds: dict[int, Embeds]) -> bytes:
-    return save({f"{i} {name}": t.contiguous() for i, tensors in embeds.items() for name, t in tensors.items()})
+    tensors = {}
+    for i, of_text in embeds.items():
+        for name, t in of_text.items():
+            tensors[f"{i} {name}"] = t.contiguous()
+    return save(tensors)
 
 
 def _unpack(parcel: bytes) -> dict[int, Embeds]:
-    found: dict[int, Embeds] = {}
+    embeds: dict[int, Embeds] = {}
     for key, tensor in load(parcel).items():
         i, _, name = key.partition(" ")
-        found.setdefault(int(i), {})[name] = tensor
-    return found
+        embeds.setdefault(int(i), {})[name] = tensor
+    return embeds
 
 
 def _size(embeds: Embeds) -> int:

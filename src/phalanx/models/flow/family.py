@@ -74,7 +74,7 @@ class FlowModel:
     fps: int = 1  # frames per second of its videos
     vae_dtype: torch.dtype | None = None  # that the VAE is read and computes in; None: the model's
     masks_text: bool = False  # True where attention takes a mask if prompts differ in length
-    # of the data: the image that a prompt is about; None: the model takes texts alone
+    # of the data: the image that a prompt is about; None: the model takes only texts
     image_column: str | None = None
     omni_pipeline: str | None = None  # module:class of its pipeline in phalanx.engines.omni, if any
 
@@ -186,7 +186,7 @@ class FlowModel:
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
     def dynamic_shift(self, tokens: int) -> float:
-        """diffusers' mu of an image of so many tokens."""
+        """diffusers' mu of an image of `tokens` tokens."""
         c = self.pipeline.scheduler.config
         sizes = c.base_image_seq_len, c.max_image_seq_len
         return calculate_shift(tokens, *sizes, c.base_shift, c.max_shift)
@@ -200,8 +200,8 @@ class FlowModel:
         return self.transformer_class._cp_plan
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        """Numbers of tokens of a sample that the plan splits and that do not follow from a step's texts, by whose they
-        are; `max_length` is that of texts.
+        """Lengths of the sequences of a sample that the plan splits, except those of texts, by a description of each;
+        `max_length` is that of texts.
         """
         return {f"an image of {height} x {width}": self.tokens(height, width)}
 
@@ -218,7 +218,7 @@ class FlowModel:
         raise AssertionError
 
     def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
-        """`latent_shape` of a sample of so many frames, which is an image where there is one."""
+        """`latent_shape` of a sample of `frames` frames; one frame is an image."""
         assert frames == 1, "a family that makes videos says how"
         return self.latent_shape(height, width)
 
@@ -255,8 +255,8 @@ class FlowModel:
 
     def posterior(self, images: Tensor, generator: torch.Generator | None) -> Tensor:
         """The VAE's latents, float32, of images in 0..1: the mode without a generator, a draw with one."""
-        found = self.vae.encode((images * 2 - 1).to(self.vae.dtype)).latent_dist
-        latents = found.mode() if generator is None else found.sample(generator)
+        posterior = self.vae.encode((images * 2 - 1).to(self.vae.dtype)).latent_dist
+        latents = posterior.mode() if generator is None else posterior.sample(generator)
         return latents.float()
 
     def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
@@ -366,15 +366,17 @@ class PackedModel(FlowModel):
 
 
 def to_pixels(decoded: Tensor) -> Tensor:
-    """What a VAE decodes, -1..1, in 0..1 and float32."""
+    """A VAE's output in -1..1, as float32 in 0..1."""
     return (decoded.float() / 2 + 0.5).clamp(0, 1)
 
 
 def pooled_embeds(embeds: Tensor, pooled: Tensor) -> list[Embeds]:
     """A pipeline's embeddings [N, L, D] of texts, and those that CLIP pools [N, P], text by text."""
-    # cloned: a part would keep the whole batch in memory
-    pairs = zip(embeds.cpu(), pooled.cpu(), strict=True)
-    return [{"prompt_embeds": e.clone(), "pooled": p.clone()} for e, p in pairs]
+    result = []
+    for text, vector in zip(embeds.cpu(), pooled.cpu(), strict=True):
+        # cloned: a view would keep the whole batch in memory
+        result.append({"prompt_embeds": text.clone(), "pooled": vector.clone()})
+    return result
 
 
 def padded_texts(embeds: list[Embeds], length: int) -> Tensor:

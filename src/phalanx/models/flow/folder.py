@@ -83,8 +83,10 @@ def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype) -> nn
 
 def check_vae(path: str, config: Any) -> None:
     """Raise ValueError where latents could not be scaled, by the VAE's configuration."""
-    scales = {name: config[name] for name in ("scaling_factor", "latents_std") if config.get(name) is not None}
-    for name, value in scales.items():
+    for name in ("scaling_factor", "latents_std"):
+        value = config.get(name)
+        if value is None:
+            continue
         numbers = value if isinstance(value, list | tuple) else [value]
         if not all(isinstance(number, int | float) and number > 0 for number in numbers):
             raise ValueError(f"model.path: {path!r}: the VAE's {name} is {value}; expected more than 0")
@@ -117,24 +119,27 @@ def base_folder(config: FlowModelConfig) -> Path:
     from huggingface_hub import snapshot_download
 
     names = component_names(model_index(config.path, config.revision))
-    wanted = [f"{name}/*.{ending}" for name in names for ending in _ENDINGS]
-    patterns = ["model_index.json", *wanted]
+    patterns = ["model_index.json"]
+    for name in names:
+        patterns += [f"{name}/*.{ending}" for ending in _ENDINGS]
     with _from_hub(config.path, config.revision):
-        found = snapshot_download(
-            config.path, revision=config.revision, allow_patterns=patterns, ignore_patterns=["*fp16*"]
+        return Path(
+            snapshot_download(
+                config.path, revision=config.revision, allow_patterns=patterns, ignore_patterns=["*fp16*"]
+            )
         )
-    return Path(found)
 
 
 def dtype_on_disk(folder: Path) -> torch.dtype:
     """The dtype of most of a component's tensors; float32 where it has no safetensors files."""
-    names: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118
-                names[tensors.get_slice(name).get_dtype()] += 1
-    found = [name for name, _ in names.most_common(1) if name in _DTYPES]
-    return _DTYPES[found[0]] if found else torch.float32
+                counts[tensors.get_slice(name).get_dtype()] += 1
+    for name, _ in counts.most_common(1):
+        return _DTYPES.get(name, torch.float32)
+    return torch.float32
 
 
 def model_index(path: str, revision: str | None = None) -> dict[str, Any]:

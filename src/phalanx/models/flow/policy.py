@@ -42,10 +42,10 @@ def family_of(config: FlowModelConfig) -> type[FlowModel]:
     name = config.family
     if name is None:
         name = known_family(config.path, model_index(config.path, config.revision))
-    found = resolve_registry(FAMILIES, name, "model.family")
-    if "Model" not in vars(found):
+    module = resolve_registry(FAMILIES, name, "model.family")
+    if "Model" not in vars(module):
         raise ValueError(f"model.family: {name!r} has no class Model")
-    return found.Model
+    return module.Model
 
 
 def known_family(path: str, index: dict[str, Any]) -> str:
@@ -53,10 +53,10 @@ def known_family(path: str, index: dict[str, Any]) -> str:
     name = index["_class_name"]
     known = {}
     # asked of the families themselves, so that a new file is all that a new family takes
-    for module in known_modules(FAMILIES):
-        found = resolve_registry(FAMILIES, module, "model.family")
-        if "Model" in vars(found):
-            known[found.Model.pipeline_class] = module
+    for family in known_modules(FAMILIES):
+        module = resolve_registry(FAMILIES, family, "model.family")
+        if "Model" in vars(module):
+            known[module.Model.pipeline_class] = family
     if name not in known:
         raise ValueError(f"model.path: {path!r} is a {name}; supported: {', '.join(sorted(known))}")
     return known[name]
@@ -149,7 +149,7 @@ class FlowPolicy:
         self._embeds.share(wanted, self.node, agreed)
 
     def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, int] | None) -> list[Any]:
-        """What the embeddings of the prompts, then of their negatives, are kept by."""
+        """Keys of the embeddings of the prompts, then of their negatives."""
         texts = [p.text for p in prompts]
         if negatives:
             default = self.model.default_negative
@@ -184,25 +184,25 @@ class FlowPolicy:
         try:
             # One prompt at a time: kernels round differently at another batch size, and what else
             # happens to be encoded with a prompt depends on the cache and on the number of ranks.
-            found = []
+            embeds = []
             for one in wanted:
                 if isinstance(one, Instruction):
-                    found.append(self.model.encode_instruction(one, device, self.longest))
+                    embeds.append(self.model.encode_instruction(one, device, self.longest))
                 else:
-                    found += self.model.encode([one], device, self.longest)
-            return found
+                    embeds += self.model.encode([one], device, self.longest)
+            return embeds
         finally:
             for encoder in self.model.text_encoders:
                 encoder.to("cpu")
 
     def share(self, other: "FlowPolicy", *, text: bool) -> None:
-        """Use the VAE of another policy of this family and, with `text`, its text encoders and the
-        embeddings that it has: equal ones of its own are let go.
+        """Use the VAE of another policy of this family and, with `text`, its text encoders and the embeddings that it
+        has, in place of equal ones.
         """
         shared = [other.model.vae]
         if text:
             shared += other.model.text_encoders
-        # the pipeline has references of its own, which would keep the memory
+        # the pipeline refers to them as well, which would keep the memory
         for name, part in other.model.pipeline.components.items():
             if any(part is module for module in shared):
                 self.model.pipeline.register_modules(**{name: part})
@@ -229,7 +229,7 @@ class FlowPolicy:
             return unguided(latents, timesteps, rows)
         negative_rows = rows + next(iter(embeds.values())).shape[0] // 2
         if self.detach_uncond:
-            # in a pass of its own: within one, autograd would keep the activations of both
+            # in a separate pass: within one, autograd would keep the activations of both
             with torch.no_grad():
                 negative = unguided(latents, timesteps, negative_rows)
             positive = unguided(latents, timesteps, rows)
@@ -382,8 +382,8 @@ def build_policy(
         model = family(config, dtype, weights_dtype)
     except Exception as error:  # the files are foreign, and the libraries stumble over them in whatever way
         ours = isinstance(error, ValueError) and str(error).startswith("model.path: ")
-        said = str(error) if ours else f"{config.path!r} does not load: {reason(error)}"
-        raise ValueError(f"model.path: {said.removeprefix('model.path: ')}") from error
+        message = str(error).removeprefix("model.path: ") if ours else f"{config.path!r} does not load: {reason(error)}"
+        raise ValueError(f"model.path: {message}") from error
     weights = sum(p.numel() for p in model.transformer.parameters())
     log.info("laying out %s, %.2f M weights", type(model.transformer).__name__, weights / 1e6)
     model.vae.to(world.device)  # small, and needed after each micro-batch: it does not travel

@@ -70,12 +70,12 @@ class BlockDiffusionLM(CausalLM):
     def _likeliest(self, hidden: Tensor) -> Tensor:
         """[N] the likeliest tokens of states [N, H]."""
         head = self.lm.get_output_embeddings()
-        found = []
+        tokens = [torch.zeros(0, dtype=torch.long, device=hidden.device)]
         for part in hidden.split(self.chunk):
             logits = head(part)
             logits[:, self.mask_id] = float("-inf")
-            found.append(logits.argmax(-1))
-        return torch.cat(found) if found else torch.zeros(0, dtype=torch.long, device=hidden.device)
+            tokens.append(logits.argmax(-1))
+        return torch.cat(tokens)
 
     @contextmanager
     def _for_decoding(self) -> Iterator[None]:
@@ -173,7 +173,7 @@ class BlockDiffusionPolicy(LMPolicy):
         return [self.states_flops(p + r, n, n * self.size) for (p, r), n in zip(lengths, looks, strict=True)]
 
     def states_flops(self, length: int, states: float, logits: float) -> float:
-        """Operations of a pass forward over `length` clean tokens and some states of them, with so many logits."""
+        """Operations of a forward pass over `length` clean tokens and `states` states of them, with `logits` logits."""
         # a token of a state sees as many as a clean one, all that was before its block
         return self.forward_flops(length, 0) * (1 + states * self.size / length) + self.forward_flops(0, logits)
 

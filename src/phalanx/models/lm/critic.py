@@ -59,14 +59,14 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
     """Load the critic, by default from the policy's folder, and lay it out over the policy's mesh. Raises ValueError,
     with one line, for a folder that does not load or is of another vocabulary.
     """
-    own, checkpointing = policy.config, config.gradient_checkpointing
+    base, checkpointing = policy.config, config.gradient_checkpointing
     settings = replace(
-        own,
-        path=own.path if config.path is None else config.path,
-        revision=own.revision if config.path is None else config.revision,
-        dtype=own.dtype if config.dtype is None else config.dtype,
+        base,
+        path=base.path if config.path is None else config.path,
+        revision=base.revision if config.path is None else config.revision,
+        dtype=base.dtype if config.dtype is None else config.dtype,
         lora_rank=0,
-        gradient_checkpointing=own.gradient_checkpointing if checkpointing is None else checkpointing,
+        gradient_checkpointing=base.gradient_checkpointing if checkpointing is None else checkpointing,
         gradient_checkpointing_blocks=None,
     )
     key = "model.path" if config.path is None else "critic.model.path"

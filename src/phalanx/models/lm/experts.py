@@ -30,23 +30,26 @@ def use(lm: Any, name: str, *, compiled: bool) -> None:
 
 
 def spread(lm: Any, config: LMModelConfig, parallel: ParallelConfig, ranks: int) -> list[nn.Module]:
-    """The modules whose parameters are experts, where these are to be spread over so many ranks; they compute by
-    exchanging tokens from then on. ValueError for a model that cannot.
+    """The modules whose parameters are experts, where these are to be spread over `ranks` ranks; they compute by
+    exchanging tokens from then on. Raises ValueError for a model that cannot.
     """
     if not parallel.expert_parallel:
         return []
     key = "parallel.expert_parallel: true"
-    found = [m for m in lm.modules() if any(p.dim() == 3 for p in m.parameters(recurse=False))]
-    if not found or not lm._can_set_experts_implementation():
+    layers = []
+    for module in lm.modules():
+        if any(p.dim() == 3 for p in module.parameters(recurse=False)):
+            layers.append(module)
+    if not layers or not lm._can_set_experts_implementation():
         raise ValueError(f"{key} needs a model with experts, and {lm.config.model_type} has none; leave it out")
-    if any(m.has_bias or m.is_transposed or not m.has_gate for m in found):
+    if any(m.has_bias or m.is_transposed or not m.has_gate for m in layers):
         raise ValueError(f"{key} knows experts with a gate and without biases; those of {lm.config.model_type} are not")
     if config.compile:
         raise ValueError(f"{key} sends as many tokens as there are, which model.compile cannot compile; drop one")
     if ranks == 1:
         return []
     lm.config._experts_implementation = SPREAD
-    return found
+    return layers
 
 
 def exchanged(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
@@ -60,8 +63,8 @@ def exchanged(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> T
         rows = exchange.back(_products(experts, tensors, exchange.rows, exchange.counts))
     else:
         rows = _products(experts, tensors, rows, counts)
-    found = torch.empty_like(rows).index_copy(0, order, rows).view(*chosen.shape, -1)
-    return (found * shares[..., None]).sum(1).to(states.dtype)
+    outputs = torch.empty_like(rows).index_copy(0, order, rows).view(*chosen.shape, -1)
+    return (outputs * shares[..., None]).sum(1).to(states.dtype)
 
 
 def _products(experts: Any, tensors: dict[str, Tensor], rows: Tensor, counts: Tensor) -> Tensor:
@@ -74,8 +77,8 @@ def _products(experts: Any, tensors: dict[str, Tensor], rows: Tensor, counts: Te
 
 
 def shapes(experts: Any, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-    """The products of grouped_mm, as many and as large, but all with the first expert: on the meta device no one else
-    can be chosen, and torch knows grouped_mm in bfloat16 alone.
+    """The products of grouped_mm, as many and as large, but all with the first expert: on the meta device no other
+    can be chosen, and torch knows grouped_mm only in bfloat16.
 
     states [N, D], chosen and shares [N, K] -> [N, D].
     """

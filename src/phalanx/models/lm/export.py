@@ -1,4 +1,4 @@
-"""What becomes of a trained language model: a folder for transformers and vLLM, or an adapter for peft."""
+"""Export of a trained language model: a folder for transformers and vLLM, or an adapter for peft."""
 
 import json
 import shutil

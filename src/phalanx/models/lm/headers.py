@@ -40,9 +40,10 @@ def _check_experts(folder: Path, key: str) -> None:
     layers: dict[str, dict[str, set[int]]] = defaultdict(lambda: defaultdict(set))
     for file in folder.glob("*.safetensors"):
         with safe_open(file, "np") as tensors:
-            found = [re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name) for name in tensors.keys()]  # noqa: SIM118
-        for place, number, part in (match.groups() for match in found if match):
-            layers[place][part].add(int(number))
+            for name in tensors.keys():  # noqa: SIM118
+                if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(.+)", name):
+                    place, number, part = match.groups()
+                    layers[place][part].add(int(number))
     for place, parts in layers.items():
         every = set[int]().union(*parts.values())
         for part, experts in sorted(parts.items()):

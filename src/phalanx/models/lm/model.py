@@ -30,7 +30,7 @@ CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (
 class CausalLM(nn.Module):
     """A language model whose training does not hold logits of a whole batch: its forward returns the scores of tokens.
 
-    In training the first blocks are recomputed, `recomputes` many.
+    In training the first `recomputes` blocks are recomputed.
 
     Both ways of calling it go through this module, the root of FSDP; a call of `lm` would make that a second root.
     """
@@ -166,6 +166,8 @@ def load_tokenizer(config: LMModelConfig) -> Any:
 
 def end_tokens(lm: Any, tokenizer: Any) -> list[int]:
     """Tokens that end a response: the tokenizer's, and those of the model's generation_config.json."""
-    own = lm.generation_config.eos_token_id
-    found = own if isinstance(own, list) else [own] if own is not None else []
-    return sorted({tokenizer.eos_token_id, *found})
+    listed = lm.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id}
+    if listed is not None:
+        ends.update(listed if isinstance(listed, list) else [listed])
+    return sorted(ends)

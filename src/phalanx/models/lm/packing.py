@@ -1,7 +1,7 @@
-"""Sequences of different lengths side by side in one row, without padding, each of which attends to itself alone.
+"""Sequences of different lengths side by side in one row, without padding, each of which attends only to itself.
 
 With flash-attention that is its kernel for variable lengths; with eager and FlexAttention transformers makes the mask
-from positions that begin anew. With torch's own kernels each sequence is a call of its own: the mask of a whole row
+from positions that begin anew. With torch's own kernels each sequence is a separate call: the mask of a whole row
 would take the square of its length, in memory and arithmetic.
 """
 
@@ -36,7 +36,7 @@ def check(lm: Any) -> None:
 
 
 def arguments(lm: Any, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
-    """What a decoder takes beside the tokens [1, sum of lengths] of sequences of these lengths."""
+    """Arguments of a decoder beside the tokens [1, sum of lengths] of sequences of these lengths."""
     positions = torch.cat([torch.arange(length) for length in lengths]).to(device)[None]
     kind = lm.config._attn_implementation
     if kind == PACKED_SDPA:

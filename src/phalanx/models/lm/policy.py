@@ -214,10 +214,10 @@ def prompt_tokens(tokenizer: Any, prompt: Prompt, system: str | None) -> list[in
     if system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
     if tokenizer.chat_template is None:
-        found = tokenizer("\n\n".join(m["content"] for m in messages))
+        encoded = tokenizer("\n\n".join(m["content"] for m in messages))
     else:
-        found = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return list(found["input_ids"])
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    return list(encoded["input_ids"])
 
 
 def build_policy(

@@ -83,13 +83,12 @@ class Model(FlowModel):
         embeds, _ = self.pipeline.encode_prompt(
             texts, do_classifier_free_guidance=False, max_sequence_length=max_length, device=device
         )
-        found = embeds.to(self.dtype).cpu()
-        # rows of zeros at the end
-        padding = [int((~e.any(1)).flip(0).cumprod(0).sum()) for e in found]
-        return [
-            {"prompt_embeds": e[: max_length - n].clone(), "padded_length": torch.tensor(max_length)}
-            for e, n in zip(found, padding, strict=True)
-        ]
+        result = []
+        for text in embeds.to(self.dtype).cpu():
+            padding = int((~text.any(1)).flip(0).cumprod(0).sum())  # rows of zeros at the end
+            kept = text[: max_length - padding].clone()
+            result.append({"prompt_embeds": kept, "padded_length": torch.tensor(max_length)})
+        return result
 
     def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
         """`prompt_embeds` [N, max_length, D], whatever the longest of the step is."""

@@ -130,11 +130,11 @@ class Model(FlowModel):
         learned token stands.
         """
         # the pipeline puts prompts into the template of a chat, in place
-        found, _ = self.pipeline.encode_prompt(
+        texts_embeds, _ = self.pipeline.encode_prompt(
             list(texts), device=device, do_classifier_free_guidance=False, max_sequence_length=max_length
         )
         embeds = []
-        for text in found:
+        for text in texts_embeds:
             n, length = len(text), _filled(len(text))
             padded = pad(text.cpu(), (0, 0, 0, length - n))
             embeds.append({"prompt_embeds": padded, "text_mask": torch.arange(length) < n})
