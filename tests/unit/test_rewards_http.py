@@ -455,7 +455,7 @@ TOGETHER = "on_error=value and error_value, a number, go together; give both or 
         ),
         (
             {"token_env": "BAD_TOKEN"},
-            "token_env: the environment variable BAD_TOKEN holds no token: letters, digits, signs alone",
+            "token_env: the environment variable BAD_TOKEN holds no token; expected only letters, digits and signs",
         ),
     ],
 )

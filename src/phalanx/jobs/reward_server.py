@@ -306,7 +306,7 @@ class RewardServer:
 class _Turn(Call):
     """A call whose images wait for it as uint8 [B, H, W, 3]: as floats they are four times that."""
 
-    def own(self, subject: Outputs) -> Outputs:
+    def private(self, subject: Outputs) -> Outputs:
         """As floats in 0..1."""
         # in memory as a rollout's images are: sums over pixels have the same order, and scores their last bit
         assert isinstance(subject, Tensor)

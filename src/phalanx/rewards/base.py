@@ -25,8 +25,8 @@ class RewardError(JobError):
 
 @dataclass(frozen=True)
 class RewardOutput:
-    """The scores of B outputs, and by name what else there is to say of each: B numbers, such as 1 where one could not
-    be scored and 0 where it could. `problem`: why some scores are NaN, in words that end a line.
+    """The scores of B outputs. `extras`: B further numbers by name, such as 1 where an output could not be scored and 0
+    where it could. `problem`: why some scores are NaN, a part of a line.
     """
 
     scores: Scores
@@ -47,7 +47,7 @@ class RewardWithExtras:
 class RewardFunction(Protocol):
     """A reward: B outputs, of the kind that its first parameter's name says, B prompts and metadata -> B numbers.
 
-    It may be called from several threads at once. Its arguments are its own.
+    It may be called from several threads at once, and may change its arguments.
     """
 
     def __call__(
@@ -68,9 +68,9 @@ class DeviceReward(ABC):
 
 
 class PolicyReward(ABC):
-    """Base class of a reward that the policy itself gives its samples in training, such as how sure it was of them.
+    """Base class of a reward that is computed from the policy in training, such as its certainty of each sample.
 
-    It is asked on all ranks at the same point, once all samples of a step are drawn, and never in validation.
+    It is called on all ranks at the same point, once all samples of a step are drawn, and never in validation.
     """
 
     takes = "completions"
@@ -93,9 +93,9 @@ def ground_truth(prompt: str, metadata: dict[str, Any]) -> str:
     """The text that an image of `prompt` is to show; ValueError where the data has none."""
     target = metadata.get("ground_truth")
     if not isinstance(target, str) or not target.strip():
-        found = "no ground_truth" if target is None else f"ground_truth {target!r}"
+        actual = "no ground_truth" if target is None else f"ground_truth {target!r}"
         raise ValueError(
-            f'{found} for the prompt "{prompt}" (expected a text in double quotes in the prompt, '
+            f'{actual} for the prompt "{prompt}" (expected a text in double quotes in the prompt, '
             "or a column ground_truth in the data)"
         )
     return target

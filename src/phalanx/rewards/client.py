@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 def raise_stopped(signal: int) -> None:
-    """Raise Stopped: the default of what a rank does when the job was told to stop."""
+    """Raise Stopped: the default where the job gets a signal to stop."""
     raise Stopped(signal)
 
 
@@ -63,7 +63,7 @@ class RewardClient:
         self.timers.advance()
 
     def ask(self) -> None:
-        """Wait for the reward model's answers to the judges' questions about what was submitted, as a phase of its own.
+        """Wait for the reward model's answers to the judges' questions about submitted samples, timed as one phase.
 
         Raises RewardError, on all ranks, for a question that the reward model cannot be asked.
         """
@@ -135,7 +135,7 @@ class RewardClient:
 
         Raises RewardError, on all ranks, where more have none than reward.max_error_fraction allows.
         """
-        cfg, lost = self.cfg, torch.stack([values.isnan() for values in terms.values()]).any(0)
+        cfg, lost = self.cfg, torch.stack(list(terms.values())).isnan().any(0)
         count, scored = reduce_int(int(lost.sum()), "sum"), reduce_int(len(lost), "sum")
         self._errors += count
         if count == 0:

@@ -1,6 +1,6 @@
 """Reward: scores of a server, which gets images as PNG, or texts, over HTTP; docs/serving-rewards.md has the protocol.
 
-The event loop of a call lives in that call alone: rewards are called from several threads, in forked processes as well.
+Each call makes an event loop: rewards are called from several threads, in forked processes as well.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ import threading
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from io import BytesIO
+from itertools import chain
 from typing import Any, Literal
 
 import httpx2
@@ -34,7 +35,7 @@ MAX_ANSWER = 4 * 2**20  # bytes: no honest answer comes near
 MAX_PAUSE_S = 30.0
 _SHOWN = 200  # characters of an answer in a message
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)  # a url may hold a password
-Scored = tuple[float, bool]  # a sample's score, and whether it is error_value instead of the server's
+Scored = tuple[float, float]  # a sample's score, and 1 where it is error_value instead of the server's, else 0
 
 
 class ServerError(RuntimeError):
@@ -94,16 +95,16 @@ class Http(RewardWithExtras):
             self._headers["Authorization"] = f"Bearer {token}"
             self._secret = _spellings(token)
         self._tls = ssl.create_default_context()
-        self._chance = random.Random()  # its own: retries leave the job's random numbers alone
+        self._chance = random.Random()  # not the job's random numbers, which retries must not change
 
     def __call__(
         self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]
     ) -> list[float] | RewardOutput:
         """Images [B, 3, H, W] in 0..1, sent with 8 bits a channel, or B texts -> B scores. ServerError is one line."""
         sent = to_uint8(outputs) if isinstance(outputs, Tensor) else outputs
-        found = asyncio.run(self._ask(sent, prompts, [self._plain(meta) for meta in metadata]))
-        scores = [score for score, _ in found]
-        return RewardOutput(scores, {"degraded": [float(bad) for _, bad in found]}) if self.extras else scores
+        scored = asyncio.run(self._ask(sent, prompts, [self._plain(meta) for meta in metadata]))
+        scores, degraded = (list(values) for values in zip(*scored, strict=True))
+        return RewardOutput(scores, {"degraded": degraded}) if self.extras else scores
 
     async def _ask(self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
         """The scores of all samples, batch_size of them per request and `concurrency` requests at once."""
@@ -115,14 +116,15 @@ class Http(RewardWithExtras):
         ) as client:
 
             async def part(first: int) -> list[Scored]:
-                own = slice(first, first + self.batch_size)
+                batch = slice(first, first + self.batch_size)
+                texts = prompts[batch], metadata[batch]
                 async with free:
                     # in a thread: PNG takes time, during which other requests go on
-                    body = await asyncio.to_thread(encode, outputs[own], prompts[own], metadata[own], self.encoding)
-                    return await self._batch(client, deadline, body, len(prompts[own]))
+                    body = await asyncio.to_thread(encode, outputs[batch], *texts, self.encoding)
+                    return await self._batch(client, deadline, body, len(prompts[batch]))
 
-            parts = await asyncio.gather(*(part(first) for first in range(0, len(prompts), self.batch_size)))
-        return [score for scores in parts for score in scores]
+            parts = await asyncio.gather(*map(part, range(0, len(prompts), self.batch_size)))
+        return list(chain.from_iterable(parts))
 
     async def _batch(
         self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any], count: int
@@ -130,12 +132,12 @@ class Http(RewardWithExtras):
         """The scores of one request's samples, or error_value for each of them."""
         try:
             content = await self._answer(client, deadline, body)
-            return [(score, False) for score in self._scores(content, count)]
+            return [(score, 0.0) for score in self._scores(content, count)]
         except ServerError as error:
             if self.error_value is None:
                 raise
             self._degrade(count, error)
-            return [(self.error_value, True)] * count
+            return [(self.error_value, 1.0)] * count
 
     async def _answer(self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any]) -> bytes:
         """The body of the first answer with status 200."""
@@ -173,7 +175,7 @@ class Http(RewardWithExtras):
         if 300 <= status < 400 and "location" in headers:
             to = self._printable(headers["location"])
             raise self._error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
-        problem = f"answered {status}: {self._said(bytes(content))}"
+        problem = f"answered {status}: {self._text_of(bytes(content))}"
         if status >= 500 or status == 429:
             raise _Again(problem, _retry_after(headers))
         raise self._error(problem)
@@ -195,7 +197,7 @@ class Http(RewardWithExtras):
             scores = ScoreAnswer.model_validate_json(content).scores
         except ValidationError as error:
             reason = self._printable(complaint(error, values=True))
-            raise self._error(f"its answer is not usable, {reason}: {self._said(content)}") from None
+            raise self._error(f"its answer is not usable, {reason}: {self._text_of(content)}") from None
         if len(scores) != count:
             raise self._error(f"{len(scores)} scores for {count} samples")
         for i, score in enumerate(scores):
@@ -210,7 +212,7 @@ class Http(RewardWithExtras):
             if self.degraded < 2 * self._told:
                 return
             self._told = self.degraded
-            # an error, since only this rank may see it; warnings are shown of rank 0 alone
+            # an error, since only this rank may see it; only rank 0 shows warnings
             log.error(
                 "%s: %d samples have got error_value=%g instead of a score since the start; "
                 "the last ones because of %s",
@@ -230,8 +232,8 @@ class Http(RewardWithExtras):
                 with self._lock:
                     if key not in self._left_out:
                         self._left_out.add(key)
-                        said = "%s: metadata %r is not sent, since JSON cannot hold it (%s)"
-                        log.warning(said, self.shown, key, type(value).__name__)
+                        message = "%s: metadata %r is not sent, since JSON cannot hold it (%s)"
+                        log.warning(message, self.shown, key, type(value).__name__)
             else:
                 kept[key] = value
         return kept
@@ -239,7 +241,7 @@ class Http(RewardWithExtras):
     def _error(self, problem: str) -> ServerError:
         return ServerError(f"{self.shown}: {problem}")
 
-    def _said(self, content: bytes) -> str:
+    def _text_of(self, content: bytes) -> str:
         """The text of an answer: its `detail`, as FastAPI names an error, or its beginning."""
         try:
             return self._printable(Refusal.model_validate_json(content).detail)
@@ -279,7 +281,9 @@ def read_token(variable: str) -> str:
     if not token:
         raise ValueError(f"token_env: the environment variable {variable} is not set; it holds the server's token")
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise ValueError(f"token_env: the environment variable {variable} holds no token: letters, digits, signs alone")
+        raise ValueError(
+            f"token_env: the environment variable {variable} holds no token; expected only letters, digits and signs"
+        )
     return token
 
 

@@ -1,4 +1,4 @@
-"""From `reward.functions` to callables; every mistake is a ConfigError that names the entry and what would be right."""
+"""From `reward.functions` to callables; every mistake is a ConfigError that names the entry and what was expected."""
 
 import functools
 import importlib
@@ -86,31 +86,31 @@ def build_terms(
 
 
 def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: float | None, outputs: str) -> Term:
-    found, label = _find(cfg, key)
+    reward, label = _find(cfg, key)
     name = label if cfg.name is None else cfg.name
     if name in RESERVED:
         raise ConfigError(f"{key}: {name!r} is the name of another metric; give the term another name")
-    is_judge = isinstance(found, type) and issubclass(found, Judge)
-    takes = _takes(found, key, label, outputs)
+    is_judge = isinstance(reward, type) and issubclass(reward, Judge)
+    takes = _takes(reward, key, label, outputs)
     if (takes == "completions") != (outputs == "completions"):
         what = f"the judge {label}" if is_judge else label
         raise ConfigError(f"{key}: {what} takes {takes}, and this job makes {outputs}")
 
-    of_policy = isinstance(found, type) and issubclass(found, PolicyReward)
+    of_policy = isinstance(reward, type) and issubclass(reward, PolicyReward)
     arguments = ("policy", "samples", "micro") if of_policy else (takes, "prompts", "metadata")
-    on_device = isinstance(found, type) and issubclass(found, DeviceReward)
+    on_device = isinstance(reward, type) and issubclass(reward, DeviceReward)
     function: Callable[..., Any]
-    if not isinstance(found, type):
-        _check_arguments(found, arguments, cfg.kwargs, f"{key}.kwargs", label)
-        function = functools.partial(found, **cfg.kwargs)
-    elif is_judge and inspect.isabstract(found):
+    if not isinstance(reward, type):
+        _check_arguments(reward, arguments, cfg.kwargs, f"{key}.kwargs", label)
+        function = functools.partial(reward, **cfg.kwargs)
+    elif is_judge and inspect.isabstract(reward):
         raise ConfigError(f"{key}: the judge {label} has no method parse(answer, prompt, metadata)")
     else:
         kwargs = {"device": device, **cfg.kwargs} if on_device else cfg.kwargs
-        _check_arguments(found, (), kwargs, f"{key}.kwargs", label)
+        _check_arguments(reward, (), kwargs, f"{key}.kwargs", label)
         if not is_judge:
             log.info("loading the reward %s", name)
-        function = _instance(found, kwargs, f"{key} ({name})")
+        function = _instance(reward, kwargs, f"{key} ({name})")
         if isinstance(function, Judge):
             _check_arguments(function.parse, ("answer", "prompt", "metadata"), {}, key, f"{label}.parse")
             if unparseable_score is None:
@@ -139,28 +139,27 @@ def _extras(function: Callable[..., Any], label: str) -> tuple[str, ...]:
     return function.extras
 
 
-def _takes(found: Callable[..., Any], key: str, label: str, outputs: str) -> str:
-    """Tell what a reward takes: the name of its first parameter, or "images" where that says nothing.
+def _takes(reward: Callable[..., Any], key: str, label: str, outputs: str) -> str:
+    """The outputs that a reward takes: the name of its first parameter, or "images" for any other name.
 
     Of a class it is read before an instance is made, which may load a model.
     """
-    if isinstance(found, type) and issubclass(found, Judge | PolicyReward):
-        return found.takes
-    names = _signature(found.__call__ if isinstance(found, type) else found, key, label).parameters
+    if isinstance(reward, type) and issubclass(reward, Judge | PolicyReward):
+        return reward.takes
+    names = _signature(reward.__call__ if isinstance(reward, type) else reward, key, label).parameters
     first = next((name for name in names if name != "self"), "")
     if first == EITHER:
         return outputs
     return first if first in TAKES else "images"
 
 
-def _instance(found: Callable[..., Any], kwargs: dict[str, Any], where: str) -> Any:
+def _instance(reward: Callable[..., Any], kwargs: dict[str, Any], where: str) -> Any:
     try:
-        return found(**kwargs)
+        return reward(**kwargs)
     except ValidationError as error:
         raise ConfigError(f"{where}: {complaint(error, values=True)}") from error
     except (Exception, SystemExit) as error:  # whatever the user's code raises
-        said = reason(error)
-        raise ConfigError(f"{where}: {said.removeprefix('ValueError: ')}") from error
+        raise ConfigError(f"{where}: {reason(error).removeprefix('ValueError: ')}") from error
 
 
 def _share(entry: RewardFunctionConfig, key: str) -> Share:
@@ -175,7 +174,7 @@ def _share(entry: RewardFunctionConfig, key: str) -> Share:
 
 
 def judged_frames(terms: list[Term]) -> int:
-    """Frames of a video that judges are asked about: the same ones, since they share what they look at."""
+    """Frames per video that judges are asked about, the same for all judges, since they share the frames."""
     counts = {term.frames for term in terms if isinstance(term.function, ParsedAnswers)}
     if len(counts) > 1:
         raise ConfigError(
@@ -197,22 +196,22 @@ def _find(cfg: RewardFunctionConfig, key: str) -> tuple[Callable[..., Any], str]
             f"{key}.name={cfg.name!r} is not a built-in reward{hint} built in: {_built_in()}; or give path: {FORMS}"
         )
     names = vars(importlib.import_module(f"{known[cfg.name]}.{cfg.name}"))
-    camel = "".join(word.capitalize() for word in cfg.name.split("_"))
+    camel = "".join(map(str.capitalize, cfg.name.split("_")))
     return (names[camel] if camel in names else names[cfg.name]), cfg.name
 
 
 def _from_path(path: str, key: str) -> tuple[Callable[..., Any], str]:
     """The object that `module:function` or `path/to/file.py:function` stands for, and its name."""
-    found = resolve_object(path, key, "function")
-    if not callable(found):
-        raise ConfigError(f"{key}={path!r} is of type {type(found).__name__}; expected a function or a class")
-    return found, path.rpartition(":")[2]
+    reward = resolve_object(path, key, "function")
+    if not callable(reward):
+        raise ConfigError(f"{key}={path!r} is of type {type(reward).__name__}; expected a function or a class")
+    return reward, path.rpartition(":")[2]
 
 
 def _check_arguments(
     function: Callable[..., Any], args: tuple[str, ...], kwargs: dict[str, Any], key: str, label: str
 ) -> None:
-    """Raise where `function` cannot be called with so many arguments, named in the message, and `kwargs`."""
+    """Raise ConfigError where `function` cannot be called with the positional `args` and `kwargs`."""
     signature = _signature(function, key, label)
     try:
         signature.bind(*args, **kwargs)
@@ -236,5 +235,7 @@ def _built_in() -> str:
 
 def _known() -> dict[str, str]:
     """The built-in rewards, in alphabetical order, and the package that each is in."""
-    found = {name: package for package in PACKAGES for name in known_modules(package)}
-    return dict(sorted((found | {"http": "phalanx.rewards"}).items()))
+    packages = {"http": "phalanx.rewards"}
+    for package in PACKAGES:
+        packages |= dict.fromkeys(known_modules(package), package)
+    return dict(sorted(packages.items()))

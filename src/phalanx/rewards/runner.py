@@ -27,7 +27,7 @@ from phalanx.rewards.registry import Term, build_terms, judged_frames
 from phalanx.rewards.threads import DaemonPool
 from phalanx.types import Outputs, Policy, Prompt, Samples
 
-_POLL_S = 0.05  # how often it is looked whether a call is overdue
+_POLL_S = 0.05  # seconds between checks for overdue calls
 _SHOWN = 120  # characters of a prompt in a message
 
 Rows = dict[str, Tensor]  # float32 [B] on the CPU, by the names in the logs
@@ -37,8 +37,8 @@ class RewardSet:
     """All terms of the reward of one rank.
 
     CPU rewards run on `reward.num_workers` threads from `submit` on (`reward.overlap`), or from `collect` on; a call is
-    cut over them where scores depend on their own sample alone (Term.per_sample). Rewards on the device (DeviceReward)
-    run from `collect` on, one call at a time. Judges need an `ask` in between. After `collect`: `busy_s`,
+    split over them where each score depends only on its own sample (Term.per_sample). Each DeviceReward runs from
+    `collect` on, one call at a time. Judges need an `ask` in between. After `collect`: `busy_s`,
     seconds that rewards worked, without those of the reward model, which are `judge_s`; `spans`, (start, end) of each
     call by `time.perf_counter`.
     """
@@ -105,23 +105,23 @@ class RewardSet:
         for term in self.terms:
             if isinstance(term.function, ParsedAnswers | PolicyReward):
                 continue  # called with the answers, once they are there, or by the policy: see `ask`, `of_policy`
-            seen, whose = seen_by(term.takes, outputs, prompts, term.frames)
-            frames = len(whose) // len(prompts)
+            subjects, prompt_of = seen_by(term.takes, outputs, prompts, term.frames)
+            frames = len(prompt_of) // len(prompts)
             for part in self._parts(term, len(prompts)):
-                own = slice(part.start * frames, part.stop * frames)
-                call = Call(term, seen[own], whose[own], frames, forgives=self._forgives)
+                rows = slice(part.start * frames, part.stop * frames)
+                call = Call(term, subjects[rows], prompt_of[rows], frames, forgives=self._forgives)
                 self._calls.append(call)
                 if self._overlap and not term.on_device:
                     self._start(call)
         if self._judges is not None:
-            seen, whose = seen_by("images", outputs, prompts, self._max_judge_frames)
-            self._judges.submit(seen, whose)
-            self._judge_frames = len(whose) // len(prompts)
+            subjects, prompt_of = seen_by("images", outputs, prompts, self._max_judge_frames)
+            self._judges.submit(subjects, prompt_of)
+            self._judge_frames = len(prompt_of) // len(prompts)
         self._raise_failures(self._calls)
 
     @property
     def validates(self) -> bool:
-        """True where there are terms in validation, too: those that the policy itself gives are of training alone."""
+        """True where there are terms in validation, too: those of the policy are computed only in training."""
         return bool(self._scored)
 
     @property
@@ -165,37 +165,43 @@ class RewardSet:
             if call.future is None:
                 self._start(call)
         self._wait(calls)
-        self.spans = [(call.start, call.end) for call in calls]
-        self.busy_s = sum(end - start for start, end in self.spans)
+        self.spans, self.busy_s = [], 0.0
+        for call in calls:
+            self.spans.append((call.start, call.end))
+            self.busy_s += call.end - call.start
 
         # also of terms without a call: all ranks gather the same rows
-        found: dict[str, list[Tensor]] = {row: [] for term in self._scored for row in term.rows}
+        parts: dict[str, list[Tensor]] = {}
+        for term in self._scored:
+            for row in term.rows:
+                parts[row] = []
         self.problem = None
         for call in calls:
             scored, problem = call.outcome()
             self.problem = self.problem or problem
             for row, values in scored.items():
-                found[row].append(values)
-        return {row: torch.cat(parts) if parts else torch.zeros(0) for row, parts in found.items()}
+                parts[row].append(values)
+        return {row: torch.cat(values) if values else torch.zeros(0) for row, values in parts.items()}
 
     @torch.no_grad()
     def of_policy(self, policy: Policy, samples: Samples, passes: Passes) -> Rows:
         """The terms [B] that the policy gives this rank's samples; a collective of all ranks. See PolicyReward."""
-        found = {}
+        rows = {}
         for term in self.terms:
             if isinstance(term.function, PolicyReward):
-                found[term.name] = term.function(policy, samples, passes).float().cpu()
-        return found
+                rows[term.name] = term.function(policy, samples, passes).float().cpu()
+        return rows
 
     def weighted(self, terms: Rows, step: int | None = None, group_id: Tensor | None = None) -> Tensor:
         """The reward [B] of the terms [B], without those that the policy gives where `terms` lacks them; see
         phalanx.functional.rewards.combine.
         """
-        there = [term for term in self.terms if term in self._scored or term.name in terms]
-        if not there:
-            return torch.zeros(0)
-        shares = [term.share for term in there]
-        return combine([terms[term.name] for term in there], shares, step=step, group_id=group_id)
+        values, shares = [], []
+        for term in self.terms:
+            if term in self._scored or term.name in terms:
+                values.append(terms[term.name])
+                shares.append(term.share)
+        return combine(values, shares, step=step, group_id=group_id) if values else torch.zeros(0)
 
     def _parts(self, term: Term, count: int) -> list[range]:
         """The samples of each call of a term on `count` samples."""
@@ -267,33 +273,33 @@ class Call:
         error = self.future.exception()
         if error is None or isinstance(error, RewardError):
             return error
-        return None if self._forgives and isinstance(error, Exception) else self._told(error)
+        return None if self._forgives and isinstance(error, Exception) else self._wrapped(error)
 
     def outcome(self) -> tuple[Rows, str | None]:
-        """The rows of a call that is done and did not fail, NaN for samples without a score; and why there are such."""
+        """The rows of a call that is done and did not fail, NaN for samples without a score, and the reason."""
         assert self.future is not None
         error = self.future.exception()
         if error is not None:
             none = torch.full((len(self.prompts) // self._frames,), torch.nan)
-            return dict.fromkeys(self.term.rows, none), str(self._told(error))
+            return dict.fromkeys(self.term.rows, none), str(self._wrapped(error))
         rows = self.future.result()
-        lost = torch.stack([~values.isfinite() for values in rows.values()]).any(0)
+        lost = ~torch.stack(list(rows.values())).isfinite().all(0)
         if not lost.any():
             return rows, None
-        whose = [self.prompts[i * self._frames] for i in lost.nonzero().flatten().tolist()]
+        prompts = [self.prompts[i * self._frames] for i in lost.nonzero().flatten().tolist()]
         what = "returned NaN or infinity" if self._problem is None else "has no score"
         why = "" if self._problem is None else f": {self._problem}"
-        problem = f"reward {self.term.name!r} {what} on {on_prompts(whose)}{why}"
+        problem = f"reward {self.term.name!r} {what} on {on_prompts(prompts)}{why}"
         return {row: values.masked_fill(lost, torch.nan) for row, values in rows.items()}, problem
 
-    def _told(self, error: BaseException) -> RewardError:
-        """The error that the function raised, in one line and with its cause."""
+    def _wrapped(self, error: BaseException) -> RewardError:
+        """The error of the function, in one line and with its cause."""
         failure = RewardError(f"reward {self.term.name!r} raised {reason(error)} on {on_prompts(self.prompts)}")
         failure.__cause__ = error
         return failure
 
-    def own(self, subject: Outputs) -> Outputs:
-        """A copy for this call alone: whatever a reward does to it, other rewards and the logs see what was sampled."""
+    def private(self, subject: Outputs) -> Outputs:
+        """A copy for this call: whatever a reward does to it, other rewards and the logs see what was sampled."""
         return subject.to(torch.float32, copy=True) if isinstance(subject, Tensor) else list(subject)
 
     def run(self) -> Rows:
@@ -301,7 +307,7 @@ class Call:
         assert self.subject is not None
         subject, self.subject = self.subject, None  # freed as soon as they are scored
         self.start = time.perf_counter()
-        subject = self.own(subject)
+        subject = self.private(subject)
         metadata = [copied(prompt.meta) for prompt in self.prompts]
         returned = self.term.function(subject, [p.text for p in self.prompts], metadata)
         output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned)
@@ -314,16 +320,18 @@ class Call:
 def _rows(output: RewardOutput, term: Term, prompts: list[Prompt], *, forgives: bool) -> Rows:
     """The term's rows of what a reward returned; RewardError for other extras than it names, and see `_check`."""
     if output.extras.keys() != set(term.extras):
-        found = ", ".join(sorted(output.extras)) or "none"
+        returned = ", ".join(sorted(output.extras)) or "none"
         named = ", ".join(sorted(term.extras)) or "none"
         raise RewardError(
-            f"reward {term.name!r} returned the extras {found} on {on_prompts(prompts)}; expected those that `extras` "
-            f"of its class, derived from RewardWithExtras, names: {named}"
+            f"reward {term.name!r} returned the extras {returned} on {on_prompts(prompts)}; expected those that "
+            f"`extras` of its class, derived from RewardWithExtras, names: {named}"
         )
-    values = (output.scores, *(output.extras[extra] for extra in term.extras))
+    values = {term.name: output.scores}
+    for extra in term.extras:
+        values[f"{term.name}_{extra}"] = output.extras[extra]
     rows = {}
-    for row, each in zip(term.rows, values, strict=True):
-        rows[row] = _check(each, row, term.takes, prompts, output.problem, forgives=forgives)
+    for row, scores in values.items():
+        rows[row] = _check(scores, row, term.takes, prompts, output.problem, forgives=forgives)
     return rows
 
 
@@ -347,11 +355,11 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: s
         )
     bad = (~values.isfinite()).nonzero().flatten().tolist()
     if bad and not forgives:
-        count, whose = f"{len(bad)} of {len(prompts)} {takes}", on_prompts([prompts[i] for i in bad])
+        count, where = f"{len(bad)} of {len(prompts)} {takes}", on_prompts([prompts[i] for i in bad])
         if problem is not None:
-            raise RewardError(f"reward {name!r} has no score for {count} on {whose}: {problem}")
+            raise RewardError(f"reward {name!r} has no score for {count} on {where}: {problem}")
         raise RewardError(
-            f"reward {name!r} returned {values[bad[0]].item()} for {count} on {whose}; expected finite numbers"
+            f"reward {name!r} returned {values[bad[0]].item()} for {count} on {where}; expected finite numbers"
         )
     return values
 
@@ -377,9 +385,12 @@ def seen_by(takes: str, outputs: Outputs, prompts: list[Prompt], frames: int) ->
     if not is_video:
         return outputs, prompts
     chosen = evenly_spaced(outputs.shape[1], frames)
-    return outputs[:, chosen].flatten(0, 1), [prompt for prompt in prompts for _ in chosen]
+    repeated = [prompts[i // len(chosen)] for i in range(len(prompts) * len(chosen))]
+    return outputs[:, chosen].flatten(0, 1), repeated
 
 
 def mean_of_frames(rows: dict[str, Tensor], frames: int) -> dict[str, Tensor]:
     """Scores [B k] of k frames of each video -> of the videos [B], by name."""
-    return {name: values.view(-1, frames).mean(1) if frames > 1 else values for name, values in rows.items()}
+    if frames == 1:
+        return rows
+    return {name: values.view(-1, frames).mean(1) for name, values in rows.items()}

@@ -51,8 +51,7 @@ def _load_predictor(predictor: str) -> nn.Sequential:
     if first is None or first.ndim != 2:
         raise ValueError(f"predictor={predictor!r} has no matrix layers.0.weight; expected {_KEYS}")
     widths = [first.shape[1], *_WIDTHS.values()]
-    linears = {k: nn.Linear(widths[i], width) for i, (k, width) in enumerate(_WIDTHS.items())}
-    layers = nn.Sequential(OrderedDict(linears))
+    layers = nn.Sequential(OrderedDict(zip(_WIDTHS, map(nn.Linear, widths, widths[1:]), strict=True)))
     try:
         layers.load_state_dict({name.removeprefix("layers."): value.float() for name, value in state.items()})
     except RuntimeError as error:

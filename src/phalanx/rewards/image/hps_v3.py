@@ -84,9 +84,10 @@ class HpsV3(DeviceReward):
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[dict[str, Any]]) -> Tensor:
         """Images [B, 3, H, W] in 0..1 -> float32 [B]."""
-        size = self._micro_batch
-        parts = [self._score(images[i : i + size], prompts[i : i + size]) for i in range(0, len(prompts), size)]
-        return torch.cat(parts) if parts else torch.zeros(0)
+        size, scores = self._micro_batch, [torch.zeros(0, device=self._device)]
+        for i in range(0, len(prompts), size):
+            scores.append(self._score(images[i : i + size], prompts[i : i + size]))
+        return torch.cat(scores)
 
     def _score(self, images: Tensor, prompts: list[str]) -> Tensor:
         vision = self._vision
@@ -107,7 +108,7 @@ class HpsV3(DeviceReward):
         """b prompts -> token ids [b, longest]; a special token that a prompt holds becomes plain text."""
         texts = []
         for prompt in prompts:
-            plain = self._specials.sub(lambda found: f"{found[0][0]} {found[0][1:]}", prompt)
+            plain = self._specials.sub(lambda match: f"{match[0][0]} {match[0][1:]}", prompt)
             text = CHAT.replace("{text}", self._template.replace("{prompt}", plain))
             texts.append(text.replace("{image}", IMAGE_TOKEN * image_tokens, 1))
         ids: Tensor = self._tokenizer(texts, padding=True, return_tensors="pt").input_ids
@@ -213,11 +214,9 @@ def _backbone(
         expected = Qwen2VLModel(config).state_dict()
     _require(sorted(expected), state, model)
     wrong = sorted(state.keys() - expected.keys())
-    wrong += [
-        f"{name} of {list(value.shape)} rather than {list(expected[name].shape)}"
-        for name, value in state.items()
-        if name in expected and value.shape != expected[name].shape
-    ]
+    for name, value in state.items():
+        if name in expected and value.shape != expected[name].shape:
+            wrong.append(f"{name} of {list(value.shape)} rather than {list(expected[name].shape)}")
     if wrong:
         raise ValueError(
             f"model={model!r} has {wrong[0]}, which does not go with base={base!r}; expected the base that the "

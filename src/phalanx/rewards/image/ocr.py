@@ -68,7 +68,7 @@ def _plain(text: str) -> str:
 
 
 class _LineReader:
-    """The recogniser alone; one session serves all threads."""
+    """Only the recogniser; one session serves all threads."""
 
     def __init__(self, model: Path, threads: int) -> None:
         import onnxruntime

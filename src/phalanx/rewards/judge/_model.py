@@ -17,14 +17,14 @@ from phalanx.distributed.reward_group import DomainRank
 from phalanx.rewards.base import RewardError
 
 log = logging.getLogger(__name__)
-Question = tuple[int, str]  # the number of an image (of none, where texts are judged), and what is asked about it
+Question = tuple[int, str]  # the number of an image (unused where texts are judged), and the question about it
 
 
 class Engine(Protocol):
     """One rank's part of a replica; all ranks of the replica answer the same questions in the same order."""
 
     def awake(self) -> AbstractContextManager[None]:
-        """For the time of the block the model is on the device; `answer` needs it."""
+        """A context in which the model is on the device; `answer` needs it."""
         ...
 
     def answer(self, images: Tensor | None, questions: Sequence[Question]) -> list[str]:
@@ -80,12 +80,12 @@ class RewardModel:
             self._engine = TransformersEngine(cfg, replica, text=text)
 
     def awake(self) -> AbstractContextManager[None]:
-        """For the time of the block this rank's part is on the device; `ask` needs it."""
+        """A context in which this rank's part is on the device; `ask` needs it."""
         return nullcontext() if self._engine is None else self._engine.awake()
 
     def ask(self, images: Tensor | None, questions: Sequence[Question]) -> list[str]:
-        """The answers to this rank's questions about its images, uint8 [b, 3, H, W]; of both there may be none, and
-        None, on all ranks, where the questions are of texts alone.
+        """The answers to this rank's questions about its images, uint8 [b, 3, H, W]; both may be empty, and
+        images are None, on all ranks, where only texts are judged.
 
         RewardError, on all ranks of the domain, where the model cannot be asked one of their questions.
         """
@@ -93,14 +93,14 @@ class RewardModel:
         gathered = None if images is None else self._domain_rank.gather_images(images)
         counts = self._domain_rank.all_gather(0 if images is None else len(images))
 
-        # 2. every rank hears all questions, whose numbers then count images from the domain's first rank on
+        # 2. every rank gets all questions, whose numbers then count images from the domain's first rank on
         asked = self._domain_rank.all_gather(list(questions))
         all_questions: list[Question] = []
-        for position, own in enumerate(asked):
+        for position, questions_of_rank in enumerate(asked):
             first = sum(counts[:position])
-            all_questions += [(first + number, text) for number, text in own]
+            all_questions += [(first + number, text) for number, text in questions_of_rank]
 
-        # 3. each replica answers every so-manyth of them; a failure is told after the collective, so that no rank waits
+        # 3. of N replicas each answers every N-th; a failure is raised after the collective, so that no rank waits
         answers: list[str] = []
         failure: ValueError | None = None  # on all ranks of a replica alike, since they are asked the same
         if self._engine is not None:
@@ -110,16 +110,16 @@ class RewardModel:
             except ValueError as error:
                 failure = error
         message = None if failure is None else " ".join(str(failure).split())
-        told = self._domain_rank.all_gather((answers, message))
-        for _, problem in told:
+        per_position = self._domain_rank.all_gather((answers, message))
+        for _, problem in per_position:
             if problem is not None:
                 raise RewardError(problem) from failure
 
         # 4. the replicas' shares are put together again, and this rank takes the answers to its own questions
         all_answers = [""] * len(all_questions)
         for i, ranks in enumerate(self._replicas):
-            said = [told[self._domain_rank.domain.ranks.index(rank)][0] for rank in ranks]
-            assert said.count(said[0]) == len(said), f"the ranks {ranks} of a replica answered differently"
-            all_answers[i :: len(self._replicas)] = said[0]
-        begin = sum(len(own) for own in asked[: self._domain_rank.position])
+            per_rank = [per_position[self._domain_rank.domain.ranks.index(rank)][0] for rank in ranks]
+            assert per_rank.count(per_rank[0]) == len(per_rank), f"the ranks {ranks} of a replica answered differently"
+            all_answers[i :: len(self._replicas)] = per_rank[0]
+        begin = sum(map(len, asked[: self._domain_rank.position]))
         return all_answers[begin : begin + len(questions)]

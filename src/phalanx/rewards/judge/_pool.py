@@ -4,6 +4,8 @@ import time
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -74,7 +76,7 @@ class JudgePool:
         texts = [None] * len(prompts) if isinstance(outputs, Tensor) else outputs
         questions = {}
         for name, judge in self._judges.items():
-            questions[name] = [_question(name, judge, *pair) for pair in zip(prompts, texts, strict=True)]
+            questions[name] = list(map(partial(_question, name, judge), prompts, texts))
         batch = JudgeBatch(to_uint8(outputs) if isinstance(outputs, Tensor) else None, prompts, questions)
         self._batches.append(batch)
         if self._thread is not None:
@@ -99,15 +101,14 @@ class JudgePool:
             asleep.result()
         self.busy_s, self._spent_s = self._spent_s, 0.0
 
-        prompts = [prompt for batch in batches for prompt in batch.prompts]
-        answers_of: Answers = {name: [] for name in self._judges}
-        for part in parts:
-            for name, answers in part.items():
-                answers_of[name] += answers
+        prompts = list(chain.from_iterable(batch.prompts for batch in batches))
+        answers_of: Answers = {}
+        for name in self._judges:
+            answers_of[name] = list(chain.from_iterable(part[name] for part in parts))
         return prompts, answers_of
 
     def _ask_beside(self, batch: JudgeBatch) -> Answers:
-        """On the thread: ask about one batch. The model stays awake until `_sleep`, on a stream of its own."""
+        """On the thread: ask about one batch. The model stays awake until `_sleep`, on a separate stream."""
         if self._device.type == "cuda" and self._stream is None:
             torch.cuda.set_device(self._device)  # a thread begins on the first one
             self._stream = torch.cuda.Stream()  # one for good: the allocator keeps memory by stream
@@ -128,13 +129,14 @@ class JudgePool:
         # a rank without images takes part with none: sizes are those of the other ranks' images
         seen = [batch.images for batch in batches if batch.images is not None]
         images = torch.cat(seen) if seen else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
-        count = sum(len(batch.prompts) for batch in batches)
 
         # one judge after the other, each about all samples
         questions: list[tuple[int, str]] = []
+        count = 0
         for name in self._judges:
-            texts = [text for batch in batches for text in batch.questions[name]]
+            texts = list(chain.from_iterable(batch.questions[name] for batch in batches))
             questions += enumerate(texts)
+            count = len(texts)
         answers = self._model.ask(None if self._of_text else images, questions)
         self._spent_s += time.perf_counter() - begin
         return {name: answers[i * count : (i + 1) * count] for i, name in enumerate(self._judges)}

@@ -51,7 +51,7 @@ class LlmJudge(Judge):
 
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float | None:
         """The score in 0..1; None where there is no grade, or one off the scale."""
-        found = self._pattern.findall(answer)
-        if not found or not self._lowest <= float(found[-1]) <= self._highest:
+        grades = self._pattern.findall(answer)
+        if not grades or not self._lowest <= float(grades[-1]) <= self._highest:
             return None
-        return (float(found[-1]) - self._lowest) / (self._highest - self._lowest)
+        return (float(grades[-1]) - self._lowest) / (self._highest - self._lowest)

@@ -37,8 +37,8 @@ class UnifiedReward(Judge):
         """The score in 0..1; None where a grade is missing or not within 1 to 5. Of several, the last one counts."""
         total = 0.0
         for axis, weight in self._weights.items():
-            found = re.findall(_GRADE.format(axis=axis), answer, re.IGNORECASE)
-            if not found or not 1 <= float(found[-1]) <= 5:
+            grades = re.findall(_GRADE.format(axis=axis), answer, re.IGNORECASE)
+            if not grades or not 1 <= float(grades[-1]) <= 5:
                 return None
-            total += weight * (float(found[-1]) - 1) / 4
+            total += weight * (float(grades[-1]) - 1) / 4
         return total / sum(self._weights.values())

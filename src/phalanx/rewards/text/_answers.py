@@ -19,10 +19,10 @@ _THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
 
 def boxed(text: str) -> str | None:
     r"""The content of the last \boxed{...}, braces matched, or of \boxed x; None without one that ends."""
-    found = list(_BOX.finditer(text))
-    if not found:
+    result = list(_BOX.finditer(text))
+    if not result:
         return None
-    begin = found[-1].end()
+    begin = result[-1].end()
     if text[begin : begin + 1] != "{":
         word = re.match(r"[^\s$]+", text[begin : begin + LONGEST])
         return None if word is None else word.group()
@@ -36,18 +36,18 @@ def boxed(text: str) -> str | None:
 
 def tagged(text: str) -> str | None:
     """The content of the last <answer>...</answer>."""
-    found = _TAG.findall(text)
-    return found[-1].strip() if found else None
+    result = _TAG.findall(text)
+    return result[-1].strip() if result else None
 
 
 def line(text: str) -> str | None:
     """The rest of the line behind the last `Answer:`."""
-    found = _LINE.findall(text)
-    return found[-1].strip("* ") if found else None  # of **Answer:** 34, too
+    result = _LINE.findall(text)
+    return result[-1].strip("* ") if result else None  # of **Answer:** 34, too
 
 
 def marked(text: str) -> str | None:
-    """What stands behind the last ####, up to the end of its line."""
+    """The rest of the line behind the last ####."""
     _, mark, rest = text.rpartition("####")
     return rest.strip().partition("\n")[0].strip() or None if mark else None
 
@@ -79,22 +79,22 @@ def truth(metadata: Mapping[str, Any], reward: str) -> str:
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        found = "no ground_truth" if value is None else f"a ground_truth of type {type(value).__name__}"
-        raise ValueError(f"{reward} found {found}; expected a text or a number in the data's column ground_truth")
+        result = "no ground_truth" if value is None else f"a ground_truth of type {type(value).__name__}"
+        raise ValueError(f"{reward} found {result}; expected a text or a number in the data's column ground_truth")
     text = str(value)
-    found = boxed(text) or (marked(text) if "####" in text else None) or text.strip()
-    if not found:
+    result = boxed(text) or (marked(text) if "####" in text else None) or text.strip()
+    if not result:
         raise ValueError(f"{reward} found an empty ground_truth; expected a text or a number")
-    return found
+    return result
 
 
 def number(text: str) -> Decimal | None:
     """A text that is a number, such as `18.0`."""
     try:
-        found = Decimal(text)
+        result = Decimal(text)
     except InvalidOperation:
         return None
-    return found if found.is_finite() else None
+    return result if result.is_finite() else None
 
 
 def normalised(text: str) -> str:
@@ -130,9 +130,9 @@ def same(answer: str, other: str) -> bool:
     return value is not None and value == number(others)
 
 
-def _with_braces(found: "re.Match[str]") -> str:
-    command, first, second = found.groups()
+def _with_braces(result: "re.Match[str]") -> str:
+    command, first, second = result.groups()
     if command == "frac" and second is None:
-        return found.group()
+        return result.group()
     rest = "" if second is None else f"{{{second}}}" if command == "frac" else second
     return f"\\{command}{{{first}}}{rest}"

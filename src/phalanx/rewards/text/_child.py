@@ -26,8 +26,8 @@ def load_math() -> Callable[[str, str], bool]:
     logging.disable(logging.WARNING)  # it warns that its own limits are off: they are signals, as ours is
 
     def verdict(truth: str, answer: str) -> bool:
-        gold, said = (math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
-        return bool(math_verify.verify(gold, said, timeout_seconds=None))
+        gold, result = (math_verify.parse(rf"\boxed{{{text}}}", parsing_timeout=None) for text in (truth, answer))
+        return bool(math_verify.verify(gold, result, timeout_seconds=None))
 
     return verdict
 
@@ -63,11 +63,11 @@ def main(name: str, limit_s: float) -> None:
         arguments = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, limit_s)  # nothing catches it: it ends what runs in C as well
         try:
-            said = [verdict(*arguments), None]
+            reply = [verdict(*arguments), None]
         except Exception as error:  # whatever a verifier makes of a text
-            said = [None, " ".join(f"{type(error).__name__}: {error}".split())]
+            reply = [None, " ".join(f"{type(error).__name__}: {error}".split())]
         signal.setitimer(signal.ITIMER_REAL, 0)
-        print(json.dumps(said), file=answers, flush=True)
+        print(json.dumps(reply), file=answers, flush=True)
 
 
 if __name__ == "__main__":

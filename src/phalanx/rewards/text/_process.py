@@ -62,7 +62,7 @@ class Verifier:
         )
 
     def _end(self, child: "subprocess.Popen[str]") -> str:
-        """What became of a process, in words."""
+        """The end of a process, as a part of a line."""
         code = child.wait()
         assert child.stdin is not None and child.stdout is not None
         child.stdout.close()

@@ -30,20 +30,20 @@ class Gsm8k:
         for completion, meta in zip(completions, metadata, strict=True):
             if "ground_truth" not in meta:
                 raise ValueError("gsm8k needs a ground_truth for each prompt, a number or a solution that ends in ####")
-            said, wanted = answer(completion, self.method), truth(meta["ground_truth"])
+            given, wanted = answer(completion, self.method), truth(meta["ground_truth"])
             if wanted is None:
                 raise ValueError(
                     f"gsm8k found the ground_truth {str(meta['ground_truth'])[-80:]!r}, which is no number"
                 )
-            right = said == wanted
-            scores.append(1.0 if right else 0.0 if said is None else self.format_score)
+            right = given == wanted
+            scores.append(1.0 if right else 0.0 if given is None else self.format_score)
         return scores
 
 
 def answer(text: str, method: str = "strict") -> Decimal | None:
     """The number that a solution gives, None without one."""
-    found = (_MARKED if method == "strict" else _ANY).findall(text[-TAIL:])
-    return _number(found[-1]) if found else None
+    numbers = (_MARKED if method == "strict" else _ANY).findall(text[-TAIL:])
+    return _number(numbers[-1]) if numbers else None
 
 
 def truth(value: Any) -> Decimal | None:

@@ -18,7 +18,7 @@ from phalanx.types import Samples
 
 
 class TokenPolicy(Protocol):
-    """What is asked of a policy here."""
+    """The parts of a policy that this reward uses."""
 
     @property
     def temperature(self) -> float:
@@ -33,14 +33,14 @@ class TokenPolicy(Protocol):
 
 class SelfCertainty(PolicyReward):
     """The mean over each response. temperature_scaled: of the logits over the temperature of sampling, as the trained
-    log-probabilities are; else of the logits as they are, which takes a pass of its own where it is not 1.
+    log-probabilities are; else of the logits as they are, which needs a further pass where it is not 1.
     """
 
     def __init__(self, temperature_scaled: bool = True) -> None:
         self._scaled = temperature_scaled
 
     def __call__(self, policy: TokenPolicy, samples: Samples, passes: Passes) -> Tensor:
-        """[B]: what the pass that took the log-probabilities has found, where there was one."""
+        """[B], from the pass that computed the log-probabilities where that had the same temperature."""
         trace: TokenTrace = samples.trace
         temperature = policy.temperature if self._scaled else 1.0
         if trace.certainty is not None and temperature == policy.temperature:
@@ -49,6 +49,6 @@ class SelfCertainty(PolicyReward):
         parts = passes.parts(len(samples.tokens), samples.tokens[:, None])
         with policy.unsharded():
             replays = [policy.scored(trace.select(part.to(trace.ids.device)), temperature) for part in parts]
-        found = trace.rescored(replays, parts).certainty
-        assert found is not None
-        return found
+        certainty = trace.rescored(replays, parts).certainty
+        assert certainty is not None
+        return certainty
