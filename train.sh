@@ -9,7 +9,7 @@
 #   NPROC_PER_NODE  ranks on this node (the visible GPUs; 1 on a CPU)
 #   MAX_RESTARTS    how often failed ranks are started again (0; 3 with a range)
 #   GRACE_S         seconds for a checkpoint when the job is told to stop (30)
-#   LOG_DIR         a folder for each rank's output; the terminal then shows each node's first rank alone
+#   LOG_DIR         a folder for each rank's output; the terminal then shows only each node's first rank
 #   RDZV_ID         the job's name at the rendezvous, for a range or restarts (the scheduler's job id, or phalanx)
 #   RDZV_CONF       further --rdzv-conf of torchrun, for a range or restarts
 #   TORCHRUN_ARGS   further options of torchrun
@@ -71,7 +71,7 @@ for name in $(env | sed -n 's/^\(PET_[A-Z_]*\)=.*/\1/p'); do unset "$name"; done
 [ -z "$plan" ] || exec python3 "$@"
 
 [ "$max" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || die "NNODES=$NNODES needs MASTER_ADDR, the name or address of node 0"
-[ "$devices" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # a core a rank; several threads each would fight
+[ "$devices" -gt 0 ] || export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # one core per rank; several threads each would compete
 # shellcheck disable=SC3045 # the store has three connections to each rank; a shell without these options leaves it so
 { ulimit -Sn "$(ulimit -Hn)"; } 2>/dev/null || :
 trap '' USR1 USR2 # Slurm sends them to every process of a step; the ranks hear USR1 and print their stacks
@@ -97,7 +97,7 @@ else # node 0 keeps the store, and a node says by which address the others reach
     --rdzv-id "${RDZV_ID:-${SLURM_JOB_ID:-phalanx}}" ${address:+--local-addr "$address"} "$@"
 fi
 
-# torchrun hears one SIGTERM, from here: at a third signal it would leave its ranks alone with their checkpoint. So the
+# torchrun hears one SIGTERM, from here: at a third signal it would not wait for its ranks' checkpoint. So the
 # terminal's signals go past it, and a terminal that closes stops the job in good order.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="$GRACE_S"
 child='' stopped=''

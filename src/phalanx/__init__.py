@@ -1,3 +1,3 @@
-"""Phalanx: reinforcement learning of flow-matching image models under plain torchrun."""
+"""Phalanx: reinforcement learning of flow, language and block-diffusion models under plain torchrun."""
 
 __version__ = "0.1.0"

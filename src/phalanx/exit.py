@@ -12,8 +12,8 @@ import time
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_said: set[str] = set()  # by this process, on the terminal
-_role = ""  # of this process, where ranks have roles of their own
+_printed: set[str] = set()  # lines that this process has printed
+_role = ""  # of this process, where ranks have roles
 _leads: bool | None = None  # None: as rank 0 does
 _first: bool | None = None
 
@@ -32,7 +32,7 @@ def rank() -> int:
 
 
 def leads() -> bool:
-    """Whether this process speaks for the job: rank 0, but where `take_role` has said otherwise."""
+    """Whether this process speaks for the job: rank 0, unless `take_role` has set another one."""
     return rank() == 0 if _leads is None else _leads
 
 
@@ -54,9 +54,9 @@ def speak_for_role() -> None:
         _log(is_first(), logging.NOTSET)
 
 
-def _log(aloud: bool, own: int) -> None:
+def _log(aloud: bool, level: int) -> None:
     logging.getLogger().setLevel(logging.WARNING if aloud else logging.ERROR)
-    logging.getLogger("phalanx").setLevel(own if aloud else logging.NOTSET)
+    logging.getLogger("phalanx").setLevel(level if aloud else logging.NOTSET)
 
 
 def place() -> str:
@@ -80,7 +80,7 @@ def end_with_parent() -> None:
 
 def say(words: str) -> None:
     """Print a line to the terminal."""
-    _said.add(words)
+    _printed.add(words)
     # Not through sys.stderr: torch.distributed redirects it while its excepthook runs.
     with contextlib.suppress(OSError):  # nobody reads it any more: the terminal is closed
         os.write(2, f"{words}\n".encode(errors="backslashreplace"))
@@ -99,7 +99,7 @@ def end(status: int, report: str | None = None, words: str | None = None) -> NoR
     if path is not None and report is not None:
         lines = report.splitlines()
         summary = lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"  # whose error it is, and what
-        stamp = {"py_callstack": report, "timestamp": str(int(time.time())), "told": report in _said}
+        stamp = {"py_callstack": report, "timestamp": str(int(time.time())), "told": report in _printed}
         message = {"message": summary, "extraInfo": stamp}
         try:
             with open(path, "w", encoding="utf-8") as file:

@@ -1,6 +1,6 @@
-"""When Python looks for garbage: not while libraries are loaded, which make hardly any.
+"""Garbage collection is paused while libraries are loaded, which make hardly any garbage.
 
-It would look through all of their objects again and again, a fifth of the time that loading takes.
+Python would look through all of their objects again and again, a fifth of the time that loading takes.
 """
 
 import gc
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Leave garbage alone within, or until `collect_again`."""
+    """Pause garbage collection within the block, or until `collect_again`."""
     gc.disable()
     try:
         yield
@@ -19,7 +19,7 @@ def uncollected() -> Iterator[None]:
 
 
 def collect_again() -> None:
-    """Collect garbage again, within `uncollected`; what is there by now, the libraries' objects, is passed over."""
+    """Resume garbage collection within `uncollected`; it passes over objects that exist by now, the libraries'."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

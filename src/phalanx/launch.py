@@ -5,10 +5,10 @@ train.sh starts it on each node. It differs from torchrun in five ways:
 - A single rank that is not to be started again is started at once: torchrun takes as long to load as the rank does.
 - The task looks at its command line first: a mistake is told once, before any rank starts.
 - The first error, which the ranks have printed, is the last thing on the terminal, and the exit status is the failed
-  rank's. torchrun's own traceback, banner and box, 40 lines, come with PHALANX_TRACEBACK=1 alone.
+  rank's. torchrun's own traceback, banner and box, 40 lines, come only with PHALANX_TRACEBACK=1.
 - It dies with the process that started it, even by kill -9, and its ranks die with it (see `exit.end_with_parent`).
-- It looks for node 0 before torch does, so that a wrong MASTER_ADDR is one line within seconds, and says so while it
-  waits for nodes that were lost.
+- It looks for node 0 before torch does, so that a wrong MASTER_ADDR is one line within seconds, and prints a line
+  while it waits for nodes that were lost.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 PATIENCE_S = 5.0  # of silence, while node 0 is not there: nodes need not start together
 JOIN_S = 600.0  # torch's own limit
-QUIET_S = 10.0  # without a rank on this node, until it is said what the launcher waits for
+QUIET_S = 10.0  # without a rank on this node, until the launcher prints for which nodes it waits
 # train.sh's arguments for one rank, where nothing else is asked for
 ALONE = ["--standalone", "--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "0"]
 ALONE += ["--signals-to-handle", "SIGTERM"]
@@ -155,7 +155,7 @@ def find_node_0(args: Namespace) -> None:
 
 
 def _announce(args: Namespace) -> None:
-    """Say that ranks are started, on node 0 alone: they take seconds to load torch."""
+    """Say that ranks are started, only on node 0: they take seconds to load torch."""
     if _node_0(args)[2]:
         each = "" if args.nnodes == "1" else f" on each of {args.nnodes} nodes"
         say(f"starting {args.nproc_per_node} {'rank' if args.nproc_per_node == '1' else 'ranks'}{each}")
@@ -207,11 +207,11 @@ def _tell_of_waiting(nodes: str) -> NoReturn:
 
 
 def _has_ranks() -> bool:
-    found = ""
+    children = ""
     for file in Path("/proc/self/task").glob("*/children"):
         with contextlib.suppress(OSError):  # the thread is gone
-            found += file.read_text()
-    return bool(found)
+            children += file.read_text()
+    return bool(children)
 
 
 def _tell(error: "ChildFailedError") -> int:
@@ -221,8 +221,8 @@ def _tell(error: "ChildFailedError") -> int:
     if told and told[0].exitcode < 128:
         return told[0].exitcode
     # a rank that died tells nothing; another one tells of it, and ends because the launcher wants it to
-    own = [rank for rank, failure in failures.items() if failure.exitcode not in STOPPED]
-    rank = own[0] if own else next(iter(failures))
+    causes = [rank for rank, failure in failures.items() if failure.exitcode not in STOPPED]
+    rank = causes[0] if causes else next(iter(failures))
     first = failures[rank]
     silent = not isinstance(first.message, dict) and first.exitcode > 0  # the others know only that it is gone
     if silent or not told:

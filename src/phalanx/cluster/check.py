@@ -1,7 +1,7 @@
 """The check itself: all ranks go through the same steps together, and rank 0 collects the findings.
 
-A step ends after `timeout_s` seconds, even if it hangs in a library or in a file system: it runs on a thread of its
-own, while the main thread talks over the store. Steps that would wait for a stuck rank are then left out.
+A step ends after `timeout_s` seconds, even if it hangs in a library or in a file system: it runs on a second thread,
+while the main thread talks over the store. Steps that would wait for a stuck rank are then left out.
 """
 
 import secrets
@@ -33,7 +33,7 @@ NETWORK = (
     "set GLOO_SOCKET_IFNAME, and NCCL_SOCKET_IFNAME for GPUs, to the interface that reaches the other nodes (ip addr); "
     "let firewalls pass all TCP ports between nodes; check MASTER_ADDR and MASTER_PORT"
 )
-# what to look at where a step fails
+# printed where a step fails
 ADVICE = {
     "GPUs": "check nvidia-smi there",
     "machines": "try ls on the paths of the configuration there",
@@ -61,7 +61,7 @@ class ClusterCheck:
         self.machines: dict[str, facts.Machine] = {}
         self.ahead: dict[str, float] = {}
         self.rates: dict[int, dict[str, float]] = {}
-        self.roles: Roles | None = None  # where ranks have roles of their own
+        self.roles: Roles | None = None  # None where all ranks do everything
 
     def run(self) -> None:
         """Go through all steps and print the findings; raises JobError, on all ranks, if training would fail."""
@@ -91,7 +91,10 @@ class ClusterCheck:
         mesh.stop()
 
     def _verdict(self, left: list[str]) -> str | None:
-        failed = list(dict.fromkeys(found.topic for found in self.findings if found.level == FAIL))
+        failed: list[str] = []
+        for finding in self.findings:
+            if finding.level == FAIL and finding.topic not in failed:
+                failed.append(finding.topic)
         rest = f" (not checked: {', '.join(left)})" if left else ""
         return f"training would fail here; to fix: {listed(failed)}{rest}" if failed else None
 
@@ -117,7 +120,7 @@ class ClusterCheck:
         return True
 
     def _place(self) -> list[Finding]:
-        """Find out which ranks do what."""
+        """Assign roles to the ranks."""
         try:
             roles = roles_of(self.cfg.placement, self.launch)
         except ConfigError as error:
@@ -134,8 +137,10 @@ class ClusterCheck:
         machine_notes = self._ask_firsts("machines", lambda: asdict(facts.look_at_machine(self.cfg)))
         if gpu_notes is None or machine_notes is None:
             return False
-        self.gpus = {rank: facts.Gpu(**note) for rank, note in gpu_notes.items()}
-        self.machines = {name: facts.Machine.of(machine_notes[ranks[0]]) for name, ranks in self.nodes.items()}
+        for rank, note in gpu_notes.items():
+            self.gpus[rank] = facts.Gpu(**note)
+        for name, ranks in self.nodes.items():
+            self.machines[name] = facts.Machine.of(machine_notes[ranks[0]])
         gpus = diagnose.gpus(self.nodes, self.gpus)
         # two ranks on one GPU would make NCCL fail, or hang
         self._can_connect &= not diagnose.any_failed(gpus)
@@ -161,7 +166,9 @@ class ClusterCheck:
             missing = self._ask_firsts("shared disk", lambda: folder.missing(wanted, patience))
             if missing is not None:
                 names = dict(zip(self.firsts, self.nodes, strict=True))
-                unseen = {name: [names[other] for other in missing[first]] for first, name in names.items()}
+                unseen = {}
+                for first, name in names.items():
+                    unseen[name] = [names[other] for other in missing[first]]
                 self.findings += diagnose.shared(str(self._output_dir), unseen, patience)
         if self._agree(not self._stuck):
             self._ask_firsts("shared disk", folder.remove)
@@ -180,7 +187,8 @@ class ClusterCheck:
         offsets = self._ask("clocks", lambda: measure.clock_offset(self.world))
         if offsets is None:
             return False
-        self.ahead = {name: offsets[ranks[0]] for name, ranks in self.nodes.items()}
+        for name, ranks in self.nodes.items():
+            self.ahead[name] = offsets[ranks[0]]
         self.findings += diagnose.clocks(self.ahead)
         return True
 
@@ -200,11 +208,12 @@ class ClusterCheck:
         return True
 
     def _across_roles(self) -> bool:
-        """Time the weights' way between roles, as in training; ranks that cannot be placed have none."""
-        found = self._agree(None if self.roles is None else self.roles.ranks)  # as nodes may be told differently
-        if found is None:
+        """Time the transfer of weights between roles, as in training; ranks that cannot be placed have none."""
+        # rank 0's, since nodes may have been given different configurations
+        ranks_of_role = self._agree(None if self.roles is None else self.roles.ranks)
+        if ranks_of_role is None:
             return True
-        roles = Roles({role: tuple(ranks) for role, ranks in found.items()})
+        roles = Roles({role: tuple(ranks) for role, ranks in ranks_of_role.items()})
         seconds = self._ask("roles", lambda: measure.weights_across(self.world, roles, 2 * self.cfg.timeout_s))
         if seconds is None:
             return False
@@ -226,7 +235,7 @@ class ClusterCheck:
         return Path(self.cfg.trainer.output_dir).absolute()
 
     def _agree(self, value: Any) -> Any:
-        """Rank 0's value, which may take it two time limits: its own work's, and that of the notes."""
+        """Rank 0's value, which may take it two time limits: that of its work and that of the notes."""
         return self.exchange.agree(value, 2 * self.cfg.timeout_s + 3 * GRACE_S)
 
     def _ask_firsts(self, topic: str, work: Callable[[], Any]) -> dict[int, Any] | None:
@@ -247,14 +256,19 @@ class ClusterCheck:
         notes = self.exchange.gather(note, GRACE_S + max(0.0, left))
         if self.launch.rank != 0:
             return None
-        silent = {rank: "no answer" for rank in range(self.launch.world_size) if rank not in notes}
-        failed = {rank: note["error"] for rank, note in notes.items() if "error" in note}
-        stuck = {rank: note["stuck"] for rank, note in notes.items() if "stuck" in note}
+        silent, failed, stuck, values = dict[int, Any](), dict[int, Any](), dict[int, Any](), dict[int, Any]()
+        kinds = {"error": failed, "stuck": stuck, "value": values}
+        for rank in range(self.launch.world_size):
+            if rank not in notes:
+                silent[rank] = "no answer"
+                continue
+            [(kind, content)] = notes[rank].items()
+            kinds[kind][rank] = content
         self._stuck |= bool(silent or stuck)
-        # ranks that are silent, or have an error of their own, are why others are stuck
-        for those in (silent, failed, stuck):
-            if those:
-                text = f"{next(iter(those.values()))} ({on_nodes(self.nodes, those)})"
+        # ranks that are silent or have failed are why others are stuck
+        for problems in (silent, failed, stuck):
+            if problems:
+                text = f"{next(iter(problems.values()))} ({on_nodes(self.nodes, problems)})"
                 self.findings.append(Finding(FAIL, topic, f"{text}; {ADVICE[topic]}"))
                 return None
-        return {rank: note["value"] for rank, note in notes.items()}
+        return values

@@ -1,7 +1,7 @@
 """From facts to findings: what is right, what is doubtful, and what would break training.
 
 A finding is one line. `nodes` maps a node's name to its ranks, in the order of ranks; other arguments go by the same
-names, or by rank. A check without a complaint says "ok" with what it has seen.
+names, or by rank. A check without a complaint gives "ok" and the values that it has seen.
 """
 
 import statistics
@@ -60,14 +60,14 @@ class Topic:
         self.add(WARNING, text)
 
     def or_ok(self, text: str) -> list[Finding]:
-        """The complaints; where there are none, that all is right."""
+        """The complaints, or one finding `ok` where there are none."""
         return self.findings or [Finding(OK, self.name, text)]
 
 
 def absent(size: int, nodes: Nodes, seconds: float, address: str) -> Finding:
     """Name the ranks that did not come within `seconds`."""
-    came = {rank for members in nodes.values() for rank in members}
-    lost = [rank for rank in range(size) if rank not in came]
+    came = set[int]().union(*nodes.values())
+    lost = sorted(set(range(size)) - came)
     there = f"{len(came)} of {size} came within {seconds:g} s: {on_nodes(nodes, came)}"
     advice = f"look at the logs of {numbered(lost)}, and whether their machines reach {address} through the firewalls"
     return Finding(FAIL, "ranks", f"{there}; {advice}")
@@ -76,28 +76,31 @@ def absent(size: int, nodes: Nodes, seconds: float, address: str) -> Finding:
 def ranks(nodes: Nodes, infos: Sequence[RankInfo], expect: int | None = None) -> list[Finding]:
     """Compare the number of ranks with `expect`, and the nodes with each other."""
     topic = Topic("ranks")
-    counts = {name: str(len(members)) for name, members in nodes.items()}
-    shares = listed([f"{number} on {name}" for name, number in counts.items()])
     size = len(infos)
-    if expect is not None and size != expect:
-        topic.fail(f"{size} came, but expect={expect}: {shares}; check NNODES and NPROC_PER_NODE on every node")
-    odd = difference(counts)
     per_node = size // len(nodes)
-    told = [info.local_world_size for info in infos if info.local_world_size != per_node]
+    counts, shares, scattered = {}, [], False
+    for name, members in nodes.items():
+        counts[name] = str(len(members))
+        shares.append(f"{len(members)} on {name}")
+        scattered |= members[-1] - members[0] >= len(members)
+    wrong = [info.local_world_size for info in infos if info.local_world_size != per_node]
+    if expect is not None and size != expect:
+        topic.fail(f"{size} came, but expect={expect}: {listed(shares)}; check NNODES and NPROC_PER_NODE on every node")
+    odd = difference(counts)
     if odd is not None:
         topic.fail(f"{odd}; give every node the same NPROC_PER_NODE")
-    elif any(members[-1] - members[0] >= len(members) for members in nodes.values()):
+    elif scattered:
         topic.fail(f"{on_nodes(nodes, range(size))}; number them node by node, as srun --distribution=block does")
-    elif told:
+    elif wrong:
         advice = "the launcher must set it to the number of ranks on a node"
-        topic.fail(f"{shares}, but LOCAL_WORLD_SIZE={told[0]}; {advice}")
+        topic.fail(f"{listed(shares)}, but LOCAL_WORLD_SIZE={wrong[0]}; {advice}")
     each = f", {per_node} on each" if len(nodes) > 1 else ""
     return topic.or_ok(f"{size} on {count(len(nodes), 'node')}{each}")
 
 
 def placement(roles: Roles) -> list[Finding]:
-    """Say which ranks do what."""
-    return Topic("placement").or_ok(", ".join(f"{role} {numbered(ranks)}" for role, ranks in roles.ranks.items()))
+    """List the ranks of each role."""
+    return Topic("placement").or_ok(", ".join([f"{role} {numbered(ranks)}" for role, ranks in roles.ranks.items()]))
 
 
 def versions(machines: Machines) -> list[Finding]:
@@ -118,8 +121,10 @@ def versions(machines: Machines) -> list[Finding]:
 def settings(machines: Machines) -> list[Finding]:
     """Compare the configurations that the nodes were given."""
     topic = Topic("configuration")
-    keys = sorted({key for machine in machines.values() for key in machine.settings})
-    for key in keys:
+    keys: set[str] = set()
+    for machine in machines.values():
+        keys |= machine.settings.keys()
+    for key in sorted(keys):
         odd = difference({node: machine.settings.get(key, "not set") for node, machine in machines.items()})
         if odd is not None:
             topic.fail(f"{key} is {odd}; give every node the same file and overrides")
@@ -129,9 +134,9 @@ def settings(machines: Machines) -> list[Finding]:
 def gpus(nodes: Nodes, infos: Mapping[int, Gpu]) -> list[Finding]:
     """Look for ranks without a GPU, shared or occupied GPUs, and nodes with other ones."""
     topic = Topic("GPUs")
-    if not any(info.visible for info in infos.values()):
-        return topic.or_ok("none; all ranks run on CPUs")
     bare = [rank for rank, gpu in infos.items() if not gpu.name]
+    if max(infos.values(), key=lambda gpu: gpu.visible).visible == 0:
+        return topic.or_ok("none; all ranks run on CPUs")
     if bare:
         topic.fail(
             f"none for {on_nodes(nodes, bare)}, where torch sees {infos[bare[0]].visible}; "
@@ -141,12 +146,13 @@ def gpus(nodes: Nodes, infos: Mapping[int, Gpu]) -> list[Finding]:
     for name, members in nodes.items():
         here = {rank: infos[rank] for rank in members if infos[rank].name}
         _gpus_of(name, here, topic)
-        models = Counter(gpu.name for gpu in here.values())
-        kinds[name] = ", ".join(f"{number} x {model}" for model, number in models.items())
-    odd = difference({name: kind for name, kind in kinds.items() if kind})
+        if here:
+            models = Counter(gpu.name for gpu in here.values())
+            kinds[name] = ", ".join([f"{number} x {model}" for model, number in models.items()])
+    odd = difference(kinds)
     if odd is not None:
         topic.warn(f"{odd}; the slowest sets the pace, the smallest the batch")
-    first = kinds[next(iter(nodes))]
+    first = next(iter(kinds.values()), "")
     return topic.or_ok(f"{first} on each node, {100 * ENOUGH:g} % or more of their memory free")
 
 
@@ -157,14 +163,14 @@ def _gpus_of(name: str, owned: Mapping[int, Gpu], topic: Topic) -> None:
         by_uuid.setdefault(gpu.uuid, []).append(rank)
     for sharing in by_uuid.values():
         if len(sharing) > 1:
-            advice = "each needs a LOCAL_RANK of its own, and must see all GPUs of the node"
+            advice = "each needs its own LOCAL_RANK, and must see all GPUs of the node"
             topic.fail(f"{numbered(sharing)} on {name} share one; {advice}")
-    low = {rank: gpu for rank, gpu in owned.items() if gpu.free_gb < ENOUGH * gpu.memory_gb}
+    low = [rank for rank, gpu in owned.items() if gpu.free_gb < ENOUGH * gpu.memory_gb]
     if low:
-        worst = min(low.values(), key=lambda gpu: gpu.free_gb)
+        worst = min([owned[rank] for rank in low], key=lambda gpu: gpu.free_gb)
         users = f", held by {worst.users}" if worst.users else ""
         free = f"{worst.free_gb:.1f} of {worst.memory_gb:.1f} GB free{users}"
-        topic.warn(f"{numbered(list(low))} on {name}: {free}; stop what else runs there")
+        topic.warn(f"{numbered(low)} on {name}: {free}; stop what else runs there")
 
 
 def memory(machines: Machines) -> list[Finding]:
@@ -176,8 +182,8 @@ def memory(machines: Machines) -> list[Finding]:
         if m.shm_free_gb < MIN_SHM_GB:
             advice = f"NCCL needs {MIN_SHM_GB:g} GB: start the container with --shm-size=16g or --ipc=host"
             topic.warn(f"{m.shm_free_gb:.2f} GB free in /dev/shm on {name}; {advice}")
-    least = min(m.memory_free_gb for m in machines.values())
-    shm = min(m.shm_free_gb for m in machines.values())
+    least = min(machines.values(), key=lambda m: m.memory_free_gb).memory_free_gb
+    shm = min(machines.values(), key=lambda m: m.shm_free_gb).shm_free_gb
     each = " on each node" if len(machines) > 1 else ""
     return topic.or_ok(f"{least:.1f} GB free, {shm:.1f} GB in /dev/shm{each}")
 
@@ -186,12 +192,15 @@ def limits(machines: Machines, size: int) -> list[Finding]:
     """Check what the operating system allows a process; `size` is the number of ranks."""
     topic = Topic("limits")
     need = max(1024, OPEN_FILES_PER_RANK * size)
-    least = min(m.open_files for m in machines.values())
-    few = [name for name, m in machines.items() if m.open_files < need]
+    least = min(machines.values(), key=lambda m: m.open_files).open_files
+    few, locked = [], []
+    for name, m in machines.items():
+        if m.open_files < need:
+            few.append(name)
+        if m.infiniband and m.locked_gb is not None:  # InfiniBand writes into memory that must not be paged out
+            locked.append(name)
     if few:
         topic.warn(f"{least} open files on {listed(few)}; {size} ranks may need {need}: ulimit -n {need}")
-    # InfiniBand writes into memory that must not be paged out
-    locked = [name for name, m in machines.items() if m.infiniband and m.locked_gb is not None]
     if locked:
         advice = "ulimit -l unlimited, or memlock in /etc/security/limits.conf"
         topic.warn(f"there is InfiniBand, but locked memory is limited on {listed(locked)}: {advice}")
@@ -201,11 +210,14 @@ def limits(machines: Machines, size: int) -> list[Finding]:
 def paths(machines: Machines) -> list[Finding]:
     """Compare the model and data that the nodes read."""
     topic = Topic("paths")
-    keys = dict.fromkeys(key for machine in machines.values() for key in machine.paths)
+    facts: dict[str, dict[str, PathFact]] = {}  # by key and node
+    for name, machine in machines.items():
+        for key, fact in machine.paths.items():
+            facts.setdefault(key, {})[name] = fact
     right = []
-    for key in keys:
+    for key, by_node in facts.items():
         before = len(topic.findings)
-        _path(key, {name: m.paths[key] for name, m in machines.items() if key in m.paths}, topic)
+        _path(key, by_node, topic)
         if len(topic.findings) == before:
             right.append(key)
     if right:
@@ -214,20 +226,23 @@ def paths(machines: Machines) -> list[Finding]:
 
 
 def _path(key: str, facts: Mapping[str, PathFact], topic: Topic) -> None:
-    """Compare what the nodes see of one path."""
+    """Compare the nodes' facts of one path."""
     problems: dict[str, list[str]] = {}
+    sizes, remote = {}, []
     for name, fact in facts.items():
         if fact.problem is not None:
             problems.setdefault(fact.problem, []).append(name)
+        elif fact.here:
+            sizes[name] = f"{fact.size} bytes"
+        else:
+            remote.append(name)
     for problem, names in problems.items():
         topic.fail(f"{key}: {problem} (on {listed(names)})")
-    readable = {name: fact for name, fact in facts.items() if fact.problem is None}
-    remote = [name for name, fact in readable.items() if not fact.here]
     if remote:
         model = facts[remote[0]].path
         advice = f"every rank there would download it: run hf download {model} there first"
         topic.warn(f"{key}: {model} is incomplete in the hub's cache of {listed(remote)}; {advice}")
-    odd = difference({name: f"{fact.size} bytes" for name, fact in readable.items() if fact.here})
+    odd = difference(sizes)
     if odd is not None:
         path = next(iter(facts.values())).path
         topic.fail(f"{key}: {path} has {odd}; copy it again, or share it")
@@ -236,7 +251,8 @@ def _path(key: str, facts: Mapping[str, PathFact], topic: Topic) -> None:
 def disk(machines: Machines, folder: str, min_free_gb: float) -> list[Finding]:
     """Check the room for checkpoints."""
     topic = Topic("disk")
-    least = f"{min(m.disk_free_gb for m in machines.values()):.1f} GB free at {folder}"
+    fullest = min(machines.values(), key=lambda m: m.disk_free_gb)
+    least = f"{fullest.disk_free_gb:.1f} GB free at {folder}"
     low = [name for name, m in machines.items() if m.disk_free_gb < min_free_gb]
     if low:
         topic.warn(f"{least} on {listed(low)}, less than min_free_gb={min_free_gb:g}; checkpoints may not fit")
@@ -268,16 +284,16 @@ def clocks(ahead: Mapping[str, float]) -> list[Finding]:
         if abs(seconds) > MAX_SKEW_S:
             skew = f"{name} is {abs(seconds):.1f} s {'ahead of' if seconds > 0 else 'behind'} {first}"
             topic.warn(f"{skew}; logs and file times will not match: run an NTP client (chrony)")
-    worst = max(abs(seconds) for seconds in ahead.values())
+    worst = max(map(abs, ahead.values()))
     return topic.or_ok(f"within {max(worst, 0.001):.3f} s of {first}")
 
 
 def sums(nodes: Nodes, problems: Mapping[int, str | None]) -> list[Finding]:
     """Report ranks to which an all-reduce gave wrong numbers."""
     topic = Topic("all-reduce")
-    wrong = {rank: problem for rank, problem in problems.items() if problem is not None}
+    wrong = [rank for rank, problem in problems.items() if problem is not None]
     if wrong:
-        problem = next(iter(wrong.values()))
+        problem = problems[wrong[0]]
         topic.fail(f"wrong on {on_nodes(nodes, wrong)}: {problem}; suspect a GPU, a cable or the network's driver")
     return topic.or_ok(f"correct on {count(len(problems), 'rank')}")
 
@@ -287,7 +303,8 @@ def bandwidths(nodes: Nodes, measured: Rates) -> list[Finding]:
     topic = Topic("bandwidth")
     inside, links = by_node(nodes, measured)
     if "all" in measured[0]:
-        text = f"all-reduce over all ranks {min(rates['all'] for rates in measured.values()):.3g} GB/s"
+        slowest = min(measured.values(), key=lambda rates: rates["all"])
+        text = f"all-reduce over all ranks {slowest['all']:.3g} GB/s"
         if inside and links:  # on one node, the first figure is this one
             text += f", inside a node {statistics.median(inside.values()):.3g} GB/s"
         if links:
@@ -304,11 +321,14 @@ def bandwidths(nodes: Nodes, measured: Rates) -> list[Finding]:
 
 def roles(nodes: Nodes, placed: Roles, seconds: Mapping[int, float | None]) -> list[Finding]:
     """Report how long weights take between roles, by the rank that sees them last."""
-    known = {rank: value for rank, value in seconds.items() if value is not None and placed.of(rank) != ACTOR}
+    known = {}
+    for rank, value in seconds.items():
+        if value is not None and placed.of(rank) != ACTOR:
+            known[rank] = value
     last, first = max(known, key=lambda rank: known[rank]), placed.ranks[ACTOR][0]
     there = f"the {len(known)} that sample or score" if len(known) > 1 else "the one that samples"
     return Topic("roles").or_ok(
-        f"weights from rank {first} to {there} in {known[last]:.3g} s a GB ({on_nodes(nodes, [last])})"
+        f"weights from rank {first} to {there} in {known[last]:.3g} s per GB ({on_nodes(nodes, [last])})"
     )
 
 
@@ -317,17 +337,16 @@ def by_node(nodes: Nodes, measured: Rates) -> tuple[dict[str, float], dict[str, 
     inside: dict[str, float] = {}
     links: dict[str, float] = {}
     for name, members in nodes.items():
-        rates = [measured[rank] for rank in members if rank in measured]
-        if rates and "node" in rates[0]:
-            inside[name] = rates[0]["node"]
-        if rates and "link" in rates[0]:  # all ranks of a node receive at once
-            links[name] = sum(rate["link"] for rate in rates)
+        for rank in members:
+            rates = measured.get(rank, {})
+            if "node" in rates:
+                inside.setdefault(name, rates["node"])
+            if "link" in rates:  # all ranks of a node receive at once
+                links[name] = links.get(name, 0.0) + rates["link"]
     return inside, links
 
 
 def _slow(figures: Mapping[str, float]) -> list[tuple[str, float]]:
     """The nodes that are far below the median, with the median."""
-    if not figures:
-        return []
-    median = statistics.median(figures.values())
+    median = statistics.median(figures.values() or [0.0])
     return [(name, median) for name, figure in figures.items() if figure < SLOW * median]

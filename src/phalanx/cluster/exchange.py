@@ -27,7 +27,7 @@ def open_store(launch: Launch, timeout_s: float) -> dist.Store:
     if "RANK" not in os.environ:
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # torchrun says by this variable that it serves a store at that address already
+    # torchrun sets this variable where it serves a store at that address already
     is_host = launch.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     if not is_host:
         _reach(address, port, timeout_s)
@@ -84,8 +84,11 @@ class KVExchange:
         if self.rank != 0:
             return {}
         self._wait(keys, limit_s)
-        there = [rank for rank, key in enumerate(keys) if self._store.check([key])]
-        return {rank: json.loads(self._store.get(keys[rank])) for rank in there}
+        notes = {}
+        for rank, key in enumerate(keys):
+            if self._store.check([key]):
+                notes[rank] = json.loads(self._store.get(key))
+        return notes
 
     def agree(self, value: Any, limit_s: float) -> Any:
         """Rank 0's value, on all ranks; JobError if it does not come within `limit_s` seconds."""

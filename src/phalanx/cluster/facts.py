@@ -1,4 +1,4 @@
-"""Facts that a rank finds out by itself: its place, its GPU, its machine, and the files it sees."""
+"""Facts that a rank collects without the others: its place, its GPU, its machine, and the files it sees."""
 
 import hashlib
 import os
@@ -91,7 +91,7 @@ class Machine:
     @classmethod
     def of(cls, facts: dict[str, Any]) -> "Machine":
         paths = {key: PathFact(**fact) for key, fact in facts["paths"].items()}
-        return cls(**{**facts, "paths": paths})
+        return cls(**facts | {"paths": paths})
 
 
 def look_at_gpu(local_rank: int) -> Gpu:
@@ -146,14 +146,14 @@ def look_at_machine(cfg: CheckClusterConfig) -> Machine:
 
 
 def versions() -> dict[str, str]:
-    """Versions of all that should be the same on every node; "none" of what is not there."""
+    """Versions of all that should be the same on every node; "none" of absent software."""
     nccl, driver = "none", None
     if torch.cuda.is_available() and dist.is_nccl_available():
-        nccl = ".".join(str(part) for part in torch.cuda.nccl.version())
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
     file = Path("/proc/driver/nvidia/version")
     if file.is_file():
         driver = re.search(r"\b\d+\.\d+(\.\d+)?\b", file.read_text())
-    found = {
+    numbers = {
         "phalanx": f"{__version__} (source {source_digest()})",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -162,7 +162,7 @@ def versions() -> dict[str, str]:
         "NCCL": nccl,
         "NVIDIA driver": driver[0] if driver else "none",
     }
-    return found | {name: version(name) for name in LIBRARIES}
+    return numbers | {name: version(name) for name in LIBRARIES}
 
 
 def source_digest() -> str:
@@ -201,11 +201,11 @@ def look_at_path(key: str, path: str, revision: str | None = None) -> PathFact:
     try:
         if key == "model.path":
             return look_at_model(path, revision)
-        found = Path(path).expanduser()
+        file = Path(path).expanduser()
         folder, colon, _ = path.rpartition(":")
-        if colon and not found.exists():
-            found = Path(folder).expanduser()  # folder:split
-        return PathFact(path, bytes_below(found))
+        if colon and not file.exists():
+            file = Path(folder).expanduser()  # folder:split
+        return PathFact(path, bytes_below(file))
     except OSError as error:
         return PathFact(path, problem=f"{path}: {(error.strerror or str(error)).lower()}")
     except ValueError as error:
@@ -239,10 +239,12 @@ def bytes_below(path: Path) -> int:
         files = []
         for root, _, names in os.walk(path, onerror=_refuse):
             files += [Path(root, name) for name in names]
+    size = 0
     for file in files:
         with file.open("rb") as content:
             content.read(1)
-    return sum(file.stat().st_size for file in files)
+        size += file.stat().st_size
+    return size
 
 
 def _refuse(error: OSError) -> NoReturn:

@@ -66,8 +66,8 @@ def check_sums(world: World) -> str | None:
 
 
 def wrong_sum(total: Tensor, ranks: int) -> str | None:
-    """Describe the error in `total` [N], the sum of what `ranks` ranks have; None if correct."""
-    right = _pattern(total.numel(), total.device) * sum(_factor(rank) for rank in range(ranks))
+    """Describe the error in `total` [N], the sum over `ranks` ranks; None if correct."""
+    right = _pattern(total.numel(), total.device) * sum(map(_factor, range(ranks)))
     wrong = (total != right).nonzero().flatten()
     if not wrong.numel():
         return None
@@ -85,24 +85,24 @@ def _factor(rank: int) -> int:
 
 
 def bandwidths(world: World) -> dict[str, float]:
-    """GB (10^9 bytes) per second, as this rank sees it.
+    """GB (10^9 bytes) per second, as measured on this rank.
 
     - `all`: all-reduce across all ranks;
     - `node`: all-reduce across the ranks of this node, if it has several;
     - `link`: data that this rank receives from its counterpart on the node before, while every rank sends to the node
-      after its own; if there are several nodes.
+      after it; if there are several nodes.
     """
     size = MESSAGE_BYTES[world.device.type]
     # mesh.start makes a node's ranks a row of the mesh; a column is one rank of each node
     node, link = world.mesh["shard"].get_group(), world.mesh["replicate"].get_group()
-    found = {}
+    rates = {}
     if world.size > 1:
-        found["all"] = _all_reduce(size, world.device, None)
+        rates["all"] = _all_reduce(size, world.device, None)
     if dist.get_world_size(node) > 1:
-        found["node"] = _all_reduce(size, world.device, node)
+        rates["node"] = _all_reduce(size, world.device, node)
     if dist.get_world_size(link) > 1:
-        found["link"] = _ring(size, world.device, link)
-    return found
+        rates["link"] = _ring(size, world.device, link)
+    return rates
 
 
 def _all_reduce(size: int, device: torch.device, group: dist.ProcessGroup | None) -> float:
@@ -134,11 +134,12 @@ def weights_across(world: World, roles: Roles, timeout_s: float) -> float | None
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     link = Link(roles, world.rank, dist.PrefixStore("check_cluster", store), world.device)
     size = WEIGHT_BYTES[world.device.type]
-    shapes = {str(i): (torch.Size([TENSOR_BYTES // 4]), torch.float32) for i in range(size // TENSOR_BYTES)}
     weights = torch.zeros(TENSOR_BYTES // 4, device=world.device)
+    names = list(map(str, range(size // TENSOR_BYTES)))
+    shapes = dict.fromkeys(names, (weights.shape, weights.dtype))
 
     def send() -> None:
-        link.send_weights(((name, weights) for name in shapes), shapes)
+        link.send_weights(dict.fromkeys(names, weights).items(), shapes)
 
     def receive() -> None:
         deque(link.receive_weights(shapes), maxlen=0)

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from phalanx.cluster.facts import RankInfo
 
@@ -11,11 +11,14 @@ Nodes = Mapping[str, Sequence[int]]
 
 def name_nodes(infos: Iterable[RankInfo]) -> dict[str, list[int]]:
     """The ranks of each node, which is called by its host, and by its number if others are too."""
-    found: dict[tuple[int, str], list[int]] = {}
+    by_place: dict[tuple[int, str], list[int]] = {}
     for info in sorted(infos, key=lambda info: info.rank):
-        found.setdefault((info.node, info.host), []).append(info.rank)
-    namesakes = Counter(host for _, host in found)
-    return {f"{host} (node {node})" if namesakes[host] > 1 else host: ranks for (node, host), ranks in found.items()}
+        by_place.setdefault((info.node, info.host), []).append(info.rank)
+    namesakes = Counter(host for _, host in by_place)
+    nodes = {}
+    for (node, host), ranks in by_place.items():
+        nodes[f"{host} (node {node})" if namesakes[host] > 1 else host] = ranks
+    return nodes
 
 
 def spans(ranks: Sequence[int]) -> str:
@@ -26,7 +29,7 @@ def spans(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return ", ".join([str(first) if first == last else f"{first}-{last}" for first, last in runs])
 
 
 def listed(names: Sequence[str]) -> str:
@@ -46,12 +49,11 @@ def numbered(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
 
 
-def on_nodes(nodes: Nodes, ranks: Iterable[int]) -> str:
+def on_nodes(nodes: Nodes, ranks: Collection[int]) -> str:
     """Some ranks with their nodes: `ranks 4-7 on b`."""
-    wanted = set(ranks)
     parts = []
     for name, members in nodes.items():
-        here = [rank for rank in members if rank in wanted]
+        here = sorted(set(members).intersection(ranks))
         if here:
             parts.append(f"{numbered(here)} on {name}")
     return listed(parts)

@@ -23,7 +23,7 @@ def count_once(alike: int) -> None:
 
 
 def all_gather(value: Tensor) -> Tensor:
-    """Concatenate equal-shaped CPU tensors of all ranks with samples of their own, in the order of ranks."""
+    """Concatenate equal-shaped CPU tensors of the ranks that hold different samples, in the order of ranks."""
     return torch.cat(all_gather_apart(value)[::_alike])
 
 
@@ -64,7 +64,7 @@ def reduce_sum(values: Tensor) -> Tensor:
 
 
 def _reduced(values: Tensor, op: str) -> Tensor:
-    """`values`, which take in those of the other ranks."""
+    """Reduce `values` in place over all ranks."""
     if op == "sum" and dist.get_rank() % _alike:
         values.zero_()
     dist.all_reduce(values, {"max": dist.ReduceOp.MAX, "sum": dist.ReduceOp.SUM}[op])
@@ -74,7 +74,8 @@ def _reduced(values: Tensor, op: str) -> Tensor:
 def mean_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
     """The mean of all ranks' rows, key by key; each needs the same keys and as many rows."""
     keys = sorted(rows[0])
-    local = torch.tensor([[row[k] for k in keys] for row in rows], dtype=torch.float64).mean(0)
+    values = [[row[key] for key in keys] for row in rows]
+    local = torch.tensor(values, dtype=torch.float64).mean(0)
     dist.all_reduce(local)
     return dict(zip(keys, (local / dist.get_world_size()).tolist(), strict=True))
 
@@ -85,9 +86,9 @@ def agree(error: str | None, stop: int) -> tuple[str | None, int]:
     The error is that of the lowest rank that has one, with its rank (None where all went well);
     `stop`, the number of a signal that asks the job to stop (0: none), is the largest of all ranks.
     """
-    ranks, own = dist.get_world_size(), dist.get_rank()
-    # asked at every micro-batch: two numbers of each rank go round, and words only where there are any
-    box = torch.tensor([ranks - own if error else 0, stop], dtype=torch.int64)
+    ranks = dist.get_world_size()
+    # called at every micro-batch: two numbers per rank are reduced, and texts are sent only where there is an error
+    box = torch.tensor([ranks - dist.get_rank() if error else 0, stop], dtype=torch.int64)
     dist.all_reduce(box, dist.ReduceOp.MAX)
     failed, largest = box.tolist()
     if not failed:

@@ -25,7 +25,7 @@ class SpreadExperts:
     def __init__(
         self, module: nn.Module, world: World, dtype: torch.dtype, kept: Callable[[Tensor], torch.dtype]
     ) -> None:
-        """It computes in `dtype`; `kept(p)` is what a parameter is kept in."""
+        """It computes in `dtype`; `kept(p)` is the dtype in which a parameter is stored."""
         self.module, self.mesh, self.dtype = module, world.mesh, dtype
         self.group = world.mesh.get_group("shard")
         self.gathered: dict[str, Tensor] | None = None
@@ -46,7 +46,7 @@ class SpreadExperts:
         return {name: p for name, p in self.module.named_parameters(recurse=False) if isinstance(p, DTensor)}
 
     def tensors(self) -> dict[str, Tensor]:
-        """What to compute with, in the dtype of that."""
+        """The tensors [experts, ...] to compute with, in the dtype of the computation."""
         if self.gathered is not None:
             return self.gathered
         return {name: p.to_local().to(self.dtype) for name, p in self.parameters.items()}
@@ -62,11 +62,11 @@ class SpreadExperts:
         self.gathered = gathered
 
     def release(self) -> None:
-        """Go back to this rank's own experts."""
+        """Free the experts of other ranks."""
         self.gathered = None
 
     def exchange(self, rows: Tensor, counts: Tensor) -> "Exchange":
-        """Send rows [N, D], sorted by expert, of which counts [experts] says how many each gets, to their ranks."""
+        """Send rows [N, D], sorted by expert, counts [experts] per expert, to the ranks of their experts."""
         there = counts.view(dist.get_world_size(self.group), -1)
         here = torch.empty_like(there)
         dist.all_to_all_single(here, there, group=self.group)
@@ -74,7 +74,7 @@ class SpreadExperts:
         return Exchange(rows, here, sizes[0], sizes[1], self.group)
 
     def sum_gradients(self) -> None:
-        """After the last backward pass: over the copies of the experts; within one, a rank has all there is."""
+        """After the last backward pass: sum over replicas; within one, an expert's gradients are on one rank."""
         copies = self.mesh.get_group("replicate")
         for p in self.parameters.values():
             if not p.requires_grad:
@@ -87,37 +87,37 @@ class SpreadExperts:
 
 
 class Exchange:
-    """Rows that have come to this rank's experts: `rows`, sorted by expert, of which each has `counts` many."""
+    """Rows that have come to this rank's experts: `rows`, sorted by expert, `counts` [experts] per expert."""
 
     def __init__(
         self, rows: Tensor, counts: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> None:
         self.sent, self.received, self.group = sent, received, group
         came = _Travel.apply(rows, sent, received, group)
-        # they stand by the rank that they came from, and there by expert
+        # they are sorted by source rank, and per source rank by expert
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
         self.order = experts.repeat_interleave(counts.flatten(), output_size=sum(received)).argsort(stable=True)
         self.rows, self.counts = came[self.order], counts.sum(0)
 
     def back(self, rows: Tensor) -> Tensor:
-        """What the experts made of the rows, where these came from."""
-        as_they_came = torch.empty_like(rows).index_copy(0, self.order, rows)
-        found: Tensor = _Travel.apply(as_they_came, self.received, self.sent, self.group)
-        return found
+        """Send the experts' outputs to the ranks from which their rows came."""
+        outputs = torch.empty_like(rows).index_copy(0, self.order, rows)
+        returned: Tensor = _Travel.apply(outputs, self.received, self.sent, self.group)
+        return returned
 
 
 class _Travel(torch.autograd.Function):
-    """Rows to other ranks, so many to each; their gradients the way back."""
+    """Send rows to other ranks, `sent` to each; the backward pass sends gradients the opposite way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        found = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(found, rows.contiguous(), received, sent, group=group)
-        return found
+        output = rows.new_empty(sum(received), rows.shape[1])
+        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        found = grad.new_empty(sum(ctx.sent), grad.shape[1])
-        dist.all_to_all_single(found, grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
-        return found, None, None, None
+        output = grad.new_empty(sum(ctx.sent), grad.shape[1])
+        dist.all_to_all_single(output, grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
+        return output, None, None, None

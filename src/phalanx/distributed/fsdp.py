@@ -54,8 +54,8 @@ class Sharded:
         if config.expert_parallel and world.shard_size > 1 and not experts:
             raise ValueError("parallel.expert_parallel: true needs a language model with experts; leave it out")
         self._spread = [SpreadExperts(m, world, dtype, self._dtype) for m in experts] if world.shard_size > 1 else []
-        for found in self._spread:
-            found.module.spread = found  # type: ignore[assignment]  # where its forward finds it
+        for spread in self._spread:
+            spread.module.spread = spread  # type: ignore[assignment]  # read by its forward
         trained = _trained(module)
         if world.shard_size > 1:
             # LoRA matrices are small: replicated, they need no gathering, and one message per step sums their
@@ -100,8 +100,8 @@ class Sharded:
         # root gets what is outside the blocks. A unit is gathered as a whole; with one per block, about
         # two blocks' weights are whole at a time, one that computes and the next one on its way.
         for i, unit in enumerate([*blocks, self.module]):
-            # FSDP would want whole parameters. It gets their shapes, and of the files that they are views of a rank
-            # reads its own parts.
+            # FSDP expects whole parameters. It gets only their shapes, and each rank reads its shards from the files of
+            # which the parameters are views.
             whole = self._take_out(unit, ignored)
             fully_shard(
                 unit,
@@ -123,18 +123,18 @@ class Sharded:
                 m.set_force_sum_reduction_for_comms(True)
 
     def _take_out(self, unit: nn.Module, ignored: set[nn.Parameter]) -> dict[str, nn.Parameter]:
-        """The parameters of a unit that are neither ignored nor sharded yet, by name; there, but shapes stay."""
-        found = {}
+        """Replace a unit's parameters that are neither ignored nor sharded by shapes; returns them by name."""
+        taken = {}
         shapes: dict[nn.Parameter, nn.Parameter] = {}
         for name, p in list(unit.named_parameters(remove_duplicate=False)):
             if p in ignored or isinstance(p, DTensor):
                 continue
-            found[name] = p
+            taken[name] = p
             if p not in shapes:
                 shapes[p] = nn.Parameter(torch.empty_like(p, device="meta", dtype=self._dtype(p)), p.requires_grad)
             head, _, leaf = name.rpartition(".")
             setattr(unit.get_submodule(head), leaf, shapes[p])
-        return found
+        return taken
 
     def _put_parts(self, unit: nn.Module, whole: dict[str, nn.Parameter]) -> None:
         """Give the parameters of a unit that is sharded, without values so far, this rank's part of theirs."""
@@ -153,7 +153,7 @@ class Sharded:
         unit.load_state_dict(parts, strict=False, assign=True)
 
     def _dtype(self, p: Tensor) -> torch.dtype:
-        """What a parameter is kept in."""
+        """The dtype in which a parameter is stored."""
         return p.dtype if self._kept is None or p.dtype.itemsize >= self._kept.itemsize else self._kept
 
     def _own(self, name: str, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
@@ -217,7 +217,7 @@ class Sharded:
             experts.sum_gradients()
         if not self._replicated:
             return
-        # all ranks must send equally much, also for what a rank's samples did not use
+        # all ranks must send equally much, also for parameters that a rank's samples did not use
         for t in self._replicated:
             t.grad = torch.zeros_like(t) if t.grad is None else t.grad
         if self.world.size == 1:
@@ -249,8 +249,8 @@ class Sharded:
 
     def finite(self, loss: Tensor, norm: Tensor) -> bool:
         """True on all ranks where the gradient's norm and every rank's loss are finite."""
-        # The norm is the same everywhere, but a loss is a rank's own. All must agree: a rank that
-        # alone skipped an update would train other weights from then on.
+        # The norm is the same on all ranks, but the loss is not. All must agree: if only one rank skipped an update,
+        # it would train other weights from then on.
         bad = not bool(torch.isfinite(loss) & torch.isfinite(norm))
         return not (bad if self.world.size == 1 else reduce_int(bad, "max"))
 

@@ -10,7 +10,7 @@ LARGE = 2**30  # bytes
 
 
 def keep_freed_pages() -> None:
-    """Have malloc keep what is freed for the next tensor, unless the environment has thresholds of its own; glibc only.
+    """Have malloc keep freed memory for the next tensor, unless the environment sets thresholds; glibc only.
 
     It would give large blocks back to the system at once, and the next tensor would wait for new pages, which the
     system fills with zeros first: a quarter of a VAE's decoding.

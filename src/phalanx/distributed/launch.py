@@ -1,4 +1,4 @@
-"""What the launcher says of this process."""
+"""The launcher's variables."""
 
 import os
 from collections.abc import Mapping
@@ -34,5 +34,5 @@ class Launch:
         """World sizes that an elastic job may have as nodes come and go; else the present one."""
         if not self.nodes:
             return [self.world_size]
-        first, last = (int(n) for n in self.nodes.split(":"))
+        first, last = map(int, self.nodes.split(":"))
         return [n * self.local_world_size for n in range(first, last + 1)]

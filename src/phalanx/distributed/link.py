@@ -1,6 +1,6 @@
-"""What crosses the roles of one torchrun world: orders and weights from the actor, samples between ranks.
+"""Messages between the roles of one torchrun world: orders and weights from the actor, samples between ranks.
 
-Each role has a default process group of its own, in which FSDP2, checkpoints and vLLM see a world of that role alone.
+Each role has a separate default process group, in which FSDP2, checkpoints and vLLM see only the ranks of that role.
 The groups here hold ranks of several roles. They have no time limit: a rank that waits for another role's phase is no
 hang, and the watch hears of ranks that are lost.
 """
@@ -8,7 +8,7 @@ hang, and the watch hears of ranks that are lost.
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +30,8 @@ Bucket = dict[str, slice]  # of a message's bytes
 
 @dataclass(frozen=True)
 class Order:
-    """What the actor wants with each set of weights, which it has trained for `version` steps: samples of the training
-    steps from `first` up to `last`, a validation, or, without weights, the `end`, by the signal `stop` if there is one.
+    """The actor's order with each set of weights, trained for `version` steps: samples of the training steps from
+    `first` up to `last`, a validation, or, without weights, the `end`, by the signal `stop` if there is one.
     """
 
     version: int = 0
@@ -66,12 +66,12 @@ class Link:
         self._sent: list[list[tuple[dist.Work, Tensor]]] = [[]]  # since each of the last orders
 
     def _group(self, name: str, ranks: Sequence[int], store: dist.Store, device: str = "cpu") -> Any:
-        place, own = dist.PrefixStore(f"across/{name}", store), list(ranks).index(self.rank)
+        prefixed, number = dist.PrefixStore(f"across/{name}", store), list(ranks).index(self.rank)
         if device == "cuda":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = NO_LIMIT
-            return dist.ProcessGroupNCCL(place, own, len(ranks), options)
-        return dist.ProcessGroupGloo(place, own, len(ranks), NO_LIMIT)
+            return dist.ProcessGroupNCCL(prefixed, number, len(ranks), options)
+        return dist.ProcessGroupGloo(prefixed, number, len(ranks), NO_LIMIT)
 
     # -- orders -----------------------------------------------------------------------------------
 
@@ -92,14 +92,13 @@ class Link:
 
     def order(self, order: Order | None = None) -> Order:
         """The actor's order, which its first rank gives; on all ranks of the world."""
-        said = order or Order()
-        box = torch.tensor([said.version, said.first, said.last, said.validate, said.end, said.stop])
+        box = torch.tensor(astuple(order or Order()), dtype=torch.int64)
         _broadcast(self._control, box, self.lead).wait()
         version, first, last, validate, end, stop = box.tolist()
-        found = Order(version, first, last, bool(validate), bool(end), stop)
-        if found.steps:
+        received = Order(version, first, last, bool(validate), bool(end), stop)
+        if received.steps:
             self._settle()
-        return found
+        return received
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -107,11 +106,12 @@ class Link:
         """Raise JobError where the ranks that receive weights have others than the actor sends."""
         if self._weights is None:
             return
-        digest = hashlib.sha256(repr(sorted((n, tuple(s), str(d)) for n, (s, d) in shapes.items())).encode()).digest()
-        own = torch.tensor(list(digest), dtype=torch.uint8, device=self._device)
-        sent = own.clone()
+        listing = sorted((name, tuple(shape), str(dtype)) for name, (shape, dtype) in shapes.items())
+        digest = hashlib.sha256(repr(listing).encode()).digest()
+        local = torch.tensor(list(digest), dtype=torch.uint8, device=self._device)
+        sent = local.clone()
         _broadcast(self._weights, sent, 0).wait()
-        if not torch.equal(own, sent):
+        if not torch.equal(local, sent):
             raise JobError(
                 f"placement: the actor trains other tensors than the {self.role} has; is model.path the same?"
             )
@@ -123,8 +123,8 @@ class Link:
             if len(work) == 2:  # whose memory this is
                 work.popleft().wait()
             for name, place in bucket.items():
-                found, tensor = next(each)
-                assert found == name, f"{found} where {name} is due"
+                given, tensor = next(each)
+                assert given == name, f"{given} where {name} is due"
                 if self._weights is not None:
                     flat[place].copy_(tensor.detach().contiguous().view(-1).view(torch.uint8))
             if self._weights is not None:
@@ -153,10 +153,10 @@ class Link:
                 yield name, flat[place].view(dtype).view(shape)
         if not sums:
             return
-        own = torch.stack(sums)
-        sent = torch.empty_like(own)
+        local = torch.stack(sums)
+        sent = torch.empty_like(local)
         _broadcast(self._weights, sent, 0).wait()
-        if not torch.equal(own, sent):
+        if not torch.equal(local, sent):
             raise JobError(f"placement: the weights that this rank ({self.role}) received are not those that were sent")
 
     def _messages(self, shapes: Shapes) -> Iterator[tuple[Bucket, Tensor]]:
@@ -215,8 +215,8 @@ def _broadcast(group: Any, tensor: Tensor, root: int) -> dist.Work:
 
 
 def _buckets(shapes: Shapes) -> Iterator[tuple[Bucket, int]]:
-    """The tensors, in order, in messages of up to BUCKET_BYTES, and the size of each; a larger tensor has one of its
-    own.
+    """The tensors, in order, in messages of up to BUCKET_BYTES, and the size of each; a larger tensor is
+    sent separately.
     """
     bucket: Bucket = {}
     held = 0

@@ -1,4 +1,4 @@
-"""The ranks of this rank's node, who give one another what one of them has."""
+"""Collectives of the ranks of one node."""
 
 import torch
 import torch.distributed as dist
@@ -32,15 +32,15 @@ class Node:
         """Every rank's CPU tensor of one shape, stacked in the order of ranks."""
         if len(self.ranks) == 1:
             return value[None]
-        found = [torch.empty_like(value) for _ in self.ranks]
-        dist.all_gather(found, value.contiguous(), group=self._group)
-        return torch.stack(found)
+        stacked = value.new_empty(len(self.ranks), *value.shape)
+        dist.all_gather(list(stacked), value.contiguous(), group=self._group)
+        return stacked
 
     def exchange(self, parcels: list[bytes]) -> list[bytes]:
-        """Send each rank its parcel; what each has sent here, in the order of ranks."""
+        """Send each rank its parcel; returns the received ones, in the order of ranks."""
         if len(self.ranks) == 1:
             return parcels
-        sizes = torch.tensor([len(parcel) for parcel in parcels])
+        sizes = torch.tensor(list(map(len, parcels)))
         received = self.all_gather(sizes)[:, self.place].tolist()
         # a tensor of no bytes could not be made of a buffer
         sent = torch.frombuffer(bytearray(b"".join(parcels) or b"\0"), dtype=torch.uint8)[: int(sizes.sum())]

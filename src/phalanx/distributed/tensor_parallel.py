@@ -46,25 +46,28 @@ def parallelize(model: nn.Module, plan: Mapping[str, str], mesh: DeviceMesh) -> 
     Every rank comes with the same whole model. ValueError where the model cannot be divided so.
     """
     modules = dict(model.named_modules())
-    planned = {name: plan.get(wildcard(name), WHOLE[0]) for name in modules}
-    found = {name: style for name, style in planned.items() if style not in WHOLE}
+    planned: dict[str, str] = {}
+    for name in modules:
+        style = plan.get(wildcard(name), WHOLE[0])
+        if style not in WHOLE:
+            planned[name] = style
 
     # attention first: where key-value heads are fewer than ranks, its k_proj and v_proj are not divided as planned
     styles: dict[str, ParallelStyle] = {}
-    for name, style in found.items():
+    for name, style in planned.items():
         if name.endswith(".k_proj") and style == "colwise":
             styles |= _heads(modules, name.removesuffix(".k_proj"), mesh.size())
 
-    for name, style in found.items():
+    for name, style in planned.items():
         module = modules[name]
         if name in styles:
             continue
         if style == EXPERTS:
             # the plan has a style for each of the experts' parameters that are divided
             parts = {}
-            for own, _ in module.named_parameters(recurse=False):
-                if f"{wildcard(name)}.{own}" in plan:
-                    parts[own] = plan[f"{wildcard(name)}.{own}"]
+            for leaf, _ in module.named_parameters(recurse=False):
+                if f"{wildcard(name)}.{leaf}" in plan:
+                    parts[leaf] = plan[f"{wildcard(name)}.{leaf}"]
             styles[name] = Experts(name, parts)
         elif style in LINEAR and isinstance(module, nn.Linear):
             _check_features(name, module, style, mesh.size())
@@ -86,12 +89,12 @@ def _check_features(name: str, layer: nn.Linear, style: str, tp: int) -> None:
 
 def _heads(modules: Mapping[str, nn.Module], name: str, tp: int) -> dict[str, ParallelStyle]:
     """The styles of k_proj and v_proj of the attention `name` where its key-value heads are fewer than `tp` ranks."""
-    attention, own = modules[name], vars(modules[name])
-    missing = [known for known in ("head_dim", "num_key_value_groups") if known not in own]
-    if missing:
-        raise ValueError(f"{KEY}: {tp}: the heads of {type(attention).__name__} are unknown: it has no {missing[0]}")
-    groups: int = own["num_key_value_groups"]
-    pairs: int = attention.get_parameter("k_proj.weight").shape[0] // own["head_dim"]
+    attention, attributes = modules[name], vars(modules[name])
+    for needed in ("head_dim", "num_key_value_groups"):
+        if needed not in attributes:
+            raise ValueError(f"{KEY}: {tp}: the heads of {type(attention).__name__} are unknown: it has no {needed}")
+    groups: int = attributes["num_key_value_groups"]
+    pairs: int = attention.get_parameter("k_proj.weight").shape[0] // attributes["head_dim"]
     heads = pairs * groups
     # a rank has whole heads, and either whole key-value heads or a whole part of the queries of one
     fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (n % pairs == 0 or pairs % n == 0)]
@@ -102,7 +105,7 @@ def _heads(modules: Mapping[str, nn.Module], name: str, tp: int) -> dict[str, Pa
         )
     if tp <= pairs:
         return {}
-    own["num_key_value_groups"] = heads // tp  # of this rank's queries to its one key-value head
+    attributes["num_key_value_groups"] = heads // tp  # of this rank's queries to its one key-value head
     return {f"{name}.{part}": RepeatedHeads(pairs) for part in ("k_proj", "v_proj")}
 
 
@@ -124,22 +127,22 @@ class Experts(ParallelStyle):
 
     def __init__(self, name: str, parts: Mapping[str, str]) -> None:
         """`parts` is the plan of the parameters of the module `name`; ValueError for what is not supported."""
-        for own, style in parts.items():
+        for leaf, style in parts.items():
             if style not in ("colwise", "rowwise", "packed_colwise", "packed_rowwise"):
-                raise ValueError(f"{KEY}: {name}.{own} has the style {style!r}, which is not supported; expected 1")
+                raise ValueError(f"{KEY}: {name}.{leaf} has the style {style!r}, which is not supported; expected 1")
         self.name, self.parts = name, parts
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         tp, rank, group = device_mesh.size(), device_mesh.get_local_rank(), device_mesh.get_group()
-        for own, style in self.parts.items():
-            parameter = module.get_parameter(own)
+        for leaf, style in self.parts.items():
+            parameter = module.get_parameter(leaf)
             dim = -2 if style.endswith("colwise") else -1
             packed = 2 if style.startswith("packed") else 1  # two matrices, one after the other
             count = parameter.shape[dim] // packed
             if count % tp:
-                raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the experts {self.name}.{own}")
+                raise ValueError(f"{KEY}: {tp} does not divide the {count} features of the experts {self.name}.{leaf}")
             blocks = parameter.unflatten(dim, (packed, tp, -1))
-            _keep(module, own, blocks.select(dim - 1, rank).flatten(dim - 1, dim))
+            _keep(module, leaf, blocks.select(dim - 1, rank).flatten(dim - 1, dim))
 
         def add_up(module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             dist.all_reduce(output, group=group)
@@ -150,5 +153,5 @@ class Experts(ParallelStyle):
 
 
 def _keep(module: nn.Module, name: str, part: Tensor) -> None:
-    """Let `part` take the place of a parameter, in memory of its own."""
+    """Replace a parameter by a copy of `part`, so that the whole can be freed."""
     module.register_parameter(name, nn.Parameter(part.detach().clone(), requires_grad=False))

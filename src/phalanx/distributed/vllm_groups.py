@@ -1,8 +1,8 @@
 """vLLM beside training in one process: its groups are cut from our world, and what it changes is undone.
 
 vLLM keeps its groups in globals of `parallel_state`, one set per process, and would cut the whole world by one tensor
-parallel size. Here each engine has a set of its own, which stands in those globals only while the engine is built or
-called. It knows no more of the world than the ranks of its replica, so a model may be on some of the ranks only.
+parallel size. Here each engine has a separate set, which stands in those globals only while the engine is built or
+called. It knows only the ranks of its replica, so a model may be on some of the ranks only.
 """
 
 import os
@@ -34,7 +34,7 @@ GLOBALS = ("_WORLD", "_NODE_COUNT", *SHARED, *ALONE)
 class VllmGroups:
     """The groups of one engine, on the tensor parallel `ranks`, this rank among them.
 
-    All ranks of the world make one at the same point; a rank without a part of the model gives itself alone.
+    All ranks of the world make one at the same point; a rank without a part of the model gives only itself.
     """
 
     def __init__(self, ranks: Sequence[int], local_rank: int, timeout_s: float) -> None:
@@ -48,7 +48,7 @@ class VllmGroups:
             def ours(members: list[int], backend: str, timeout: timedelta | None) -> Any:
                 """Make a group that vLLM asks for, with the time limit of our world."""
                 # Without local synchronization all ranks of the world would have to make all groups
-                # of all replicas, in one order; vLLM here knows of its own ones alone.
+                # of all replicas, in one order; vLLM here knows only those of this replica.
                 limit = group_timeout(timeout_s)
                 return new_group(members, limit, backend, use_local_synchronization=True)
 

@@ -10,7 +10,7 @@ others of its node, SIGKILL after a grace period, and prints the failure that wa
 TORCHELASTIC_ERROR_FILE. It knows neither ranks that hang nor the cause of an error, and other nodes learn of a failure
 only as their own collectives fail.
 
-Ranks talk over connections of their own to the job's store; all that is said is small, and repeated every `interval`
+Watches talk over separate connections to the job's store; all messages are small, and repeated every `interval`
 seconds:
 
 - `beat/<rank>`: a number that grows, the rank's sign of life;
@@ -18,7 +18,7 @@ seconds:
   with it instead of with what a lost connection looks like from their side;
 - `told`, `read`: how many ranks have reported an error, and how many have read the first one;
 - `stop/<rank>`, `done/<rank>`: the rank was told to stop, or has finished;
-- `stop`: the signal by which all ranks are to stop, where they have roles of their own;
+- `stop`: the signal by which all ranks are to stop, where they have roles;
 - `stacks`: how many times all stacks were asked for (SIGUSR1).
 """
 
@@ -99,7 +99,7 @@ class Watch:
         self._seen = [(b"0", time.monotonic())] * len(self.hosts)
         threading.Thread(target=self._run, name="watch", daemon=True).start()
         if self._store is not None:
-            # A thread of its own: a call to a store whose host is gone may never return, and the other thread has to
+            # A second thread: a call to a store whose host is gone may never return, and the other thread has to
             # notice that.
             threading.Thread(target=self._beats, args=(self._store,), name="beat", daemon=True).start()
 
@@ -227,7 +227,9 @@ class Watch:
         beats = store.multi_get([f"beat/{rank}" for rank in range(len(self.hosts))])
         # Beats carry no time, and are timed where they are read: clocks of nodes need not agree.
         self._contact = now = time.monotonic()
-        self._seen = [old if beat == old[0] else (beat, now) for beat, old in zip(beats, self._seen, strict=True)]
+        for rank, beat in enumerate(beats):
+            if beat != self._seen[rank][0]:
+                self._seen[rank] = beat, now
         if store.check(["error"]) and not self._closed.is_set():
             self._leave(self._read(store))
         if self._spreads and self.stop is None and store.check(["stop"]):
@@ -262,8 +264,8 @@ class Watch:
 
         def look(store: dist.Store) -> tuple[str | None, list[int]]:
             error = self._read_if_any(store)
-            spoke = [rank for rank in missing if store.check([f"stop/{rank}"]) or store.check([f"done/{rank}"])]
-            return error, [rank for rank in missing if rank not in spoke]
+            silent = [rank for rank in missing if not (store.check([f"stop/{rank}"]) or store.check([f"done/{rank}"]))]
+            return error, silent
 
         while missing and time.monotonic() < deadline:
             # no answer: the store went with rank 0, which keeps it
@@ -313,7 +315,9 @@ class Watch:
         on: dict[str, list[int]] = {}
         for rank in ranks:
             on.setdefault(self.hosts[rank], []).append(rank)
-        parts = [f"rank{'s' * (len(those) > 1)} {', '.join(map(str, those))} on {host}" for host, those in on.items()]
+        parts = []
+        for host, numbers in on.items():
+            parts.append(f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))} on {host}")
         return ", ".join(parts)
 
 
