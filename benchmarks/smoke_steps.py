@@ -342,7 +342,7 @@ def fsdp() -> Iterator[Line]:
     """FSDP2 over one rank, by the real backend, beside the same step without it; and a checkpoint of it."""
     norm = bench(QWEN, small()).measures[0]["actor/grad_norm"]
     # one rank goes without FSDP otherwise, and its offload is refused
-    with patch.object(World, "shard_size", 2), patch.object(mesh, "check_sharding", lambda *_: None):
+    with patch.object(World, "shard_size", 2), patch.object(mesh, "check_launch", lambda *_: None):
         for name, overrides in LAYOUTS.items():
             yield from tried(f"FSDP2, {name}", partial(_fsdp, name, overrides, norm))
         yield from tried("FSDP2, resumed", _resumed)

@@ -1,4 +1,4 @@
-"""Write the reference part of docs/configuration.md, below its marker, from the schema.
+"""Write the reference part of docs/configuration.md, below its marker, from the schema, and docs/rules.md.
 
 python scripts/generate_configuration.py
 """
@@ -12,6 +12,7 @@ from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunCon
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import Row, rows
 from phalanx.config.registry import known_modules, resolve_registry
+from phalanx.config.rules import LAUNCH_RULES, MODEL_RULES, RULES, START_RULES, Rule
 from phalanx.config.tasks import (
     CheckClusterConfig,
     ExportConfig,
@@ -23,10 +24,55 @@ from phalanx.config.tasks import (
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "<!-- Below this line: written by scripts/generate_configuration.py -->\n"
+RULES_PAGE = PAGE.with_name("rules.md")
+JOBS = {
+    "RunConfig": "all training",
+    "RLConfig": "reinforcement learning",
+    "FlowRunConfig": "training of flow models",
+    "FlowRLConfig": "reinforcement learning of flow models",
+    "FlowMatchingTaskConfig": "supervised flow matching",
+    "LMRunConfig": "training of language models",
+    "LMRLConfig": "reinforcement learning of language models",
+    "BlockDiffusionTaskConfig": "supervised block diffusion",
+    "SampleConfig": "`tasks/sample.py`",
+    "GenerateConfig": "`tasks/generate.py`",
+    "PrepareDataConfig": "`tasks/prepare_data.py`",
+}
 
 
 def main() -> None:
     PAGE.write_text(page(PAGE.read_text()))
+    RULES_PAGE.write_text("\n".join(rules_page()))
+
+
+def rules_page() -> Iterator[str]:
+    """The lines of the page of rules."""
+    yield "<!-- Written by scripts/generate_configuration.py -->\n"
+    yield "# Rules across keys\n"
+    yield "Some keys need others, exclude them or limit their values. The tables below list these rules in the order in"
+    yield "which they are checked; a job that breaks one ends before it starts, with one line that names the key and"
+    yield "a value that works. The rules stand in `phalanx.config.rules`, from which this page is generated, and the"
+    yield "limits of single keys in the [configuration reference](configuration.md).\n"
+    yield "## When the configuration is loaded\n"
+    yield from rule_table(RULES)
+    yield "## Before a job starts\n"
+    yield "These rules ask for keys that a file may leave out, or depend on facts of the algorithm.\n"
+    yield from rule_table(START_RULES)
+    yield "## When the ranks are known\n"
+    yield "The arithmetic of [batches](configuration.md#batch-sizes) and [roles](placement.md) is checked here, too.\n"
+    yield from rule_table(LAUNCH_RULES)
+    yield "## When the model is known\n"
+    yield "Null keys of `tasks/generate.py` are those of the run whose checkpoint is given.\n"
+    yield from rule_table(MODEL_RULES)
+
+
+def rule_table(rules: Iterable[Rule]) -> Iterator[str]:
+    yield "| keys | jobs | rule |"
+    yield "|---|---|---|"
+    for rule in rules:
+        keys = ", ".join(f"`{key}`" for key in rule.keys.split())
+        yield f"| {keys} | {JOBS[rule.schema]} | {rule.sentence} |"
+    yield ""
 
 
 def page(text: str) -> str:

@@ -11,8 +11,6 @@ from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.tasks import SampleConfig
-from phalanx.distributed import mesh
-from phalanx.jobs.sample import Generator
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.pace import Gpu
@@ -235,11 +233,10 @@ def test_what_is_refused(
 
 def test_other_jobs_refuse_it(wan_folder: Path) -> None:
     with refused(f"{KEY}: 2 is of flow models, such as Wan and Qwen-Image; set it to 1", ConfigError):
-        mesh.check(load(LMRLConfig, None, ["model.path=any", SHARED]), lambda roles: None)
-    sampling = load(SampleConfig, None, [f"model.path={wan_folder}", "prompts=[a cat]", SHARED])
+        load(LMRLConfig, None, ["model.path=any", SHARED])
     message = f"{KEY}: 2 is of training; ranks sample prompts of their own here, so set it to 1"
     with refused(message, ConfigError):
-        Generator(sampling)
+        load(SampleConfig, None, [f"model.path={wan_folder}", "prompts=[a cat]", SHARED])
 
 
 def test_the_plan_divides_activations(wan_folder: Path, tmp_path: Path) -> None:

@@ -169,12 +169,9 @@ def test_a_checkpoint_is_sampled_as_mp4(trained: tuple[Path, Tensor], tmp_path: 
 
 
 def test_flow_matching_refuses_videos(wan_folder: Path, tmp_path: Path) -> None:
-    from phalanx.training import flow_matching
-
     overrides = [o for o in base_overrides(wan_folder, tmp_path) if not o.startswith(("actor.", "algorithm."))]
-    cfg = load(FlowMatchingTaskConfig, None, [*overrides, "rollout.num_frames=5"])
     with refused("rollout.num_frames: 5: flow matching trains on images; set it to 1"):
-        flow_matching.check(cfg)
+        load(FlowMatchingTaskConfig, None, [*overrides, "rollout.num_frames=5"])
 
 
 def fit(make: Callable[[Any], Any], cfg: Any) -> None:

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from phalanx.algorithms import awm, diffusion_nft, rwr, sft
 from phalanx.algorithms._forward import mean_square
-from phalanx.config import ConfigError
 from phalanx.functional.advantage import group_advantage, group_weights
 from phalanx.functional.flow import FlowTrace, Noised
 from phalanx.functional.forward_losses import negative_aware, optimality
 from phalanx.types import Batch
-from tests.checks import normal, refused
+from tests.checks import normal
 
 SHAPE = (3, 2, 4, 5)  # B, W, and a latent's own
 
@@ -189,16 +188,6 @@ def test_a_perfect_prediction_has_a_finite_loss() -> None:
 def test_decay_of_the_old_policy(keys: dict[str, Any], expected: dict[int, float]) -> None:
     rule = diffusion_nft.Algorithm(diffusion_nft.Config(**keys))
     assert {step: rule.decay("old", step) for step in expected} == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize(("key", "value"), [("rate", 0.1), ("flat", 3), ("limit", 0.5)])
-def test_a_schedule_without_numbers_takes_none(key: str, value: float) -> None:
-    with refused(
-        f"algorithm.old_decay_{key}: {value} has no effect with algorithm.old_decay=zero; "
-        "set old_decay to slow or late, or leave it out",
-        ConfigError,
-    ):
-        diffusion_nft.Algorithm(diffusion_nft.Config(old_decay="zero", **{f"old_decay_{key}": value}))
 
 
 # --- advantage weighted matching

@@ -30,14 +30,14 @@ def yaml_file(tmp_path: Path) -> Path:
 def test_defaults_and_differences(yaml_file: Path) -> None:
     yaml_file.write_text(
         "model: {path: folder, lora_rank: 8}\n"
-        "optim:\n  lr: 2e-4\n  betas: [0.8, 1]\n"
+        "optim:\n  lr: 2e-4\n  betas: [0.8, 0]\n"
         "rollout: {val: {n: 3}}\n"
         "algorithm: {clip_ratio: 1e-5}\n"
         "reward:\n  functions:\n    - {name: ocr, kwargs: {scale: 1e-3, words: [a, b]}}\n    - {path: 'm:f', weight: -1}\n"
     )
     cfg = load(FlowRLConfig, str(yaml_file), [])
     assert (cfg.model.path, cfg.model.lora_rank, cfg.model.dtype) == ("folder", 8, "bfloat16")
-    assert (cfg.optim.lr, cfg.optim.betas) == (2e-4, [0.8, 1.0])
+    assert (cfg.optim.lr, cfg.optim.betas) == (2e-4, [0.8, 0.0])
     assert (cfg.rollout.val.n, cfg.rollout.val.seed) == (3, 1234)
     assert (cfg.algorithm.name, cfg.algorithm.clip_ratio, cfg.algorithm.adv_clip_max) == ("flow_grpo", 1e-5, 5.0)
     first, second = cfg.reward.functions
@@ -196,7 +196,7 @@ def test_another_algorithm_begins_with_its_own_defaults(tmp_path: Path) -> None:
 
 def test_an_algorithm_sets_defaults_elsewhere(tmp_path: Path) -> None:
     assert train("algorithm.name=cps").rollout.sde_type == "cps"
-    assert train("algorithm.name=cps", "rollout.sde_type=sde").rollout.sde_type == "sde"
+    assert train("algorithm.name=awm", "rollout.noise_level=0.3").rollout.noise_level == 0.3
     assert train("algorithm.name=sft").rollout.noise_level == 0.0
     assert train().rollout.noise_level == 0.7
     shown = help_text(FlowRLConfig, "", None, ["algorithm.name=cps"])

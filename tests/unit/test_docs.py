@@ -236,6 +236,7 @@ def test_the_configuration_reference_is_up_to_date() -> None:
     module = import_file(ROOT / "scripts" / "generate_configuration.py")
     text = module.PAGE.read_text()
     assert module.page(text) == text, "run: python scripts/generate_configuration.py"
+    assert module.RULES_PAGE.read_text() == "\n".join(module.rules_page())
     assert "| `optim.lr` | float | `0.0001` | peak learning rate |" in text
 
 

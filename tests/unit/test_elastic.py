@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRLConfig
+from phalanx.config.rules import check_launch
 from phalanx.distributed.launch import Launch
-from phalanx.distributed.mesh import check_elastic, check_sharding
+from phalanx.distributed.mesh import ranks_of, shard_size, warn_of_sizes
+from phalanx.distributed.roles import roles_of
 from phalanx.distributed.watchdog import Watch
 from tests.ranks import run_ranks
 
@@ -37,7 +39,7 @@ def test_worlds_of_a_range_of_nodes() -> None:
 
 def test_worlds_that_would_not_do_are_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        check_elastic(job(), Launch.from_env({**ENV, "NNODES": "2:4"}), works)
+        warn_of_sizes(Launch.from_env({**ENV, "NNODES": "2:4"}), works)
     assert [record.message for record in caplog.records] == [
         "NNODES=2:4: with 12 ranks the job would end: data.train_batch_size: 32 does not divide over 12 ranks"
     ]
@@ -47,19 +49,24 @@ def test_worlds_that_would_not_do_are_named(caplog: pytest.LogCaptureFixture) ->
 def test_a_restart_must_resume(elastic: dict[str, str]) -> None:
     launch = Launch.from_env({**ENV, **elastic})
     with pytest.raises(ConfigError) as error:
-        check_elastic(job("trainer.resume=never"), launch, works)
+        check_resume(launch)
     assert str(error.value) == (
         "trainer.resume: 'never' would begin from there again whenever the ranks are restarted (MAX_RESTARTS, or a range "
         "of NNODES); expected auto, with a trainer.output_dir of its own"
     )
-    check_elastic(job("trainer.resume=never"), Launch.from_env(ENV), works)
+    check_resume(Launch.from_env(ENV))
+
+
+def check_resume(launch: Launch) -> None:
+    cfg = job("trainer.resume=never")
+    check_launch(cfg, ranks_of(cfg, roles_of({}, launch), launch))
 
 
 def test_a_sharding_that_a_world_forbids_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         cfg = job("parallel.fsdp_size=8")
         launch = Launch.from_env({**ENV, "NNODES": "1:2"})
-        check_elastic(cfg, launch, lambda other: check_sharding("adamw", cfg.parallel, other))
+        warn_of_sizes(launch, lambda other: shard_size(cfg.parallel, other))
     assert [record.message for record in caplog.records] == [
         "NNODES=1:2: with 4 ranks the job would end: parallel.fsdp_size: 8 does not divide the world's 4 ranks; nearest "
         "that does: 4"

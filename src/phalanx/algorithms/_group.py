@@ -1,13 +1,13 @@
 """The common part of all algorithms: advantages within groups, and which samples are trained on."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Optional
+from dataclasses import dataclass
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
 
-from phalanx.config.load import ConfigError, arg
+from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.advantage import group_advantage, has_signal, top_and_bottom
 from phalanx.types import Batch, Credit, Policy, Samples, Scored, Teacher
@@ -20,8 +20,6 @@ OF_ADVANTAGES = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group
 class GroupConfig(AlgorithmConfig):
     """Keys of `algorithm` that algorithms with advantages have, but for those in `unused`."""
 
-    unused: ClassVar[tuple[str, ...]] = ()
-
     adv_clip_max: float = arg(5.0, "advantages are clamped to +- this", gt=0)
     global_std: Optional[bool] = arg(
         None, "divide advantages by the std of all rewards, not of the group's; null: only with reward.normalize=gdpo"
@@ -31,16 +29,6 @@ class GroupConfig(AlgorithmConfig):
         "all", "train on all samples of a prompt, or only on the best and worst", choices=("all", "top_bottom")
     )
     group_filter_k: int = arg(4, "samples of each end that group_filter=top_bottom keeps", ge=1)
-
-    def check(self, rollout: Any) -> None:
-        """Raise ConfigError for a key that means nothing to this algorithm, where it is set."""
-        # the class has keys in common with others, whose values this algorithm never reads
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in self.unused and value != field.default:
-                raise ConfigError(
-                    f"algorithm.{field.name}: {value} means nothing to algorithm.name={self.name}; leave it out"
-                )
 
 
 class GroupAlgorithm:

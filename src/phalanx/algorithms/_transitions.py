@@ -2,14 +2,12 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
-from phalanx.config.flow import SDE_TYPES
-from phalanx.config.load import ConfigError, arg
+from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch, FlowReplay, FlowTrace
 from phalanx.functional.losses import noise_weight
 from phalanx.functional.sde import gaussian_kl
@@ -18,12 +16,7 @@ from phalanx.types import Policy
 
 @dataclass
 class TransitionConfig(GroupConfig):
-    """Keys of `algorithm` that all algorithms on transitions have.
-
-    sde_types: the stochastic steps that the algorithm makes sense of.
-    """
-
-    sde_types: ClassVar[tuple[str, ...]] = SDE_TYPES
+    """Keys of `algorithm` that all algorithms on transitions have."""
 
     kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
     kl_convention: str = arg(
@@ -40,20 +33,6 @@ class TransitionConfig(GroupConfig):
         "over all steps that a window may hold is 1",
         choices=("none", "noise"),
     )
-
-    def check(self, rollout: Any) -> None:
-        """Raise ConfigError for stochastic steps that make no sense here, and options that clash."""
-        super().check(rollout)
-        if rollout.sde_type not in self.sde_types:
-            raise ConfigError(
-                f"rollout.sde_type: {rollout.sde_type} makes no sense under algorithm.name={self.name}; should be "
-                f"{' or '.join(self.sde_types)}"
-            )
-        if self.importance == "sequence" and self.timestep_weight != "none":
-            raise ConfigError(
-                f"algorithm.timestep_weight: {self.timestep_weight} tells a sample's steps apart, which "
-                "algorithm.importance=sequence takes as one; set one of the two to its default"
-            )
 
 
 class TransitionAlgorithm(GroupAlgorithm, ABC):

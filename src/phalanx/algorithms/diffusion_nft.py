@@ -21,7 +21,6 @@ from typing import Optional
 from torch import Tensor
 
 from phalanx.algorithms._forward import ForwardAlgorithm, ForwardConfig, mean_square
-from phalanx.config import ConfigError
 from phalanx.config.load import arg
 from phalanx.functional.flow import FlowBatch
 from phalanx.functional.forward_losses import negative_aware, optimality
@@ -58,14 +57,6 @@ class Algorithm(ForwardAlgorithm):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.references = ("old", *self.references)
-        given = (config.old_decay_rate, config.old_decay_flat, config.old_decay_limit)
-        if config.old_decay == "zero":
-            for name, value in zip(("rate", "flat", "limit"), given, strict=True):
-                if value is not None:
-                    raise ConfigError(
-                        f"algorithm.old_decay_{name}: {value} has no effect with algorithm.old_decay=zero; "
-                        "set old_decay to slow or late, or leave it out"
-                    )
         rate, flat, limit = SCHEDULES[config.old_decay]
         self.rate = rate if config.old_decay_rate is None else config.old_decay_rate
         self.flat = flat if config.old_decay_flat is None else config.old_decay_flat

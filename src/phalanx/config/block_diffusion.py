@@ -3,10 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Optional
 
-from phalanx.config.blocks import check_blocks
 from phalanx.config.engines import check_engine_class
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig, LMRunConfig
-from phalanx.config.load import ConfigError, arg
+from phalanx.config.load import arg
 from phalanx.config.run import COUNT, EmaConfig
 
 # keys of `rollout` that are of samples for training
@@ -79,25 +78,6 @@ class BlockDiffusionTaskConfig(BlockDiffusionRunConfig):
     block_diffusion: BlockDiffusionConfig = field(default_factory=BlockDiffusionConfig)
 
     def __post_init__(self) -> None:
-        """Refuse what does not go together (ConfigError)."""
+        """Refuse an engine that cannot be one (ConfigError)."""
         super().__post_init__()
         check_engine_class(self.rollout)
-        size, b = self.model.block_size, self.block_diffusion
-        if size is None:
-            raise ConfigError("model.block_size is missing: the tokens of a block, 32 in LLaDA2")
-        check_blocks(self)
-        if b.noise_range_low > b.noise_range_high:
-            raise ConfigError(
-                f"block_diffusion.noise_range_low: {b.noise_range_low} is above noise_range_high {b.noise_range_high}"
-            )
-        longest = self.data.max_prompt_length + self.data.max_response_length
-        if b.train_fill == "max_length" and longest % size:
-            raise ConfigError(
-                f"data.max_prompt_length: it and data.max_response_length are {longest} tokens, no whole number of "
-                f"blocks of model.block_size={size}"
-            )
-        if not b.same_token_labels and self.data.val_files:
-            raise ConfigError(
-                "block_diffusion.same_token_labels: false trains a model that is not decoded here; leave out "
-                "data.val_files"
-            )

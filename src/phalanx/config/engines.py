@@ -8,6 +8,7 @@ from typing import Any, Literal
 from phalanx.config.registry import resolve_object
 
 KEY = "rollout.engine"
+BLOCK_ENGINES = {"policy": "phalanx.rollout.lm.in_blocks:BlockDiffusionRollout"}  # of block diffusion
 FORMS = ("module:Class", "path/to/file.py:Class")
 
 

@@ -7,6 +7,7 @@ from phalanx.config.engines import FORMS, check_engine_class
 from phalanx.config.load import arg
 from phalanx.config.run import (
     COUNT,
+    SDE_TYPES,
     SEEDS,
     TIMES,
     ActorConfig,
@@ -21,7 +22,6 @@ from phalanx.config.run import (
     ValRolloutConfig,
 )
 
-SDE_TYPES = ("sde", "cps", "dance_sde")
 SOLVERS = ("euler", "dpm_solver++")
 ENGINES = {
     "policy": "phalanx.rollout.flow.in_policy:PolicyRollout",

@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional
 
-from phalanx.config.blocks import check_blocks
-from phalanx.config.critic import CriticConfig, check_critic, check_groups
+from phalanx.config.critic import CriticConfig
 from phalanx.config.engines import FORMS
 from phalanx.config.load import arg
 from phalanx.config.run import (
@@ -186,9 +185,16 @@ class LMRLConfig(LMRunConfig, RLConfig):
     actor: LMActorConfig = field(default_factory=LMActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
 
-    def __post_init__(self) -> None:
-        """Fill in what follows from another section, and refuse what the algorithm has no use for (ConfigError)."""
-        super().__post_init__()
-        check_groups(self)
-        check_critic(self, self.critic, self.trainer.critic_warmup)
-        check_blocks(self)
+    @property
+    def most_states(self) -> int:
+        """States of the longest response of block diffusion in a pass, where one token is unmasked at a time."""
+        size = self.model.block_size
+        assert size is not None, "of block diffusion"
+        states = {"trace": self.rollout.denoising_steps_per_block or size, "coupled": 3}
+        return states.get(self.actor.log_prob_estimate, 1) * self.data.max_response_length // size
+
+    @property
+    def longest_row(self) -> int:
+        """Positions of the longest sample in a pass."""
+        length, size = self.data.max_prompt_length + self.data.max_response_length, self.model.block_size
+        return length if size is None else length + (self.most_states - 1) * size

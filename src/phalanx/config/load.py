@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 from phalanx.config.aliases import alias
 from phalanx.config.messages import ConfigError, cut, element_of, expected, nearest, shown, type_name
 from phalanx.config.registry import resolve_registry
+from phalanx.config.rules import check
 from phalanx.config.secrets import mark, public
 from phalanx.config.shipped import located
 from phalanx.config.sources import one_line, override, read
@@ -69,13 +70,15 @@ def load(schema: type[T], path: str | None, overrides: list[str]) -> T:
     """Read a YAML file (or none), apply `a.b=value` overrides, and return an instance of `schema`.
 
     Raises ConfigError, with one line, for a file that cannot be read, an unknown key, a wrong type, a missing value, a
-    value out of bounds or an interpolation that cannot be resolved.
+    value out of bounds, an interpolation that cannot be resolved, or a rule across keys that is broken.
     """
-    return build(schema, _user(schema, path, overrides))
+    config = build(schema, _user(schema, path, overrides))
+    check(config)
+    return config
 
 
 def build(schema: type[T], user: DictConfig) -> T:
-    """An instance of `schema` from the differences to its defaults. Raises ConfigError as `load` does."""
+    """An instance of `schema` from the differences to its defaults. Raises ConfigError as `load`, but for rules."""
     try:
         named = _with_named_sections(schema, user)
         config = _defaults(named)

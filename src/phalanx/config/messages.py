@@ -73,3 +73,10 @@ def _bare(hint: Any) -> Any:
     """The X of Optional[X]; any other type as it is."""
     choices = [a for a in get_args(hint) if a is not type(None)]
     return choices[0] if len(choices) < len(get_args(hint)) else hint
+
+
+def near_divisors(count: int, number: int) -> str:
+    """The divisors of `count` just below and above a number that is none: "2 or 4", or one where there is no other."""
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    near = [*[n for n in divisors if n < number][-1:], *[n for n in divisors if n > number][:1]]
+    return " or ".join(map(str, near))

@@ -11,6 +11,7 @@ from phalanx.config.engines import EngineFacts, check_engine_class, engine_class
 from phalanx.config.load import arg
 
 DTYPES = ("float32", "bfloat16")
+SDE_TYPES = ("sde", "cps", "dance_sde")
 SCHEDULES = ("synchronous", "pipelined", "one_step_off")
 CORRECTIONS = ("rescore", "none", "truncated_is", "rejection")
 LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -156,19 +157,26 @@ class RolloutConfig:
 
     @property
     def facts(self) -> EngineFacts:
-        """What the engine says of itself; its class is imported. Raises ConfigError where it cannot be."""
-        found: EngineFacts = engine_class(self.engine, self.ENGINES).facts if self.ENGINES else EngineFacts()
-        return found
+        """The facts of the engine, whose class is imported unless it is the policy itself. Raises ConfigError where it
+        cannot be.
+        """
+        if self.engine == "policy":
+            return EngineFacts()
+        facts: EngineFacts = engine_class(self.engine, self.ENGINES).facts
+        return facts
 
 
 @dataclass
 class AlgorithmConfig:
     """The algorithm; its own keys stand beside `name` (see its file in phalanx.algorithms).
 
-    DEFAULTS: its defaults for keys of other sections, such as {"rollout.sde_type": "cps"}.
+    DEFAULTS: its defaults for keys of other sections, such as {"rollout.sde_type": "cps"}; unused: inherited keys that
+    it never reads; sde_types: values of rollout.sde_type that its loss is derived for.
     """
 
     DEFAULTS: ClassVar[dict[str, Any]] = {}
+    unused: ClassVar[tuple[str, ...]] = ()
+    sde_types: ClassVar[tuple[str, ...]] = SDE_TYPES
 
     name: str = arg("flow_grpo", "module of phalanx.algorithms, a dotted module, or path/to/file.py")
 
@@ -181,9 +189,6 @@ class AlgorithmConfig:
     def needs_critic(self) -> bool:
         """Whether it wants a critic's values."""
         return False
-
-    def check(self, rollout: Any) -> None:
-        """Raise ConfigError for settings of the rollout that the algorithm cannot work with."""
 
 
 @dataclass

@@ -7,10 +7,10 @@ from typing import Optional, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
-from phalanx.config.flow import SDE_TYPES, FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.lm import ATTENTION, MOST_TOKENS
 from phalanx.config.load import ConfigError, arg, build
-from phalanx.config.run import COUNT, DTYPES, SEEDS, TIMES, ParallelConfig, RunConfig
+from phalanx.config.run import COUNT, DTYPES, SDE_TYPES, SEEDS, TIMES, ParallelConfig, RunConfig
 
 T = TypeVar("T", bound=RunConfig)
 

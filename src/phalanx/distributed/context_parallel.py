@@ -8,36 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from phalanx.config import ConfigError
-from phalanx.config.flow import FlowRunConfig
-from phalanx.config.run import ParallelConfig, RunConfig
-from phalanx.distributed.launch import Launch
-from phalanx.distributed.placement import near_divisors
-from phalanx.distributed.roles import Roles
+from phalanx.config.run import ParallelConfig
 
 KEY = "parallel.ulysses_sequence_parallel_size"
-
-
-def check_context(cfg: RunConfig, roles: Roles, launch: Launch) -> None:
-    """Refuse what the job or its launch does not allow (ConfigError)."""
-    size = cfg.parallel.ulysses_sequence_parallel_size
-    if size == 1:
-        return
-    if not isinstance(cfg, FlowRunConfig):
-        raise ConfigError(f"{KEY}: {size} is of flow models, such as Wan and Qwen-Image; set it to 1")
-    if not roles.collocated:
-        raise ConfigError(f"{KEY}: {size} has no way with placement; set one of them back to its default")
-    if cfg.rollout.facts.weights == "copy":
-        raise ConfigError(f"{KEY}: {size} samples in the policy itself; set rollout.engine=policy")
-    if cfg.model.compile:
-        raise ConfigError(
-            f"{KEY}: {size} exchanges tokens within blocks, which are not compiled; set model.compile=false"
-        )
-    if launch.local_world_size % size:
-        near = near_divisors(launch.local_world_size, size)
-        raise ConfigError(
-            f"{KEY}: {size} does not divide the {launch.local_world_size} ranks of a node; nearest that does: {near}"
-        )
 
 
 def context_mesh(config: ParallelConfig, ranks: int, device: torch.device) -> DeviceMesh | None:

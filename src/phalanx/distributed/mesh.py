@@ -20,14 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.config import ConfigError
+from phalanx.config.messages import near_divisors
+from phalanx.config.rules import Ranks, check_launch
 from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
 from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
-from phalanx.distributed.context_parallel import check_context, context_groups, context_mesh
+from phalanx.distributed.context_parallel import context_groups, context_mesh
 from phalanx.distributed.heap import keep_freed_pages
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.link import Link
-from phalanx.distributed.placement import near_divisors
 from phalanx.distributed.roles import ACTOR, ROLLOUT, Roles, roles_of
 from phalanx.exit import take_role
 from phalanx.garbage import collect_again
@@ -105,22 +106,16 @@ def shard_size(config: ParallelConfig, launch: Launch) -> int:
     return width
 
 
-def check_sharding(optimizer: str, config: ParallelConfig, launch: Launch) -> None:
-    """Refuse an optimizer or an offload that this world's sharding does not allow (ConfigError)."""
-    width = shard_size(config, launch)
-    # FSDP does the offloading, and a shard axis of one rank goes without FSDP (see fsdp.Sharded)
-    if config.param_offload and width == 1:
-        raise ConfigError(
-            "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
-        )
-    if config.param_offload and config.expert_parallel:
-        raise ConfigError("parallel.param_offload: true has no way with parallel.expert_parallel; set one to false")
-    # Newton-Schulz needs all rows of a matrix, of which a rank would hold only some
-    if optimizer == "muon" and width > 1:
-        raise ConfigError(
-            f"optim.name: 'muon' orthogonalizes whole matrices, which {width} ranks share here; "
-            "set parallel.fsdp_size=1 or optim.name=adamw"
-        )
+def ranks_of(cfg: RunConfig, roles: Roles, launch: Launch) -> Ranks:
+    """The ranks as the rules of a configuration see them; ConfigError where parallel.fsdp_size does not divide them."""
+    actor = roles.launch(ACTOR, launch)
+    return Ranks(
+        width=shard_size(cfg.parallel, actor),
+        node=actor.local_world_size,
+        sampling_node=roles.launch(ROLLOUT, launch).local_world_size,
+        apart=not roles.collocated,
+        restarts=launch.max_restarts > 0 or bool(launch.nodes),
+    )
 
 
 def check(cfg: RunConfig, plan: Callable[[Roles], T]) -> T:
@@ -129,27 +124,16 @@ def check(cfg: RunConfig, plan: Callable[[Roles], T]) -> T:
 
     def checked(launch: Launch) -> T:
         roles = roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, launch)
-        check_context(cfg, roles, launch)
-        check_sharding(cfg.optim.name, cfg.parallel, roles.launch(ACTOR, launch))
+        check_launch(cfg, ranks_of(cfg, roles, launch))
         return plan(roles)
 
     found = checked(launch)
-    check_elastic(cfg, launch, checked)
+    warn_of_sizes(launch, checked)
     return found
 
 
-def check_elastic(cfg: RunConfig, launch: Launch, works: Callable[[Launch], object]) -> None:
-    """Refuse what a job with restarts cannot do, and warn of world sizes that it cannot run with.
-
-    `works(launch)` raises ConfigError for such a size.
-    """
-    # torchrun restarts ranks with the same command line, so "never" or a path would start over
-    resume = cfg.trainer.resume
-    if resume != "auto" and (launch.max_restarts > 0 or launch.nodes):
-        raise ConfigError(
-            f"trainer.resume: {resume!r} would begin from there again whenever the ranks are restarted (MAX_RESTARTS, "
-            "or a range of NNODES); expected auto, with a trainer.output_dir of its own"
-        )
+def warn_of_sizes(launch: Launch, works: Callable[[Launch], object]) -> None:
+    """Warn of world sizes of an elastic job that it cannot run with, for which `works(launch)` raises ConfigError."""
     for size in launch.worlds():
         if size == launch.world_size:
             continue

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 
 from phalanx.config import ConfigError
+from phalanx.config.messages import near_divisors
 from phalanx.config.run import RewardModelConfig, RunConfig
 
 _FORMS = "colocate, or ranks of each node such as ranks 6-7"
@@ -67,10 +68,3 @@ def _check_divides(tp: int, ranks: int, whose: str) -> None:
     if ranks % tp:
         near = near_divisors(ranks, tp)
         raise ConfigError(f"reward.model.tensor_parallel_size: {tp} does not divide {whose}; nearest that does: {near}")
-
-
-def near_divisors(count: int, number: int) -> str:
-    """The divisors of `count` just below and above a number that is none: "2 or 4", or one where there is no other."""
-    divisors = [n for n in range(1, count + 1) if count % n == 0]
-    near = [*[n for n in divisors if n < number][-1:], *[n for n in divisors if n > number][:1]]
-    return " or ".join(map(str, near))

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
 from phalanx.config.lm import LMModelConfig, LMRunConfig
-from phalanx.config.load import ConfigError
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.distributed.launch import Launch
@@ -102,17 +101,6 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
     prefix = f"{weights}."
     chosen = {name.removeprefix(prefix): entry for name, entry in tensors.items() if name.startswith(prefix)}
     return Trained(folder, run, weights, chosen)
-
-
-def open_given(checkpoint: str | None, weights: str, model_path: str | None) -> Trained | None:
-    """The checkpoint of a task that samples, None for the model folder alone; ConfigError where there is neither."""
-    if checkpoint is not None:
-        return open_checkpoint(checkpoint, weights)
-    if model_path is None:
-        raise ConfigError("neither model.path nor checkpoint is set; give one of them")
-    if weights == "ema":
-        raise ConfigError("weights: ema needs a checkpoint; a model folder has its own weights only")
-    return None
 
 
 def _locate(given: str) -> Path:

@@ -13,14 +13,14 @@ from typing import Any, TextIO
 
 from phalanx.config import ConfigError
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
-from phalanx.config.blocks import check_whole
 from phalanx.config.lm import LMModelConfig, LMRunConfig
+from phalanx.config.rules import check, check_model
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
 from phalanx.data.prompts import load_prompts, numbered
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
-from phalanx.jobs.export import open_given
+from phalanx.jobs.export import open_checkpoint
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer
 from phalanx.models.lm.policy import LMPolicy, prompt_tokens
@@ -39,7 +39,8 @@ class Generation:
         self.cfg = cfg
         if Launch.from_env().world_size > 1:
             raise ConfigError("generation runs in one process; start it by python3, or set NPROC_PER_NODE=1")
-        self.trained = open_given(cfg.checkpoint, cfg.weights, cfg.model.path)
+        check(cfg)
+        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights)
         run = self.trained.run if self.trained is not None else LMRunConfig()
         if not isinstance(run, LMRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a flow-matching model; use tasks/sample.py")
@@ -51,7 +52,7 @@ class Generation:
         if "path" in given:  # the run's revision is of its own model
             given = {"revision": None} | given
         config = replace(run.model, gradient_checkpointing=False, **given)
-        check_blocks(cfg, config)
+        check_model(cfg, config)
         data = replace(run.data, **_given(system_prompt=cfg.system_prompt), overlong_prompts="error")
         # supervised training adds the mask token that its base lacks
         model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig))
@@ -142,29 +143,6 @@ class Generation:
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def check_blocks(cfg: GenerateConfig, model: LMModelConfig) -> None:
-    """Raise ConfigError for settings of block diffusion that do not go with the model."""
-    size = model.block_size
-    if size is None:
-        given = {
-            "model.mask_token": model.mask_token,
-            "denoising_steps_per_block": cfg.denoising_steps_per_block,
-            "threshold": cfg.threshold,
-        }
-        for key, value in _given(**given).items():
-            raise ConfigError(f"{key}: {value} is of block diffusion; set model.block_size, or leave it out")
-        return
-    check_whole("max_response_length", cfg.max_response_length, size)
-    steps = cfg.denoising_steps_per_block
-    if steps is not None and steps > size:
-        raise ConfigError(f"denoising_steps_per_block: {steps} is more than model.block_size={size}")
-    if model.attn_implementation == "flash_attention_2":
-        raise ConfigError(
-            "model.attn_implementation: flash_attention_2 has no mask for blocks; expected sdpa, eager or "
-            "flex_attention"
-        )
-
-
 def load(config: LMModelConfig, *, add_mask: bool) -> tuple[CausalLM, Any]:
     """The model and its tokenizer; `add_mask`: see load_blocks. Raises ValueError, in one line."""
     dtype = DTYPES[config.dtype]
@@ -174,16 +152,10 @@ def load(config: LMModelConfig, *, add_mask: bool) -> tuple[CausalLM, Any]:
 
 
 def read_prompts(cfg: GenerateConfig, key: str) -> list[Prompt]:
-    """The prompts of the task, numbered from 0; raises ValueError where there are none, or two sources."""
-    if cfg.prompts and cfg.prompt_file is not None:
-        raise ConfigError("prompts and prompt_file are both set; give one of them")
+    """The prompts of the task, numbered from 0; raises ValueError for a file that cannot be read."""
     if cfg.prompt_file is not None:
         rows = load_prompts([cfg.prompt_file], "prompt_file", prompt=key, quoted=False)
         return [numbered(row, i) for i, row in enumerate(rows)]
-    if not cfg.prompts:
-        raise ConfigError(
-            "neither prompts nor prompt_file is set; give one of them, e.g. prompts='[Why is the sky blue?]'"
-        )
     return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]
 
 

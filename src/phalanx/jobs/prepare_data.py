@@ -11,6 +11,7 @@ import yaml
 
 from phalanx.config.load import ConfigError
 from phalanx.config.messages import nearest, reason
+from phalanx.config.rules import check
 from phalanx.config.tasks import PrepareDataConfig
 from phalanx.data.prompts import PromptRow, load_prompts
 from phalanx.exit import rank
@@ -32,8 +33,7 @@ class PrepareData:
 
     def __init__(self, cfg: PrepareDataConfig) -> None:
         self.cfg = cfg
-        if (cfg.source is None) == (not cfg.reasoning_gym):
-            raise ConfigError("give either source, a file, or reasoning_gym, a list of its tasks")
+        check(cfg)
         if cfg.source is None:
             rows, found = list(self._made()), "answer"
         else:

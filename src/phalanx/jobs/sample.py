@@ -18,14 +18,14 @@ from torch import Tensor
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRolloutConfig, FlowRunConfig
+from phalanx.config.rules import check
 from phalanx.config.tasks import SampleConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object, gather_object
-from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.launch import Launch
 from phalanx.functional.frames import evenly_spaced
-from phalanx.jobs.export import open_checkpoint, open_given
+from phalanx.jobs.export import open_checkpoint
 from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, standing
 from phalanx.media.videos import write_video
 from phalanx.models.flow.family import FlowModel
@@ -45,12 +45,13 @@ class Generator:
     """The job: `Generator(cfg)` builds the model, `run()` samples and writes."""
 
     def __init__(self, cfg: SampleConfig) -> None:
+        check(cfg)
         self.cfg = cfg
         self.prompts = read_prompts(cfg)
         self.output_dir = Path(cfg.output_dir).expanduser()
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
-        self.trained = open_given(cfg.checkpoint, cfg.weights, cfg.model.path)
+        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights)
         run = self.trained.run if self.trained is not None else FlowRunConfig()
         if not isinstance(run, FlowRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a language model; use tasks/generate.py")
@@ -64,9 +65,6 @@ class Generator:
             self.prompts = read_prompts(cfg, (family.image_column,))
         check_guidance(cfg, family)
         check_frames(cfg, family)
-        size = cfg.parallel.ulysses_sequence_parallel_size
-        if size > 1:
-            raise ConfigError(f"{KEY}: {size} is of training; ranks sample prompts of their own here, so set it to 1")
         mesh.shard_size(cfg.parallel, Launch.from_env())
         self.world = mesh.start(cfg.parallel)
         # a run in progress may have written another checkpoint since this rank looked
@@ -132,16 +130,12 @@ class Generator:
 
 
 def read_prompts(cfg: SampleConfig, images: Sequence[str] = ()) -> list[Prompt]:
-    """The prompts of the task, numbered from 0; raises ValueError where there are none, or two sources. `images`: see
+    """The prompts of the task, numbered from 0; raises ValueError for a file that cannot be read. `images`: see
     `load_prompts`.
     """
-    if cfg.prompts and cfg.prompt_file is not None:
-        raise ConfigError("prompts and prompt_file are both set; give one of them")
     if cfg.prompt_file is not None:
         rows = load_prompts([cfg.prompt_file], "prompt_file", images, cfg.prompt_key)
         return [Prompt(row.text, i, row.meta, row.negative) for i, row in enumerate(rows)]
-    if not cfg.prompts:
-        raise ConfigError("neither prompts nor prompt_file is set; give one of them, e.g. prompts='[a red apple]'")
     if images:
         raise ConfigError(f"prompts: the model edits images; give prompt_file, with a column {images[0]}")
     return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]

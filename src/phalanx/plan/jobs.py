@@ -124,7 +124,7 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan) -> RLRehearsal:
     else:
         policy = blocks = planned_block_policy(cfg, cluster, Ledger(), **options, estimate=actor.log_prob_estimate)
         rollout = PlannedBlockRollout(blocks, cfg.rollout, policy.world, plan.rollout_micro, passes)
-        rollout.most = lm_rl.most_states(cfg)
+        rollout.most = cfg.most_states
     rollout.facts = cfg.rollout.facts
     with policy.ledger, policy.ledger.uncounted():
         return RLRehearsal(cfg, plan, algorithm, policy, rollout, _prompts(policy, plan.samples // cfg.rollout.n))

@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -49,34 +48,9 @@ def made(kind: Callable[..., Any], name: str, *args: Any, **options: Any) -> Any
     return rollout
 
 
-def check_exact(config: RolloutConfig) -> None:
-    """Raise ConfigError for a correction of log-probabilities that need none."""
-    facts = config.facts
-    if facts.exact and config.correction != "rescore" and config.schedule != "one_step_off":
-        why = "its images have no log-probs" if facts.columns else "its log-probs are exact"
-        raise ConfigError(
-            f"rollout.correction: {config.correction} has nothing to correct where {KEY} is {config.engine}; {why}"
-        )
-
-
-def check_redraws(config: RolloutConfig) -> None:
-    """Raise ConfigError for samples that are to be drawn anew by an engine that does not."""
-    again = {"max_num_gen_batches": config.max_num_gen_batches, "max_draws_per_prompt": config.max_draws_per_prompt}
-    for key, times in again.items():
-        if times > 1 and not config.facts.redraws:
-            able = able_engines(config, lambda facts: facts.redraws)
-            raise ConfigError(f"rollout.{key}: {times} needs {able}; set it to 1")
-
-
 def check_installed(config: RolloutConfig) -> None:
     """Raise ConfigError for an engine whose library is not here."""
     facts = config.facts
     if facts.package is not None and find_spec(facts.package.partition(".")[0]) is None:
         remedy = f"{facts.install}; or set" if facts.install else "set"
         raise ConfigError(f"{KEY}: {facts.package} is not installed; {remedy} {KEY}=policy")
-
-
-def able_engines(config: RolloutConfig, able: Callable[[EngineFacts], bool]) -> str:
-    """The named engines of which something holds, as settings."""
-    names = [name for name in config.ENGINES if able(replace(config, engine=name).facts)]
-    return f"{KEY}={' or '.join(names)}"

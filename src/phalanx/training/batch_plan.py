@@ -2,14 +2,14 @@
 
 import math
 import os
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.config import ConfigError
+from phalanx.config import ConfigError, rules
 from phalanx.config.files import kind
 from phalanx.config.messages import cut
-from phalanx.config.run import ActorConfig, DataConfig, RLConfig, RunConfig
+from phalanx.config.run import RLConfig, RunConfig
 from phalanx.training.minibatches import BatchPlan
 from phalanx.types import Algorithm
 
@@ -53,69 +53,12 @@ def plan(
     )
 
 
-def check(cfg: RLConfig, algorithm: Algorithm) -> None:
-    """Refuse combinations that cannot work, whatever the number of ranks; raises ConfigError."""
-    if not cfg.data.train_files:
-        raise ConfigError(
-            "data.train_files: [] names no prompts; give at least one .txt, .jsonl, .csv, .parquet or dataset folder"
-        )
-    if not cfg.reward.functions and algorithm.needs_reward:
-        raise ConfigError(
-            "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name: ocr}]"
-        )
-    again = {
-        "max_num_gen_batches": cfg.rollout.max_num_gen_batches,
-        "max_draws_per_prompt": cfg.rollout.max_draws_per_prompt,
-    }
-    for key, times in again.items():
-        if not algorithm.needs_reward and times > 1:
-            raise ConfigError(
-                f"rollout.{key}: {times} goes by rewards, from which {cfg.algorithm.name} does not learn; set it to 1"
-            )
-    if min(again.values()) > 1:
-        raise ConfigError(
-            f"rollout.max_num_gen_batches: {cfg.rollout.max_num_gen_batches} draws new prompts, and rollout."
-            f"max_draws_per_prompt: {cfg.rollout.max_draws_per_prompt} the same ones again; set one of the two to 1"
-        )
-    if cfg.reward.normalize == "gdpo" and "global_std" in vars(cfg.algorithm) and cfg.algorithm.global_std is False:
-        raise ConfigError(
-            "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; "
-            "leave it out, or set reward.normalize=group"
-        )
-    _check_one_of(ActorConfig, cfg.actor, "actor", "ppo_mini_batch_size")
-    if cfg.actor.ppo_mini_batch_size_per_gpu is not None and cfg.data.train_batch_size_per_gpu is None:
-        raise ConfigError(
-            f"actor.ppo_mini_batch_size_per_gpu: {cfg.actor.ppo_mini_batch_size_per_gpu} follows the ranks, and "
-            "data.train_batch_size does not; set data.train_batch_size_per_gpu, or actor.ppo_mini_batch_size"
-        )
-    check_run(cfg)
-    cfg.algorithm.check(cfg.rollout)
-
-
-def check_run(cfg: RunConfig) -> None:
-    """Refuse what no training job can work with; raises ConfigError."""
+def check(cfg: RunConfig, algorithm: Algorithm | None = None) -> None:
+    """Refuse combinations that cannot work, whatever the number of ranks; raises ConfigError. Reinforcement learning
+    has an `algorithm`.
+    """
+    rules.check_start(cfg, algorithm)
     _check_output_dir(cfg.trainer.output_dir)
-    _check_one_of(DataConfig, cfg.data, "data", "train_batch_size")
-    if cfg.trainer.total_training_steps is None and cfg.trainer.total_epochs is None:
-        raise ConfigError("trainer.total_training_steps: null needs trainer.total_epochs; set one of them")
-    if len(cfg.optim.betas) != 2 or not all(0 <= b < 1 for b in cfg.optim.betas):
-        raise ConfigError(f"optim.betas: {cfg.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]")
-    if cfg.trainer.test_freq > 0 and not cfg.data.val_files:
-        raise ConfigError(f"trainer.test_freq: {cfg.trainer.test_freq} needs data.val_files; give some, or -1")
-    for key, value in (("save_freq", cfg.trainer.save_freq), ("test_freq", cfg.trainer.test_freq)):
-        if value < 1 and value != -1:
-            raise ConfigError(f"trainer.{key}: {value} should be -1 (never) or a number of steps")
-
-
-def _check_one_of(kind: type, section: Any, name: str, key: str) -> None:
-    """Refuse a number for all ranks beside one per rank, unless it is the default."""
-    found, each = vars(section)[key], vars(section)[f"{key}_per_gpu"]
-    default = next(field.default for field in fields(kind) if field.name == key)
-    if each is not None and found != default:
-        raise ConfigError(
-            f"{name}.{key}_per_gpu: {each} beside {name}.{key}: {found}; set one of the two: leave {name}.{key} at "
-            f"{default}, or set {name}.{key}_per_gpu=null"
-        )
 
 
 def _per_gpu(cfg: RLConfig) -> frozenset[str]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.config.load import ConfigError
 from phalanx.data.prompts import DataError, PromptRow, load_prompts, numbered, validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float, reduce_int
@@ -64,9 +63,7 @@ def samples_of_rank(cfg: BlockDiffusionTaskConfig, world_size: int) -> int:
 
 def check(cfg: BlockDiffusionTaskConfig) -> int:
     """Refuse what cannot run here (ConfigError); returns the samples of a rank."""
-    if not cfg.data.train_files:
-        raise ConfigError("data.train_files: [] names no samples; give a .jsonl or .parquet file of chats")
-    batch_plan.check_run(cfg)
+    batch_plan.check(cfg)
     check_engine(cfg)
     check_loggers(cfg.trainer.logger)
     return mesh.check(cfg, lambda roles: samples_of_rank(cfg, roles.world_size))

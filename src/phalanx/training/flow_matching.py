@@ -35,13 +35,9 @@ ENCODED_TOGETHER = 64  # images, where latents are cached
 
 def check(cfg: FlowMatchingTaskConfig) -> int:
     """Refuse what cannot run here (ConfigError); returns the images of a rank."""
-    if not cfg.data.train_files:
-        raise ConfigError("data.train_files: [] names no images; give a .jsonl file or a Hugging Face dataset folder")
-    batch_plan.check_run(cfg)
+    batch_plan.check(cfg)
     if image_columns(cfg.model):
         raise ConfigError(f"model.path: {cfg.model.path!r} edits images; flow matching trains from texts alone")
-    if cfg.rollout.num_frames > 1:
-        raise ConfigError(f"rollout.num_frames: {cfg.rollout.num_frames}: flow matching trains on images; set it to 1")
     check_loggers(cfg.trainer.logger)
     check_plan(cfg)
     return mesh.check(cfg, lambda roles: images_of_rank(cfg, cfg.parallel.data_ranks(roles.world_size)))

@@ -1,7 +1,6 @@
 """Reinforcement learning of a flow-matching model: the loop's parts, and what must hold before."""
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 
 from phalanx import algorithms
@@ -14,8 +13,8 @@ from phalanx.distributed import mesh
 from phalanx.distributed.roles import INFERENCE, ROLLOUT, Roles
 from phalanx.functional.window import sde_window, trained_count
 from phalanx.models.flow.policy import family_of, image_columns
-from phalanx.rollout.flow import check_engine
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
+from phalanx.rollout.registry import check_installed
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
 from phalanx.training.disaggregated.batches import checked, of_role, part_of
@@ -81,7 +80,7 @@ def check(cfg: FlowRLConfig) -> BatchPlan:
     check_config(cfg)
     check_loggers(cfg.trainer.logger)
     found = mesh.check(cfg, lambda roles: check_roles(cfg, roles))
-    check_engine(cfg.rollout)
+    check_installed(cfg.rollout)
     check_plan(cfg)
     family = family_of(cfg.model)
     train_sampler(cfg.rollout, family)
@@ -91,7 +90,7 @@ def check(cfg: FlowRLConfig) -> BatchPlan:
 
 def check_roles(cfg: FlowRLConfig, roles: Roles) -> BatchPlan:
     """The actor's arithmetic; ConfigError where it or that of other roles is uneven."""
-    found = checked(cfg, algorithms.build(cfg.algorithm), partial(plan, cfg), roles)
+    found = checked(cfg, partial(plan, cfg), roles)
     part = of_role(found, cfg, roles, ROLLOUT)
     if part.per_rank % part.rollout_micro:  # of another shape than the replay's
         raise ConfigError(
@@ -107,15 +106,8 @@ def check_config(cfg: FlowRLConfig) -> None:
     if isinstance(algorithm, algorithms.TokenAlgorithm):
         raise ConfigError(f"algorithm.name: {cfg.algorithm.name} trains language models; expected such as flow_grpo")
     batch_plan.check(cfg, algorithm)
-    if cfg.rollout.facts.columns:
-        _check_images(cfg, cfg.rollout.facts.columns, algorithm)
-    if algorithm.levels is not None:
-        _check_windowless(cfg)
-        return
-    # without noise a step has no probability that could be made larger
-    if cfg.rollout.noise_level == 0:
-        raise ConfigError("rollout.noise_level: 0.0 should be greater than 0")
-    stochastic_steps(cfg)
+    if algorithm.levels is None:
+        stochastic_steps(cfg)
 
 
 def plan(cfg: FlowRLConfig, world_size: int) -> BatchPlan:
@@ -131,49 +123,9 @@ def trained_actions(cfg: FlowRLConfig, algorithm: Algorithm) -> int:
     return trained_count(stochastic_steps(cfg), cfg.rollout.timestep_fraction)
 
 
-def _check_windowless(cfg: FlowRLConfig) -> None:
-    """Refuse settings around a window, for an algorithm without one; raises ConfigError."""
-    r, name = cfg.rollout, cfg.algorithm.name
-    if r.correction != "rescore":
-        raise ConfigError(
-            f"rollout.correction: {r.correction} is of log-probs, which {name} does not use; leave it out"
-        )
-    if r.ode_compression < 1:
-        raise ConfigError(
-            f"rollout.ode_compression: {r.ode_compression:g} shortens what follows a window, and {name} has none; "
-            "lower rollout.num_inference_steps instead"
-        )
-    if r.noise_level > 0 and r.solver != "euler":
-        raise ConfigError(
-            f"rollout.solver: {r.solver} takes steps without noise, and under {name} all have rollout.noise_level "
-            f"{r.noise_level:g}; set it to 0, or rollout.solver=euler"
-        )
-    if r.noise_level == 0 and r.init_same_noise:
-        raise ConfigError(
-            f"rollout.init_same_noise: true makes all images of a prompt equal, since {name} samples without noise; "
-            "set it to false"
-        )
-
-
-def _check_images(cfg: FlowRLConfig, columns: Sequence[str], algorithm: Algorithm) -> None:
-    """Refuse what cannot be trained on images of these columns of the data."""
-    if algorithm.levels is None:
-        raise ConfigError(
-            f"rollout.engine: {cfg.rollout.engine} brings images, and algorithm.name {cfg.algorithm.name} trains on "
-            "sampled denoising steps; take one that trains on images, such as diffusion_dpo"
-        )
-    if cfg.rollout.n != len(columns):
-        raise ConfigError(
-            f"rollout.n: {cfg.rollout.n} should be {len(columns)} where rollout.engine is {cfg.rollout.engine}: the "
-            f"{' image and the '.join(columns)} one"
-        )
-
-
 def stochastic_steps(cfg: FlowRLConfig) -> int:
     """Steps of the window, of which some are trained; raises ConfigError where it does not fit."""
     r = cfg.rollout
-    if r.sde_window_range is not None and len(r.sde_window_range) != 2:
-        raise ConfigError(f"rollout.sde_window_range: {r.sde_window_range} should be two numbers [a, b]")
     try:
         window = sde_window(
             0,
@@ -186,10 +138,4 @@ def stochastic_steps(cfg: FlowRLConfig) -> int:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    end = r.sde_window_range[1] if r.sde_window_range is not None else r.num_inference_steps - 1
-    if r.sde_type == "cps" and end == r.num_inference_steps:
-        raise ConfigError(
-            f"rollout.sde_window_range: {r.sde_window_range} holds the last step, which has no log-probability under "
-            f"cps; its end should be at most {r.num_inference_steps - 1}"
-        )
     return len(window)

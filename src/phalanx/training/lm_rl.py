@@ -93,36 +93,10 @@ def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
     `installed` False, engines need not be here.
     """
     batch_plan.check(cfg, build_algorithm(cfg))
-    if cfg.model.use_remove_padding and cfg.model.compile and cfg.model.attn_implementation == "sdpa":
-        raise ConfigError(
-            "model.compile: true would compile anew for the lengths of each pass that model.use_remove_padding packs; "
-            "set one of the two to false, or model.attn_implementation=flash_attention_2"
-        )
-    actor, longest = cfg.actor, longest_row(cfg)
-    if actor.use_dynamic_bsz and actor.ppo_max_token_len_per_gpu < longest:
-        raise ConfigError(
-            f"actor.ppo_max_token_len_per_gpu: {actor.ppo_max_token_len_per_gpu} tokens do not hold a sample, which "
-            f"may have {longest} (data.max_prompt_length, data.max_response_length"
-            + (", and rollout.denoising_steps_per_block times it)" if cfg.model.block_size else ")")
-        )
     check_loggers(cfg.trainer.logger)
-    found = mesh.check(cfg, lambda roles: checked(cfg, build_algorithm(cfg), partial(plan, cfg), roles))
+    found = mesh.check(cfg, lambda roles: checked(cfg, partial(plan, cfg), roles))
     check_engine(cfg, installed=installed)
     return found
-
-
-def longest_row(cfg: LMRLConfig) -> int:
-    """Positions of the longest sample in a pass."""
-    length, size = cfg.data.max_prompt_length + cfg.data.max_response_length, cfg.model.block_size
-    return length if size is None else length + (most_states(cfg) - 1) * size
-
-
-def most_states(cfg: LMRLConfig) -> int:
-    """States of the longest response in a pass, where one token is unmasked at a time."""
-    size = cfg.model.block_size
-    assert size is not None, "of block diffusion"
-    each = {"trace": cfg.rollout.denoising_steps_per_block or size, "coupled": 3}.get(cfg.actor.log_prob_estimate, 1)
-    return each * cfg.data.max_response_length // size
 
 
 def build_algorithm(cfg: LMRLConfig) -> Algorithm:

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from phalanx.config.load import ConfigError
 from phalanx.config.run import RLConfig
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.mesh import World
@@ -63,7 +62,7 @@ def build_trainer(
 ) -> Trainer:
     """The job, on all ranks in step. `teachers` are the algorithm's, loaded, and `critic` is the one that it wants.
 
-    Raises ConfigError for a reference that cannot follow, ValueError for a checkpoint or a folder that cannot be used.
+    Raises ValueError for a checkpoint or a folder that cannot be used.
     """
     world, policy, timers, link = components.world, components.policy, Timers(), components.world.link
     averages = weights_beside(cfg, algorithm, policy)
@@ -119,16 +118,9 @@ def build_trainer(
 
 
 def weights_beside(cfg: RLConfig, algorithm: Algorithm, policy: TrainedPolicy) -> list[str]:
-    """The names of the averages that the job keeps, and the reference kept where it never changes; ConfigError for a
-    reference that cannot follow.
-    """
+    """The names of the averages that the job keeps, and the reference kept where it never changes."""
     averages, sync = list(algorithm.averages), cfg.actor.ref_model_sync_steps
     if "reference" not in algorithm.references:
-        if sync is not None:
-            raise ConfigError(
-                f"actor.ref_model_sync_steps: {sync} has no reference to sync; set algorithm.kl_loss_coef > 0, or "
-                "leave it out"
-            )
         return averages
     if sync is None:
         policy.trained.keep_reference()

@@ -8,9 +8,9 @@ from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 from diffusers.models.attention_processor import Attention
 
+from phalanx.config.messages import near_divisors
 from phalanx.distributed.context_parallel import KEY
 from phalanx.distributed.mesh import World
-from phalanx.distributed.placement import near_divisors
 from phalanx.functional.flow import Sampler
 from phalanx.models.flow.family import FlowModel
 

@@ -4,11 +4,10 @@ from typing import Any
 
 from phalanx.config.engines import engine_class
 from phalanx.config.flow import ENGINES, FlowRolloutConfig
-from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import World
 from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.rollout.registry import able_engines, check_class, check_exact, check_installed, check_redraws, made
+from phalanx.rollout.registry import check_class, check_installed, made
 
 
 def check_entry(kind: Any, name: str) -> None:
@@ -17,21 +16,11 @@ def check_entry(kind: Any, name: str) -> None:
     check_class(kind, name, "window", "phalanx.rollout.flow.in_policy.PolicyRollout", beside=("encode", "collate"))
 
 
-def check_engine(config: FlowRolloutConfig) -> None:
-    """Raise ConfigError for what the engine cannot do, or one that is not installed."""
-    check_exact(config)
-    check_redraws(config)
-    if config.num_frames > 1 and not config.facts.videos:
-        able = able_engines(config, lambda facts: facts.videos)
-        raise ConfigError(f"rollout.num_frames: {config.num_frames} needs {able}; {config.engine} makes only images")
-    check_installed(config)
-
-
 def build_rollout(
     policy: FlowPolicy, config: FlowRolloutConfig, world: World, micro_batch_size: int, *, window: bool = True
 ) -> PolicyRollout:
     """The engine that the configuration names, all ranks in step; ValueError if it cannot run here."""
-    check_engine(config)
+    check_installed(config)
     kind = engine_class(config.engine, ENGINES)
     rollout: PolicyRollout = made(kind, config.engine, policy, config, world, micro_batch_size, window=window)
     return rollout

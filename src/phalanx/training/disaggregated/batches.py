@@ -4,14 +4,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from phalanx.config import ConfigError
+from phalanx.config.messages import near_divisors
 from phalanx.config.run import RLConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
-from phalanx.distributed.placement import near_divisors, place
-from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
+from phalanx.distributed.placement import place
+from phalanx.distributed.roles import ACTOR, ROLLOUT, Roles
 from phalanx.training.batch_plan import KEYS
 from phalanx.training.minibatches import BatchPlan
-from phalanx.types import Algorithm
 
 
 def of_role(plan: BatchPlan, cfg: RLConfig, roles: Roles, role: str) -> BatchPlan:
@@ -43,44 +43,26 @@ def part_of(plan: BatchPlan, cfg: RLConfig, world: World) -> BatchPlan:
     return plan if world.link is None else of_role(plan, cfg, world.link.roles, world.role)
 
 
-def checked(cfg: RLConfig, algorithm: Algorithm, plan: Callable[[int], BatchPlan], roles: Roles) -> BatchPlan:
+def checked(cfg: RLConfig, plan: Callable[[int], BatchPlan], roles: Roles) -> BatchPlan:
     """The actor's arithmetic on the ranks that it has; refuses what the roles cannot run (ConfigError)."""
     actor_plan = plan(cfg.parallel.data_ranks(len(roles.ranks[ACTOR])))
-    check_schedule(cfg, algorithm, actor_plan, roles)
+    check_parts(cfg, actor_plan, roles)
     if cfg.reward.model.path is not None:
         launch = roles.launch(ROLLOUT, Launch.from_env())
         place(cfg.reward.model, launch.world_size, launch.local_world_size)
     return actor_plan
 
 
-def check_schedule(cfg: RLConfig, algorithm: Algorithm, plan: BatchPlan, roles: Roles) -> None:
-    """Refuse a schedule that the placement or the algorithm does not allow; raises ConfigError."""
-    schedule = cfg.rollout.schedule
-    key = f"rollout.schedule: {schedule}"
+def check_parts(cfg: RLConfig, plan: BatchPlan, roles: Roles) -> None:
+    """Refuse parts of a step that the ranks or the updates do not divide; raises ConfigError."""
     if roles.collocated:
-        if schedule != "synchronous":
-            raise ConfigError(f"{key} needs ranks that only sample; see placement, such as {{rollout: 0, actor: 1}}")
         return
     for role in roles.ranks:
         of_role(plan, cfg, roles, role)
-    if INFERENCE in roles.ranks and (cfg.rollout.facts.exact or algorithm.levels is not None):
-        raise ConfigError("placement.inference: there are no log-probs to take again; give its ranks to the rollout")
-    if cfg.rollout.max_staleness == 0 and schedule == "one_step_off":
-        raise ConfigError(f"{key} trains on samples that are one step old; set rollout.max_staleness to 1")
-    if schedule != "pipelined":
+    if cfg.rollout.schedule != "pipelined":
         return
-    if plan.epochs > 1 or cfg.algorithm.needs_critic:
-        raise ConfigError(f"{key} trains each sample once, as it comes; set actor.ppo_epochs to 1, without a critic")
     if cfg.rollout.parts % plan.updates:
         raise ConfigError(
             f"rollout.parts: {cfg.rollout.parts} parts do not divide over the {plan.updates} updates of a step; "
             f"expected a multiple of {plan.updates}"
         )
-    whole = vars(cfg.algorithm).get("global_std") or algorithm.per_action or cfg.reward.normalize == "gdpo"
-    if whole or algorithm.levels is not None or algorithm.samples_per_unit > 1:
-        raise ConfigError(
-            f"{key}: {cfg.algorithm.name} looks at all samples of a step before it trains the first one (as with "
-            "global_std); expected such as grpo with algorithm.global_std=false"
-        )
-    if cfg.actor.loss_agg_mode == "seq-mean-token-sum-norm" and cfg.actor.loss_scale_factor is None:
-        raise ConfigError(f"{key} does not know the longest sample before the last one; set actor.loss_scale_factor")

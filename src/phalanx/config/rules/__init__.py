@@ -1,0 +1,65 @@
+"""The rules across keys of a configuration, in tables. docs/rules.md is generated from them.
+
+RULES need the configuration only and are checked as it is loaded. START_RULES also need facts of the algorithm, or what
+a file may leave out and a job has need of; they are checked before a job starts. LAUNCH_RULES need the ranks, and
+MODEL_RULES the section `model` of the run whose checkpoint is sampled.
+Constraints of a single key stand in its schema, and rules that need files or tensors where those are read.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from phalanx.config.messages import ConfigError
+from phalanx.config.rules import algorithm, batches, blocks, layout, rollout, tasks
+from phalanx.config.rules.rule import Ranks, Rule
+
+__all__ = [
+    *("LAUNCH_RULES", "MODEL_RULES", "RULES", "START_RULES", "Ranks", "Rule"),
+    *("broken", "check", "check_launch", "check_model", "check_start"),
+]
+
+# in the order in which they are checked
+RULES = (*batches.RULES, *algorithm.RULES, *blocks.RULES, *rollout.RULES, *layout.RULES, *tasks.RULES)
+START_RULES = (*batches.START_RULES, *algorithm.START_RULES, *rollout.START_RULES)
+LAUNCH_RULES = layout.LAUNCH_RULES
+MODEL_RULES = blocks.MODEL_RULES
+
+
+def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, str]]:
+    """The rules that a configuration breaks, in order, with their messages. `given`: see Rule.broken."""
+    schemas = {schema.__name__ for schema in type(c).__mro__}
+    if "CheckClusterConfig" in schemas:  # it has the keys of several jobs, each of which is checked by itself
+        return
+    for rule in rules:
+        if rule.schema in schemas:
+            x = rule.broken(c, *given.values())
+            if x:
+                yield rule, rule.message.format(c=c, x=x, **given)
+
+
+def check(c: Any) -> None:
+    """Raise ConfigError for the first rule that a configuration breaks by itself."""
+    _check(RULES, c)
+
+
+def check_start(c: Any, algorithm: Any = None) -> None:
+    """Raise ConfigError for the first rule that a job breaks before the ranks are known. `algorithm` has the facts of
+    phalanx.types.Algorithm.
+    """
+    check(c)  # again: a configuration may have been changed, or made without a file
+    _check(START_RULES, c, a=algorithm)
+
+
+def check_launch(c: Any, ranks: Ranks) -> None:
+    """Raise ConfigError for the first rule that a job breaks on these ranks."""
+    _check(LAUNCH_RULES, c, w=ranks)
+
+
+def check_model(c: Any, model: Any) -> None:
+    """Raise ConfigError for the first rule that a task breaks with the settings `model` that it samples with."""
+    _check(MODEL_RULES, c, m=model)
+
+
+def _check(rules: Iterable[Rule], c: Any, **given: Any) -> None:
+    for _, message in broken(rules, c, **given):
+        raise ConfigError(message)

@@ -1,0 +1,305 @@
+"""Rules across keys: each row of the tables is broken by a small configuration, with one line that names a key of it."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from phalanx import algorithms
+from phalanx.config import ConfigError, load, rules
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
+from phalanx.config.lm import LMModelConfig, LMRLConfig
+from phalanx.config.load import build
+from phalanx.config.rules import Ranks, Rule
+from phalanx.config.tasks import CheckClusterConfig, GenerateConfig, PrepareDataConfig, SampleConfig
+
+ROOT = Path(__file__).parents[2]
+PPO_OF_ONE = ("algorithm.name=ppo", "rollout.n=1")
+DPO = ("algorithm.name=diffusion_dpo", "rollout.n=2", "rollout.noise_level=0")
+OPD = ("algorithm.name=opd", "algorithm.teacher_path=x")
+BLOCKS = ("model.block_size=4", "data.max_response_length=8")
+IN_BLOCKS = "rollout.engine='phalanx.rollout.lm.in_blocks:BlockDiffusionRollout'"
+PIPELINED = "rollout.schedule=pipelined"
+CONTEXT = "parallel.ulysses_sequence_parallel_size=2"
+
+# schema, overrides, and how the message begins
+LOADED: list[tuple[type, tuple[str, ...], str]] = [
+    (
+        FlowRLConfig,
+        ("actor.ppo_mini_batch_size=8", "actor.ppo_mini_batch_size_per_gpu=2"),
+        "actor.ppo_mini_batch_size_per_gpu: 2 beside",
+    ),
+    (FlowRLConfig, ("actor.ppo_mini_batch_size_per_gpu=2",), "actor.ppo_mini_batch_size_per_gpu: 2 follows"),
+    (
+        FlowMatchingTaskConfig,
+        ("data.train_batch_size=8", "data.train_batch_size_per_gpu=2"),
+        "data.train_batch_size_per_gpu: 2 beside",
+    ),
+    (
+        LMRLConfig,
+        ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=9"),
+        "actor.ppo_max_token_len_per_gpu: 9 tokens do not hold a sample, which may have 2048",
+    ),
+    (FlowRLConfig, ("optim.betas=[0.9,1]",), "optim.betas: [0.9, 1.0] should be two numbers"),
+    (FlowRLConfig, ("trainer.save_freq=0",), "trainer.save_freq: 0 should be -1"),
+    (FlowRLConfig, ("trainer.test_freq=-2",), "trainer.test_freq: -2 should be -1"),
+    (LMRLConfig, ("rollout.n=1",), "rollout.n: 1 leaves algorithm.name=grpo nothing"),
+    (LMRLConfig, (*PPO_OF_ONE, "reward.normalize=group"), "rollout.n: 1 leaves reward.normalize=group no group"),
+    (LMRLConfig, (*PPO_OF_ONE, "rollout.max_num_gen_batches=2"), "rollout.n: 1 leaves rollout.max_num_gen_batches=2"),
+    (LMRLConfig, (*PPO_OF_ONE, "rollout.max_draws_per_prompt=2"), "rollout.n: 1 leaves rollout.max_draws_per_prompt=2"),
+    (LMRLConfig, ("algorithm.name=ppo", "critic.optim.betas=[0.9]"), "critic.optim.betas: [0.9] should be two"),
+    (LMRLConfig, ("trainer.critic_warmup=3",), "trainer.critic_warmup: 3 is of a critic"),
+    (LMRLConfig, ("critic.optim.lr=1",), "critic.optim.lr: 1.0 is of a critic"),
+    (
+        FlowRLConfig,
+        ("rollout.max_num_gen_batches=2", "rollout.max_draws_per_prompt=2"),
+        "rollout.max_num_gen_batches: 2 draws new prompts",
+    ),
+    (FlowRLConfig, ("reward.normalize=gdpo", "algorithm.global_std=false"), "algorithm.global_std: false contradicts"),
+    (LMRLConfig, ("algorithm.name=ppo", "algorithm.adv_clip_max=1"), "algorithm.adv_clip_max: 1.0 means nothing"),
+    (FlowRLConfig, ("algorithm.name=grpo_guard", "rollout.sde_type=cps"), "rollout.sde_type: cps makes no sense"),
+    (
+        FlowRLConfig,
+        ("algorithm.importance=sequence", "algorithm.timestep_weight=noise"),
+        "algorithm.timestep_weight: noise tells",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=diffusion_nft", "algorithm.old_decay=zero", "algorithm.old_decay_flat=3"),
+        "algorithm.old_decay_flat: 3 has no effect with algorithm.old_decay=zero; set old_decay to slow or late",
+    ),
+    (BlockDiffusionTaskConfig, (), "model.block_size is missing"),
+    (LMRLConfig, ("rollout.threshold=0.5",), "rollout.threshold: 0.5 is of block diffusion"),
+    (LMRLConfig, ("actor.log_prob_estimate=elbo",), "actor.log_prob_estimate: elbo is of block diffusion"),
+    (LMRLConfig, (IN_BLOCKS,), "rollout.engine: phalanx.rollout.lm.in_blocks:BlockDiffusionRollout is of block"),
+    (LMRLConfig, ("model.block_size=4", "data.max_response_length=3"), "data.max_response_length: 3 tokens are no"),
+    (LMRLConfig, (*BLOCKS, "rollout.val.max_response_length=9"), "rollout.val.max_response_length: 9 tokens are no"),
+    (LMRLConfig, (*BLOCKS, "rollout.denoising_steps_per_block=5"), "rollout.denoising_steps_per_block: 5 is more"),
+    (LMRLConfig, (*BLOCKS, "rollout.val.denoising_steps_per_block=5"), "rollout.val.denoising_steps_per_block: 5 is"),
+    (LMRLConfig, (*BLOCKS, "algorithm.name=ppo"), "algorithm.name: ppo trains a critic"),
+    (LMRLConfig, (*BLOCKS, "rollout.engine=vllm"), "rollout.engine: vllm does not go with block diffusion"),
+    (LMRLConfig, (*BLOCKS, "model.use_remove_padding=true"), "model.use_remove_padding: true does not go"),
+    (LMRLConfig, (*BLOCKS, "model.attn_implementation=flash_attention_2"), "model.attn_implementation: flash_att"),
+    (
+        BlockDiffusionTaskConfig,
+        (*BLOCKS, "block_diffusion.noise_range_low=0.9"),
+        "block_diffusion.noise_range_low: 0.9 is above noise_range_high 0.8",
+    ),
+    (
+        BlockDiffusionTaskConfig,
+        (*BLOCKS, "data.max_prompt_length=7", "block_diffusion.train_fill=max_length"),
+        "data.max_prompt_length: it and data.max_response_length are 15 tokens",
+    ),
+    (
+        BlockDiffusionTaskConfig,
+        (*BLOCKS, "block_diffusion.same_token_labels=false", "data.val_files=[x]"),
+        "block_diffusion.same_token_labels: false",
+    ),
+    (FlowRLConfig, ("rollout.correction=none",), "rollout.correction: none has nothing to correct"),
+    (
+        FlowRLConfig,
+        ("rollout.engine=dataset", "rollout.max_num_gen_batches=2"),
+        "rollout.max_num_gen_batches: 2 needs rollout.engine=policy",
+    ),
+    (
+        FlowRLConfig,
+        ("rollout.engine=dataset", "rollout.max_draws_per_prompt=2"),
+        "rollout.max_draws_per_prompt: 2 needs rollout.engine=policy",
+    ),
+    (
+        FlowRLConfig,
+        ("rollout.engine=dataset", "rollout.num_frames=5"),
+        "rollout.num_frames: 5 needs rollout.engine=policy; dataset samples images and no videos",
+    ),
+    (FlowMatchingTaskConfig, ("rollout.num_frames=5",), "rollout.num_frames: 5: flow matching trains on images"),
+    (LMRLConfig, ("parallel.rollout_unsharded=false",), "parallel.rollout_unsharded: false would gather"),
+    (LMRLConfig, ("rollout.schedule=one_step_off", "rollout.max_staleness=0"), "rollout.schedule: one_step_off trains"),
+    (LMRLConfig, (PIPELINED, "actor.ppo_epochs=2"), "rollout.schedule: pipelined trains each sample once"),
+    (
+        LMRLConfig,
+        (PIPELINED, "actor.loss_agg_mode=seq-mean-token-sum-norm"),
+        "rollout.schedule: pipelined does not know the longest sample",
+    ),
+    (FlowRLConfig, ("rollout.sde_window_range=[1]",), "rollout.sde_window_range: [1] should be two numbers"),
+    (LMRLConfig, (CONTEXT,), f"{CONTEXT.replace('=', ': ')} is of flow models"),
+    (SampleConfig, (CONTEXT,), f"{CONTEXT.replace('=', ': ')} is of training"),
+    (FlowRLConfig, (CONTEXT, "rollout.engine=vllm_omni"), f"{CONTEXT.replace('=', ': ')} samples in the policy"),
+    (FlowRLConfig, (CONTEXT, "model.compile=true"), f"{CONTEXT.replace('=', ': ')} exchanges tokens"),
+    (
+        FlowRLConfig,
+        ("parallel.param_offload=true", "parallel.expert_parallel=true"),
+        "parallel.param_offload: true has no way with parallel.expert_parallel",
+    ),
+    (LMRLConfig, ("model.compile=true", "model.use_remove_padding=true"), "model.compile: true would compile anew"),
+    (SampleConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
+    (SampleConfig, (), "neither prompts nor prompt_file is set"),
+    (SampleConfig, ("prompts=[a]", "model.path=null"), "neither model.path nor checkpoint is set"),
+    (SampleConfig, ("prompts=[a]", "weights=ema"), "weights: ema needs a checkpoint"),
+    (GenerateConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
+    (GenerateConfig, (), "neither prompts nor prompt_file is set"),
+    (GenerateConfig, ("prompts=[a]", "model.path=null"), "neither model.path nor checkpoint is set"),
+    (GenerateConfig, ("prompts=[a]", "weights=ema"), "weights: ema needs a checkpoint"),
+    (PrepareDataConfig, (), "give either source, a file, or reasoning_gym"),
+    (PrepareDataConfig, ("source=x", "reasoning_gym=[y]"), "give either source, a file, or reasoning_gym"),
+]
+STARTED: list[tuple[type, tuple[str, ...], str]] = [
+    (FlowRLConfig, (), "data.train_files: [] names no prompts"),
+    (FlowMatchingTaskConfig, (), "data.train_files: [] names no images"),
+    (BlockDiffusionTaskConfig, BLOCKS, "data.train_files: [] names no samples"),
+    (FlowRLConfig, (), "trainer.total_training_steps: null needs trainer.total_epochs"),
+    (FlowRLConfig, ("trainer.test_freq=5",), "trainer.test_freq: 5 needs data.val_files"),
+    (
+        FlowRLConfig,
+        (),
+        "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name:",
+    ),
+    (FlowRLConfig, (*OPD, "rollout.max_num_gen_batches=2"), "rollout.max_num_gen_batches: 2 goes by rewards"),
+    (FlowRLConfig, (*OPD, "rollout.max_draws_per_prompt=2"), "rollout.max_draws_per_prompt: 2 goes by rewards"),
+    (FlowRLConfig, ("actor.ref_model_sync_steps=5",), "actor.ref_model_sync_steps: 5 has no reference to sync"),
+    (FlowRLConfig, (PIPELINED, "algorithm.global_std=true"), "rollout.schedule: pipelined: flow_grpo looks at all"),
+    (FlowRLConfig, ("placement={inference: 1}",), "placement.inference: there are no log-probs"),
+    (FlowRLConfig, ("rollout.engine=dataset",), "rollout.engine: dataset brings images"),
+    (FlowRLConfig, (*DPO, "rollout.engine=dataset", "rollout.n=3"), "rollout.n: 3 should be 2"),
+    (FlowRLConfig, ("rollout.noise_level=0",), "rollout.noise_level: 0.0 should be greater than 0"),
+    (
+        FlowRLConfig,
+        ("rollout.sde_type=cps", "rollout.sde_window_range=[6,10]"),
+        "rollout.sde_window_range: [6, 10] holds the last step",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=awm", "rollout.engine=vllm_omni", "rollout.correction=none"),
+        "rollout.correction: none is of log-probs",
+    ),
+    (FlowRLConfig, ("algorithm.name=awm", "rollout.ode_compression=0.5"), "rollout.ode_compression: 0.5 shortens"),
+    (
+        FlowRLConfig,
+        ("algorithm.name=awm", "rollout.noise_level=0.7", "rollout.solver=dpm_solver++"),
+        "rollout.solver: dpm_solver++ takes steps without noise",
+    ),
+    (
+        FlowRLConfig,
+        ("algorithm.name=awm", "rollout.noise_level=0", "rollout.init_same_noise=true"),
+        "rollout.init_same_noise: true makes",
+    ),
+]
+NODE = Ranks(width=4, node=4, sampling_node=4, apart=False, restarts=False)
+LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
+    (FlowRLConfig, (CONTEXT,), Ranks(2, 2, 2, apart=True, restarts=False), f"{CONTEXT.replace('=', ': ')} has no way"),
+    (FlowRLConfig, (CONTEXT.replace("2", "3"),), NODE, "parallel.ulysses_sequence_parallel_size: 3 does not divide"),
+    (
+        FlowRLConfig,
+        ("parallel.param_offload=true",),
+        Ranks(1, 4, 4, apart=False, restarts=False),
+        "parallel.param_offload: true needs parallel.fsdp_size > 1",
+    ),
+    (FlowRLConfig, ("optim.name=muon",), NODE, "optim.name: 'muon' orthogonalizes whole matrices, which 4 ranks"),
+    (
+        LMRLConfig,
+        ("rollout.engine=vllm", "rollout.tensor_parallel_size=3"),
+        NODE,
+        "rollout.tensor_parallel_size: 3 does not divide the 4 ranks of a node; nearest that does: 2 or 4",
+    ),
+    (LMRLConfig, (PIPELINED,), NODE, "rollout.schedule: pipelined needs ranks that only sample"),
+    (
+        FlowRLConfig,
+        ("trainer.resume=never",),
+        Ranks(4, 4, 4, apart=False, restarts=True),
+        "trainer.resume: 'never' would begin from there again",
+    ),
+]
+MODELS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
+    (("threshold=0.5",), {}, "threshold: 0.5 is of block diffusion"),
+    (("max_response_length=7",), {"block_size": 4}, "max_response_length: 7 tokens are no whole number of blocks"),
+    (("denoising_steps_per_block=5",), {"block_size": 4}, "denoising_steps_per_block: 5 is more than"),
+    ((), {"block_size": 4, "attn_implementation": "flash_attention_2"}, "model.attn_implementation: flash_attention_2"),
+]
+
+
+def configuration(schema: type, overrides: tuple[str, ...]) -> Any:
+    """A configuration whose rules are not checked."""
+    jobs = {"model": {"path": "x"}}
+    user = {} if schema is PrepareDataConfig else jobs
+    return build(schema, OmegaConf.merge(OmegaConf.create(user), OmegaConf.from_dotlist(list(overrides))))
+
+
+def broken_by(table: tuple[Rule, ...], cfg: Any, message: str, **given: Any) -> Rule:
+    """The rule with a message that begins so, which is one line and names one of the rule's keys."""
+    results = {text: rule for rule, text in rules.broken(table, cfg, **given) if text.startswith(message)}
+    ((text, rule),) = results.items()
+    assert "\n" not in text and "{" not in text.replace("{name: ocr}", "").replace("{rollout: 0, actor: 1}", "")
+    assert any(re.search(key.replace("*.", "").replace(".*", ""), text) for key in rule.keys.split())
+    return rule
+
+
+def algorithm(cfg: Any) -> Any:
+    return algorithms.build(cfg.algorithm) if "algorithm" in vars(cfg) else None
+
+
+@pytest.mark.parametrize(("schema", "overrides", "message"), LOADED, ids=[message[:50] for *_, message in LOADED])
+def test_a_rule_of_a_configuration(schema: type, overrides: tuple[str, ...], message: str) -> None:
+    broken_by(rules.RULES, configuration(schema, overrides), message)
+    model = [] if schema is PrepareDataConfig else ["model.path=x"]
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        load(schema, None, [*model, *overrides])
+
+
+@pytest.mark.parametrize(("schema", "overrides", "message"), STARTED, ids=[message[:50] for *_, message in STARTED])
+def test_a_rule_of_a_job(schema: type, overrides: tuple[str, ...], message: str) -> None:
+    cfg = load(schema, None, ["model.path=x", *overrides])
+    broken_by(rules.START_RULES, cfg, message, a=algorithm(cfg))
+    with pytest.raises(ConfigError):
+        rules.check_start(cfg, algorithm(cfg))
+
+
+@pytest.mark.parametrize(("schema", "overrides", "ranks", "message"), LAUNCHED)
+def test_a_rule_of_a_launch(schema: type, overrides: tuple[str, ...], ranks: Ranks, message: str) -> None:
+    cfg = load(schema, None, ["model.path=x", *overrides])
+    broken_by(rules.LAUNCH_RULES, cfg, message, w=ranks)
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        rules.check_launch(cfg, ranks)
+
+
+@pytest.mark.parametrize(("overrides", "model", "message"), MODELS)
+def test_a_rule_of_a_model(overrides: tuple[str, ...], model: dict[str, Any], message: str) -> None:
+    cfg = load(GenerateConfig, None, ["model.path=x", "prompts=[a]", *overrides])
+    broken_by(rules.MODEL_RULES, cfg, message, m=LMModelConfig(**model))
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        rules.check_model(cfg, LMModelConfig(**model))
+
+
+def test_no_rule_is_dead() -> None:
+    """Each row of the tables is broken by an example above."""
+    loaded = [broken_by(rules.RULES, configuration(schema, keys), message) for schema, keys, message in LOADED]
+    assert set(loaded) == set(rules.RULES)
+    configurations = [(configuration(schema, keys), message) for schema, keys, message in STARTED]
+    started = [broken_by(rules.START_RULES, cfg, message, a=algorithm(cfg)) for cfg, message in configurations]
+    assert set(started) == set(rules.START_RULES)
+    launched = [
+        broken_by(rules.LAUNCH_RULES, configuration(schema, keys), message, w=ranks)
+        for schema, keys, ranks, message in LAUNCHED
+    ]
+    assert set(launched) == set(rules.LAUNCH_RULES)
+    modelled = [
+        broken_by(rules.MODEL_RULES, configuration(GenerateConfig, keys), message, m=LMModelConfig(**model))
+        for keys, model, message in MODELS
+    ]
+    assert set(modelled) == set(rules.MODEL_RULES)
+
+
+def test_a_rule_stands_in_one_place() -> None:
+    """No other module raises the message of a rule."""
+    folder = ROOT / "src" / "phalanx" / "config" / "rules"
+    files = [path for path in (ROOT / "src").rglob("*.py") if not path.is_relative_to(folder)]
+    sources = "".join(re.sub(r'"\s*\n\s*f?"', "", path.read_text()) for path in files)
+    for rule in (*rules.RULES, *rules.START_RULES, *rules.LAUNCH_RULES, *rules.MODEL_RULES):
+        longest = max(re.split(r"\{[^}]*\}", rule.message), key=len)
+        assert len(longest) > 15 and longest not in sources, rule.message
+
+
+def test_a_file_for_the_cluster_check_is_of_any_job() -> None:
+    """Rules of flow matching are none of reinforcement learning's files, which the check of a cluster reads as well."""
+    assert load(CheckClusterConfig, None, ["rollout.num_frames=5"]).rollout.num_frames == 5
