@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ class Given(Policy):
         self.log_prob = log_prob
 
     def replay(self, trace: None) -> TokenReplay:
-        return TokenReplay(self.log_prob, torch.zeros_like(self.log_prob), torch.zeros_like(self.log_prob))
+        return TokenReplay(self.log_prob, torch.ones_like(self.log_prob), torch.zeros_like(self.log_prob))
 
 
 def computed(algorithm: TokenAlgorithm) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -200,6 +201,21 @@ def test_k2_has_the_gradient_of_k1_at_first() -> None:
         assert log_prob.grad is not None
         gradients.append(log_prob.grad)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "k2"}, {"loss_type": "k3"}])
+def test_a_correction_weighs_the_policys_term(options: dict[str, str]) -> None:
+    """A token that it rejects keeps its entropy and its KL to reference and teacher, as in verl, TRL and NeMo-RL."""
+    factors = torch.tensor([[0.0, 1.0, 2.0, 1.0], [0.5, 0.0, 1.0, 2.0], [0.0, 1.0, 1.0, 1.0]])
+    outputs = {"reference": TEACHER - 0.3, "teacher": TEACHER}
+    batch = Batch(None, OLD, MASK, torch.tensor(ADVANTAGE), MASK.float(), outputs)
+    policy, terms = Given(OLD + RATIO.log()), {"kl_loss_coef": 0.3, "entropy_coeff": 0.2}
+    for algorithm in (configured(**options, **terms), sapo.Algorithm(sapo.Config(**terms))):
+        surrogate, _ = algorithm.surrogate(policy.replay(None), batch)
+        loss, _ = algorithm.loss(policy, batch)
+        corrected, _ = algorithm.loss(policy, replace(batch, correction=factors))
+        torch.testing.assert_close(corrected, factors * surrogate + (loss - surrogate))
+        assert (corrected - factors * loss).abs()[MASK].max() > 0.1
 
 
 def test_raft_takes_the_best() -> None:

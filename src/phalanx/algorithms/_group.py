@@ -55,6 +55,7 @@ class GroupAlgorithm:
     samples_per_unit = 1
     needs_reward = True
     per_action = False
+    corrects = False
     clip_range = 0.2
     max_ratio: float | None = None
 

@@ -32,6 +32,7 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
     """loss = surrogate + beta KL(pi, pi_ref) - entropy_coeff H, for each token."""
 
     config: TokenConfig
+    corrects = True
 
     def __init__(self, config: TokenConfig) -> None:
         super().__init__(config)
@@ -53,11 +54,19 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
         if batch.on_policy:
             batch = replace(batch, log_prob=replay.log_prob.detach())
         loss, stats = self.surrogate(replay, batch)
+        if batch.correction is not None:  # an action that it rejects has its KL and its entropy all the same
+            loss = loss * batch.correction
         if "ratio_error" not in stats:  # of a surrogate without a ratio
             log_ratio = replay.log_prob.detach() - batch.log_prob
             stats["ratio_error"] = token_stats(log_ratio, batch.mask)["ratio_error"]
         stats["entropy"] = masked_mean(replay.entropy.detach(), batch.mask)
         stats["self_certainty"] = masked_mean(replay.self_certainty.detach(), batch.mask)
+        return self.regularize(loss, replay, batch, stats), stats
+
+    def regularize(
+        self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: dict[str, Tensor]
+    ) -> Tensor:
+        """The loss [B, A] with the terms that rollout.correction does not weigh: the bonus for entropy, and the KL."""
         if self.config.entropy_coeff > 0:
             loss = loss - self.config.entropy_coeff * replay.entropy
         if "reference" in batch.reference_outputs:
@@ -66,4 +75,4 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
             if self.config.kl_loss_coef > 0:  # else the reference is the reward's
                 loss = loss + self.config.kl_loss_coef * kl
             stats["kl_ref"] = masked_mean(kl.detach(), batch.mask)
-        return loss, stats
+        return loss

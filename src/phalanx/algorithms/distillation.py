@@ -68,13 +68,21 @@ class Algorithm(grpo.Algorithm):
         return torch.ones(len(reward), dtype=torch.bool)
 
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate [B, A] with the teacher's part, and its scalars."""
+        """The clipped surrogate [B, A], with the teacher in its advantage under k1, and its scalars."""
         c, teacher = self.config, batch.reference_outputs[TEACHER]
         advantage = spread(batch.advantage, replay.log_prob)
         if c.loss_type == "k1":
             advantage = advantage - c.distillation_loss_coef * kl_estimate(batch.log_prob, teacher, "k1")
         loss, stats = self.clipped(replay, batch, advantage)
-        if c.loss_type != "k1":
-            loss = loss + c.distillation_loss_coef * kl_estimate(replay.log_prob, teacher, c.loss_type)
         stats["teacher_kl"] = masked_mean(kl_estimate(replay.log_prob.detach(), teacher, "k1"), batch.mask)
         return loss, stats
+
+    def regularize(
+        self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: dict[str, Tensor]
+    ) -> Tensor:
+        """The loss [B, A] with the KL to the teacher, under k2 and k3, and all other terms."""
+        c = self.config
+        if c.loss_type != "k1":
+            kl = kl_estimate(replay.log_prob, batch.reference_outputs[TEACHER], c.loss_type)
+            loss = loss + c.distillation_loss_coef * kl
+        return super().regularize(loss, replay, batch, stats)

@@ -20,7 +20,7 @@ LARGEST = 20.0  # of |d| summed over a response, beyond which exp overflows
 
 
 def correction_weight(policy: Tensor, engine: Tensor, mask: Tensor, *, kind: str, limit: float) -> Tensor:
-    """Factors [B, A] of the loss from the two log-probabilities [B, A] of the same actions; mask [B, A] bool.
+    """Factors [B, A] of the policy's term of the loss from two log-probabilities [B, A] of the actions in mask [B, A].
 
     - `rescore` and `none`: 1.
     - `truncated_is`: rho, at most exp(limit); `rejection`: 1 where |d| <= limit, else 0.
