@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.algorithms import TokenAlgorithm, cispo, distillation, grpo, raft, rloo, sapo
+from phalanx.algorithms import TokenAlgorithm, awm, cispo, distillation, flow_grpo, grpo, raft, rloo, sapo
 from phalanx.functional.advantage import leave_one_out
 from phalanx.functional.token_losses import LARGEST, gated_tokens, weighted_tokens
 from phalanx.functional.tokens import TokenReplay
@@ -123,6 +123,21 @@ def test_dr_grpo_divides_by_nothing() -> None:
     reward, group_id = torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.zeros(4)
     advantage = grpo.Algorithm(grpo.Config(norm_adv_by_std_in_grpo=False)).advantage(reward, group_id)
     assert advantage.tolist() == [0.75, -0.25, -0.25, -0.25]
+
+
+def test_only_normalised_advantages_are_clamped() -> None:
+    """Others are in units of the reward: rewards of 0 to 100 keep their differences."""
+    reward, group_id = torch.tensor([0.0, 100.0, 50.0, 50.0]), torch.zeros(4)
+    dr_grpo = grpo.Algorithm(grpo.Config(norm_adv_by_std_in_grpo=False))
+    assert dr_grpo.advantage(reward, group_id).tolist() == [-50, 50, 0, 0]
+    assert rloo.Algorithm(rloo.Config()).advantage(reward, group_id).tolist() == pytest.approx(
+        [-200 / 3, 200 / 3, 0, 0]
+    )
+    for algorithm in (flow_grpo, awm):
+        values = algorithm.Algorithm(algorithm.Config(norm_adv_by_std_in_grpo=False)).advantage(reward, group_id)
+        assert values.tolist() == [-50, 50, 0, 0]
+    rare, one_group = torch.tensor([1.0] + [0.0] * 99), torch.zeros(100)  # 9.9 standard deviations
+    assert grpo.Algorithm(grpo.Config()).advantage(rare, one_group)[0] == 5
 
 
 # --- RLOO

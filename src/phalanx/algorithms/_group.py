@@ -21,8 +21,9 @@ class GroupConfig(AlgorithmConfig):
     """Keys of `algorithm` that algorithms with advantages have, but for those in `unused`."""
 
     unused: ClassVar[tuple[str, ...]] = ()
+    bounds_stds: ClassVar[bool] = True  # adv_clip_max is a number of standard deviations, and bounds nothing else
 
-    adv_clip_max: float = arg(5.0, "advantages are clamped to +- this", gt=0)
+    adv_clip_max: float = arg(5.0, "advantages that were divided by a std are clamped to +- this", gt=0)
     global_std: Optional[bool] = arg(
         None, "divide advantages by the std of all rewards, not of the group's; null: only with reward.normalize=gdpo"
     )
@@ -40,6 +41,12 @@ class GroupConfig(AlgorithmConfig):
             if field.name in self.unused and value != field.default:
                 raise ConfigError(
                     f"algorithm.{field.name}: {value} means nothing to algorithm.name={self.name}; leave it out"
+                )
+            unclamped = self.bounds_stds and not self.norm_adv_by_std_in_grpo
+            if field.name == "adv_clip_max" and value != field.default and unclamped:
+                raise ConfigError(
+                    f"algorithm.adv_clip_max: {value} clamps advantages that were divided by a std, and "
+                    "algorithm.norm_adv_by_std_in_grpo=false divides by none; leave it out"
                 )
 
 
@@ -63,10 +70,11 @@ class GroupAlgorithm:
         self.config = config
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] advantages of the N samples of all ranks, clamped."""
+        """[N] advantages of the N samples of all ranks, clamped where they were divided by a std."""
         c = self.config
         values = group_advantage(reward, group_id, global_std=bool(c.global_std), normalize=c.norm_adv_by_std_in_grpo)
-        return values.clamp(-c.adv_clip_max, c.adv_clip_max)
+        # without it they are in units of the reward, of which no number is an outlier
+        return values.clamp(-c.adv_clip_max, c.adv_clip_max) if c.norm_adv_by_std_in_grpo else values
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] bool: samples of groups whose rewards differ, those that group_filter keeps."""
