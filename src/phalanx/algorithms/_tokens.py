@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.config.load import arg
-from phalanx.functional.token_losses import KL_TYPES, kl_estimate, masked_mean, token_stats
+from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate, masked_mean, token_stats
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import Batch, Policy
 
@@ -18,7 +18,12 @@ class TokenConfig(GroupConfig):
     """Keys of `algorithm` that all algorithms on tokens have."""
 
     kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
-    kl_loss_type: str = arg("k3", "estimate of that KL at each token: k1, k2 or k3 (Schulman)", choices=KL_TYPES)
+    kl_loss_type: str = arg(
+        "k3",
+        "estimate of that KL at each token (Schulman); k3+: the value of k3 with the gradient of k2, both unbiased; k1 "
+        "has no gradient in the mean",
+        choices=KL_LOSS_TYPES,
+    )
     entropy_coeff: float = arg(0.0, "weight of the entropy, which is maximised", ge=0)
     early_stop_imp_ratio: Optional[float] = arg(
         None,
