@@ -78,12 +78,13 @@ class Samples:
     [B, A] bool, the actions that are real and trained.
 
     `index` [B] is each sample's number in the step across all ranks; sample i belongs to group i // n. `weight` [B, A]
-    are factors of the loss where another engine drew the samples. `exact`: a replay repeats log_prob to the last bit
-    where the rollout's are exact at all; False on all ranks where the shapes have changed since. `lengths` [B, 2], on
-    the CPU, are the tokens of each prompt and of its response, where samples are made of tokens. `on_policy`: each of
-    them is trained once, by the weights that drew it, so that log_prob is that of the pass that trains it, NaN here.
-    `positions` [B] of each sample in a pass, on the CPU, where those are not its tokens. `version` [B], on the CPU: the
-    training steps of the weights that drew each, where those may be older than the policy's.
+    are factors of the policy's term of the loss where another engine drew the samples. `exact`: a replay repeats
+    log_prob to the last bit where the rollout's are exact at all; False on all ranks where the shapes have changed
+    since. `lengths` [B, 2], on the CPU, are the tokens of each prompt and of its response, where samples are made of
+    tokens. `on_policy`: each of them is trained once, by the weights that drew it, so that log_prob is that of the pass
+    that trains it, NaN here. `positions` [B] of each sample in a pass, on the CPU, where those are not its tokens.
+    `version` [B], on the CPU: the training steps of the weights that drew each, where those may be older than the
+    policy's.
     """
 
     prompts: list[Prompt]
@@ -136,6 +137,7 @@ class Batch(Generic[T]):
     reference_outputs: dict[str, Tensor]
     corrupted: Any = None  # a Corrupted
     on_policy: bool = False
+    correction: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -260,9 +262,10 @@ class Algorithm(Protocol):
     beside the policy. `averages`: copies of the weights that the algorithm keeps, in the checkpoint too; after training
     step number `step` (from 1) each becomes decay * itself + (1 - decay) * the policy's. `samples_per_unit`: samples of
     a prompt that are trained as one. `needs_reward`: False where nothing is learned from rewards. `per_action`: each
-    action has a separate advantage, which `credit` gives. `clip_range`: how far from 1 a likelihood ratio may be
-    before the loss clips it, or where it does not clip, before samples are no longer taken for on-policy; where the
-    policy's replay of its own samples is off by a tenth of it, old log-probs are taken again. `max_ratio`: the mean
+    action has a separate advantage, which `credit` gives. `corrects`: the loss has its policy's term weighed by
+    `Batch.correction`; else rollout.correction weighs the whole of it. `clip_range`: how far from 1 a likelihood ratio
+    may be before the loss clips it, or where it does not clip, before samples are no longer taken for on-policy; where
+    the policy's replay of its own samples is off by a tenth of it, old log-probs are taken again. `max_ratio`: the mean
     ratio of an update above which what is left of a step's updates is left out; None: never.
     """
 
@@ -274,6 +277,7 @@ class Algorithm(Protocol):
     samples_per_unit: int
     needs_reward: bool
     per_action: bool
+    corrects: bool
     clip_range: float
     max_ratio: float | None
 

@@ -14,8 +14,11 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.block_diffusion import BlockTrace, States, confident, least_unmasked, replayed, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
+from phalanx.rewards.text.overlong import Overlong
+from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.denoise import Denoising, drawn_tokens
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
+from phalanx.rollout.lm.in_policy import Drawn, measured
 from phalanx.types import Prompt, Samples
 from tests.policies import disturb
 
@@ -193,6 +196,14 @@ def test_estimates_mask_what_their_papers_say(estimate: str, lm_folder: Path, wo
             assert views.masked.sum() == 2 * (trace.steps >= 0).sum()
             assert bool(((total > 1.1) & (total < 3.1)).all())
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_reward_counts_a_response_up_to_its_end() -> None:
+    """A response of 6 tokens with its end has 2 more behind it in its last block: overlong's limit of 8 is not reached."""
+    drawn = Drawn([1], [5] * 8, "text", truncated=False, steps=[0] * 8, behind=2)
+    meta = measured(Prompt("?", 0, {}), drawn, Decoding(8, 1.0, [0], 0)).meta
+    assert meta == {"response_length": 6, "max_response_length": 8}
+    assert Overlong(4)(["text"], ["?"], [meta]) == [-0.5]
 
 
 def test_the_surest_positions_are_unmasked() -> None:

@@ -52,6 +52,20 @@ def test_corrections_of_tokens() -> None:
     assert weights("sequence_tis")[1] == [2, 2, 0] and weights("sequence_mask")[1] == [0, 0, 0]
 
 
+@pytest.mark.parametrize(
+    "kind", ["truncated_is", "rejection", "token_tis", "token_mask", "sequence_tis", "sequence_mask"]
+)
+def test_log_probs_of_minus_infinity(kind: str) -> None:
+    """Two of them are equal; one of them is a ratio of 0 or infinity; none makes a NaN, of padding neither."""
+    never, mask = -math.inf, torch.tensor([[True, True, False]] * 4)
+    policy = torch.tensor([[never, -1, never], [never, -1, 0], [-1, -1, never], [never, -1, math.nan]])
+    engine = torch.tensor([[never, -1, never], [-1, -1, never], [never, -1, 0], [-1, never, 0]])
+    weight = correction_weight(policy, engine, mask, kind=kind, limit=2.0) * mask
+    assert weight.isfinite().all()
+    assert weight[0].tolist() == [1, 1, 0]
+    assert weight[1, 0] == pytest.approx(0, abs=1e-8)
+
+
 def test_unknown_kind() -> None:
     message = (
         "correction_weight: kind 'is' should be one of rescore, none, truncated_is, rejection, token_tis, sequence_tis, "

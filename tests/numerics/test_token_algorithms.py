@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from phalanx.algorithms import TokenAlgorithm, cispo, distillation, grpo, raft, rloo, sapo
+from phalanx.algorithms import TokenAlgorithm, awm, cispo, distillation, flow_grpo, grpo, raft, rloo, sapo
 from phalanx.functional.advantage import leave_one_out
 from phalanx.functional.token_losses import LARGEST, gated_tokens, weighted_tokens
 from phalanx.functional.tokens import TokenReplay
@@ -29,7 +30,7 @@ class Given(Policy):
         self.log_prob = log_prob
 
     def replay(self, trace: None) -> TokenReplay:
-        return TokenReplay(self.log_prob, torch.zeros_like(self.log_prob), torch.zeros_like(self.log_prob))
+        return TokenReplay(self.log_prob, torch.ones_like(self.log_prob), torch.zeros_like(self.log_prob))
 
 
 def computed(algorithm: TokenAlgorithm) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -124,6 +125,21 @@ def test_dr_grpo_divides_by_nothing() -> None:
     assert advantage.tolist() == [0.75, -0.25, -0.25, -0.25]
 
 
+def test_only_normalised_advantages_are_clamped() -> None:
+    """Others are in units of the reward: rewards of 0 to 100 keep their differences."""
+    reward, group_id = torch.tensor([0.0, 100.0, 50.0, 50.0]), torch.zeros(4)
+    dr_grpo = grpo.Algorithm(grpo.Config(norm_adv_by_std_in_grpo=False))
+    assert dr_grpo.advantage(reward, group_id).tolist() == [-50, 50, 0, 0]
+    assert rloo.Algorithm(rloo.Config()).advantage(reward, group_id).tolist() == pytest.approx(
+        [-200 / 3, 200 / 3, 0, 0]
+    )
+    for algorithm in (flow_grpo, awm):
+        values = algorithm.Algorithm(algorithm.Config(norm_adv_by_std_in_grpo=False)).advantage(reward, group_id)
+        assert values.tolist() == [-50, 50, 0, 0]
+    rare, one_group = torch.tensor([1.0] + [0.0] * 99), torch.zeros(100)  # 9.9 standard deviations
+    assert grpo.Algorithm(grpo.Config()).advantage(rare, one_group)[0] == 5
+
+
 # --- RLOO
 
 
@@ -200,6 +216,21 @@ def test_k2_has_the_gradient_of_k1_at_first() -> None:
         assert log_prob.grad is not None
         gradients.append(log_prob.grad)
     torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_type": "k2"}, {"loss_type": "k3"}])
+def test_a_correction_weighs_the_policys_term(options: dict[str, str]) -> None:
+    """A token that it rejects keeps its entropy and its KL to reference and teacher, as in verl, TRL and NeMo-RL."""
+    factors = torch.tensor([[0.0, 1.0, 2.0, 1.0], [0.5, 0.0, 1.0, 2.0], [0.0, 1.0, 1.0, 1.0]])
+    outputs = {"reference": TEACHER - 0.3, "teacher": TEACHER}
+    batch = Batch(None, OLD, MASK, torch.tensor(ADVANTAGE), MASK.float(), outputs)
+    policy, terms = Given(OLD + RATIO.log()), {"kl_loss_coef": 0.3, "entropy_coeff": 0.2}
+    for algorithm in (configured(**options, **terms), sapo.Algorithm(sapo.Config(**terms))):
+        surrogate, _ = algorithm.surrogate(policy.replay(None), batch)
+        loss, _ = algorithm.loss(policy, batch)
+        corrected, _ = algorithm.loss(policy, replace(batch, correction=factors))
+        torch.testing.assert_close(corrected, factors * surrogate + (loss - surrogate))
+        assert (corrected - factors * loss).abs()[MASK].max() > 0.1
 
 
 def test_raft_takes_the_best() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from phalanx.functional.token_losses import clipped_tokens, kl_estimate
@@ -103,6 +104,29 @@ def test_the_clipped_loss_by_hand() -> None:
     assert stats["clipfrac_higher"].item() == pytest.approx(3 / 7)  # the masked token is none of them
     assert stats["clipfrac_lower"].item() == pytest.approx(2 / 7)
     assert stats["clipfrac"].item() == pytest.approx(2 / 7)  # A > 0 above, A < 0 below
+
+
+def test_the_gradients_of_the_kl_estimates() -> None:
+    """In the mean over the policy's tokens, k2, k1+ and k3+ have the gradient of the KL, k1 none, and k3 the forward KL's."""
+    logits, other = torch.randn(2, 50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    q, logits = other.log_softmax(0), logits.requires_grad_()
+
+    def gradient(loss: Tensor) -> Tensor:
+        return torch.autograd.grad(loss, logits)[0]
+
+    def mean(kind: str) -> Tensor:
+        p = logits.log_softmax(0)
+        return (p.exp().detach() * kl_estimate(p, q, kind)).sum()
+
+    p = logits.log_softmax(0)
+    reverse, forward = (p.exp() * (p - q)).sum(), (q.exp() * (q - p)).sum()
+    for kind in ("k1", "k1+", "k3", "k3+"):
+        torch.testing.assert_close(mean(kind), reverse)
+    (right,) = torch.autograd.grad(reverse, logits, retain_graph=True)
+    for kind in ("k2", "k1+", "k3+"):
+        torch.testing.assert_close(gradient(mean(kind)), right)
+    torch.testing.assert_close(gradient(mean("k1")), torch.zeros(50, dtype=torch.float64))
+    torch.testing.assert_close(gradient(mean("k3")), gradient(forward))
 
 
 def test_the_kl_estimates() -> None:

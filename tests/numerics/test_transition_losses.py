@@ -224,6 +224,20 @@ def test_the_guard_has_no_bias() -> None:
     assert left.std().item() == pytest.approx(shift, rel=1e-2)
 
 
+@pytest.mark.parametrize("module", [flow_grpo, grpo_guard, flow_dppo])
+def test_a_correction_weighs_the_policys_term(module: ModuleType) -> None:
+    """A step that it rejects keeps its KL to the reference."""
+    policy, batch, _, way = scene(0.02)
+    factors = torch.tensor([[0.0, 1.0, 2.0]] * B)
+    batch = replace(batch, reference_outputs={"reference": batch.trace.means - way.float()})
+    algorithm = module.Algorithm(module.Config(kl_loss_coef=0.3))
+    surrogate, _ = algorithm.surrogate(policy.replay(batch.trace), batch)
+    loss, _ = algorithm.loss(policy, batch)
+    corrected, _ = algorithm.loss(policy, replace(batch, correction=factors))
+    torch.testing.assert_close(corrected, factors * surrogate + (loss - surrogate))
+    assert (loss - surrogate).min() > 0.01
+
+
 def test_advantages_of_each_element() -> None:
     a = torch.tensor([[1.0, -1.0], [2.0, 0.0]], requires_grad=True)
     log_ratio = torch.zeros(2, 2, requires_grad=True)

@@ -52,7 +52,7 @@ VERL = {
     "actor_rollout_ref.actor.optim.lr": "optim.lr",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps, a number of updates",
     "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_loss_coef",
-    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_loss_type, k1, k2 or k3 (low_var_kl)",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_loss_type, k1, k2, k3 (low_var_kl), or k3+ (low_var_kl+)",
     "actor_rollout_ref.actor.use_kl_loss": "algorithm.kl_loss_coef, 0 without a KL",
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coeff",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_ratio_high",

@@ -138,6 +138,11 @@ NONSENSE = [
      "algorithm.group_filter: top_bottom means nothing to algorithm.name=sft; leave it out"),
     (("algorithm.name=diffusion_dpo", "algorithm.adv_clip_max=3"),
      "algorithm.adv_clip_max: 3.0 means nothing to algorithm.name=diffusion_dpo; leave it out"),
+    (("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_clip_max=3"),
+     "algorithm.adv_clip_max: 3.0 clamps advantages that were divided by a std, and algorithm.norm_adv_by_std_in_grpo=false divides by "
+     "none; leave it out"),
+    (("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.engine=vllm_omni", "rollout.correction=truncated_is"),
+     "rollout.correction: truncated_is weighs a policy gradient, which algorithm.name=opd does not have; set it to rescore or none"),
     (("algorithm.name=awm", "rollout.engine=vllm_omni", "rollout.correction=rejection"),
      "rollout.correction: rejection is of log-probs, which awm does not use; leave it out"),
     (("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.max_num_gen_batches=2"),

@@ -233,7 +233,7 @@ ALGORITHM_FILES = [
     (HEAD, "'{file}' has no class Algorithm, which is made of its Config"),
     (HEAD + "Algorithm = 3\n", "'{file}': class Algorithm is not a class"),
     (HEAD + "class Algorithm:\n    pass\n", "'{file}': class Algorithm lacks levels, behaviour, references, averages, teachers, samples_per_unit, "
-     "needs_reward, per_action, clip_range, max_ratio, advantage, sample_mask, units, credit, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
+     "needs_reward, per_action, corrects, clip_range, max_ratio, advantage, sample_mask, units, credit, decay, corrupt, reference_output, loss; derive it from GroupAlgorithm, TransitionAlgorithm, "
      "ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),
     (HEAD + "from phalanx.algorithms import TransitionAlgorithm as T\nclass Algorithm(T):\n    pass\n", "'{file}': class Algorithm lacks surrogate; "
      "derive it from GroupAlgorithm, TransitionAlgorithm, ForwardAlgorithm or TokenAlgorithm of phalanx.algorithms"),

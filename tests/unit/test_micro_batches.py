@@ -41,12 +41,15 @@ def test_all_parts_of_a_sample_go_with_it(samples: Samples) -> None:
     assert torch.equal(batch.corrupted.levels[:, 1], torch.tensor([4, 0, 3]) / 10)
 
 
-def test_a_correction_multiplies_the_weights(samples: Samples) -> None:
+def test_a_correction_goes_with_its_actions(samples: Samples) -> None:
+    """Beside the weights where the algorithm weighs only its policy's term, else in them."""
     factors = torch.tensor([[1.0, 0.0]] * len(samples.index))
-    batch = batches(replace(samples, weight=factors)).select(
-        torch.tensor([1, 2]), torch.tensor([[0.5, 0.5], [0.25, 0.25]])
-    )
-    assert batch.weight.tolist() == [[0.5, 0.0], [0.25, 0.0]]
+    step, rows, weight = batches(replace(samples, weight=factors)), torch.tensor([1, 2]), torch.tensor([[0.5] * 2] * 2)
+    batch = step.select(rows, weight)
+    assert batch.weight.tolist() == weight.tolist()
+    assert batch.correction is not None and batch.correction.tolist() == [[1, 0], [1, 0]]
+    whole = replace(step, corrects=False).select(rows, weight)
+    assert whole.weight.tolist() == [[0.5, 0], [0.5, 0]] and whole.correction is None
 
 
 def test_fresh_noise_leads_from_image_to_noise() -> None:

@@ -60,6 +60,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (FlowRLConfig, ("reward.normalize=gdpo", "algorithm.global_std=false"), "algorithm.global_std: false contradicts"),
     (LMRLConfig, ("algorithm.name=ppo", "algorithm.adv_clip_max=1"), "algorithm.adv_clip_max: 1.0 means nothing"),
+    (
+        LMRLConfig,
+        ("algorithm.norm_adv_by_std_in_grpo=false", "algorithm.adv_clip_max=1"),
+        "algorithm.adv_clip_max: 1.0 clamps advantages that were divided by a std",
+    ),
     (FlowRLConfig, ("algorithm.name=grpo_guard", "rollout.sde_type=cps"), "rollout.sde_type: cps makes no sense"),
     (
         FlowRLConfig,

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import torch
 from torch import Tensor
@@ -20,7 +20,9 @@ OF_ADVANTAGES = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo", "group
 class GroupConfig(AlgorithmConfig):
     """Keys of `algorithm` that algorithms with advantages have, but for those in `unused`."""
 
-    adv_clip_max: float = arg(5.0, "advantages are clamped to +- this", gt=0)
+    bounds_stds: ClassVar[bool] = True
+
+    adv_clip_max: float = arg(5.0, "advantages that were divided by a std are clamped to +- this", gt=0)
     global_std: Optional[bool] = arg(
         None, "divide advantages by the std of all rewards, not of the group's; null: only with reward.normalize=gdpo"
     )
@@ -43,6 +45,7 @@ class GroupAlgorithm:
     samples_per_unit = 1
     needs_reward = True
     per_action = False
+    corrects = False
     clip_range = 0.2
     max_ratio: float | None = None
 
@@ -50,10 +53,11 @@ class GroupAlgorithm:
         self.config = config
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] advantages of the N samples of all ranks, clamped."""
+        """[N] advantages of the N samples of all ranks, clamped where they were divided by a std."""
         c = self.config
         values = group_advantage(reward, group_id, global_std=bool(c.global_std), normalize=c.norm_adv_by_std_in_grpo)
-        return values.clamp(-c.adv_clip_max, c.adv_clip_max)
+        # without it they are in units of the reward, of which no number is an outlier
+        return values.clamp(-c.adv_clip_max, c.adv_clip_max) if c.norm_adv_by_std_in_grpo else values
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:
         """[N] bool: samples of groups whose rewards differ, those that group_filter keeps."""

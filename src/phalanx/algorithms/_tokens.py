@@ -8,7 +8,7 @@ from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm, GroupConfig
 from phalanx.config.load import arg
-from phalanx.functional.token_losses import KL_TYPES, kl_estimate, masked_mean, token_stats
+from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate, masked_mean, token_stats
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import Batch, Policy
 
@@ -18,7 +18,12 @@ class TokenConfig(GroupConfig):
     """Keys of `algorithm` that all algorithms on tokens have."""
 
     kl_loss_coef: float = arg(0.0, "beta: weight of the KL to the reference; 0 runs no reference at all", ge=0)
-    kl_loss_type: str = arg("k3", "estimate of that KL at each token: k1, k2 or k3 (Schulman)", choices=KL_TYPES)
+    kl_loss_type: str = arg(
+        "k3",
+        "estimate of that KL at each token (Schulman); k3+: the value of k3 with the gradient of k2, both unbiased; k1 "
+        "has no gradient in the mean",
+        choices=KL_LOSS_TYPES,
+    )
     entropy_coeff: float = arg(0.0, "weight of the entropy, which is maximised", ge=0)
     early_stop_imp_ratio: Optional[float] = arg(
         None,
@@ -32,6 +37,7 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
     """loss = surrogate + beta KL(pi, pi_ref) - entropy_coeff H, for each token."""
 
     config: TokenConfig
+    corrects = True
 
     def __init__(self, config: TokenConfig) -> None:
         super().__init__(config)
@@ -53,11 +59,19 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
         if batch.on_policy:
             batch = replace(batch, log_prob=replay.log_prob.detach())
         loss, stats = self.surrogate(replay, batch)
+        if batch.correction is not None:  # an action that it rejects has its KL and its entropy all the same
+            loss = loss * batch.correction
         if "ratio_error" not in stats:  # of a surrogate without a ratio
             log_ratio = replay.log_prob.detach() - batch.log_prob
             stats["ratio_error"] = token_stats(log_ratio, batch.mask)["ratio_error"]
         stats["entropy"] = masked_mean(replay.entropy.detach(), batch.mask)
         stats["self_certainty"] = masked_mean(replay.self_certainty.detach(), batch.mask)
+        return self.regularize(loss, replay, batch, stats), stats
+
+    def regularize(
+        self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: dict[str, Tensor]
+    ) -> Tensor:
+        """The loss [B, A] with the terms that rollout.correction does not weigh: the bonus for entropy, and the KL."""
         if self.config.entropy_coeff > 0:
             loss = loss - self.config.entropy_coeff * replay.entropy
         if "reference" in batch.reference_outputs:
@@ -66,4 +80,4 @@ class TokenAlgorithm(GroupAlgorithm, ABC):
             if self.config.kl_loss_coef > 0:  # else the reference is the reward's
                 loss = loss + self.config.kl_loss_coef * kl
             stats["kl_ref"] = masked_mean(kl.detach(), batch.mask)
-        return loss, stats
+        return loss

@@ -39,6 +39,7 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
     """loss = surrogate + beta KL(pi, pi_ref), for each sample and trained step."""
 
     clip_range = 1e-4
+    corrects = True
 
     def __init__(self, config: TransitionConfig) -> None:
         super().__init__(config)
@@ -57,6 +58,8 @@ class TransitionAlgorithm(GroupAlgorithm, ABC):
         """The loss [B, W] per sample and trained step, before its weight, and detached scalars."""
         replay: FlowReplay = policy.replay(batch.trace)
         loss, stats = self.surrogate(replay, batch)
+        if batch.correction is not None:  # a step that it rejects has its KL all the same
+            loss = loss * batch.correction
         if self.config.timestep_weight == "noise":
             loss = loss * noise_weight(replay.std, batch.trace.typical_std)
         if "reference" in batch.reference_outputs:

@@ -16,7 +16,7 @@ Deviations from the paper and its authors' code:
 """
 
 from dataclasses import dataclass
-from typing import Optional
+from typing import ClassVar, Optional
 
 from torch import Tensor
 
@@ -33,6 +33,8 @@ SCHEDULES = {"zero": (0.0, 0, 0.0), "slow": (0.001, 0, 0.5), "late": (0.0075, 75
 @dataclass
 class Config(ForwardConfig):
     """Keys of `algorithm` where its name is diffusion_nft."""
+
+    bounds_stds: ClassVar[bool] = False  # r has the range adv_clip_max in any units
 
     global_std: bool = arg(True, "divide advantages by the std of all rewards, as the paper does, not of the group's")
     beta: float = arg(1.0, "how far the implicit policies lie from the old one", gt=0)

@@ -8,6 +8,7 @@ The teacher says the log-probability log pi_T of each token that the student dre
          reverse KL of each token
     k2:  grpo's loss + c (log pi - log pi_T)^2 / 2, in the first update of a step of the same gradient as k1
     k3:  grpo's loss + c (pi_T / pi - 1 - log(pi_T / pi)), whose gradient is that of the forward KL in the mean
+    k1+, k3+:  the value of k1 or k3 in the loss, with the gradient of k2
 
 A is the group-relative advantage of the response; without a reward, or with use_task_rewards false, it is 0.
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from phalanx.algorithms import grpo
 from phalanx.config.load import arg
-from phalanx.functional.token_losses import KL_TYPES, kl_estimate, masked_mean, spread
+from phalanx.functional.token_losses import KL_LOSS_TYPES, kl_estimate, masked_mean, spread
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.types import Batch, Teacher
 
@@ -37,8 +38,8 @@ class Config(grpo.Config):
     teacher_revision: Optional[str] = arg(None, "commit, tag or branch of the teacher's hub id; null: its main branch")
     loss_type: str = arg(
         "k1",
-        "KL to the teacher at each drawn token: in the advantage (k1), or as an estimate in the loss (k2, k3)",
-        choices=KL_TYPES,
+        "KL to the teacher at each drawn token: in the advantage (k1), or as an estimate in the loss (all others)",
+        choices=KL_LOSS_TYPES,
     )
     distillation_loss_coef: float = arg(1.0, "weight of that KL, beside advantages of rewards", gt=0)
     use_task_rewards: bool = arg(True, "learn from rewards as well, where there are any; false only reports them")
@@ -68,13 +69,21 @@ class Algorithm(grpo.Algorithm):
         return torch.ones(len(reward), dtype=torch.bool)
 
     def surrogate(self, replay: TokenReplay, batch: Batch[TokenTrace]) -> tuple[Tensor, dict[str, Tensor]]:
-        """The clipped surrogate [B, A] with the teacher's part, and its scalars."""
+        """The clipped surrogate [B, A], with the teacher in its advantage under k1, and its scalars."""
         c, teacher = self.config, batch.reference_outputs[TEACHER]
         advantage = spread(batch.advantage, replay.log_prob)
         if c.loss_type == "k1":
             advantage = advantage - c.distillation_loss_coef * kl_estimate(batch.log_prob, teacher, "k1")
         loss, stats = self.clipped(replay, batch, advantage)
-        if c.loss_type != "k1":
-            loss = loss + c.distillation_loss_coef * kl_estimate(replay.log_prob, teacher, c.loss_type)
         stats["teacher_kl"] = masked_mean(kl_estimate(replay.log_prob.detach(), teacher, "k1"), batch.mask)
         return loss, stats
+
+    def regularize(
+        self, loss: Tensor, replay: TokenReplay, batch: Batch[TokenTrace], stats: dict[str, Tensor]
+    ) -> Tensor:
+        """The loss [B, A] with the KL to the teacher, except under k1, and all other terms."""
+        c = self.config
+        if c.loss_type != "k1":
+            kl = kl_estimate(replay.log_prob, batch.reference_outputs[TEACHER], c.loss_type)
+            loss = loss + c.distillation_loss_coef * kl
+        return super().regularize(loss, replay, batch, stats)

@@ -9,7 +9,7 @@ noisy sample. A step that leads back to the old policy is never dropped.
 
 Deviations from the paper:
 1. D is the mean over a latent's dims, as all log-probabilities are here, and so is the threshold.
-2. Advantages are clamped to +- algorithm.adv_clip_max, as everywhere here; the authors' are not.
+2. Advantages are clamped to +- algorithm.adv_clip_max, as in all algorithms that divide by a std; the authors' are not.
 3. As in flow_grpo, groups of equal rewards have weight 0, and only the steps of a window are trained.
 """
 

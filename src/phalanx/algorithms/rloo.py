@@ -26,7 +26,7 @@ class Config(grpo.Config):
     """Keys of `algorithm` where its name is rloo."""
 
     DEFAULTS: ClassVar[dict[str, Any]] = {"actor.loss_agg_mode": "seq-mean-token-sum"}
-    unused: ClassVar[tuple[str, ...]] = ("global_std", "norm_adv_by_std_in_grpo")
+    unused: ClassVar[tuple[str, ...]] = ("adv_clip_max", "global_std", "norm_adv_by_std_in_grpo")
 
 
 class Algorithm(grpo.Algorithm):
@@ -35,6 +35,5 @@ class Algorithm(grpo.Algorithm):
     config: Config
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] rewards less the mean of the others of their group, clamped."""
-        limit = self.config.adv_clip_max
-        return leave_one_out(reward, group_id).clamp(-limit, limit)
+        """[N] rewards less the mean of the others of their group."""
+        return leave_one_out(reward, group_id)

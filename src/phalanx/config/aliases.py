@@ -103,7 +103,7 @@ OF_LANGUAGE_MODELS = {
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_ratio_high",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_ratio_low",
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coeff",
-    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_loss_type, k1, k2 or k3 (low_var_kl)",
+    "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_loss_type, k1, k2, k3 (low_var_kl), or k3+ (low_var_kl+)",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps, a number of updates",
     "actor_rollout_ref.actor.optim.warmup_style": "optim.lr_scheduler",
     "actor_rollout_ref.actor.policy_loss.loss_mode": "algorithm.name",

@@ -171,11 +171,13 @@ class AlgorithmConfig:
     """The algorithm; its own keys stand beside `name` (see its file in phalanx.algorithms).
 
     DEFAULTS: its defaults for keys of other sections, such as {"rollout.sde_type": "cps"}; unused: inherited keys that
-    it never reads; sde_types: values of rollout.sde_type that its loss is derived for.
+    it never reads; bounds_stds: whether its adv_clip_max is a number of standard deviations, which bounds nothing else;
+    sde_types: values of rollout.sde_type that its loss is derived for.
     """
 
     DEFAULTS: ClassVar[dict[str, Any]] = {}
     unused: ClassVar[tuple[str, ...]] = ()
+    bounds_stds: ClassVar[bool] = False
     sde_types: ClassVar[tuple[str, ...]] = SDE_TYPES
 
     name: str = arg("flow_grpo", "module of phalanx.algorithms, a dotted module, or path/to/file.py")

@@ -17,10 +17,18 @@ from phalanx.config.lm import TOKEN_CORRECTIONS
 from phalanx.config.run import CORRECTIONS
 
 LARGEST = 20.0  # of |d| summed over a response, beyond which exp overflows
+MOST = 1e6  # of |d| of an action: 0 and infinite ratios count as this
+
+
+def log_ratios(policy: Tensor, engine: Tensor, mask: Tensor) -> Tensor:
+    """d [B, A] of two log-probabilities [B, A]; 0 outside of mask [B, A] bool, and where both are -inf, as their
+    difference has no value.
+    """
+    return torch.where(mask & (policy != engine), policy - engine, 0.0)
 
 
 def correction_weight(policy: Tensor, engine: Tensor, mask: Tensor, *, kind: str, limit: float) -> Tensor:
-    """Factors [B, A] of the loss from the two log-probabilities [B, A] of the same actions; mask [B, A] bool.
+    """Factors [B, A] of the policy's term of the loss from two log-probabilities [B, A] of the actions in mask [B, A].
 
     - `rescore` and `none`: 1.
     - `truncated_is`: rho, at most exp(limit); `rejection`: 1 where |d| <= limit, else 0.
@@ -31,7 +39,7 @@ def correction_weight(policy: Tensor, engine: Tensor, mask: Tensor, *, kind: str
     Raises:
         ValueError: for an unknown kind.
     """
-    d = (policy - engine) * mask
+    d = log_ratios(policy, engine, mask)
     if kind in ("rescore", "none"):
         return torch.ones_like(d)
     if kind == "truncated_is":
@@ -43,7 +51,8 @@ def correction_weight(policy: Tensor, engine: Tensor, mask: Tensor, *, kind: str
     if kind == "token_mask":
         rho = torch.exp(d.clamp(-LARGEST, LARGEST))
         return torch.where((rho >= 1 / limit) & (rho <= limit), rho, 0.0)
-    total = d.sum(1, keepdim=True)
+    # finite, so that no response has the sum of inf and -inf
+    total = d.clamp(-MOST, MOST).sum(1, keepdim=True)
     if kind == "sequence_tis":
         return torch.exp(total.clamp(-LARGEST, LARGEST)).clamp(max=limit).expand_as(d)
     if kind == "sequence_mask":

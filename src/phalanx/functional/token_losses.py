@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 KL_TYPES = ("k1", "k2", "k3")
+KL_LOSS_TYPES = (*KL_TYPES, "k1+", "k3+")  # verl's names of the straight-through forms
 LARGEST = 20.0  # of |ln rho|, beyond which exp says no more than that the policies differ
 
 
@@ -79,11 +80,16 @@ def gated_tokens(
 def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
     """An estimate of KL(policy, other) at each token that the policy drew, from both log-probabilities [B, A].
 
-    With d = other - log_prob: k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d.
+    With d = other - log_prob: k1 is -d, k2 is d^2 / 2, k3 is exp(d) - 1 - d. As values k1 and k3 are unbiased, but in a
+    loss only k2 has the gradient of the KL in the mean: that of k1 is 0, and that of k3 is the forward KL's. So k1+ and
+    k3+ have the value of k1 and k3, and the gradient of k2.
 
     Raises:
         ValueError: for another kind.
     """
+    if kind in ("k1+", "k3+"):
+        slope = kl_estimate(log_prob, other, "k2")
+        return kl_estimate(log_prob, other, kind[:2]).detach() + (slope - slope.detach())
     d = (other - log_prob).clamp(-LARGEST, LARGEST)
     if kind == "k1":
         return -d
@@ -91,7 +97,7 @@ def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
         return d**2 / 2
     if kind == "k3":
         return torch.expm1(d) - d
-    raise ValueError(f"kl_estimate: kind {kind!r} should be one of {', '.join(KL_TYPES)}")
+    raise ValueError(f"kl_estimate: kind {kind!r} should be one of {', '.join(KL_LOSS_TYPES)}")
 
 
 @torch.no_grad()

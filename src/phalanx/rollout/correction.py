@@ -7,7 +7,7 @@ import torch
 from phalanx.config.run import RolloutConfig
 from phalanx.distributed.collectives import mean_rows, reduce_float
 from phalanx.distributed.passes import Passes
-from phalanx.functional.correction import correction_weight
+from phalanx.functional.correction import correction_weight, log_ratios
 from phalanx.functional.token_budget import in_order
 from phalanx.types import Policy, Samples
 
@@ -26,7 +26,8 @@ def rescore(
     with policy.unsharded():
         replays = [policy.replay(samples.trace.select(part.to(device))) for part in parts]
     log_prob = in_order([replay.log_prob for replay in replays], parts)
-    diff, mask = log_prob - samples.log_prob, samples.mask
+    mask = samples.mask
+    diff = log_ratios(log_prob, samples.log_prob, mask)
     weight = correction_weight(log_prob, samples.log_prob, mask, kind=config.correction, limit=config.correction_limit)
     real = diff[mask] if mask.any() else diff.new_zeros(1)
     means = {

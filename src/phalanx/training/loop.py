@@ -63,7 +63,8 @@ def train(job: Job, collector: Collects, updater: Updater) -> None:
                 advantage = on_scored(algorithm.advantage, reward, group_id, 0.0)  # [N]
                 counted = on_scored(algorithm.sample_mask, reward, group_id, False)  # [N] bool
                 units = algorithm.units(fill_missing(reward, group_id), group_id)  # [U, samples of a unit]
-                batch = Minibatches.of(samples, advantage, counted, units, plan, job.world)
+                corrects = algorithm.corrects
+                batch = Minibatches.of(samples, advantage, counted, units, plan, job.world, corrects=corrects)
                 if batch.learns and algorithm.levels is None:  # of the reference, of a teacher
                     batch.reference_outputs = updater.reference_outputs(batch)  # [B, A, ...] by names of weights
 

@@ -83,7 +83,7 @@ class Minibatches:
     """This rank's B samples with all that a Batch has of them, and the `units` that are trained.
 
     advantage [B], or [B, A] of each action; `reference_outputs` [B, ...] by names of weights; `corrupted` where a
-    forward-process algorithm trains.
+    forward-process algorithm trains. `corrects`: see phalanx.types.Algorithm.
     """
 
     samples: Samples
@@ -92,10 +92,19 @@ class Minibatches:
     device: torch.device
     reference_outputs: dict[str, Tensor] = field(default_factory=dict)
     corrupted: Any = None
+    corrects: bool = True
 
     @classmethod
     def of(
-        cls, samples: Samples, advantage: Tensor, sample_mask: Tensor, numbers: Tensor, plan: BatchPlan, world: World
+        cls,
+        samples: Samples,
+        advantage: Tensor,
+        sample_mask: Tensor,
+        numbers: Tensor,
+        plan: BatchPlan,
+        world: World,
+        *,
+        corrects: bool,
     ) -> "Minibatches":
         """The batches of this rank's samples, given advantage [N] and sample_mask [N] bool of those of all ranks, and
         the numbers [U, s] of the samples that are trained as one.
@@ -103,7 +112,7 @@ class Minibatches:
         units = Units.of(numbers, sample_mask, plan, world)
         # advantages are of all ranks' samples [N], as groups span ranks; a rank trains consecutive ones [B]
         local = slice(world.data_rank * plan.per_rank, (world.data_rank + 1) * plan.per_rank)
-        return cls(samples, advantage[local], units, world.device)
+        return cls(samples, advantage[local], units, world.device, corrects=corrects)
 
     @property
     def mask(self) -> Tensor:
@@ -134,15 +143,19 @@ class Minibatches:
         assert samples.weight is None or len(weight) == len(rows), "corrections are of single samples"
         at = rows.to(self.device)  # [b]
         weights = weight.to(self.device)
+        correction = None if samples.weight is None else samples.weight[at]
+        if correction is not None and not self.corrects:
+            weights, correction = weights * correction, None
         return Batch(
             trace=samples.trace.select(at),
             log_prob=samples.log_prob[at],
             mask=self.mask[at],
             advantage=self.advantage.to(self.device)[at],
-            weight=weights if samples.weight is None else weights * samples.weight[at],
+            weight=weights,
             reference_outputs={name: values[at] for name, values in self.reference_outputs.items()},
             corrupted=None if self.corrupted is None else self.corrupted.select(at),
             on_policy=samples.on_policy,
+            correction=correction,
         )
 
 

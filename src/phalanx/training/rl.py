@@ -1,5 +1,6 @@
 """A job of reinforcement learning: the parts that the loop is handed, put together."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ from phalanx.training.optim import TrainState
 from phalanx.training.update import Updater
 from phalanx.training.validation import Validator
 from phalanx.types import Algorithm
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -65,6 +68,7 @@ def build_trainer(
     Raises ValueError for a checkpoint or a folder that cannot be used.
     """
     world, policy, timers, link = components.world, components.policy, Timers(), components.world.link
+    _warn_of_k1(cfg, world)
     averages = weights_beside(cfg, algorithm, policy)
     steps = total_steps(cfg.trainer, prompts)
     beside, trained = {}, steps
@@ -115,6 +119,16 @@ def build_trainer(
         noun=noun,
     )
     return Trainer(job, collector, updater)
+
+
+def _warn_of_k1(cfg: RLConfig, world: World) -> None:
+    """Warn of a KL in the loss that does not hold the policy."""
+    keys = vars(cfg.algorithm)
+    if keys.get("kl_loss_type") == "k1" and keys["kl_loss_coef"] > 0 and world.rank == 0:
+        log.warning(
+            "algorithm.kl_loss_type: k1 in the loss has no gradient in the mean: it does not keep the policy near the "
+            "reference; expected k3+, k2 or k3"
+        )
 
 
 def weights_beside(cfg: RLConfig, algorithm: Algorithm, policy: TrainedPolicy) -> list[str]:

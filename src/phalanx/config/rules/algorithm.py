@@ -16,6 +16,14 @@ def _unused(c: Any) -> tuple[str, Any] | None:
     return None
 
 
+def _clamps_undivided(c: Any) -> float | None:
+    """algorithm.adv_clip_max where it is set and bounds standard deviations, by which nothing is divided."""
+    if not c.algorithm.bounds_stds or c.algorithm.norm_adv_by_std_in_grpo:
+        return None
+    default = next(field.default for field in fields(c.algorithm) if field.name == "adv_clip_max")
+    return c.algorithm.adv_clip_max if c.algorithm.adv_clip_max != default else None
+
+
 def _old_decay(c: Any) -> tuple[str, Any] | None:
     """The first key of a schedule of the sampling weights that is set though they are the policy's."""
     keys = vars(c.algorithm)
@@ -104,6 +112,14 @@ RULES = (
         "A key of advantages is only for an algorithm that reads it.",
         _unused,
         "algorithm.{x[0]}: {x[1]} means nothing to algorithm.name={c.algorithm.name}; leave it out",
+    ),
+    Rule(
+        "algorithm.adv_clip_max algorithm.norm_adv_by_std_in_grpo",
+        RL,
+        "Advantages are clamped only where they were divided by a standard deviation.",
+        _clamps_undivided,
+        "algorithm.adv_clip_max: {x} clamps advantages that were divided by a std, and "
+        "algorithm.norm_adv_by_std_in_grpo=false divides by none; leave it out",
     ),
     Rule(
         "rollout.sde_type algorithm.name",
