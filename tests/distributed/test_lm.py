@@ -84,6 +84,24 @@ def test_compiled_layers_take_the_same_step(lm_folder: Path, tmp_path: Path) -> 
     assert_same_weights(plain["weights"], parts[0]["weights"], 1e-3)
 
 
+def test_a_resumed_run_keeps_its_alpha_and_its_library(lm_folder: Path, tmp_path: Path) -> None:
+    """Where the key is null, the checkpoint's library is taken; another one, or another alpha, is refused."""
+
+    def job(steps: int, *keys: str) -> LMRLConfig:
+        lora = ("model.lora_rank=4", "trainer.save_freq=1", f"trainer.total_training_steps={steps}")
+        return tiny_lm_config(lm_folder, tmp_path, *lora, *keys)
+
+    run_ranks(fit, 1, job(1, "model.cpu_linear=onednn", "model.lora_alpha=8"))
+    run_ranks(fit, 1, job(2))  # 8 is the default of rank 4
+    config = (tmp_path / "out" / "config.yaml").read_text()
+    assert "cpu_linear: onednn" in config
+    for key, saved, given in (("lora_alpha", "8", "12.0"), ("cpu_linear", "onednn", "torch")):
+        with pytest.raises(
+            Exception, match=rf"holds {key} {saved}(\.0)?, this run has {given}; give another trainer\.out"
+        ):
+            run_ranks(fit, 1, job(3, f"model.{key}={given}"))
+
+
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     """To the last bit, with the reference and prompts that are drawn anew."""
     keys = (KL, "rollout.max_num_gen_batches=2", "parallel.fsdp_size=2", "trainer.save_freq=2")

@@ -1,14 +1,21 @@
 """Linear layers by oneDNN: right in both passes, and the same bits with and without a gradient."""
 
-from collections.abc import Callable, Iterator
+import ast
+import re
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.mesh import World
 from phalanx.models import linear as products
-from phalanx.models.linear import MIN_ROWS, OneDnnLinear, prefers_onednn, unfuse_biases, use_onednn
+from phalanx.models.linear import MIN_ROWS, OneDnnLinear, preferred, unfuse_biases, use_onednn
+from phalanx.models.lm.policy import build_policy
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 
@@ -119,29 +126,48 @@ def test_operations_are_counted() -> None:
     assert counter.get_total_flops() == 3 * 2 * 100 * 24 * 40  # output, gradient of the input, of the weight
 
 
-@pytest.fixture
-def unknown() -> Iterator[None]:
-    """As before the first measurement."""
-    prefers_onednn.cache_clear()
-    yield
-    prefers_onednn.cache_clear()
-
-
-@pytest.mark.parametrize(("times", "preferred"), [(0, True), (3, False)])
-def test_the_faster_products_are_chosen(
-    times: int, preferred: bool, unknown: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("capability", "vendor", "mkl", "onednn", "choice"),
+    [
+        ("AVX512", "AuthenticAMD", True, True, "onednn"),
+        ("AVX512", "GenuineIntel", True, True, "torch"),
+        ("AVX2", "AuthenticAMD", True, True, "torch"),
+        ("AVX512", "AuthenticAMD", True, False, "torch"),
+        ("AVX512", "AuthenticAMD", False, True, "torch"),
+        ("DEFAULT", None, False, True, "torch"),  # ARM
+    ],
+)
+def test_the_library_is_chosen_by_the_processor(
+    capability: str,
+    vendor: str | None,
+    mkl: bool,
+    onednn: bool,
+    choice: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Here oneDNN's cost nothing, or what three of MKL's do."""
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: mkl)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: onednn)
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\n" + (f"vendor_id\t: {vendor}\n" if vendor else "") + "cpu family\t: 26\n")
+    assert preferred(cpuinfo) == choice
+    assert preferred(tmp_path / "none") == "torch"
 
-    def product(input: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        for _ in range(times):
-            nn.functional.linear(input, weight, bias)
 
-    monkeypatch.setattr(products, "_product", product)
-    assert prefers_onednn() is preferred
+def test_no_clock_chooses() -> None:
+    """Of all models: what is computed is a function of the configuration and the processor."""
+    clocks = re.compile(r"\b(time|timeit|perf_counter|thread_time|monotonic|datetime)\b")
+    for file in sorted(Path(products.__file__).parent.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            assert not any(clocks.search(name) for name in names), file
 
 
-def test_it_is_measured_once(unknown: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = prefers_onednn()
-    monkeypatch.setattr(products, "_product", None)
-    assert prefers_onednn() is first
+@pytest.mark.parametrize("library", ["torch", "onednn"])
+def test_the_key_sets_the_library(library: str, lm_folder: Path, world: World) -> None:
+    config = LMModelConfig(path=str(lm_folder), dtype="float32", cpu_linear=library)
+    data = LMDataConfig(max_prompt_length=64, max_response_length=16)
+    policy = build_policy(config, ParallelConfig(), data, world, chunk=5, temperature=0.7, seed=0)
+    layers = {type(m) for m in policy.trained.module.modules() if isinstance(m, nn.Linear)}
+    assert layers == {OneDnnLinear if library == "onednn" else nn.Linear}

@@ -34,7 +34,7 @@ def peak(tokens: int, chunk: int) -> float:
         hidden = torch.empty(tokens, HIDDEN, requires_grad=True)
         drawn = torch.empty(tokens, dtype=torch.long)
         with ledger.during("scores"):
-            log_prob, entropy, _ = token_scores(hidden, head, drawn, temperature=0.7, softcap=None, chunk=chunk)
+            log_prob, entropy, _ = token_scores(hidden, head, drawn, temperature=0.7, chunk=chunk)
             (log_prob - entropy).sum().backward()
     phase = ledger.phases["scores"]
     return (phase.peak - phase.before) / (4 * VOCABULARY)

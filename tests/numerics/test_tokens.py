@@ -27,7 +27,7 @@ def test_scores_and_their_gradient_in_chunks() -> None:
     gradients, results = [], []
     for chunk in (7, 2):
         hidden = torch.linspace(-1, 1, 42).view(7, 6).requires_grad_()
-        scores = token_scores(hidden, head, tokens, temperature=0.7, softcap=None, chunk=chunk)
+        scores = token_scores(hidden, head, tokens, temperature=0.7, chunk=chunk)
         scores[0].sum().backward()
         assert hidden.grad is not None
         gradients.append(hidden.grad)

@@ -39,6 +39,12 @@ class ModelConfig:
         None, "with gradient_checkpointing, so many blocks are recomputed, the first ones; null: all", ge=1
     )
     compile: bool = arg(False, "torch.compile each transformer block")
+    cpu_linear: Optional[str] = arg(
+        None,
+        "library of float32 linear layers on CPUs, torch's default (MKL) or oneDNN; null: that of the checkpoint which "
+        "is resumed, else the one that suits the processor of rank 0",
+        choices=("torch", "onednn"),
+    )
 
     def recomputed(self, blocks: int) -> int:
         """The number of a model's blocks that are recomputed; ValueError where it has fewer."""

@@ -4,13 +4,13 @@ Shapes: B samples of this rank, T tokens of the longest prompt with its response
 V the vocabulary, N tokens of all responses of a batch, sample by sample.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from phalanx.functional.token_budget import in_order
@@ -86,11 +86,10 @@ class TokenReplay(Replay):
 
 def token_scores(
     hidden: Tensor,
-    head: nn.Module,
+    head: Callable[[Tensor], Tensor],
     tokens: Tensor,
     *,
     temperature: float,
-    softcap: float | None,
     chunk: int,
     never: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -101,7 +100,7 @@ def token_scores(
     memory, in the backward pass either, which computes them again. All results are [N] float32. The self-certainty is
     that of Intuitor (arXiv 2505.19590): logsumexp(z) - mean(z), the mean over the vocabulary of -log p.
     """
-    score = partial(_scores, head, temperature=temperature, softcap=softcap, never=never)
+    score = partial(_scores, head, temperature=temperature, never=never)
     parts = []
     for states, targets in zip(hidden.split(chunk), tokens.split(chunk), strict=True):
         if len(hidden) > chunk and torch.is_grad_enabled():
@@ -116,12 +115,9 @@ def token_scores(
 
 
 def _scores(
-    head: nn.Module, hidden: Tensor, tokens: Tensor, *, temperature: float, softcap: float | None, never: int | None
+    head: Callable[[Tensor], Tensor], hidden: Tensor, tokens: Tensor, *, temperature: float, never: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits = head(hidden).float()
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
-    z = logits / temperature
+    z = head(hidden).float() / temperature
     mean = z.mean(-1)
     if never is not None:
         mean = (mean * z.shape[-1] - z[:, never]) / (z.shape[-1] - 1)

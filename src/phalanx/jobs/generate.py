@@ -51,7 +51,7 @@ class Generation:
         given = _given(**asdict(cfg.model))
         if "path" in given:  # the run's revision is of its own model
             given = {"revision": None} | given
-        config = replace(run.model, gradient_checkpointing=False, **given)
+        config = replace(run.model, gradient_checkpointing=False, use_remove_padding=False, **given)
         check_model(cfg, config)
         data = replace(run.data, **_given(system_prompt=cfg.system_prompt), overlong_prompts="error")
         # supervised training adds the mask token that its base lacks
@@ -74,6 +74,7 @@ class Generation:
             self.rollout: LMRollout = BlockDiffusionRollout(policy, *how)
         else:
             self.policy = LMPolicy(model, *parts, **options)
+            self.policy.check_agreement(decodes=True)
             self.rollout = LMRollout(self.policy, *how)
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)

@@ -45,7 +45,7 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
         torch.manual_seed(seed)
         lora = LoraConfig(
             r=config.lora_rank,
-            lora_alpha=_alpha(config),
+            lora_alpha=lora_alpha(config),
             target_modules=list(targets),
             init_lora_weights=inits.get(config.lora_init, config.lora_init),
         )
@@ -81,7 +81,7 @@ def merged_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[tu
 
     Sharded tensors are gathered: all ranks of a shard group must draw all of them, in step.
     """
-    scale = _alpha(config) / config.lora_rank if config.lora_rank > 0 else 0.0
+    scale = lora_alpha(config) / config.lora_rank if config.lora_rank > 0 else 0.0
     for name, tensor in state.items():
         if ".lora_" in name:
             continue
@@ -121,8 +121,11 @@ def adapter_config(rank: int, alpha: float, targets: Sequence[str], base: str, r
     )
 
 
-def _alpha(config: ModelConfig) -> float:
-    return config.lora_alpha if config.lora_alpha is not None else 2 * config.lora_rank
+def lora_alpha(config: ModelConfig) -> float:
+    """The alpha of model.lora_alpha, by default twice the rank; 0 without a LoRA."""
+    if config.lora_rank == 0 or config.lora_alpha is None:
+        return 2 * config.lora_rank
+    return config.lora_alpha
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from phalanx.config.run import ModelConfig, ParallelConfig
 from phalanx.distributed.fsdp import Sharded, as_part_of, local
 from phalanx.distributed.mesh import World
-from phalanx.models.linear import prefers_onednn, unfuse_biases, use_onednn
+from phalanx.models.linear import ONEDNN, preferred, unfuse_biases, use_onednn
 from phalanx.models.lora import add_lora, lora_off, merged_weights
 from phalanx.models.one_graph import OneGraph
 
@@ -53,7 +53,7 @@ class TrainedModel:
             add_lora(module, config, lora_targets, seed)
         else:
             module.requires_grad_(not frozen)
-        if world.device.type == "cpu" and prefers_onednn():
+        if world.device.type == "cpu" and (config.cpu_linear or preferred()) == ONEDNN:
             use_onednn(module)
         self._one_graph: OneGraph | None = None
         if config.compile:

@@ -28,6 +28,7 @@ from phalanx.distributed.mesh import World
 from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
+ADDED = ("cpu_linear", "lora_alpha")  # to signatures, since checkpoints were first written
 MOST = 10**15  # of any count
 IN_FLIGHT = "in_flight.safetensors"  # behind the rank, in the names of files
 
@@ -151,6 +152,19 @@ def find(root: Path, without: Collection[Path] = ()) -> Path | None:
     return None
 
 
+def saved_choice(root: Path, resume: str, key: str) -> Any:
+    """The value of `key` in the signature of the checkpoint that trainer.resume will take; None where there is none.
+
+    For choices that come before models are built; what is wrong with the checkpoint is told by `locate`.
+    """
+    folder = Path(resume).expanduser() if resume not in ("auto", "never") else None
+    if resume == "auto":
+        folder = next((f for f in sorted(root.glob("step_*"), reverse=True) if complete(f) is None), None)
+    if folder is None or complete(folder) is not None:
+        return None
+    return read_meta(folder)["signature"].get(key)
+
+
 def kept_in_flight(folder: Path) -> list[Tensor]:
     """The bytes [K] of samples in flight that each rank kept in a checkpoint, in the order of ranks."""
     files = sorted(folder.glob(f"__*_{IN_FLIGHT}"), key=lambda file: int(file.name.split("_")[2]))
@@ -228,7 +242,7 @@ class Checkpointer:
                 raise ValueError(f"trainer.resume: {resume!r} cannot be used: {problem}")
         saved = read_meta(folder)["signature"]
         for key, value in self.signature.items():
-            if saved.get(key) != value:
+            if saved.get(key) != value and (key in saved or key.rpartition(": ")[2] not in ADDED):
                 raise ValueError(
                     f"trainer.resume: {folder} holds {key} {saved.get(key)}, this run has {value}; "
                     "give another trainer.output_dir, or trainer.resume=never"

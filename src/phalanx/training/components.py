@@ -13,13 +13,16 @@ from torch import Tensor
 
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed import mesh
+from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.placement import judged_beside
 from phalanx.distributed.roles import ACTOR
+from phalanx.models.linear import preferred
 from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
 from phalanx.training import folder_lock
+from phalanx.training.checkpoint import saved_choice
 from phalanx.types import Policy, Prompt, Rollout, Samples, Teacher
 
 log = logging.getLogger(__name__)
@@ -94,7 +97,21 @@ def start(cfg: RunConfig) -> World:
     world = mesh.start(cfg.parallel, cfg.placement if isinstance(cfg, RLConfig) else None)
     if world.role == ACTOR:
         folder_lock.hold(Path(cfg.trainer.output_dir), world)
+    if world.device.type == "cpu":
+        choose_cpu_linear(cfg, world)
     return world
+
+
+def choose_cpu_linear(cfg: RunConfig, world: World) -> None:
+    """Set model.cpu_linear where it is null, the same on all ranks: hosts may differ, and libraries in last bits."""
+    choice = cfg.model.cpu_linear
+    if choice is None:
+        if world.rank == 0:
+            root = Path(cfg.trainer.output_dir) / "checkpoints"
+            choice = saved_choice(root, cfg.trainer.resume, "cpu_linear") or preferred()
+        choice = cfg.model.cpu_linear = broadcast_object(choice)
+    if world.lead:
+        log.info("float32 linear layers by %s (model.cpu_linear)", choice)
 
 
 def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> RewardSet | None:

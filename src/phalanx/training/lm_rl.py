@@ -83,7 +83,8 @@ def load_policy(cfg: LMRLConfig, world: World) -> LMPolicy:
         "trim": cfg.actor.use_dynamic_bsz,
     }
     if cfg.model.block_size is None:
-        return build_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
+        decodes = cfg.rollout.facts.weights == "policy"
+        return build_policy(cfg.model, cfg.parallel, cfg.data, world, decodes=decodes, **options)
     options["estimate"] = cfg.actor.log_prob_estimate
     return build_block_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
 

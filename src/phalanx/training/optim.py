@@ -9,6 +9,7 @@ from torch import Tensor
 
 from phalanx.config.run import EmaConfig, OptimConfig
 from phalanx.distributed.fsdp import Sharded, local
+from phalanx.models.lora import lora_alpha
 from phalanx.models.trained import TrainedModel
 from phalanx.training.checkpoint import trained_state
 from phalanx.training.offload import OffloadedState
@@ -243,11 +244,15 @@ class TrainState:
 
     def signature(self) -> dict[str, Any]:
         """Properties that a checkpoint must have in common with this model to be loaded into it."""
-        return {
+        signature = {
             "trained tensors": len(self.model.parameters),
             "trained parameters": sum(p.numel() for p in self.model.parameters.values()),
             "lora_rank": self.model.config.lora_rank,
+            "lora_alpha": lora_alpha(self.model.config),
             "moving average": self.ema is not None,
             "other weights": ", ".join(sorted(self.averages)) or "none",
             "optimizer": self.optim_name,
         }
+        if self.model.config.cpu_linear is not None:
+            signature["cpu_linear"] = self.model.config.cpu_linear
+        return signature

@@ -1,7 +1,7 @@
 """A causal language model's modules as a block-diffusion model."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.block_diffusion import BlockTrace, States, of_responses, replayed, sees, states_of
 from phalanx.functional.tokens import TokenReplay, token_scores
-from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer
+from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, load_tokenizer
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.types import Prompt, Samples
 
@@ -43,33 +43,24 @@ class BlockDiffusionLM(CausalLM):
         if states is None:
             with self._for_decoding():
                 return self.lm(**decoding | {"attention_mask": self._mask(decoding["attention_mask"])})
-        hidden = self.lm.get_decoder()(
+        output = decoder_of(self.lm)(
             input_ids=states.tokens,
             position_ids=states.positions,
             attention_mask=self._mask_of(states),
             use_cache=False,
-        ).last_hidden_state
+        )
         asked = states.weight != 0
         rows, _, _ = asked.nonzero(as_tuple=True)
-        head = self.lm.get_output_embeddings()
-        asked_for, targets = hidden[rows, states.at[asked]], states.target[asked]
-        scores = token_scores(
-            asked_for,
-            head,
-            targets,
-            temperature=temperature,
-            softcap=self.softcap,
-            chunk=self.chunk,
-            never=self.mask_id,
-        )
+        asked_for, targets = output.last_hidden_state[rows, states.at[asked]], states.target[asked]
+        head = self.head(output)
+        scores = token_scores(asked_for, head, targets, temperature=temperature, chunk=self.chunk, never=self.mask_id)
         if not right:
             return scores
-        return *scores[:2], self._likeliest(asked_for) == targets
+        return *scores[:2], self._likeliest(asked_for, head) == targets
 
     @torch.no_grad()
-    def _likeliest(self, hidden: Tensor) -> Tensor:
+    def _likeliest(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """[N] the likeliest tokens of states [N, H]."""
-        head = self.lm.get_output_embeddings()
         tokens = [torch.zeros(0, dtype=torch.long, device=hidden.device)]
         for part in hidden.split(self.chunk):
             logits = head(part)

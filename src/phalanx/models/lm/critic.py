@@ -10,7 +10,7 @@ from phalanx.config.critic import CriticModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import experts
-from phalanx.models.lm.model import DTYPES, CausalLM, load_model, states_at
+from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, outputs_at
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.trained import TrainedModel
 
@@ -20,7 +20,7 @@ class ValueLM(nn.Module):
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
-        self.backbone, self.recomputes = model.lm.get_decoder(), model.recomputes
+        self.backbone, self.recomputes = decoder_of(model.lm), model.recomputes
         self.value = nn.Linear(model.lm.get_output_embeddings().in_features, 1)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
@@ -31,7 +31,7 @@ class ValueLM(nn.Module):
         """
         for block in self.blocks()[: self.recomputes]:  # see CausalLM
             block.training = torch.is_grad_enabled()
-        states = states_at(self.backbone, ids, predicting, lengths)
+        states = outputs_at(self.backbone, ids, predicting, lengths).last_hidden_state
         # in bfloat16 a value would have three digits
         return nn.functional.linear(states.float(), self.value.weight.float(), self.value.bias.float()).squeeze(1)
 

@@ -1,7 +1,8 @@
 """A causal language model of transformers, and its tokenizer."""
 
+import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,6 @@ log = logging.getLogger(__name__)
 
 llada2.register()
 
-# multipliers of the logits that `CausalLM` would have to know of
-_SCALED = ("logit_scale", "logits_scaling")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # the keyword of a language model's forward, which transformers 5.24 has renamed
 CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
@@ -38,8 +37,6 @@ class CausalLM(nn.Module):
     def __init__(self, lm: Any, chunk: int, *, recomputes: int = 0) -> None:
         super().__init__()
         self.lm, self.chunk, self.recomputes = lm, chunk, recomputes
-        softcap = lm.config.to_dict().get("final_logit_softcapping")
-        self.softcap: float | None = softcap
 
     def forward(
         self,
@@ -58,10 +55,28 @@ class CausalLM(nn.Module):
             self._recompute(False)
             return self.lm(**decoding)
         self._recompute(torch.is_grad_enabled())
-        states = states_at(self.lm.get_decoder(), ids, predicting, lengths)
-        head = self.lm.get_output_embeddings()
-        tokens = ids[:, 1:][predicting]
-        return token_scores(states, head, tokens, temperature=temperature, softcap=self.softcap, chunk=self.chunk)
+        output = outputs_at(decoder_of(self.lm), ids, predicting, lengths)
+        tokens, head = ids[:, 1:][predicting], self.head(output)
+        return token_scores(output.last_hidden_state, head, tokens, temperature=temperature, chunk=self.chunk)
+
+    def head(self, output: Any) -> Callable[[Tensor], Tensor]:
+        """The function of states [N, H] to logits [N, V] as the language model's forward computes it, with whatever it
+        scales or caps; `output` is one of its decoder's.
+        """
+
+        def logits(states: Tensor) -> Tensor:
+            given = copy.copy(output)
+            given.last_hidden_state = states[None]
+            decoder = decoder_of(self.lm)
+            # the forward of the class runs with these states in place of those that the decoder would compute
+            decoder.forward = lambda *args, **kwargs: given
+            try:
+                result: Tensor = self.lm(inputs_embeds=given.last_hidden_state, use_cache=False).logits[0]
+            finally:
+                del decoder.forward
+            return result
+
+        return logits
 
     def _recompute(self, on: bool) -> None:
         """Whether layers with gradient checkpointing do it: in transformers they do where they are in training mode,
@@ -72,22 +87,35 @@ class CausalLM(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """The layers, which are sharded one by one; they go by other names in older models."""
-        lists = [child for child in self.lm.get_decoder().children() if isinstance(child, nn.ModuleList)]
+        lists = [child for child in decoder_of(self.lm).children() if isinstance(child, nn.ModuleList)]
         return list(lists[0])
 
 
-def states_at(decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None) -> Tensor:
-    """The last layer's states [N, H] at the positions `predicting` [B, T - 1] of ids [B, T]; see CausalLM."""
+def decoder_of(lm: Any) -> Any:
+    """The part of a language model that has the layers: its get_decoder(), or the part that some classes mean by it."""
+    for module in (lm.get_decoder(), *lm.modules()):
+        lists = [child for child in module.children() if isinstance(child, nn.ModuleList)]
+        if lists and isinstance(module, transformers.PreTrainedModel):
+            return module
+    return lm.get_decoder()
+
+
+def outputs_at(decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None) -> Any:
+    """The decoder's output, whose last_hidden_state is the last layer's states [N, H] at the positions `predicting`
+    [B, T - 1] of ids [B, T]; see CausalLM.
+    """
     read = ids[:, :-1]
     if lengths is None:
         # padding stands behind, where a causal model does not look: no mask is needed
-        states: Tensor = decoder(input_ids=read, use_cache=False).last_hidden_state
-        return states[predicting]
+        output = decoder(input_ids=read, use_cache=False)
+        output.last_hidden_state = output.last_hidden_state[predicting]
+        return output
     ends = [length - 1 for length in lengths]  # nothing follows the last token
     real = (torch.arange(read.shape[1]) < torch.tensor(ends)[:, None]).to(ids.device)
     beside = packing.arguments(decoder, ends, ids.device)
-    row: Tensor = decoder(input_ids=read[real][None], use_cache=False, **beside).last_hidden_state
-    return row[0, predicting[real]]
+    output = decoder(input_ids=read[real][None], use_cache=False, **beside)
+    output.last_hidden_state = output.last_hidden_state[0, predicting[real]]
+    return output
 
 
 def load_model(
@@ -111,7 +139,7 @@ def load_model(
                 lm, info = _from_files(config, dtype)
     if lm.config.to_dict().get("is_decoder") is False:
         raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
-    if not any(isinstance(child, nn.ModuleList) for child in lm.get_decoder().children()):
+    if not any(isinstance(child, nn.ModuleList) for child in decoder_of(lm).children()):
         raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
     check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
     return causal_lm(lm, config, chunk, key)
@@ -135,9 +163,6 @@ def _from_files(config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[st
 
 def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path") -> CausalLM:
     """A loaded model, as `config` wants it trained; ValueError for what it cannot do."""
-    scaled = [name for name in _SCALED if lm.config.to_dict().get(name) not in (None, 1, 1.0)]
-    if scaled:
-        raise ValueError(f"{key}: {config.path!r}: a model whose logits are scaled ({scaled[0]}) is not supported")
     if config.experts_implementation is not None:
         experts.use(lm, config.experts_implementation, compiled=config.compile)
     if config.use_remove_padding:

@@ -14,6 +14,7 @@ from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
+from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
@@ -69,6 +70,12 @@ class LMPolicy:
             experts=experts.spread(model.lm, config, parallel, world.shard_size),
             kept=kept,
         )
+
+    def check_agreement(self, *, decodes: bool) -> None:
+        """See phalanx.models.lm.agreement; on all ranks that hold the weights."""
+        check_agreement(self.trained.module, self.config, self.tokenizer, self.world.device, decodes=decodes)
+        # gathered weights would hide those that a checkpoint brings
+        self.trained.sharded.reshard()
 
     def _check(self, model: CausalLM) -> None:
         rows = model.lm.get_input_embeddings().num_embeddings
@@ -231,17 +238,18 @@ def build_policy(
     seed: int,
     trim: bool = False,
     frozen: bool = False,
+    decodes: bool = True,
 ) -> LMPolicy:
     """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be.
 
-    `frozen`: a teacher, of which nothing is trained.
+    `frozen`: a teacher, of which nothing is trained; `decodes`: the policy's modules sample, see check_agreement.
     """
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     stored = config.lora_rank == 0
     model = load_model(config, dtype, chunk, stored=stored)
-    return LMPolicy(
+    policy = LMPolicy(
         model,
         tokenizer,
         world,
@@ -254,3 +262,5 @@ def build_policy(
         frozen=frozen,
         kept=dtype if stored else None,
     )
+    policy.check_agreement(decodes=decodes and not frozen)
+    return policy

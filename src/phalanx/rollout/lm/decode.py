@@ -58,7 +58,7 @@ def decode(
         logits_to_keep=1,
     )
     at = torch.tensor(rows, device=device)
-    cache.batch_select_indices(at)
+    cache.reorder_cache(at)
     logits, mask = out.logits[at, -1], mask[at]
     finite = logits.amax(-1).isfinite().all()  # looked at once, at the end: each look would wait
     position = mask.sum(1)
@@ -77,7 +77,7 @@ def decode(
             break
         if int(going.sum()) < SHRINK * len(going):
             keep = going.nonzero().squeeze(1)
-            cache.batch_select_indices(keep)
+            cache.reorder_cache(keep)
             alive, mask, position, drawn = alive[keep], mask[keep], position[keep], drawn[keep]
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         out = forward(

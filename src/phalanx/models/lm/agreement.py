@@ -1,0 +1,137 @@
+"""Whether a language model's log-probabilities are the same by every path that a job takes: tried as it is loaded.
+
+Samples are drawn by decoding with a cache, and trained by passes over whole samples, some of them packed into one row.
+The reference is the model's own forward of each sample by itself. Classes that scale states where nobody looks, that
+make no mask of positions, or that keep a state which padding disturbs would be sampled and trained as two models.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import DynamicCache
+
+from phalanx.config.lm import LMModelConfig
+from phalanx.config.messages import reason
+from phalanx.models.lm.model import CACHE, CausalLM
+
+LENGTHS = (14, 9)  # tokens of the two samples
+RESPONSE = 5  # tokens of each that are decoded behind the others
+# Bounds of the difference in float32: of any token's log-probability, in nats. In bfloat16, whose logits have a
+# resolution of 1/256: of the mean over the tokens, as a fraction of their mean log-probability.
+FLOAT32_BOUND, BFLOAT16_BOUND = 1e-4, 0.02
+
+
+def check_agreement(
+    module: CausalLM, config: LMModelConfig, tokenizer: Any, device: torch.device, *, decodes: bool
+) -> None:
+    """Score two short samples by each path; all ranks run the same passes, of which no result is sent.
+
+    `module` may be sharded; with `decodes` it samples as well. Raises ValueError, in one line, where paths differ by
+    more than the bounds above, or where the model fails in one.
+    """
+    ids, lengths = _samples(tokenizer, module.lm.get_input_embeddings().num_embeddings).to(device), list(LENGTHS)
+    predicting = torch.arange(1, ids.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
+    paths = ["passes over padded samples"]
+    advice = ["this model cannot be trained here"]
+    if config.use_remove_padding:
+        paths.append("passes over packed samples")
+        advice.append("set model.use_remove_padding=false")
+    if decodes:
+        paths.append("decoding with a cache")
+        advice.append("this model cannot sample here; set rollout.engine=vllm")
+    values: list[Tensor] = []
+    # Blocks that are to be compiled are so for the shapes of the job, not for these few tokens.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        path = "its forward pass"
+        try:
+            reference = torch.cat([_stock(module, ids[i, :n]) for i, n in enumerate(lengths)])
+            for path in paths:
+                if path.endswith("cache"):
+                    values.append(_decoded(module, ids, lengths))
+                else:
+                    values.append(module(ids, predicting, 1.0, lengths if "packed" in path else None)[0])
+        except (dist.DistError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of a class of transformers, which may stumble in whatever way
+            hint = advice[paths.index(path)] if path in paths else "expected a causal language model"
+            raise ValueError(
+                f"model.path: {config.path!r}: a {type(module.lm).__name__} fails in {path} ({reason(error)}); {hint}"
+            ) from error
+    for path, hint, value in zip(paths, advice, values, strict=True):
+        expected = reference if len(value) == len(reference) else _responses(reference, lengths)
+        difference = (value.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
+        if config.dtype == "float32":
+            size, bound = float(difference.max()), FLOAT32_BOUND
+        else:
+            size, bound = float(difference.mean()), BFLOAT16_BOUND * float(expected.abs().mean())
+        if not size <= bound:
+            raise ValueError(
+                f"model.path: {config.path!r}: log-probs of a {type(module.lm).__name__} by {path} differ by "
+                f"{size:.2g} from its forward pass's, more than {bound:.2g}; {hint}"
+            )
+
+
+def _samples(tokenizer: Any, rows: int) -> Tensor:
+    """[2, longest] ids, padded behind, of ordinary tokens."""
+    special = set(tokenizer.all_special_ids)
+    vocabulary = [token for token in range(min(len(tokenizer), rows)) if token not in special] or [0]
+    at = torch.randint(len(vocabulary), (len(LENGTHS), max(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(vocabulary)[at]
+
+
+def _stock(module: CausalLM, ids: Tensor) -> Tensor:
+    """[T - 1] log-probs of a sample's ids [T] by the model's own forward."""
+    logits = module(input_ids=ids[None, :-1], use_cache=False).logits[0]
+    return _log_probs(logits, ids[1:])
+
+
+def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
+
+
+def _responses(log_probs: Tensor, lengths: Sequence[int]) -> Tensor:
+    """The last RESPONSE of each sample's, of [sum of lengths - 1]."""
+    return torch.cat([part[-RESPONSE:] for part in log_probs.split([length - 1 for length in lengths])])
+
+
+def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+    """[2 x RESPONSE] log-probs of the samples' last tokens, each behind its prompt, as phalanx.rollout.lm.decode would
+    sample them: prompts padded in front, and samples selected in the cache.
+    """
+    prompts = [length - RESPONSE for length in lengths]
+    read = torch.zeros(2, max(prompts), dtype=torch.long, device=ids.device)
+    mask = torch.zeros_like(read)
+    for i, length in enumerate(prompts):
+        read[i, -length:] = ids[i, :length]
+        mask[i, -length:] = 1
+    cache = DynamicCache(config=module.lm.config)
+    out = module(
+        input_ids=read,
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
+        **{CACHE: cache},
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    # the second prompt has two samples, of which one goes on: its place is that of a sample that has ended
+    cache.reorder_cache(torch.tensor([0, 1, 1], device=ids.device))
+    cache.reorder_cache(torch.tensor([0, 2], device=ids.device))
+    position, columns = mask.sum(1), []
+    for t in range(RESPONSE):
+        tokens = torch.stack([ids[i, length + t] for i, length in enumerate(prompts)])
+        columns.append(_log_probs(out.logits[:, -1], tokens))
+        if t + 1 == RESPONSE:
+            break
+        mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+        out = module(
+            input_ids=tokens[:, None],
+            attention_mask=mask,
+            position_ids=position[:, None],
+            **{CACHE: cache},
+            use_cache=True,
+        )
+        position = position + 1
+    return torch.stack(columns, 1).flatten()
