@@ -36,13 +36,12 @@ class ModelConfig:
     lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimized", choices=DTYPES)
     gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
     gradient_checkpointing_blocks: Optional[int] = arg(
-        None, "with gradient_checkpointing, so many blocks are recomputed, the first ones; null: all", ge=1
+        None, "with gradient_checkpointing, how many of the first blocks are recomputed; null: all", ge=1
     )
     compile: bool = arg(False, "torch.compile each transformer block")
     cpu_linear: Optional[str] = arg(
         None,
-        "library of float32 linear layers on CPUs, torch's default (MKL) or oneDNN; null: that of the checkpoint which "
-        "is resumed, else the one that suits the processor of rank 0",
+        "library of float32 linear layers on CPUs: torch's default (MKL) or oneDNN; null: the resumed checkpoint's or by CPU",
         choices=("torch", "onednn"),
     )
 
