@@ -41,7 +41,7 @@ class ModelConfig:
     compile: bool = arg(False, "torch.compile each transformer block")
     cpu_linear: Optional[str] = arg(
         None,
-        "library of float32 linear layers on CPUs: torch's default (MKL) or oneDNN; null: the resumed checkpoint's or by CPU",
+        "library of float32 linear layers on CPUs: torch's or oneDNN's; null: the resumed checkpoint's, or by CPU",
         choices=("torch", "onednn"),
     )
 
@@ -51,9 +51,8 @@ class ModelConfig:
             return 0
         wanted = self.gradient_checkpointing_blocks
         if wanted is not None and wanted > blocks:
-            raise ValueError(
-                f"model.gradient_checkpointing_blocks: {wanted}; expected 1 to {blocks}, the model's blocks"
-            )
+            key = "model.gradient_checkpointing_blocks"
+            raise ValueError(f"{key}: {wanted}; expected 1 to {blocks}, the model's blocks")
         return blocks if wanted is None else wanted
 
 
