@@ -46,139 +46,85 @@ def _critic(c: Any) -> tuple[str, Any] | None:
 _NO_GROUP = "rollout.n: 1 leaves {} no group of samples to compare; set it to at least 2, or leave that out"
 
 RULES = (
-    Rule(
-        "rollout.n algorithm.name",
-        LM_RL,
-        "An algorithm that compares the samples of a prompt needs at least two of them.",
-        lambda c: c.rollout.n == 1 and c.algorithm.needs_groups,
-        "rollout.n: 1 leaves algorithm.name={c.algorithm.name} nothing to compare a sample with; set it to at least 2, "
-        "or algorithm.name=ppo, which needs no groups",
-    ),
-    Rule(
-        "rollout.n reward.normalize",
-        LM_RL,
-        "Rewards that are normalized within a prompt's group need at least two samples of each prompt.",
-        lambda c: c.rollout.n == 1 and c.reward.normalize != "none",
-        _NO_GROUP.format("reward.normalize={c.reward.normalize}"),
-    ),
-    Rule(
-        "rollout.n rollout.max_num_gen_batches",
-        LM_RL,
-        "New prompts for groups of equal rewards need at least two samples of each prompt.",
-        lambda c: c.rollout.n == 1 and c.rollout.max_num_gen_batches > 1,
-        _NO_GROUP.format("rollout.max_num_gen_batches={c.rollout.max_num_gen_batches}"),
-    ),
-    Rule(
-        "rollout.n rollout.max_draws_per_prompt",
-        LM_RL,
-        "New samples for groups of equal rewards need at least two samples of each prompt.",
-        lambda c: c.rollout.n == 1 and c.rollout.max_draws_per_prompt > 1,
-        _NO_GROUP.format("rollout.max_draws_per_prompt={c.rollout.max_draws_per_prompt}"),
-    ),
-    Rule(
-        "critic.optim.betas",
-        LM_RL,
-        "AdamW's betas of the critic are two numbers in 0 .. 1.",
-        lambda c: c.algorithm.needs_critic and not_betas(c.critic.optim.betas),
-        "critic.optim.betas: {c.critic.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]",
-    ),
-    Rule(
-        "critic.* trainer.critic_warmup algorithm.name",
-        LM_RL,
-        "Keys of a critic are only for an algorithm that trains one.",
-        _critic,
-        "{x[0]}: {x[1]} is of a critic, which algorithm.name={c.algorithm.name} has none of; leave it out, or set "
-        "algorithm.name=ppo",
-    ),
-    Rule(
-        "rollout.max_num_gen_batches rollout.max_draws_per_prompt",
-        RL,
-        "For groups of equal rewards either new prompts are drawn or new samples, not both.",
-        lambda c: min(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
-        "rollout.max_num_gen_batches: {c.rollout.max_num_gen_batches} draws new prompts, and rollout."
-        "max_draws_per_prompt: {c.rollout.max_draws_per_prompt} the same ones again; set one of the two to 1",
-    ),
-    Rule(
-        "algorithm.global_std reward.normalize",
-        RL,
-        "`reward.normalize=gdpo` divides by the std of all samples.",
-        lambda c: c.reward.normalize == "gdpo" and vars(c.algorithm).get("global_std") is False,
-        "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; leave "
-        "it out, or set reward.normalize=group",
-    ),
-    Rule(
-        "algorithm.* algorithm.name",
-        RL,
-        "A key of advantages is only for an algorithm that reads it.",
-        _unused,
-        "algorithm.{x[0]}: {x[1]} means nothing to algorithm.name={c.algorithm.name}; leave it out",
-    ),
-    Rule(
-        "algorithm.adv_clip_max algorithm.norm_adv_by_std_in_grpo",
-        RL,
-        "Advantages are clamped only where they were divided by a standard deviation.",
-        _clamps_undivided,
-        "algorithm.adv_clip_max: {x} clamps advantages that were divided by a std, and "
-        "algorithm.norm_adv_by_std_in_grpo=false divides by none; leave it out",
-    ),
-    Rule(
-        "rollout.sde_type algorithm.name",
-        FLOW_RL,
-        "The stochastic step is one that the algorithm's loss is derived for.",
-        lambda c: c.rollout.sde_type not in c.algorithm.sde_types and " or ".join(c.algorithm.sde_types),
-        "rollout.sde_type: {c.rollout.sde_type} makes no sense under algorithm.name={c.algorithm.name}; should be {x}",
-    ),
-    Rule(
-        "algorithm.timestep_weight algorithm.importance",
-        FLOW_RL,
-        "Weights of single steps need a likelihood ratio of each step.",
-        lambda c: (
-            vars(c.algorithm).get("importance") == "sequence"
-            and vars(c.algorithm).get("timestep_weight", "none") != "none"
-        ),
-        "algorithm.timestep_weight: {c.algorithm.timestep_weight} tells a sample's steps apart, which "
-        "algorithm.importance=sequence takes as one; set one of the two to its default",
-    ),
-    Rule(
-        "algorithm.old_decay_rate algorithm.old_decay_flat algorithm.old_decay_limit algorithm.old_decay",
-        FLOW_RL,
-        "With `algorithm.old_decay=zero` the sampling weights are the policy's, without a schedule.",
-        _old_decay,
-        "algorithm.{x[0]}: {x[1]} has no effect with algorithm.old_decay=zero; set old_decay to slow or late, or leave "
-        "it out",
-    ),
-)
+    Rule("rollout.n algorithm.name", LM_RL,
+         "An algorithm that compares the samples of a prompt needs at least two of them.",
+         lambda c: c.rollout.n == 1 and c.algorithm.needs_groups,
+         "rollout.n: 1 leaves algorithm.name={c.algorithm.name} nothing to compare a sample with; set it to at least "
+         "2, or algorithm.name=ppo, which needs no groups"),
+    Rule("rollout.n reward.normalize", LM_RL,
+         "Rewards that are normalized within a prompt's group need at least two samples of each prompt.",
+         lambda c: c.rollout.n == 1 and c.reward.normalize != "none",
+         _NO_GROUP.format("reward.normalize={c.reward.normalize}")),
+    Rule("rollout.n rollout.max_num_gen_batches", LM_RL,
+         "New prompts for groups of equal rewards need at least two samples of each prompt.",
+         lambda c: c.rollout.n == 1 and c.rollout.max_num_gen_batches > 1,
+         _NO_GROUP.format("rollout.max_num_gen_batches={c.rollout.max_num_gen_batches}")),
+    Rule("rollout.n rollout.max_draws_per_prompt", LM_RL,
+         "New samples for groups of equal rewards need at least two samples of each prompt.",
+         lambda c: c.rollout.n == 1 and c.rollout.max_draws_per_prompt > 1,
+         _NO_GROUP.format("rollout.max_draws_per_prompt={c.rollout.max_draws_per_prompt}")),
+    Rule("critic.optim.betas", LM_RL, "AdamW's betas of the critic are two numbers in 0 .. 1.",
+         lambda c: c.algorithm.needs_critic and not_betas(c.critic.optim.betas),
+         "critic.optim.betas: {c.critic.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),
+    Rule("critic.* trainer.critic_warmup algorithm.name", LM_RL,
+         "Keys of a critic are only for an algorithm that trains one.",
+         _critic,
+         "{x[0]}: {x[1]} is of a critic, which algorithm.name={c.algorithm.name} has none of; leave it out, or set "
+         "algorithm.name=ppo"),
+    Rule("rollout.max_num_gen_batches rollout.max_draws_per_prompt", RL,
+         "For groups of equal rewards either new prompts are drawn or new samples, not both.",
+         lambda c: min(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
+         "rollout.max_num_gen_batches: {c.rollout.max_num_gen_batches} draws new prompts, and "
+         "rollout.max_draws_per_prompt: {c.rollout.max_draws_per_prompt} the same ones again; set one of the two to 1"),
+    Rule("algorithm.global_std reward.normalize", RL, "`reward.normalize=gdpo` divides by the std of all samples.",
+         lambda c: c.reward.normalize == "gdpo" and vars(c.algorithm).get("global_std") is False,
+         "algorithm.global_std: false contradicts reward.normalize=gdpo, which divides by the std of all samples; "
+         "leave it out, or set reward.normalize=group"),
+    Rule("algorithm.* algorithm.name", RL, "A key of advantages is only for an algorithm that reads it.",
+         _unused,
+         "algorithm.{x[0]}: {x[1]} means nothing to algorithm.name={c.algorithm.name}; leave it out"),
+    Rule("algorithm.adv_clip_max algorithm.norm_adv_by_std_in_grpo", RL,
+         "Advantages are clamped only where they were divided by a standard deviation.",
+         _clamps_undivided,
+         "algorithm.adv_clip_max: {x} clamps advantages that were divided by a std, and "
+         "algorithm.norm_adv_by_std_in_grpo=false divides by none; leave it out"),
+    Rule("rollout.sde_type algorithm.name", FLOW_RL,
+         "The stochastic step is one that the algorithm's loss is derived for.",
+         lambda c: c.rollout.sde_type not in c.algorithm.sde_types and " or ".join(c.algorithm.sde_types),
+         "rollout.sde_type: {c.rollout.sde_type} makes no sense under algorithm.name={c.algorithm.name}; should be "
+         "{x}"),
+    Rule("algorithm.timestep_weight algorithm.importance", FLOW_RL,
+         "Weights of single steps need a likelihood ratio of each step.",
+         lambda c: (
+             vars(c.algorithm).get("importance") == "sequence"
+             and vars(c.algorithm).get("timestep_weight", "none") != "none"
+         ),
+         "algorithm.timestep_weight: {c.algorithm.timestep_weight} tells a sample's steps apart, which "
+         "algorithm.importance=sequence takes as one; set one of the two to its default"),
+    Rule("algorithm.old_decay_rate algorithm.old_decay_flat algorithm.old_decay_limit algorithm.old_decay", FLOW_RL,
+         "With `algorithm.old_decay=zero` the sampling weights are the policy's, without a schedule.",
+         _old_decay,
+         "algorithm.{x[0]}: {x[1]} has no effect with algorithm.old_decay=zero; set old_decay to slow or late, or "
+         "leave it out"),
+)  # fmt: skip
 
 START_RULES = (
-    Rule(
-        "reward.functions algorithm.name",
-        RL,
-        "An algorithm that learns from rewards needs a reward.",
-        lambda c, a: a.needs_reward and not c.reward.functions,
-        "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{{name: ocr}}]",
-    ),
-    Rule(
-        "rollout.max_num_gen_batches algorithm.name",
-        RL,
-        "Prompts are drawn anew only by rewards that the algorithm learns from.",
-        lambda c, a: not a.needs_reward and c.rollout.max_num_gen_batches > 1,
-        "rollout.max_num_gen_batches: {c.rollout.max_num_gen_batches} goes by rewards, from which {c.algorithm.name} "
-        "does not learn; set it to 1",
-    ),
-    Rule(
-        "rollout.max_draws_per_prompt algorithm.name",
-        RL,
-        "Samples are drawn anew only by rewards that the algorithm learns from.",
-        lambda c, a: not a.needs_reward and c.rollout.max_draws_per_prompt > 1,
-        "rollout.max_draws_per_prompt: {c.rollout.max_draws_per_prompt} goes by rewards, from which {c.algorithm.name} "
-        "does not learn; set it to 1",
-    ),
-    Rule(
-        "actor.ref_model_sync_steps algorithm.kl_loss_coef",
-        RL,
-        "A reference that follows the policy needs a loss that reads a reference.",
-        lambda c, a: c.actor.ref_model_sync_steps is not None and "reference" not in a.references,
-        "actor.ref_model_sync_steps: {c.actor.ref_model_sync_steps} has no reference to sync; set "
-        "algorithm.kl_loss_coef > 0, or leave it out",
-    ),
-)
+    Rule("reward.functions algorithm.name", RL, "An algorithm that learns from rewards needs a reward.",
+         lambda c, a: a.needs_reward and not c.reward.functions,
+         "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{{name: ocr}}]"),
+    Rule("rollout.max_num_gen_batches algorithm.name", RL,
+         "Prompts are drawn anew only by rewards that the algorithm learns from.",
+         lambda c, a: not a.needs_reward and c.rollout.max_num_gen_batches > 1,
+         "rollout.max_num_gen_batches: {c.rollout.max_num_gen_batches} goes by rewards, from which "
+         "{c.algorithm.name} does not learn; set it to 1"),
+    Rule("rollout.max_draws_per_prompt algorithm.name", RL,
+         "Samples are drawn anew only by rewards that the algorithm learns from.",
+         lambda c, a: not a.needs_reward and c.rollout.max_draws_per_prompt > 1,
+         "rollout.max_draws_per_prompt: {c.rollout.max_draws_per_prompt} goes by rewards, from which "
+         "{c.algorithm.name} does not learn; set it to 1"),
+    Rule("actor.ref_model_sync_steps algorithm.kl_loss_coef", RL,
+         "A reference that follows the policy needs a loss that reads a reference.",
+         lambda c, a: c.actor.ref_model_sync_steps is not None and "reference" not in a.references,
+         "actor.ref_model_sync_steps: {c.actor.ref_model_sync_steps} has no reference to sync; set "
+         "algorithm.kl_loss_coef > 0, or leave it out"),
+)  # fmt: skip

@@ -59,142 +59,78 @@ def _is_more(steps: int | None, size: int | None) -> bool:
 _LEAVE_OUT = " does not go with block diffusion (model.block_size={c.model.block_size}); leave it out"
 
 RULES = (
-    Rule(
-        "model.block_size",
-        BLOCK_DIFFUSION,
-        "Supervised block diffusion needs the tokens of a block.",
-        lambda c: c.model.block_size is None,
-        "model.block_size is missing: the tokens of a block, 32 in LLaDA2",
-    ),
-    Rule(
-        "model.mask_token *.denoising_steps_per_block *.threshold rollout.confidence actor.log_prob_estimate "
-        "model.block_size",
-        LM,
-        "Keys of block diffusion need `model.block_size`.",
-        _without_blocks,
-        "{x[0]}: {x[1]} is of block diffusion; set model.block_size, or leave it out",
-    ),
-    Rule(
-        "rollout.engine model.block_size",
-        LM,
-        "An engine of block diffusion needs `model.block_size`.",
-        lambda c: c.model.block_size is None and ":" in c.rollout.engine and c.rollout.facts.blocks,
-        "rollout.engine: {c.rollout.engine} is of block diffusion; set model.block_size, or another one",
-    ),
-    Rule(
-        "data.max_response_length model.block_size",
-        LM,
-        "A response is a whole number of blocks.",
-        lambda c: _not_whole("data.max_response_length", c.data.max_response_length, c.model.block_size),
-        _NOT_WHOLE,
-    ),
-    Rule(
-        "rollout.val.max_response_length model.block_size",
-        LM,
-        "A response in validation is a whole number of blocks.",
-        lambda c: _not_whole("rollout.val.max_response_length", c.rollout.val.max_response_length, c.model.block_size),
-        _NOT_WHOLE,
-    ),
-    Rule(
-        "rollout.denoising_steps_per_block model.block_size",
-        LM,
-        "A block has at most a denoising step for each of its tokens.",
-        lambda c: _is_more(c.rollout.denoising_steps_per_block, c.model.block_size),
-        "rollout.denoising_steps_per_block: {c.rollout.denoising_steps_per_block} is more than "
-        "model.block_size={c.model.block_size}",
-    ),
-    Rule(
-        "rollout.val.denoising_steps_per_block model.block_size",
-        LM,
-        "A block in validation has at most a denoising step for each of its tokens.",
-        lambda c: _is_more(c.rollout.val.denoising_steps_per_block, c.model.block_size),
-        "rollout.val.denoising_steps_per_block: {c.rollout.val.denoising_steps_per_block} is more than "
-        "model.block_size={c.model.block_size}",
-    ),
-    Rule(
-        "algorithm.name model.block_size",
-        LM_RL,
-        "A critic reads from left to right, not in blocks.",
-        lambda c: c.model.block_size is not None and c.algorithm.needs_critic,
-        "algorithm.name: {c.algorithm.name} trains a critic, which reads from left to right and not in blocks "
-        "(model.block_size={c.model.block_size}); set algorithm.name=grpo, or leave model.block_size out",
-    ),
-    Rule(
-        "rollout.engine model.block_size",
-        LM,
-        "Block diffusion needs an engine that samples it.",
-        _samples_no_blocks,
-        "rollout.engine: {c.rollout.engine}" + _LEAVE_OUT,
-    ),
-    Rule(
-        "model.use_remove_padding model.block_size",
-        LM,
-        "Samples of block diffusion are not packed.",
-        lambda c: c.model.block_size is not None and c.model.use_remove_padding,
-        "model.use_remove_padding: true" + _LEAVE_OUT,
-    ),
-    Rule(
-        "model.attn_implementation model.block_size",
-        LM,
-        "Blocks need an attention that takes a mask.",
-        lambda c: c.model.block_size is not None and c.model.attn_implementation == "flash_attention_2",
-        "model.attn_implementation: flash_attention_2" + _LEAVE_OUT,
-    ),
-    Rule(
-        "block_diffusion.noise_range_low block_diffusion.noise_range_high",
-        BLOCK_DIFFUSION,
-        "The range of noise is given from low to high.",
-        lambda c: c.block_diffusion.noise_range_low > c.block_diffusion.noise_range_high,
-        "block_diffusion.noise_range_low: {c.block_diffusion.noise_range_low} is above noise_range_high "
-        "{c.block_diffusion.noise_range_high}",
-    ),
-    Rule(
-        "data.max_prompt_length data.max_response_length model.block_size block_diffusion.train_fill",
-        BLOCK_DIFFUSION,
-        "Samples that are filled up to the longest one are a whole number of blocks.",
-        lambda c: (
-            c.block_diffusion.train_fill == "max_length"
-            and _not_whole("", c.data.max_prompt_length + c.data.max_response_length, c.model.block_size)
-        ),
-        "data.max_prompt_length: it and data.max_response_length are {x[1]} tokens, no whole number of blocks of "
-        "model.block_size={x[2]}",
-    ),
-    Rule(
-        "block_diffusion.same_token_labels data.val_files",
-        BLOCK_DIFFUSION,
-        "A model that predicts the next token at each position is not validated.",
-        lambda c: not c.block_diffusion.same_token_labels and c.data.val_files,
-        "block_diffusion.same_token_labels: false trains a model that is not decoded here; leave out data.val_files",
-    ),
-)
+    Rule("model.block_size", BLOCK_DIFFUSION, "Supervised block diffusion needs the tokens of a block.",
+         lambda c: c.model.block_size is None,
+         "model.block_size is missing: the tokens of a block, 32 in LLaDA2"),
+    Rule("model.mask_token *.denoising_steps_per_block *.threshold rollout.confidence actor.log_prob_estimate "
+         "model.block_size", LM, "Keys of block diffusion need `model.block_size`.",
+         _without_blocks,
+         "{x[0]}: {x[1]} is of block diffusion; set model.block_size, or leave it out"),
+    Rule("rollout.engine model.block_size", LM, "An engine of block diffusion needs `model.block_size`.",
+         lambda c: c.model.block_size is None and ":" in c.rollout.engine and c.rollout.facts.blocks,
+         "rollout.engine: {c.rollout.engine} is of block diffusion; set model.block_size, or another one"),
+    Rule("data.max_response_length model.block_size", LM, "A response is a whole number of blocks.",
+         lambda c: _not_whole("data.max_response_length", c.data.max_response_length, c.model.block_size),
+         _NOT_WHOLE),
+    Rule("rollout.val.max_response_length model.block_size", LM,
+         "A response in validation is a whole number of blocks.",
+         lambda c: _not_whole("rollout.val.max_response_length", c.rollout.val.max_response_length, c.model.block_size),
+         _NOT_WHOLE),
+    Rule("rollout.denoising_steps_per_block model.block_size", LM,
+         "A block has at most a denoising step for each of its tokens.",
+         lambda c: _is_more(c.rollout.denoising_steps_per_block, c.model.block_size),
+         "rollout.denoising_steps_per_block: {c.rollout.denoising_steps_per_block} is more than "
+         "model.block_size={c.model.block_size}"),
+    Rule("rollout.val.denoising_steps_per_block model.block_size", LM,
+         "A block in validation has at most a denoising step for each of its tokens.",
+         lambda c: _is_more(c.rollout.val.denoising_steps_per_block, c.model.block_size),
+         "rollout.val.denoising_steps_per_block: {c.rollout.val.denoising_steps_per_block} is more than "
+         "model.block_size={c.model.block_size}"),
+    Rule("algorithm.name model.block_size", LM_RL, "A critic reads from left to right, not in blocks.",
+         lambda c: c.model.block_size is not None and c.algorithm.needs_critic,
+         "algorithm.name: {c.algorithm.name} trains a critic, which reads from left to right and not in blocks "
+         "(model.block_size={c.model.block_size}); set algorithm.name=grpo, or leave model.block_size out"),
+    Rule("rollout.engine model.block_size", LM, "Block diffusion needs an engine that samples it.",
+         _samples_no_blocks,
+         "rollout.engine: {c.rollout.engine}" + _LEAVE_OUT),
+    Rule("model.use_remove_padding model.block_size", LM, "Samples of block diffusion are not packed.",
+         lambda c: c.model.block_size is not None and c.model.use_remove_padding,
+         "model.use_remove_padding: true" + _LEAVE_OUT),
+    Rule("model.attn_implementation model.block_size", LM, "Blocks need an attention that takes a mask.",
+         lambda c: c.model.block_size is not None and c.model.attn_implementation == "flash_attention_2",
+         "model.attn_implementation: flash_attention_2" + _LEAVE_OUT),
+    Rule("block_diffusion.noise_range_low block_diffusion.noise_range_high", BLOCK_DIFFUSION,
+         "The range of noise is given from low to high.",
+         lambda c: c.block_diffusion.noise_range_low > c.block_diffusion.noise_range_high,
+         "block_diffusion.noise_range_low: {c.block_diffusion.noise_range_low} is above noise_range_high "
+         "{c.block_diffusion.noise_range_high}"),
+    Rule("data.max_prompt_length data.max_response_length model.block_size block_diffusion.train_fill", BLOCK_DIFFUSION,
+         "Samples that are filled up to the longest one are a whole number of blocks.",
+         lambda c: (
+             c.block_diffusion.train_fill == "max_length"
+             and _not_whole("", c.data.max_prompt_length + c.data.max_response_length, c.model.block_size)
+         ),
+         "data.max_prompt_length: it and data.max_response_length are {x[1]} tokens, no whole number of blocks of "
+         "model.block_size={x[2]}"),
+    Rule("block_diffusion.same_token_labels data.val_files", BLOCK_DIFFUSION,
+         "A model that predicts the next token at each position is not validated.",
+         lambda c: not c.block_diffusion.same_token_labels and c.data.val_files,
+         "block_diffusion.same_token_labels: false trains a model that is not decoded here; leave out data.val_files"),
+)  # fmt: skip
 
 MODEL_RULES = (
-    Rule(
-        "model.mask_token denoising_steps_per_block threshold model.block_size",
-        GENERATE,
-        "Keys of block diffusion need a model of block diffusion.",
-        _set_without_blocks,
-        "{x[0]}: {x[1]} is of block diffusion; set model.block_size, or leave it out",
-    ),
-    Rule(
-        "max_response_length model.block_size",
-        GENERATE,
-        "A response is a whole number of blocks.",
-        lambda c, m: _not_whole("max_response_length", c.max_response_length, m.block_size),
-        _NOT_WHOLE,
-    ),
-    Rule(
-        "denoising_steps_per_block model.block_size",
-        GENERATE,
-        "A block has at most a denoising step for each of its tokens.",
-        lambda c, m: _is_more(c.denoising_steps_per_block, m.block_size),
-        "denoising_steps_per_block: {c.denoising_steps_per_block} is more than model.block_size={m.block_size}",
-    ),
-    Rule(
-        "model.attn_implementation model.block_size",
-        GENERATE,
-        "Blocks need an attention that takes a mask.",
-        lambda c, m: m.block_size is not None and m.attn_implementation == "flash_attention_2",
-        "model.attn_implementation: flash_attention_2 has no mask for blocks; expected sdpa, eager or flex_attention",
-    ),
-)
+    Rule("model.mask_token denoising_steps_per_block threshold model.block_size", GENERATE,
+         "Keys of block diffusion need a model of block diffusion.",
+         _set_without_blocks,
+         "{x[0]}: {x[1]} is of block diffusion; set model.block_size, or leave it out"),
+    Rule("max_response_length model.block_size", GENERATE, "A response is a whole number of blocks.",
+         lambda c, m: _not_whole("max_response_length", c.max_response_length, m.block_size),
+         _NOT_WHOLE),
+    Rule("denoising_steps_per_block model.block_size", GENERATE,
+         "A block has at most a denoising step for each of its tokens.",
+         lambda c, m: _is_more(c.denoising_steps_per_block, m.block_size),
+         "denoising_steps_per_block: {c.denoising_steps_per_block} is more than model.block_size={m.block_size}"),
+    Rule("model.attn_implementation model.block_size", GENERATE, "Blocks need an attention that takes a mask.",
+         lambda c, m: m.block_size is not None and m.attn_implementation == "flash_attention_2",
+         "model.attn_implementation: flash_attention_2 has no mask for blocks; expected sdpa, eager or flex_attention"),
+)  # fmt: skip

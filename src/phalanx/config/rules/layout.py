@@ -15,113 +15,63 @@ def _shares(c: Any) -> bool:
 
 
 RULES = (
-    Rule(
-        f"{_CONTEXT} model.path",
-        LM,
-        "Context parallelism is of flow models.",
-        _shares,
-        _SIZE + "is of flow models, such as Wan and Qwen-Image; set it to 1",
-    ),
-    Rule(
-        _CONTEXT,
-        SAMPLE,
-        "Ranks that sample have prompts of their own.",
-        _shares,
-        _SIZE + "is of training; ranks sample prompts of their own here, so set it to 1",
-    ),
-    Rule(
-        f"{_CONTEXT} rollout.engine",
-        FLOW,
-        "Context parallelism samples in the policy itself.",
-        lambda c: _shares(c) and c.rollout.facts.weights == "copy",
-        _SIZE + "samples in the policy itself; set rollout.engine=policy",
-    ),
-    Rule(
-        f"{_CONTEXT} model.compile",
-        FLOW,
-        "Blocks that exchange tokens are not compiled.",
-        lambda c: _shares(c) and c.model.compile,
-        _SIZE + "exchanges tokens within blocks, which are not compiled; set model.compile=false",
-    ),
-    Rule(
-        "parallel.param_offload parallel.expert_parallel",
-        RUN,
-        "Weights on the CPU go without expert parallelism.",
-        lambda c: c.parallel.param_offload and c.parallel.expert_parallel,
-        "parallel.param_offload: true has no way with parallel.expert_parallel; set one to false",
-    ),
-    Rule(
-        "model.compile model.use_remove_padding model.attn_implementation",
-        LM_RL,
-        "Compiled blocks with packed samples need flash attention.",
-        lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",
-        "model.compile: true would compile anew for the lengths of each pass that model.use_remove_padding packs; set "
-        "one of the two to false, or model.attn_implementation=flash_attention_2",
-    ),
-)
+    Rule(f"{_CONTEXT} model.path", LM, "Only flow models have context parallelism.",
+         _shares,
+         _SIZE + "is of flow models, such as Wan and Qwen-Image; set it to 1"),
+    Rule(_CONTEXT, SAMPLE, "Sampling has no context parallelism.",
+         _shares,
+         _SIZE + "is of training; ranks sample prompts of their own here, so set it to 1"),
+    Rule(f"{_CONTEXT} rollout.engine", FLOW, "Context parallelism samples in the policy itself.",
+         lambda c: _shares(c) and c.rollout.facts.weights == "copy",
+         _SIZE + "samples in the policy itself; set rollout.engine=policy"),
+    Rule(f"{_CONTEXT} model.compile", FLOW, "Blocks that exchange tokens are not compiled.",
+         lambda c: _shares(c) and c.model.compile,
+         _SIZE + "exchanges tokens within blocks, which are not compiled; set model.compile=false"),
+    Rule("parallel.param_offload parallel.expert_parallel", RUN, "Weights are not offloaded under expert parallelism.",
+         lambda c: c.parallel.param_offload and c.parallel.expert_parallel,
+         "parallel.param_offload: true has no way with parallel.expert_parallel; set one to false"),
+    Rule("model.compile model.use_remove_padding model.attn_implementation", LM_RL,
+         "Compiled blocks with packed samples need flash attention.",
+         lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",
+         "model.compile: true would compile anew for the lengths of each pass that model.use_remove_padding packs; "
+         "set one of the two to false, or model.attn_implementation=flash_attention_2"),
+)  # fmt: skip
 
 LAUNCH_RULES = (
-    Rule(
-        f"{_CONTEXT} placement",
-        FLOW,
-        "Context parallelism needs ranks that do everything.",
-        lambda c, w: _shares(c) and w.apart,
-        _SIZE + "has no way with placement; set one of them back to its default",
-    ),
-    Rule(
-        _CONTEXT,
-        FLOW,
-        "The ranks that hold the same samples divide those of a node.",
-        lambda c, w: (
-            w.node % c.parallel.ulysses_sequence_parallel_size
-            and near_divisors(w.node, c.parallel.ulysses_sequence_parallel_size)
-        ),
-        _SIZE + "does not divide the {w.node} ranks of a node; nearest that does: {x}",
-    ),
-    Rule(
-        "parallel.param_offload parallel.fsdp_size",
-        RUN,
-        "Only sharded weights are kept on the CPU.",
-        # FSDP does the offloading, and a shard axis of one rank goes without FSDP
-        lambda c, w: c.parallel.param_offload and w.width == 1,
-        "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device",
-    ),
-    Rule(
-        "optim.name parallel.fsdp_size",
-        RUN,
-        "Muon needs all rows of a matrix on each rank.",
-        lambda c, w: c.optim.name == "muon" and w.width > 1,
-        "optim.name: 'muon' orthogonalizes whole matrices, which {w.width} ranks share here; set parallel.fsdp_size=1 "
-        "or optim.name=adamw",
-    ),
-    Rule(
-        "rollout.tensor_parallel_size rollout.engine",
-        LM,
-        "The ranks that hold a copy together divide those of a node that sample.",
-        lambda c, w: (
-            c.rollout.tensor_parallel_size > 1
-            and c.rollout.facts.tensor_parallel
-            and w.sampling_node % c.rollout.tensor_parallel_size
-            and near_divisors(w.sampling_node, c.rollout.tensor_parallel_size)
-        ),
-        "rollout.tensor_parallel_size: {c.rollout.tensor_parallel_size} does not divide the {w.sampling_node} ranks of "
-        "a node; nearest that does: {x}",
-    ),
-    Rule(
-        "rollout.schedule placement",
-        RL,
-        "Training beside sampling needs ranks that only sample.",
-        lambda c, w: c.rollout.schedule != "synchronous" and not w.apart,
-        "rollout.schedule: {c.rollout.schedule} needs ranks that only sample; see placement, such as "
-        "{{rollout: 0, actor: 1}}",
-    ),
-    Rule(
-        "trainer.resume",
-        RUN,
-        "A job whose ranks may be restarted resumes from its newest checkpoint.",
-        # torchrun restarts ranks with the same command line, so "never" or a path would start over
-        lambda c, w: c.trainer.resume != "auto" and w.restarts,
-        "trainer.resume: {c.trainer.resume!r} would begin from there again whenever the ranks are restarted "
-        "(MAX_RESTARTS, or a range of NNODES); expected auto, with a trainer.output_dir of its own",
-    ),
-)
+    Rule(f"{_CONTEXT} placement", FLOW, "Context parallelism needs ranks that do everything.",
+         lambda c, w: _shares(c) and w.apart,
+         _SIZE + "has no way with placement; set one of them back to its default"),
+    Rule(_CONTEXT, FLOW, "The ranks that hold the same samples divide those of a node.",
+         lambda c, w: (
+             w.node % c.parallel.ulysses_sequence_parallel_size
+             and near_divisors(w.node, c.parallel.ulysses_sequence_parallel_size)
+         ),
+         _SIZE + "does not divide the {w.node} ranks of a node; nearest that does: {x}"),
+    Rule("parallel.param_offload parallel.fsdp_size", RUN, "Only sharded weights are kept on the CPU.",
+         # FSDP does the offloading, and a shard axis of one rank goes without FSDP
+         lambda c, w: c.parallel.param_offload and w.width == 1,
+         "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"),
+    Rule("optim.name parallel.fsdp_size", RUN, "Muon needs all rows of a matrix on each rank.",
+         lambda c, w: c.optim.name == "muon" and w.width > 1,
+         "optim.name: 'muon' orthogonalizes whole matrices, which {w.width} ranks share here; set "
+         "parallel.fsdp_size=1 or optim.name=adamw"),
+    Rule("rollout.tensor_parallel_size rollout.engine", LM,
+         "The ranks that hold a copy together divide those of a node that sample.",
+         lambda c, w: (
+             c.rollout.tensor_parallel_size > 1
+             and c.rollout.facts.tensor_parallel
+             and w.sampling_node % c.rollout.tensor_parallel_size
+             and near_divisors(w.sampling_node, c.rollout.tensor_parallel_size)
+         ),
+         "rollout.tensor_parallel_size: {c.rollout.tensor_parallel_size} does not divide the {w.sampling_node} ranks "
+         "of a node; nearest that does: {x}"),
+    Rule("rollout.schedule placement", RL, "A schedule that trains and samples at once needs ranks that only sample.",
+         lambda c, w: c.rollout.schedule != "synchronous" and not w.apart,
+         "rollout.schedule: {c.rollout.schedule} needs ranks that only sample; see placement, such as {{rollout: 0, "
+         "actor: 1}}"),
+    Rule("trainer.resume", RUN, "A job whose ranks may be restarted resumes from its newest checkpoint.",
+         # torchrun restarts ranks with the same command line, so "never" or a path would start over
+         lambda c, w: c.trainer.resume != "auto" and w.restarts,
+         "trainer.resume: {c.trainer.resume!r} would begin from there again whenever the ranks are restarted "
+         "(MAX_RESTARTS, or a range of NNODES); expected auto, with a trainer.output_dir of its own"),
+)  # fmt: skip

@@ -57,160 +57,95 @@ def _last_step(c: Any, a: Any) -> int | None:
 
 
 RULES = (
-    Rule(
-        "rollout.correction rollout.engine",
-        RUN,
-        "Log-probs are corrected only where another engine than the policy took them, or older weights did.",
-        _needless_correction,
-        "rollout.correction: {c.rollout.correction} has nothing to correct where rollout.engine is {c.rollout.engine}; "
-        "{x}",
-    ),
-    Rule(
-        "rollout.max_num_gen_batches rollout.engine",
-        RUN,
-        "New prompts for groups of equal rewards need an engine that draws anew.",
-        lambda c: _no_redraws(c, c.rollout.max_num_gen_batches),
-        "rollout.max_num_gen_batches: {c.rollout.max_num_gen_batches} needs {x}; set it to 1",
-    ),
-    Rule(
-        "rollout.max_draws_per_prompt rollout.engine",
-        RUN,
-        "New samples for groups of equal rewards need an engine that draws anew.",
-        lambda c: _no_redraws(c, c.rollout.max_draws_per_prompt),
-        "rollout.max_draws_per_prompt: {c.rollout.max_draws_per_prompt} needs {x}; set it to 1",
-    ),
-    Rule(
-        "rollout.num_frames rollout.engine",
-        FLOW,
-        "Videos need an engine that samples them.",
-        _no_videos,
-        "rollout.num_frames: {c.rollout.num_frames} needs {x}; {c.rollout.engine} samples images and no videos",
-    ),
-    Rule(
-        "rollout.num_frames",
-        FLOW_MATCHING,
-        "Supervised flow matching trains on images.",
-        lambda c: c.rollout.num_frames > 1,
-        "rollout.num_frames: {c.rollout.num_frames}: flow matching trains on images; set it to 1",
-    ),
-    Rule(
-        "parallel.rollout_unsharded rollout.engine",
-        LM,
-        "A language model that samples in the policy's modules has its weights gathered for the whole rollout.",
-        lambda c: not c.parallel.rollout_unsharded and c.rollout.facts.weights == "policy",
-        "parallel.rollout_unsharded: false would gather weights for each token, and ranks decode different numbers of "
-        "tokens; set it to true",
-    ),
-    Rule(
-        "rollout.schedule rollout.max_staleness",
-        RL,
-        "One step off-policy needs samples that may be one step older than the weights.",
-        lambda c: c.rollout.schedule == "one_step_off" and c.rollout.max_staleness == 0,
-        "rollout.schedule: one_step_off trains on samples that are one step old; set rollout.max_staleness to 1",
-    ),
-    Rule(
-        "rollout.schedule actor.ppo_epochs algorithm.name",
-        RL,
-        "A pipelined schedule trains each sample once, without a critic.",
-        lambda c: c.rollout.schedule == "pipelined" and (c.actor.ppo_epochs > 1 or c.algorithm.needs_critic),
-        "rollout.schedule: pipelined trains each sample once, as it comes; set actor.ppo_epochs to 1, without a critic",
-    ),
-    Rule(
-        "rollout.schedule actor.loss_agg_mode actor.loss_scale_factor",
-        RL,
-        "With a pipelined schedule `seq-mean-token-sum-norm` needs its constant.",
-        lambda c: (
-            c.rollout.schedule == "pipelined"
-            and c.actor.loss_agg_mode == "seq-mean-token-sum-norm"
-            and c.actor.loss_scale_factor is None
-        ),
-        "rollout.schedule: pipelined does not know the longest sample before the last one; set actor.loss_scale_factor",
-    ),
-    Rule(
-        "rollout.sde_window_range",
-        FLOW_RL,
-        "The range of the window is two numbers.",
-        lambda c: c.rollout.sde_window_range is not None and len(c.rollout.sde_window_range) != 2,
-        "rollout.sde_window_range: {c.rollout.sde_window_range} should be two numbers [a, b]",
-    ),
-)
+    Rule("rollout.correction rollout.engine", RUN,
+         "Log-probs are corrected only where they come from another engine than the policy, or from older weights.",
+         _needless_correction,
+         "rollout.correction: {c.rollout.correction} has nothing to correct where rollout.engine is "
+         "{c.rollout.engine}; {x}"),
+    Rule("rollout.max_num_gen_batches rollout.engine", RUN,
+         "New prompts for groups of equal rewards need an engine that draws anew.",
+         lambda c: _no_redraws(c, c.rollout.max_num_gen_batches),
+         "rollout.max_num_gen_batches: {c.rollout.max_num_gen_batches} needs {x}; set it to 1"),
+    Rule("rollout.max_draws_per_prompt rollout.engine", RUN,
+         "New samples for groups of equal rewards need an engine that draws anew.",
+         lambda c: _no_redraws(c, c.rollout.max_draws_per_prompt),
+         "rollout.max_draws_per_prompt: {c.rollout.max_draws_per_prompt} needs {x}; set it to 1"),
+    Rule("rollout.num_frames rollout.engine", FLOW, "Videos need an engine that samples them.",
+         _no_videos,
+         "rollout.num_frames: {c.rollout.num_frames} needs {x}; {c.rollout.engine} samples images and no videos"),
+    Rule("rollout.num_frames", FLOW_MATCHING, "Supervised flow matching trains on images.",
+         lambda c: c.rollout.num_frames > 1,
+         "rollout.num_frames: {c.rollout.num_frames}: flow matching trains on images; set it to 1"),
+    Rule("parallel.rollout_unsharded rollout.engine", LM,
+         "A language model that samples in the policy's modules has its weights gathered for the whole rollout.",
+         lambda c: not c.parallel.rollout_unsharded and c.rollout.facts.weights == "policy",
+         "parallel.rollout_unsharded: false would gather weights for each token, and ranks decode different numbers "
+         "of tokens; set it to true"),
+    Rule("rollout.schedule rollout.max_staleness", RL,
+         "One step off-policy needs samples that may be one step older than the weights.",
+         lambda c: c.rollout.schedule == "one_step_off" and c.rollout.max_staleness == 0,
+         "rollout.schedule: one_step_off trains on samples that are one step old; set rollout.max_staleness to 1"),
+    Rule("rollout.schedule actor.ppo_epochs algorithm.name", RL,
+         "A pipelined schedule trains each sample once, without a critic.",
+         lambda c: c.rollout.schedule == "pipelined" and (c.actor.ppo_epochs > 1 or c.algorithm.needs_critic),
+         "rollout.schedule: pipelined trains each sample once, as it comes; set actor.ppo_epochs to 1, without a "
+         "critic"),
+    Rule("rollout.schedule actor.loss_agg_mode actor.loss_scale_factor", RL,
+         "With a pipelined schedule `seq-mean-token-sum-norm` needs its constant.",
+         lambda c: (
+             c.rollout.schedule == "pipelined"
+             and c.actor.loss_agg_mode == "seq-mean-token-sum-norm"
+             and c.actor.loss_scale_factor is None
+         ),
+         "rollout.schedule: pipelined does not know the longest sample before the last one; set "
+         "actor.loss_scale_factor"),
+    Rule("rollout.sde_window_range", FLOW_RL, "The range of the window is two numbers.",
+         lambda c: c.rollout.sde_window_range is not None and len(c.rollout.sde_window_range) != 2,
+         "rollout.sde_window_range: {c.rollout.sde_window_range} should be two numbers [a, b]"),
+)  # fmt: skip
 
 START_RULES = (
-    Rule(
-        "rollout.schedule algorithm.name algorithm.global_std reward.normalize",
-        RL,
-        "A pipelined schedule needs an algorithm whose advantages rest on the samples of one prompt.",
-        lambda c, a: c.rollout.schedule == "pipelined" and _trains_on_whole_steps(c, a),
-        "rollout.schedule: pipelined: {c.algorithm.name} looks at all samples of a step before it trains the first one "
-        "(as with global_std); expected such as grpo with algorithm.global_std=false",
-    ),
-    Rule(
-        "placement rollout.engine algorithm.name",
-        RL,
-        "Ranks for inference need log-probs to take again: of another engine, by an algorithm that uses them.",
-        lambda c, a: "inference" in ",".join(map(str, c.placement)) and (c.rollout.facts.exact or a.levels is not None),
-        "placement.inference: there are no log-probs to take again; give its ranks to the rollout",
-    ),
-    Rule(
-        "rollout.engine algorithm.name",
-        FLOW_RL,
-        "Images of the data need an algorithm that trains on images.",
-        lambda c, a: a.levels is None and c.rollout.facts.columns,
-        "rollout.engine: {c.rollout.engine} brings images, and algorithm.name {c.algorithm.name} trains on sampled "
-        "denoising steps; take one that trains on images, such as diffusion_dpo",
-    ),
-    Rule(
-        "rollout.n rollout.engine",
-        FLOW_RL,
-        "Images of the data are as many per prompt as the engine has columns.",
-        _other_number_of_images,
-        "rollout.n: {c.rollout.n} should be {x[0]} where rollout.engine is {c.rollout.engine}: the {x[1]} one",
-    ),
-    Rule(
-        "rollout.noise_level algorithm.name",
-        FLOW_RL,
-        "An algorithm on denoising steps needs noise, without which a step has no probability.",
-        lambda c, a: a.levels is None and c.rollout.noise_level == 0,
-        "rollout.noise_level: 0.0 should be greater than 0",
-    ),
-    Rule(
-        "rollout.sde_window_range rollout.sde_type",
-        FLOW_RL,
-        "The window leaves out the last step under cps.",
-        _last_step,
-        "rollout.sde_window_range: {c.rollout.sde_window_range} holds the last step, which has no log-probability "
-        "under cps; its end should be at most {x}",
-    ),
-    Rule(
-        "rollout.correction algorithm.name",
-        FLOW_RL,
-        "Log-probs are corrected only for an algorithm that uses them.",
-        lambda c, a: a.levels is not None and c.rollout.correction != "rescore",
-        "rollout.correction: {c.rollout.correction} is of log-probs, which {c.algorithm.name} does not use; leave it "
-        "out",
-    ),
-    Rule(
-        "rollout.ode_compression algorithm.name",
-        FLOW_RL,
-        "Steps after a window are left out only for an algorithm that has a window.",
-        lambda c, a: a.levels is not None and c.rollout.ode_compression < 1,
-        "rollout.ode_compression: {c.rollout.ode_compression:g} shortens what follows a window, and {c.algorithm.name} "
-        "has none; lower rollout.num_inference_steps instead",
-    ),
-    Rule(
-        "rollout.solver rollout.noise_level algorithm.name",
-        FLOW_RL,
-        "A solver of higher order needs steps without noise.",
-        lambda c, a: a.levels is not None and c.rollout.noise_level > 0 and c.rollout.solver != "euler",
-        "rollout.solver: {c.rollout.solver} takes steps without noise, and under {c.algorithm.name} all have "
-        "rollout.noise_level {c.rollout.noise_level:g}; set it to 0, or rollout.solver=euler",
-    ),
-    Rule(
-        "rollout.init_same_noise rollout.noise_level algorithm.name",
-        FLOW_RL,
-        "Images that start from the same noise need further noise in their steps.",
-        lambda c, a: a.levels is not None and c.rollout.noise_level == 0 and c.rollout.init_same_noise,
-        "rollout.init_same_noise: true makes all images of a prompt equal, since {c.algorithm.name} samples without "
-        "noise; set it to false",
-    ),
-)
+    Rule("rollout.schedule algorithm.name algorithm.global_std reward.normalize", RL,
+         "A pipelined schedule needs an algorithm whose advantages rest on the samples of one prompt.",
+         lambda c, a: c.rollout.schedule == "pipelined" and _trains_on_whole_steps(c, a),
+         "rollout.schedule: pipelined: {c.algorithm.name} looks at all samples of a step before it trains the first "
+         "one (as with global_std); expected such as grpo with algorithm.global_std=false"),
+    Rule("placement rollout.engine algorithm.name", RL,
+         "Ranks for inference need log-probs to take again: of another engine, by an algorithm that uses them.",
+         lambda c, a: "inference" in str(list(c.placement)) and (c.rollout.facts.exact or a.levels is not None),
+         "placement.inference: there are no log-probs to take again; give its ranks to the rollout"),
+    Rule("rollout.engine algorithm.name", FLOW_RL, "Images of the data need an algorithm that trains on images.",
+         lambda c, a: a.levels is None and c.rollout.facts.columns,
+         "rollout.engine: {c.rollout.engine} brings images, and algorithm.name {c.algorithm.name} trains on sampled "
+         "denoising steps; take one that trains on images, such as diffusion_dpo"),
+    Rule("rollout.n rollout.engine", FLOW_RL, "Images of the data are as many per prompt as the engine has columns.",
+         _other_number_of_images,
+         "rollout.n: {c.rollout.n} should be {x[0]} where rollout.engine is {c.rollout.engine}: the {x[1]} one"),
+    Rule("rollout.noise_level algorithm.name", FLOW_RL,
+         "An algorithm that trains denoising steps needs noise: without it a step has no probability.",
+         lambda c, a: a.levels is None and c.rollout.noise_level == 0,
+         "rollout.noise_level: 0.0 should be greater than 0"),
+    Rule("rollout.sde_window_range rollout.sde_type", FLOW_RL, "The window leaves out the last step under cps.",
+         _last_step,
+         "rollout.sde_window_range: {c.rollout.sde_window_range} holds the last step, which has no log-probability "
+         "under cps; its end should be at most {x}"),
+    Rule("rollout.correction algorithm.name", FLOW_RL, "Log-probs are corrected only for an algorithm that uses them.",
+         lambda c, a: a.levels is not None and c.rollout.correction != "rescore",
+         "rollout.correction: {c.rollout.correction} is of log-probs, which {c.algorithm.name} does not use; leave "
+         "it out"),
+    Rule("rollout.ode_compression algorithm.name", FLOW_RL,
+         "Steps after a window are left out only for an algorithm that has a window.",
+         lambda c, a: a.levels is not None and c.rollout.ode_compression < 1,
+         "rollout.ode_compression: {c.rollout.ode_compression:g} shortens what follows a window, and "
+         "{c.algorithm.name} has none; lower rollout.num_inference_steps instead"),
+    Rule("rollout.solver rollout.noise_level algorithm.name", FLOW_RL,
+         "A solver of higher order needs steps without noise.",
+         lambda c, a: a.levels is not None and c.rollout.noise_level > 0 and c.rollout.solver != "euler",
+         "rollout.solver: {c.rollout.solver} takes steps without noise, and under {c.algorithm.name} all have "
+         "rollout.noise_level {c.rollout.noise_level:g}; set it to 0, or rollout.solver=euler"),
+    Rule("rollout.init_same_noise rollout.noise_level algorithm.name", FLOW_RL,
+         "Images that start from the same noise need further noise in their steps.",
+         lambda c, a: a.levels is not None and c.rollout.noise_level == 0 and c.rollout.init_same_noise,
+         "rollout.init_same_noise: true makes all images of a prompt equal, since {c.algorithm.name} samples without "
+         "noise; set it to false"),
+)  # fmt: skip
