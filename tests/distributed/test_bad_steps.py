@@ -1,5 +1,6 @@
 """NaN and infinity in loss or gradient: the update is skipped on all ranks and counted; too many end the run."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,10 @@ def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: 
 
     trainer = build(cfg)
     spoil(trainer, value, steps, loss_only=loss_only)
-    error = None
+    error, warnings = None, logging.Handler(logging.WARNING)
+    messages: list[str] = []
+    warnings.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("phalanx.training.job").addHandler(warnings)
     try:
         trainer.fit()
     except JobError as raised:
@@ -43,6 +47,7 @@ def spoiled(cfg: FlowRLConfig, value: float, steps: tuple[int, ...], loss_only: 
         trainer.job.checkpointer.wait()
     return {
         "error": error,
+        "messages": messages,
         "weights": full_weights(trainer.policy.trained.parameters),
         "ema": full_weights(trainer.job.state.ema.values),
         "updates": trainer.job.progress.updates,
@@ -62,6 +67,8 @@ def test_a_bad_update_is_skipped_on_all_ranks(
     assert [r["error"] for r in ranks] == [None, None]
     counts = [row["actor/updates_non_finite"] for row in rows(tmp_path / "out")]
     assert counts == [0, 0, 2, 2, 0, 0]
+    warning = "step 3: an update with NaN or infinity in loss or gradient is skipped (actor/updates_non_finite); lower "
+    assert [r["messages"] for r in ranks] == [[warning + "optim.lr, or look at the rewards"], []]
     assert [r["updates"] for r in ranks] == [8, 8]
     for r in ranks:
         assert all(t.isfinite().all() for part in ("weights", "ema") for t in r[part].values())

@@ -7,10 +7,22 @@ from phalanx import algorithms
 from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.rewards import Share, combine
+from phalanx.training.collect import check_range
+from phalanx.types import JobError
 
 OCR = torch.tensor([0.0, 1.0, 0.5, 0.5])
 SIZE = torch.tensor([30.0, 10.0, -20.0, 400.0])
 GROUPS = torch.tensor([0, 0, 1, 1])
+
+
+def test_rewards_that_have_no_std_are_refused() -> None:
+    check_range(torch.tensor([1e18, -1e18, torch.nan]))
+    check_range(torch.zeros(0))
+    for value in (1e19, -1e38, torch.inf):
+        with pytest.raises(
+            JobError, match=r"^reward: the weighted sum of the terms is .* for a sample; expected at most 1e\+18"
+        ):
+            check_range(torch.tensor([0.0, value, torch.nan]))
 
 
 def test_weighted_sum() -> None:

@@ -151,7 +151,7 @@ def test_gaussian_kl_by_hand() -> None:
 @pytest.mark.parametrize("eta", [0.1, 0.7, 1.0, 1.2])
 def test_every_step_of_a_schedule(kind: str, eta: float) -> None:
     for i, (sigma, sigma_next) in enumerate(itertools.pairwise(SCHEDULE)):
-        if kind == "cps" and sigma_next == 0:
+        if kind == "cps" and (sigma_next == 0 or eta > 1):
             continue
         x, v, noise = (normal(2, 3, 4, seed=10 * i + k) for k in range(3))
         step = sde_step(x, v, sigma, sigma_next, noise_level=eta, sde_type=kind, sigma_max=SCHEDULE[1], noise=noise)
@@ -364,6 +364,16 @@ def test_the_last_step_of_cps_is_refused(sigma_next: Any) -> None:
             "leave it out of the SDE window"
         ):
             sde_step(x, v, 0.25, sigma_next, noise_level=0.7, sde_type="cps", sigma_max=0.9, **given)
+
+
+@pytest.mark.parametrize("noise_level", [1.01, 2.0, 2.5])
+def test_a_noise_level_of_cps_is_at_most_1(noise_level: float) -> None:
+    """Above it the std sin(eta pi / 2) falls again: 0 at 2, and negative from there on."""
+    x, v, noise = (normal(2, 3, seed=k) for k in range(3))
+    with refused(f"sde_step: the noise level {noise_level:g} of cps should be at most 1"):
+        sde_step(x, v, 0.5, 0.25, noise_level=noise_level, sde_type="cps", sigma_max=0.9, noise=noise)
+    step = sde_step(x, v, 0.5, 0.25, noise_level=1.0, sde_type="cps", sigma_max=0.9, noise=noise)
+    assert step.std.tolist() == [0.25, 0.25] and step.prev_sample.isfinite().all()
 
 
 @pytest.mark.parametrize("noise_level", [0.0, 0.7])

@@ -72,6 +72,9 @@ FILES: list[tuple[Change, str]] = [
     (keys(SCHEDULER, shift=float("nan")), f"{{folder}}/{SCHEDULER}: shift is nan; expected a number of at most 1e+08"),
     (keys(SCHEDULER, shift=0), f"{{folder}}/{SCHEDULER}: shift is 0; expected a number more than 0"),
     (keys(SCHEDULER, shift="3"), f"{{folder}}/{SCHEDULER}: shift is '3'; expected a number more than 0"),
+    (keys(SCHEDULER, stochastic_sampling=True), f"{{folder}}/{SCHEDULER}: stochastic_sampling is true; only false is supported"),
+    (keys(SCHEDULER, invert_sigmas=True), f"{{folder}}/{SCHEDULER}: invert_sigmas is true; only false is supported"),
+    (keys(SCHEDULER, prediction_type="epsilon"), f"{{folder}}/{SCHEDULER}: prediction_type is 'epsilon'; expected flow_prediction"),
     (keys(SCHEDULER, num_train_timesteps=0), f"{{folder}}/{SCHEDULER}: num_train_timesteps is 0; expected 1000"),
     (text("vae/x.safetensors.index.json", "{}"), "{folder}/vae/x.safetensors.index.json has no weight_map, an object that names the file of "
      "each tensor"),

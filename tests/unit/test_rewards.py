@@ -329,6 +329,10 @@ NOT_NAMED = "expected those that `extras` of its class, derived from RewardWithE
         ([1.0, 2.0], f"returned 2 scores for 3 images {THREE}"),
         ([[1.0], [2.0], [3.0]], f"returned scores of shape [3, 1] for 3 images {THREE}"),
         (0.5, f"returned scores of shape [] for 3 images {THREE}"),
+        (
+            [0.0, 1e38, 1.0],
+            'returned 9.999999680285692e+37 for 1 of 3 images on the prompt "b"; expected finite numbers up to 1e+18',
+        ),
         ([0.0, float("nan"), 1.0], 'returned nan for 1 of 3 images on the prompt "b"; expected finite numbers'),
         (
             [float("-inf"), 0.0, float("nan")],
@@ -352,7 +356,7 @@ def test_what_is_forgiven_has_no_score_and_a_reason() -> None:
     reward = rewards(mine("gives", value=[0.5, float("inf"), float("nan")]), on_error="zero")
     found = scored(reward, some("a", "b", "c"))
     assert found["gives"][0] == 0.5 and np.isnan(found["gives"][1:]).all()
-    assert reward.problem == "reward 'gives' returned NaN or infinity on the prompts \"b\" (+1 more)"
+    assert reward.problem == "reward 'gives' returned NaN, infinity or more than 1e+18 on the prompts \"b\" (+1 more)"
 
 
 def test_a_frame_without_a_score_takes_its_video_with_it() -> None:
@@ -362,7 +366,7 @@ def test_a_frame_without_a_score_takes_its_video_with_it() -> None:
     videos = torch.rand(2, 2, 3, 4, 4)
     (values,) = scored(reward, (videos, [Prompt("a", 0, {}), Prompt("b", 1, {})])).values()
     assert np.isnan(values).tolist() == [True, False]
-    assert reward.problem == "reward 'brightness' returned NaN or infinity on the prompt \"a\""
+    assert reward.problem == "reward 'brightness' returned NaN, infinity or more than 1e+18 on the prompt \"a\""
 
 
 def test_what_is_wrong_at_every_call_is_not_forgiven() -> None:

@@ -10,6 +10,8 @@ from phalanx.functional.advantage import group_advantage
 # far below any spread of scores: terms that cancel leave nothing that would be normalised again
 _EPS = 1e-6
 
+LARGEST = 1e18  # of a score or a reward: float32 holds no squares of larger ones, and their std would be infinite
+
 
 @dataclass(frozen=True)
 class Share:

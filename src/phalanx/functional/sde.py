@@ -46,7 +46,7 @@ def sde_step(
     Args:
         sample, velocity: [B, ...].
         sigma, sigma_next: a number, or [B].
-        noise_level: eta; 0 is the Euler step of the ODE, for every type.
+        noise_level: eta, for cps at most 1; 0 is the Euler step of the ODE, for every type.
         sde_type: "sde", "cps" or "dance_sde".
         sigma_max: the schedule's second entry, which stands for sigma where sigma is 1 (`sde` only).
         prev_sample: [B, ...], the sample that was drawn (replay); it is detached in the log-probability.
@@ -77,6 +77,8 @@ def sde_step(
         mean = x * (1 + drift * delta) + v * (1 + drift * (1 - s)) * delta
         std = scale * torch.sqrt(-delta)
     elif sde_type == "cps":
+        if noise_level > 1:
+            raise ValueError(f"sde_step: the noise level {noise_level:g} of cps should be at most 1")
         if _holds_zero(sigma_next):
             raise ValueError(
                 "sde_step: the last step (sigma_next = 0) of cps is deterministic and has no log-probability; "

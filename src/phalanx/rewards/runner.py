@@ -19,7 +19,7 @@ from phalanx.config.run import RewardConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.frames import evenly_spaced
-from phalanx.functional.rewards import combine
+from phalanx.functional.rewards import LARGEST, combine
 from phalanx.rewards.base import PolicyReward, RewardError, RewardOutput, copied
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge._pool import JudgePool
@@ -283,11 +283,11 @@ class Call:
             none = torch.full((len(self.prompts) // self._frames,), torch.nan)
             return dict.fromkeys(self.term.rows, none), str(self._wrapped(error))
         rows = self.future.result()
-        lost = ~torch.stack(list(rows.values())).isfinite().all(0)
+        lost = torch.stack([~(values.abs() <= LARGEST) for values in rows.values()]).any(0)  # NaN is not
         if not lost.any():
             return rows, None
         prompts = [self.prompts[i * self._frames] for i in lost.nonzero().flatten().tolist()]
-        what = "returned NaN or infinity" if self._problem is None else "has no score"
+        what = f"returned NaN, infinity or more than {LARGEST:g}" if self._problem is None else "has no score"
         why = "" if self._problem is None else f": {self._problem}"
         problem = f"reward {self.term.name!r} {what} on {on_prompts(prompts)}{why}"
         return {row: values.masked_fill(lost, torch.nan) for row, values in rows.items()}, problem
@@ -353,13 +353,14 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: s
         raise RewardError(
             f"reward {name!r} returned {what} for {len(prompts)} {takes} on {on_prompts(prompts)}; {expected}"
         )
-    bad = (~values.isfinite()).nonzero().flatten().tolist()
+    bad = (~(values.abs() <= LARGEST)).nonzero().flatten().tolist()
     if bad and not forgives:
         count, where = f"{len(bad)} of {len(prompts)} {takes}", on_prompts([prompts[i] for i in bad])
         if problem is not None:
             raise RewardError(f"reward {name!r} has no score for {count} on {where}: {problem}")
         raise RewardError(
             f"reward {name!r} returned {values[bad[0]].item()} for {count} on {where}; expected finite numbers"
+            f"{f' up to {LARGEST:g}' if values[bad[0]].isfinite() else ''}"
         )
     return values
 

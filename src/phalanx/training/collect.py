@@ -12,6 +12,7 @@ from phalanx.config.run import RLConfig, TrainerConfig
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.collectives import all_gather
 from phalanx.functional.advantage import fill_missing, has_signal
+from phalanx.functional.rewards import LARGEST
 from phalanx.rewards.client import RewardClient
 from phalanx.rollout.correction import rescore
 from phalanx.telemetry.metrics import Timers
@@ -19,7 +20,7 @@ from phalanx.telemetry.step_metrics import reward_metrics
 from phalanx.training.checkpoint import Progress
 from phalanx.training.components import TrainedPolicy
 from phalanx.training.minibatches import BatchPlan
-from phalanx.types import Algorithm, Prompt, Rollout, Samples
+from phalanx.types import Algorithm, JobError, Prompt, Rollout, Samples
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,16 @@ def total_steps(trainer: TrainerConfig, prompts: PromptStream) -> int:
         return trainer.total_training_steps
     assert trainer.total_epochs is not None
     return prompts.steps(trainer.total_epochs)
+
+
+def check_range(reward: Tensor) -> None:
+    """Raise JobError for rewards of samples that are too large to have a std; NaN is none. The same on all ranks."""
+    largest = reward.nan_to_num(0.0).abs().max().item() if len(reward) else 0.0
+    if not largest <= LARGEST:
+        raise JobError(
+            f"reward: the weighted sum of the terms is {largest:g} for a sample; expected at most {LARGEST:g}, by "
+            "lower weights of reward.functions"
+        )
 
 
 class Rescorer:
@@ -187,6 +198,7 @@ class Collector:
         with self.timers("reward"):  # waits for what is left: the rest was scored while sampling went on
             terms = self._gather_terms() | self._policy_terms(samples)
         reward, redrawn, config = self._combine(terms, step), 0, self.cfg.rollout
+        check_range(reward)
         unit, limit = step * self.chunks + chunk, max(config.max_num_gen_batches, config.max_draws_per_prompt)
         rows = self._rows(unit)
         for attempt in range(1, limit):
@@ -207,6 +219,7 @@ class Collector:
             drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
             terms = drawn | self._policy_terms(samples)
             reward = self._combine(terms, step)
+            check_range(reward)
             redrawn += int(stale.sum())
         if redrawn > 0:
             samples, _ = self._rescored(samples)

@@ -86,6 +86,7 @@ class Job:
         self.checkpointer.saved_step = self.progress.step
         self._good = copy(self.progress)  # as after the last step that was not a bad one
         self.bad_steps = 0
+        self._skipped = 0  # updates of policy and critic since this start of the job
         try:
             self._open_files()
         except OSError as error:  # such as a disk without inodes
@@ -146,6 +147,8 @@ class Job:
         if self.cfg.trainer.save_freq > 0 and self.checkpointer.saved_step < self.total_steps:
             raise JobError("the last checkpoint was not written; make space, and the same command goes on")
         if self.world.rank == 0:
+            if self._skipped > 0:
+                log.warning("%d updates were skipped, with NaN or infinity in loss or gradient", self._skipped)
             try:
                 report = f"report: {write_report(self.output_dir)}"
             except (OSError, ValueError) as error:  # a full disk, a damaged file: the training is done all the same
@@ -203,7 +206,7 @@ class Job:
             self.bad_steps = 0
         elif self.state.skipped:
             self.bad_steps += 1
-        self.state.applied = self.state.skipped = 0
+        self._warn_of_skipped()
         if self.bad_steps == 0:
             self._good = copy(self.progress)
         if self.bad_steps < self.cfg.trainer.max_bad_steps:
@@ -215,6 +218,19 @@ class Job:
             f"no update of the last {self.bad_steps} training steps was finite (NaN or infinity in loss or gradient): "
             f"the weights are still those of step {self._good.step}; lower optim.lr, or look at the rewards"
         )
+
+    def _warn_of_skipped(self) -> None:
+        """Count the updates that were skipped, and say so at the first of them; `_run` says how many there were."""
+        before = self._skipped
+        for state in (self.state, *self.beside.values()):
+            self._skipped += state.skipped
+            state.applied = state.skipped = 0
+        if before == 0 and self._skipped > 0 and self.world.rank == 0:
+            log.warning(
+                "step %d: an update with NaN or infinity in loss or gradient is skipped (actor/updates_non_finite); "
+                "lower optim.lr, or look at the rewards",
+                self.progress.step,
+            )
 
     def _count_updates(self) -> None:
         self.progress.updates = self.state.updates

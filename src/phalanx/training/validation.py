@@ -12,6 +12,7 @@ from phalanx.distributed.mesh import World
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import Output, Record
+from phalanx.training.collect import check_range
 from phalanx.types import Each, Outputs, Policy, Prompt, Rollout
 
 Score = Callable[[], tuple[Tensor, dict[str, Tensor]]]
@@ -108,6 +109,7 @@ def validate(
     local_reward, local_terms = score()
     real = len(prompts) * n
     reward = all_gather(local_reward)[:real]
+    check_range(reward)
     scored = ~reward.isnan()  # all, unless reward.on_error says otherwise
     known = reward[scored]
     row = {f"val/{name}/reward/mean": known.mean().item(), f"val/{name}/reward/std": known.std(correction=0).item()}

@@ -106,12 +106,19 @@ def check_components(folder: Path, index: dict[str, Any]) -> None:
 
 
 def _check_scheduler(file: Path) -> None:
-    """Raise ValueError for settings that give no noise levels from 1 down to 0."""
+    """Raise ValueError for settings that give no noise levels from 1 down to 0, and those that are not obeyed."""
     config = read_json(file)
     for name in _SHIFTS & config.keys():
         value = config[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise ValueError(f"model.path: {file}: {name} is {shown(value)}; expected a number more than 0")
+    # steps follow dx = v dsigma from 1 down to 0, or the rollout's own SDE, whatever the stock pipeline would do
+    for name in ("stochastic_sampling", "invert_sigmas", "thresholding"):
+        if config.get(name):
+            raise ValueError(f"model.path: {file}: {name} is {shown(config[name])}; only false is supported")
+    prediction = config.get("prediction_type", "flow_prediction")
+    if prediction != "flow_prediction":
+        raise ValueError(f"model.path: {file}: prediction_type is {shown(prediction)}; expected flow_prediction")
     steps = config.get("num_train_timesteps", 1000)
     if steps != 1000:
         raise ValueError(f"model.path: {file}: num_train_timesteps is {shown(steps)}; expected 1000")

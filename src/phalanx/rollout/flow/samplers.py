@@ -13,6 +13,7 @@ def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> S
     """The sampler of training. Raises ValueError for what the model does not obey."""
     guidance, embedded = _obeyed(c, model, "rollout.")
     assert guidance is not None
+    check_noise(c.sde_type, c.noise_level, "rollout.noise_level")
     return Sampler(
         num_inference_steps=c.num_inference_steps,
         height=c.height,
@@ -30,6 +31,7 @@ def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> S
 def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sampler:
     """The sampler of validation: training's with what rollout.val changes, and all steps taken."""
     v, train = c.val, train_sampler(c, model)
+    check_noise(c.sde_type, v.noise_level, "rollout.val.noise_level")
     guidance, embedded = _obeyed(v, model, "rollout.val.")
     solver = c.solver if v.solver is None else v.solver
     if solver != "euler" and v.noise_level > 0:
@@ -49,6 +51,12 @@ def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sam
         compression=1.0,
         num_frames=v.num_frames or train.num_frames,
     )
+
+
+def check_noise(sde_type: str, noise_level: float, key: str) -> None:
+    """Raise ValueError for a noise level at which cps has no std: sin(eta pi / 2) falls again above 1."""
+    if sde_type == "cps" and noise_level > 1:
+        raise ValueError(f"{key}: {noise_level:g} is more than 1, the most of rollout.sde_type=cps")
 
 
 def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
