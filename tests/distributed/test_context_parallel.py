@@ -12,6 +12,7 @@ from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.tasks import SampleConfig
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.jobs.sample import Generator
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
@@ -235,7 +236,7 @@ def test_what_is_refused(
 
 def test_other_jobs_refuse_it(wan_folder: Path) -> None:
     with refused(f"{KEY}: 2 is of flow models, such as Wan and Qwen-Image; set it to 1", ConfigError):
-        mesh.check(load(LMRLConfig, None, ["model.path=any", SHARED]), lambda roles: None)
+        mesh.check(load(LMRLConfig, None, ["model.path=any", SHARED]), lambda *_: None, Launch.from_env())
     sampling = load(SampleConfig, None, [f"model.path={wan_folder}", "prompts=[a cat]", SHARED])
     message = f"{KEY}: 2 is of training; ranks sample prompts of their own here, so set it to 1"
     with refused(message, ConfigError):

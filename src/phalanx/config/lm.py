@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Optional
 
 from phalanx.config.blocks import check_blocks
 from phalanx.config.critic import CriticConfig, check_critic, check_groups
-from phalanx.config.engines import FORMS
+from phalanx.config.engines import FORMS, EngineMemory
 from phalanx.config.load import arg
 from phalanx.config.run import (
     COUNT,
@@ -129,6 +129,13 @@ class LMRolloutConfig(RolloutConfig):
     mask_truncated: bool = arg(False, "do not train on responses that max_response_length cut (DAPO's overlong filter)")
     micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of a rank", **COUNT)
     val: LMValRolloutConfig = field(default_factory=LMValRolloutConfig)
+
+    @property
+    def engine_memory(self) -> EngineMemory:
+        facts = self.facts
+        ranks = self.tensor_parallel_size if facts.tensor_parallel else 1
+        reserved = self.gpu_memory_utilization if facts.reserves else 0.0
+        return EngineMemory(ranks, reserved, facts.sleeps and self.sleep)
 
 
 @dataclass

@@ -18,6 +18,7 @@ from phalanx.config.load import ConfigError
 from phalanx.data.prompts import DataError, PromptRow, load_prompts, numbered, validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float, reduce_int
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_diffusion import States, Views, states_of
@@ -62,14 +63,17 @@ def samples_of_rank(cfg: BlockDiffusionTaskConfig, world_size: int) -> int:
     return share_of_rank(cfg, micro, key, "samples", world_size)
 
 
-def check(cfg: BlockDiffusionTaskConfig) -> int:
-    """Refuse what cannot run here (ConfigError); returns the samples of a rank."""
+def check(cfg: BlockDiffusionTaskConfig, launch: Launch | None = None) -> int:
+    """Refuse what the ranks of a launch (None: the present one) cannot run (ConfigError); returns the samples of a
+    rank.
+    """
+    launch = launch or Launch.from_env()
     if not cfg.data.train_files:
         raise ConfigError("data.train_files: [] names no samples; give a .jsonl or .parquet file of chats")
     batch_plan.check_run(cfg)
-    check_engine(cfg)
+    check_engine(cfg, launch)
     check_loggers(cfg.trainer.logger)
-    return mesh.check(cfg, lambda roles: samples_of_rank(cfg, roles.world_size))
+    return mesh.check(cfg, lambda roles, _: samples_of_rank(cfg, roles.world_size), launch)
 
 
 def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:

@@ -11,6 +11,7 @@ from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import INFERENCE, ROLLOUT, Roles
 from phalanx.functional.window import sde_window, trained_count
 from phalanx.models.flow.policy import family_of, image_columns
@@ -73,14 +74,14 @@ def _warn_of_inexact_log_probs(cfg: FlowRLConfig, plan: BatchPlan, algorithm: Al
         )
 
 
-def check(cfg: FlowRLConfig) -> BatchPlan:
-    """Refuse a configuration that these ranks cannot run (ConfigError).
+def check(cfg: FlowRLConfig, launch: Launch | None = None) -> BatchPlan:
+    """Refuse a configuration that the ranks of a launch (None: the present one) cannot run (ConfigError).
 
     No process group exists yet: a mistake is told before ranks wait for one another.
     """
     check_config(cfg)
     check_loggers(cfg.trainer.logger)
-    found = mesh.check(cfg, lambda roles: check_roles(cfg, roles))
+    found = mesh.check(cfg, partial(check_roles, cfg), launch or Launch.from_env())
     check_engine(cfg.rollout)
     check_plan(cfg)
     family = family_of(cfg.model)
@@ -89,9 +90,9 @@ def check(cfg: FlowRLConfig) -> BatchPlan:
     return found
 
 
-def check_roles(cfg: FlowRLConfig, roles: Roles) -> BatchPlan:
+def check_roles(cfg: FlowRLConfig, roles: Roles, launch: Launch) -> BatchPlan:
     """The actor's arithmetic; ConfigError where it or that of other roles is uneven."""
-    found = checked(cfg, algorithms.build(cfg.algorithm), partial(plan, cfg), roles)
+    found = checked(cfg, algorithms.build(cfg.algorithm), partial(plan, cfg), roles, launch)
     part = of_role(found, cfg, roles, ROLLOUT)
     if part.per_rank % part.rollout_micro:  # of another shape than the replay's
         raise ConfigError(

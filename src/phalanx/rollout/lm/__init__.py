@@ -23,9 +23,11 @@ def check_entry(found: Any, name: str) -> None:
     check_class(found, name, "passes", "phalanx.rollout.lm.in_policy.LMRollout")
 
 
-def check_engine(cfg: LMRunConfig, *, installed: bool = True) -> None:
-    """Raise ConfigError for what the engine cannot do on these ranks, or one that should be `installed` and is not."""
-    r, facts, launch = cfg.rollout, cfg.rollout.facts, Launch.from_env()
+def check_engine(cfg: LMRunConfig, launch: Launch | None = None, *, installed: bool = True) -> None:
+    """Raise ConfigError for what the engine cannot do on the ranks of a launch (None: the present one), or
+    one that should be `installed` and is not.
+    """
+    r, facts, launch = cfg.rollout, cfg.rollout.facts, launch or Launch.from_env()
     if isinstance(cfg, LMRLConfig):
         launch = roles_of(cfg.placement, launch).launch(ROLLOUT, launch)
     node = launch.local_world_size

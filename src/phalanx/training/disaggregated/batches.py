@@ -43,13 +43,15 @@ def part_of(plan: BatchPlan, cfg: RLConfig, world: World) -> BatchPlan:
     return plan if world.link is None else of_role(plan, cfg, world.link.roles, world.role)
 
 
-def checked(cfg: RLConfig, algorithm: Algorithm, plan: Callable[[int], BatchPlan], roles: Roles) -> BatchPlan:
+def checked(
+    cfg: RLConfig, algorithm: Algorithm, plan: Callable[[int], BatchPlan], roles: Roles, launch: Launch
+) -> BatchPlan:
     """The actor's arithmetic on the ranks that it has; refuses what the roles cannot run (ConfigError)."""
     found = plan(cfg.parallel.data_ranks(len(roles.ranks[ACTOR])))
     check_schedule(cfg, algorithm, found, roles)
     if cfg.reward.model.path is not None:
-        launch = roles.launch(ROLLOUT, Launch.from_env())
-        place(cfg.reward.model, launch.world_size, launch.local_world_size)
+        samplers = roles.launch(ROLLOUT, launch)
+        place(cfg.reward.model, samplers.world_size, samplers.local_world_size)
     return found
 
 
