@@ -49,7 +49,7 @@ from phalanx.plan.blueprint import family_name  # noqa: E402
 from phalanx.plan.jobs import planned  # noqa: E402
 from phalanx.plan.layout import Cluster  # noqa: E402
 from phalanx.plan.memory import count  # noqa: E402
-from phalanx.plan.text import messages  # noqa: E402
+from phalanx.plan.traffic import messages  # noqa: E402
 from tests.ranks import free_port, run_ranks  # noqa: E402
 
 NODE = 8  # ranks

@@ -29,7 +29,7 @@ from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.rehearsal import Planned
-from phalanx.plan.text import messages as planned_messages
+from phalanx.plan.traffic import messages as planned_messages
 from phalanx.training import flow_matching
 from phalanx.training.flow_rl import build
 from phalanx.training.supervised import SupervisedTrainer

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from phalanx.distributed.mesh import alone
 from phalanx.models.flow.policy import family_of
 from phalanx.plan import plan_job
 from phalanx.plan.blueprint import family_name, fetch, planned_policy, shipped
@@ -216,7 +217,8 @@ def test_shipped_shapes(path: str, sd3_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_config(sd3_folder, tmp_path)
     cfg.model.path = fetch(path)
     cfg.model.family = family_name(cfg.model)
-    model = planned_policy(cfg, ONE, Ledger()).model
+    with alone():
+        model = planned_policy(cfg, ONE, Ledger()).model
     modules: list[nn.Module] = [model.transformer, model.vae, *model.text_encoders]
     assert [sum(p.numel() for p in module.parameters()) for module in modules] == SHIPPED[path]
     assert (shipped(cfg.model.path), shipped(str(sd3_folder))) == (path, None)

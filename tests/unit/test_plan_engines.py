@@ -19,7 +19,8 @@ from phalanx.plan.ledger import nbytes
 from phalanx.plan.loading import Loading
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu
-from phalanx.plan.text import describe, messages
+from phalanx.plan.text import describe
+from phalanx.plan.traffic import messages
 from tests.jobs import algorithm_config, tiny_config
 from tests.plans import GB, described, flow_matching_config, judged, memory_of, phases_of, plan_of, section, warnings
 from tests.tiny import halved, load_pipeline
@@ -140,13 +141,13 @@ def test_words_about_a_reward_model(sd3_folder: Path, tmp_path: Path, reward_fol
 
     asleep = "between scorings it sleeps in the host's memory"
     assert said() == (
-        "judge: the weights of reward.model alone; vLLM takes 0.3 of a GPU in all, which gpu_memory_gb=80 would count; "
+        "judge: only the weights of reward.model; vLLM takes 0.3 of a GPU in all, which gpu_memory_gb=80 would count; "
         f"{asleep}"
     )
     assert said(GPU) == f"judge: what reward.model.gpu_memory_utilization=0.3 gives to vLLM; {asleep}"
     cfg.reward.model.placement, cfg.reward.model.engine = "ranks 2-3", "transformers"
     assert said(GPU) == (
-        "judge (on ranks 2-3 of each node): the weights of reward.model alone; what it computes comes on top; awake while "
+        "judge (on ranks 2-3 of each node): only the weights of reward.model; what it computes comes on top; awake while "
         "images are sampled and scored; else it sleeps in the host's memory"
     )
     cfg.reward.overlap = False
@@ -283,7 +284,7 @@ def test_files_are_shared_unless_they_are_cast(
         assert all(is_mapped(next(m.parameters())) is shared for m in (model.transformer, *model.text_encoders))
         first, *_ = memory_of(cfg).loading
         size = sum(p.nbytes for p in model.transformer.parameters()) + nbytes(model.vae, *model.text_encoders)
-        assert first == Loading(shared=size) if shared else size < first.own < 1.1 * size and not first.shared
+        assert first == Loading(shared=size) if shared else size < first.copied < 1.1 * size and not first.shared
     cfg.model.path = str(config_only(sd3_folder))
     assert memory_of(cfg).loading[0] == Loading(either=size)
     assert section(described(cfg), "In the host's memory")[2] == (
@@ -305,7 +306,7 @@ def test_files_are_shared_where_ranks_cast_their_parts(sd3_folder: Path, tmp_pat
     save_file(tensors | {"proj_out.bias": tensors["proj_out.bias"].float()}, file, {"format": "pt"})
     model = family_of(cfg.model)(cfg.model, torch.bfloat16, torch.float32)
     assert not is_mapped(next(model.transformer.parameters()))
-    assert memory_of(cfg).loading[0].own == sum(p.nbytes for p in model.transformer.parameters())
+    assert memory_of(cfg).loading[0].copied == sum(p.nbytes for p in model.transformer.parameters())
 
 
 def is_mapped(tensor: Tensor) -> bool:

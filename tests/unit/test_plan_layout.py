@@ -33,11 +33,11 @@ def test_clusters(words: Mapping[str, str], env: Mapping[str, str], expected: li
 @pytest.mark.parametrize(
     ("words", "env", "message"),
     [
-        ({"nnodes": "0"}, {}, "nnodes=0: expected a whole number such as 4, or a range such as 2:4"),
-        ({"nnodes": "4:2"}, {}, "nnodes=4:2: expected a whole number such as 4, or a range such as 2:4"),
-        ({}, {"NNODES": "x"}, "NNODES=x: expected a whole number such as 4, or a range such as 2:4"),
-        ({"nproc": "8.0"}, {}, "nproc=8.0: expected a whole number, such as 8"),
-        ({}, {"NPROC_PER_NODE": "gpu"}, "NPROC_PER_NODE=gpu: expected a whole number, such as 8"),
+        ({"nnodes": "0"}, {}, "nnodes=0: expected an integer, e.g. 4, or a range, e.g. 2:4"),
+        ({"nnodes": "4:2"}, {}, "nnodes=4:2: expected an integer, e.g. 4, or a range, e.g. 2:4"),
+        ({}, {"NNODES": "x"}, "NNODES=x: expected an integer, e.g. 4, or a range, e.g. 2:4"),
+        ({"nproc": "8.0"}, {}, "nproc=8.0: expected an integer, e.g. 8"),
+        ({}, {"NPROC_PER_NODE": "gpu"}, "NPROC_PER_NODE=gpu: expected an integer, e.g. 8"),
     ],
 )
 def test_clusters_that_are_none(words: Mapping[str, str], env: Mapping[str, str], message: str) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
+from phalanx.distributed.mesh import alone
 from phalanx.plan import plan_job
 from phalanx.plan.blueprint import fetch
 from phalanx.plan.jobs import planned
@@ -54,7 +55,8 @@ def test_shipped_shapes(path: str) -> None:
     """As many parameters as the published weights."""
     cfg = load(LMRLConfig, str(QUICKSTART), [])
     cfg.model.path = fetch(path, None, FILES)
-    policy = planned_lm_policy(cfg, Cluster(1, 1), Ledger())
+    with alone():
+        policy = planned_lm_policy(cfg, Cluster(1, 1), Ledger())
     assert sum(p.numel() for p in policy.trained.module.parameters()) == SHIPPED_LM[path]
 
 

@@ -17,7 +17,7 @@ from phalanx.plan.memory import Memory, count
 from phalanx.plan.rehearsal import RLRehearsal
 from phalanx.plan.roles import drawn
 from phalanx.plan.split import best_splits, step_seconds
-from phalanx.plan.text import messages
+from phalanx.plan.traffic import messages
 from tests.jobs import tiny_config
 from tests.lm import tiny_lm_config
 
@@ -199,7 +199,7 @@ def test_a_plan_of_roles(lm_folder: Path, tmp_path: Path) -> None:
     assert section(text, "Time of a step, by rollout_s=30 actor_s=10 on all ranks") == [
         "rollout 60.0 s on 2 ranks; 30.0 if all 4 did it",
         "actor 20.0 s on 2 ranks; 10.0 if all 4 did it",
-        "collocated 40.0 s, one phase after the other on all ranks",
+        "colocated 40.0 s, one phase after the other on all ranks",
         # of 16 samples no 3 ranks have equal shares
         "synchronous 80.0 s here; at best 80.0 s with rollout 2, actor 2",
         "pipelined 65.0 s here; at best 50.0 s with rollout 3, actor 1, and 65.0 s with rollout 2, actor 2 as batches "
@@ -225,14 +225,14 @@ def test_a_group_that_crosses_nodes_is_named_by_its_ranks(lm_folder: Path, tmp_p
     assert "  2 nodes x 2 = 4 ranks  rollout 0-1, actor 2-3\n" in text
 
 
-def test_a_collocated_plan_says_what_a_split_would_bring(lm_folder: Path, tmp_path: Path) -> None:
+def test_a_colocated_plan_says_what_a_split_would_bring(lm_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_lm_config(lm_folder, tmp_path, "algorithm.global_std=true")
     plain = plan_job(cfg, {"nproc": "4"})
     text = plan_job(cfg, {"nproc": "4", "rollout_s": "30", "actor_s": "10"})
     assert text.startswith(plain)
     rows = section(text, "Time of a step, by")
     assert rows[:2] == [
-        "collocated 40.0 s, one phase after the other on all ranks",
+        "colocated 40.0 s, one phase after the other on all ranks",
         "synchronous at best 80.0 s with rollout 2, actor 2",
     ]
     assert rows[2].startswith("pipelined refused: rollout.schedule: pipelined: grpo looks at all samples of a step")

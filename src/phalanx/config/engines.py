@@ -46,6 +46,17 @@ class EngineFacts:
     install: str = ""
 
 
+@dataclass(frozen=True)
+class EngineMemory:
+    """Memory of a sampling engine: `ranks` hold a copy of the weights together; `reserved` is the fraction of a GPU
+    that it takes, whatever is sampled, 0 for only as much as it needs; `sleeps`: it frees its memory between rollouts.
+    """
+
+    ranks: int = 1
+    reserved: float = 0.0
+    sleeps: bool = False
+
+
 def engine_class(engine: str, names: Mapping[str, str]) -> Any:
     """The class that `engine` stands for: one of `names`, module:Class or path/to/file.py:Class. Raises ConfigError,
     with one line, where there is none.

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional
 
 from phalanx.config.critic import CriticConfig
-from phalanx.config.engines import FORMS
+from phalanx.config.engines import FORMS, EngineMemory
 from phalanx.config.load import arg
 from phalanx.config.run import (
     COUNT,
@@ -128,6 +128,13 @@ class LMRolloutConfig(RolloutConfig):
     mask_truncated: bool = arg(False, "do not train on responses that max_response_length cut (DAPO's overlong filter)")
     micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of a rank", **COUNT)
     val: LMValRolloutConfig = field(default_factory=LMValRolloutConfig)
+
+    @property
+    def engine_memory(self) -> EngineMemory:
+        facts = self.facts
+        ranks = self.tensor_parallel_size if facts.tensor_parallel else 1
+        reserved = self.gpu_memory_utilization if facts.reserves else 0.0
+        return EngineMemory(ranks, reserved, facts.sleeps and self.sleep)
 
 
 @dataclass

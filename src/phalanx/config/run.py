@@ -7,7 +7,7 @@ before torch, a process group or a model exists. Names of leaves follow VeRL-Omn
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Optional
 
-from phalanx.config.engines import EngineFacts, check_engine_class, engine_class
+from phalanx.config.engines import EngineFacts, EngineMemory, check_engine_class, engine_class
 from phalanx.config.load import arg
 
 DTYPES = ("float32", "bfloat16")
@@ -168,6 +168,11 @@ class RolloutConfig:
             return EngineFacts()
         facts: EngineFacts = engine_class(self.engine, self.ENGINES).facts
         return facts
+
+    @property
+    def engine_memory(self) -> EngineMemory:
+        """The memory of the engine, by the keys of this section."""
+        return EngineMemory(sleeps=self.facts.sleeps)
 
 
 @dataclass

@@ -118,18 +118,17 @@ def ranks_of(cfg: RunConfig, roles: Roles, launch: Launch) -> Ranks:
     )
 
 
-def check(cfg: RunConfig, plan: Callable[[Roles], T]) -> T:
-    """What `plan` makes of this world's roles; refuses what it cannot run (ConfigError)."""
-    launch = Launch.from_env()
+def check(cfg: RunConfig, plan: Callable[[Roles, Launch], T], launch: Launch) -> T:
+    """The result of `plan` for the roles of a launch; refuses what the launch cannot run (ConfigError)."""
 
     def checked(launch: Launch) -> T:
         roles = roles_of(cfg.placement if isinstance(cfg, RLConfig) else {}, launch)
         check_launch(cfg, ranks_of(cfg, roles, launch))
-        return plan(roles)
+        return plan(roles, launch)
 
-    found = checked(launch)
+    result = checked(launch)
     warn_of_sizes(launch, checked)
-    return found
+    return result
 
 
 def warn_of_sizes(launch: Launch, works: Callable[[Launch], object]) -> None:
@@ -276,3 +275,16 @@ def alone(ranks: int = 1) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def lone_world(config: ParallelConfig, ranks: int, rank: int, device: torch.device) -> World:
+    """Within `alone`, a rank of a world of `ranks` ranks that has all weights; `rank` is its number among those with
+    other samples.
+    """
+    shared = config.ulysses_sequence_parallel_size
+    number = rank * shared
+    mesh = init_device_mesh("cpu", (shared, 1), mesh_dim_names=("replicate", "shard"))
+    watch = watchdog.Watch(number, ["no host"], range(1), silence_s=60)
+    launch = Launch(number, ranks, 0, 1)  # no other rank is on its node
+    context = context_mesh(config, shared, torch.device("cpu"))
+    return World(number, ranks, device, mesh, mesh.get_group("replicate"), watch, launch, context=context)

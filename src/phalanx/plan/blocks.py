@@ -1,7 +1,7 @@
-"""A block-diffusion model's shapes without its weights, and its rollout: one look at the last block is computed.
+"""A block-diffusion model's shapes without its weights, and its rollout: one pass over the last block is computed.
 
-All prompts and responses are as long as they may be, and for memory a response has as many states as it can: one for
-each token that a denoising step unmasks alone.
+All prompts and responses have the greatest length, and for memory a response has the most states: one for each token,
+as if each denoising step unmasked one.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.denoise import Denoising, drawn_tokens, read
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 
-PER_LOOK = 2.5  # tokens that a look at a block unmasks where a threshold decides, an assumption for the time alone
+PER_LOOK = 2.5  # tokens that a pass over a block unmasks by a threshold; an assumption, only for the time
 
 
 class PlannedBlockLM(BlockDiffusionLM):
@@ -41,7 +41,7 @@ class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
     looks_of_a_response = 0.0
 
     def scored(self, trace: BlockTrace, temperature: float) -> TokenReplay:  # type: ignore[override]
-        """Of equal passes of a phase only the first one runs."""
+        """Run only the first of equal passes of a phase."""
         self.ledger.phase.passes += 1
 
         def run() -> Tensor:
@@ -53,7 +53,7 @@ class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
         return TokenReplay(*self.ledger.once(key, run).view(3, rows, width))
 
     def seen(self, trace: BlockTrace) -> States:
-        """Each token is looked at once, or in two of three states; what is drawn masks all that it can."""
+        """States in which each token is predicted once, or twice of three; random masks cover all tokens."""
         views, asked = 3 if self.estimate == "coupled" else 1, 2 if self.estimate == "coupled" else 1
         if self.estimate in ("coupled", "elbo"):
             masked = (trace.steps >= 0)[:, :, None].expand(-1, -1, views, -1)
@@ -77,37 +77,43 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
     """Samples of the greatest lengths, with `most` states each in a pass."""
 
     policy: PlannedBlockPolicy
-    how: Denoising
     most = 0
 
     @property
+    def denoising(self) -> Denoising:
+        """How it decodes for training."""
+        assert isinstance(self.how, Denoising), "as BlockDiffusionRollout makes it"
+        return self.how
+
+    @property
     def before(self) -> int:
-        """Tokens of the longest prompt that fills its blocks: behind another one a response is as much shorter."""
+        """Tokens of the longest prompt that fills its blocks: another one leaves a response less room."""
         size = self.policy.size
         return self.data.max_prompt_length // size * size
 
     @property
     def per_look(self) -> float:
-        """Tokens that a look at a block is taken to unmask."""
-        size, least = self.policy.size, self.policy.size / self.how.steps
-        return least if self.how.threshold == 1 else min(max(PER_LOOK, least), size)
+        """Tokens that a pass over a block is assumed to unmask."""
+        size, least = self.policy.size, self.policy.size / self.denoising.steps
+        return least if self.denoising.threshold == 1 else min(max(PER_LOOK, least), size)
 
     def _longest(self, share: int) -> tuple[BlockTrace, int]:
         size, before, limit = self.policy.size, self.before, self.how.limit
-        ids, step = (torch.zeros(share, n, dtype=torch.long, device=META) for n in (before + limit, limit))
-        starts, lengths, seeds = (torch.full((share,), n, device=META) for n in (before, limit, 0))
+        ids = torch.zeros(share, before + limit, dtype=torch.long, device=META)
+        starts, lengths = torch.full((share,), before, device=META), torch.full((share,), limit, device=META)
+        step, seeds = torch.zeros_like(ids[:, before:]), torch.zeros_like(starts)
         self.policy.looks_of_a_response = limit / self.per_look
         trace = BlockTrace(ids, starts, lengths, limit, step=step, seeds=seeds, states=self.most, size=size)
         return trace, before + limit + (self.most - 1) * size
 
-    def _decoded(self, count: int, n: int, how: Decoding) -> None:
-        """What reading prompts takes, and a look at the last block of `count` responses, n of each prompt."""
-        assert isinstance(how, Denoising), "as BlockDiffusionRollout makes it"
+    def _decoded(self, count: int, n: int, decoding: Decoding) -> None:
+        """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""
+        assert isinstance(decoding, Denoising), "as BlockDiffusionRollout makes it"
         self.policy.ledger.phase.passes += 1
-        forward, size, length = self.policy.trained.module, self.policy.size, self.before + how.limit
+        forward, size, length = self.policy.trained.module, self.policy.size, self.before + decoding.limit
         cache, rows = DynamicCache(config=self.policy.settings), [i // n for i in range(count)]
-        prompts = [[0] * self.before for _ in range(rows[-1] + 1)]
-        read(forward, cache, prompts, rows, how, META)
+        prompts = [[0] * self.before] * (rows[-1] + 1)
+        read(forward, cache, prompts, rows, decoding, META)
         full = self._filled(cache, count, length)
         del cache
         full.crop(-size)
@@ -121,7 +127,7 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
             use_cache=True,
         ).logits
         full.crop(-size)
-        drawn_tokens(logits, state == how.mask_id, torch.empty(count, size, device=META), how)
+        drawn_tokens(logits, state == decoding.mask_id, torch.empty(count, size, device=META), decoding)
 
 
 def planned_block_policy(

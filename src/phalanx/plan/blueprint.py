@@ -1,4 +1,4 @@
-"""A flow-matching model's shapes without its weights: what --plan counts on. Only the folder's configurations are read.
+"""A flow-matching model's shapes without its weights. Only the configurations of the folder are read.
 
 All tensors are on torch's meta device, where they have shapes and dtypes and take no memory.
 """
@@ -6,29 +6,26 @@ All tensors are on torch's meta device, where they have shapes and dtypes and ta
 import importlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
-from phalanx.config.run import ParallelConfig
-from phalanx.distributed.context_parallel import context_mesh
-from phalanx.distributed.launch import Launch
-from phalanx.distributed.mesh import World
+from phalanx.distributed.mesh import lone_world
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import read_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, known_family
 from phalanx.models.headers import read_json
 from phalanx.models.recompute import recompute
-from phalanx.plan.layout import Cluster, Layout
+from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger
+from phalanx.plan.policy import CountedPolicy
 
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
 _SHIPPED = Path(__file__).with_name("models")  # for each hub id the contents of its configurations, by their names
@@ -46,7 +43,7 @@ class _Blueprint(FlowModel):
     def load(
         self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
     ) -> None:
-        """As FlowModel.load, with tensors that are but shapes; there are no tokenizers."""
+        """As FlowModel.load, with tensors on the meta device and without tokenizers."""
         folder, self.dtype = Path(config.path), dtype
         parts: dict[str, Any] = {}
         for name, entry in read_index(folder).items():
@@ -66,7 +63,7 @@ class _Blueprint(FlowModel):
                     parameter.data = parameter.data.to(kept)  # buffers stay as they were made
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
-        """Of texts as long as they may be, which on the CPU have memory, but no one writes to it."""
+        """Embeddings of texts of the greatest length, on the CPU, where nothing is written to them."""
         return [self.embeds_like(self.most_tokens(max_length, 0, 0), 0, 0) for _ in texts]
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
@@ -87,45 +84,13 @@ class _Blueprint(FlowModel):
             return self.ledger.once(tuple(images.shape), partial(super().encode_images, images, generator))
 
 
-class PlannedPolicy(FlowPolicy):
-    """A policy whose ledger hears what FSDP would do, and a copy of the weights make."""
-
-    ledger: Ledger
-    layout: Layout
-
-    def unsharded(self) -> AbstractContextManager[None]:
-        self.ledger.phase.rounds += 1
-        return super().unsharded()
-
-    def using(self, weights: str) -> AbstractContextManager[None]:
-        """Without the copies, which are of a rank's part."""
-        if self.trained.is_base(weights):
-            return super().using(weights)
-        self.ledger.phase.aside = True
-        return nullcontext()
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """Those of the transformer."""
-        return self.model.blocks()
+class PlannedFlowPolicy(CountedPolicy, FlowPolicy):
+    """A flow model's policy on the meta device."""
 
     def recompute(self, count: int) -> None:
-        """Have so many blocks recomputed in backward passes, the first ones."""
-        blocks = self.blocks
-        self.model.transformer.enable_gradient_checkpointing(recompute(blocks[:count]))
-        self.trained.recomputed = count / len(blocks)
-
-
-def planned_world(parallel: ParallelConfig, cluster: Cluster, rank: int) -> World:
-    """A rank of many that stands for all that hold the same samples: it is number `rank` of those with others. They
-    are there where tokens are shared, see mesh.alone.
-    """
-    shared = parallel.ulysses_sequence_parallel_size
-    numbers = {"rank": rank, "size": cluster.ranks, "data_rank": rank, "data_size": parallel.data_ranks(cluster.ranks)}
-    context = context_mesh(parallel, shared, torch.device("cpu"))
-    rest = {"device": META, "watch": None, "link": None, "context_size": shared, "context": context}
-    launch = Launch(rank * shared, cluster.ranks, 0, 1)  # it says nothing to the ranks of its node
-    return cast(World, SimpleNamespace(**numbers, **rest, shard_size=1, launch=launch))
+        """Have the first `count` blocks recomputed in backward passes."""
+        self.model.transformer.enable_gradient_checkpointing(recompute(self.blocks[:count]))
+        self.trained.recomputed = count / len(self.blocks)
 
 
 def planned_policy(
@@ -136,16 +101,16 @@ def planned_policy(
     rank: int = 0,
     detach_uncond: bool = False,
     frozen: bool = False,
-) -> PlannedPolicy:
+) -> PlannedFlowPolicy:
     """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
 
-    `layout` says what would be on a rank of the cluster.
+    Its layout is that of a rank of the cluster.
     """
     kind = type("Blueprint", (_Blueprint, family_of(cfg.model)), {"ledger": ledger})
     # neither of these changes what is kept in memory, and none can be done without numbers
     config = replace(cfg.model, attn_backend=None, compile=False, lora_init="gaussian")
     data = replace(cfg.data, embeds_cache_dir=None)
-    world = planned_world(cfg.parallel, cluster, rank)
+    world = lone_world(cfg.parallel, cluster.ranks, rank, META)
     with META:
         policy = build_policy(
             config,
@@ -156,17 +121,20 @@ def planned_policy(
             detach_uncond=detach_uncond,
             frozen=frozen,
             family=kind,
-            make=PlannedPolicy,
+            make=PlannedFlowPolicy,
         )
-    assert isinstance(policy, PlannedPolicy)
+    assert isinstance(policy, PlannedFlowPolicy)
     policy.trained.config = cfg.model  # PiSSA's reference is a copy
-    policy.ledger, policy.layout = ledger, Layout.of(policy.trained, policy.model.blocks(), cfg.parallel, cluster)
+    policy.count(ledger, policy.model.blocks(), cfg.parallel, cluster)
+    policy.files, policy.components = Path(config.path) / "transformer", policy.model.pipeline.components
+    policy.encoders, policy.decoders = policy.model.text_encoders, [policy.model.vae]
+    policy.image_columns = [] if policy.model.image_column is None else [policy.model.image_column]
     return policy
 
 
 def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CONFIGURATIONS) -> str:
-    """The local folder of `model.path`. Of a hub id these files, some kilobytes, come from the hub or its cache, and
-    where neither has them, from those that Phalanx ships.
+    """The local folder of `model.path`. Where it is a hub id, these files, some kilobytes, come from the hub or its
+    cache, or else from those that Phalanx ships.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -191,14 +159,14 @@ def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CON
 
 def shipped(folder: str) -> str | None:
     """The hub id whose shipped configurations a folder of `fetch` holds; None for another folder."""
-    found = Path(folder)
-    return found.name.replace("--", "/", 1) if found.parent == Path(_unpacked().name) else None
+    path = Path(folder)
+    return path.name.replace("--", "/", 1) if path.parent == Path(_unpacked().name) else None
 
 
 @contextmanager
 def tidy() -> Iterator[None]:
-    """Nothing that `fetch` unpacked outlives the block: a task that is refused ends without the interpreter's own
-    cleaning up.
+    """Delete what `fetch` unpacked at the end of the block: a task that is refused ends without the interpreter's
+    cleanup.
     """
     try:
         yield

@@ -1,6 +1,6 @@
-"""What stands beside the training's own model: the reward model, and the transformer of a sampling engine.
+"""Models beside the trained one: the reward model, and the transformer of a sampling engine.
 
-Of a reward model nothing is loaded: its size is in the headers of its files, or in their index.
+No reward model is loaded: its size is in the headers of its files, or in their index.
 """
 
 import math
@@ -11,7 +11,6 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import RewardModelConfig, RunConfig
 from phalanx.distributed.placement import judged_beside
 from phalanx.models.flow.policy import DTYPES
@@ -28,7 +27,7 @@ _INDEX = "model.safetensors.index.json"
 class RewardModel:
     """The reward model on a rank that holds a part of it, in bytes.
 
-    `weights`: that part; None where it cannot be found out. `share`: what vLLM takes of the GPU while it scores, its
+    `weights`: that part; None where it is not known. `share`: memory that vLLM takes of the GPU while it scores, its
     cache included; None for other engines, and where the GPU is not known. On the device it has `held` throughout,
     `woken` more while it scores, and of that `while_sampling` while images are sampled. The host has `loading` of it
     while it is loaded, and `asleep` from then on. `folder` is where its size was found.
@@ -79,28 +78,24 @@ def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardMo
 
 
 def engine_copy(cfg: RunConfig, layout: Layout) -> int:
-    """Bytes of the model that a sampling engine holds for itself on a rank, the LoRA merged into it."""
-    facts = cfg.rollout.facts
-    if facts.weights != "copy":
+    """Bytes of a sampling engine's copy of the model on a rank, the LoRA merged into it."""
+    if cfg.rollout.facts.weights != "copy":
         return 0
-    whole = sum(w.numel for w in layout.weights if ".lora_" not in w.name) * layout.dtype.itemsize
-    if not isinstance(cfg, LMRunConfig) or not facts.tensor_parallel:
-        return whole
-    return -(-whole // cfg.rollout.tensor_parallel_size)
+    whole = sum(w.numel for w in layout.weights if not w.lora) * layout.dtype.itemsize
+    return -(-whole // cfg.rollout.engine_memory.ranks)
 
 
 def engine_share(cfg: RunConfig, gpu_memory: int | None, layout: Layout) -> int:
     """Bytes that an engine takes on the device while it samples: its share of the GPU, with the cache in it, where it
     reserves one.
     """
-    if isinstance(cfg, LMRunConfig) and cfg.rollout.facts.reserves and gpu_memory is not None:
-        return int(gpu_memory * cfg.rollout.gpu_memory_utilization)
-    return engine_copy(cfg, layout)
+    reserved = 0 if gpu_memory is None else int(gpu_memory * cfg.rollout.engine_memory.reserved)
+    return reserved or engine_copy(cfg, layout)
 
 
 def _size(model: RewardModelConfig, folder: Path) -> int | None:
-    """Bytes of all weights in the dtype that they are loaded in, or where only their index is within reach, that they
-    are stored in. None where that is not either.
+    """Bytes of all weights in the dtype that they are loaded in, or where only their index is within reach, in that of
+    the files. None where neither is.
     """
     index: dict[str, Any] = {}
     if (folder / _INDEX).is_file():
@@ -114,7 +109,7 @@ def _size(model: RewardModelConfig, folder: Path) -> int | None:
 
 
 def _files(folder: Path, index: dict[str, Any]) -> list[Path]:
-    """The files of all weights; beside those of an index there may be the same weights in another form."""
+    """Files that hold all weights; beside those of an index the folder may have the same weights in another form."""
     if index:
         return [folder / name for name in sorted(set(index["weight_map"].values()))]
     single = folder / "model.safetensors"
@@ -123,7 +118,7 @@ def _files(folder: Path, index: dict[str, Any]) -> list[Path]:
 
 def _bits(file: Path, wide: int) -> int:
     """Bits of a file's weights, those that are computed in `wide` bits each; from its header."""
-    found = 0
+    bits = 0
     try:
         with safe_open(file, "pt") as header:
             for name in header.keys():  # noqa: SIM118 - it is no dict
@@ -131,7 +126,7 @@ def _bits(file: Path, wide: int) -> int:
                 kind = tensor.get_dtype()  # such as F16, U8, F8_E4M3 or BOOL
                 digits = re.search(r"\d+", kind)
                 stored = int(digits[0]) if digits is not None else 8
-                found += math.prod(tensor.get_shape()) * (wide if kind in _COMPUTED_IN else stored)
+                bits += math.prod(tensor.get_shape()) * (wide if kind in _COMPUTED_IN else stored)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"reward.model.path: {file} is damaged or cut short: {error}") from None
-    return found
+    return bits

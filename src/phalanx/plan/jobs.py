@@ -1,6 +1,6 @@
-"""A job on a cluster as --plan sees it: its parts on the meta device, and what they took in a training step."""
+"""A planned job on a cluster: its parts on the meta device, after a training step that its ledger counted."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from phalanx import algorithms
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
+from phalanx.config.flow import FlowMatchingTaskConfig, FlowModelConfig, FlowRLConfig, FlowRunConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import PromptRow
@@ -20,11 +20,12 @@ from phalanx.distributed import mesh
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
 from phalanx.models.flow.folder import read_index
 from phalanx.plan.blocks import PlannedBlockRollout, planned_block_policy
-from phalanx.plan.blueprint import PlannedPolicy, fetch, planned_policy
+from phalanx.plan.blueprint import PlannedFlowPolicy, fetch, planned_policy
 from phalanx.plan.layout import Cluster
-from phalanx.plan.ledger import META, Ledger, fused_attention, tensors
-from phalanx.plan.lm import PlannedLMPolicy, PlannedLMRollout, planned_lm_policy
-from phalanx.plan.rehearsal import Planned, PlannedBlockDiffusion, RLRehearsal, SupervisedRehearsal
+from phalanx.plan.ledger import META, Ledger, fused_attention
+from phalanx.plan.lm import PlannedLMRollout, planned_lm_policy
+from phalanx.plan.rehearsal import AnyPlannedPolicy, Planned, PlannedBlockDiffusion, RLRehearsal, SupervisedRehearsal
+from phalanx.plan.tasks import by_task, task_of
 from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training import flow_rl, lm_rl
@@ -33,7 +34,7 @@ from phalanx.training.components import about
 from phalanx.training.disaggregated.batches import of_role
 from phalanx.training.flow_matching import ENCODED_TOGETHER, FlowMatching
 from phalanx.training.minibatches import BatchPlan
-from phalanx.training.teacher import LoadedFlowTeacher, check_kind, teacher_model, teacher_rollout
+from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.types import Teacher
 
 
@@ -46,7 +47,13 @@ def planned(cfg: RunConfig, cluster: Cluster, roles: Roles | None = None, role: 
     """
     due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
     with _alone(cfg):
-        job = _job(cfg, cluster) if roles is None else _part(cfg, cluster, roles, role)
+        if roles is None:
+            plan = task_of(cfg).plan
+            ranks = cfg.parallel.data_ranks(cluster.ranks)
+            job = by_task(_JOBS, cfg)(cfg, cluster, None if plan is None else plan(cfg, ranks), True)
+        else:
+            assert isinstance(cfg, RLConfig), "only samples are drawn elsewhere"
+            job = _part(cfg, cluster, roles, role)
         with job.ledger:
             if due and cfg.data.val_files and cfg.reward.functions and job.role in ("", ROLLOUT):
                 few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
@@ -56,50 +63,35 @@ def planned(cfg: RunConfig, cluster: Cluster, roles: Roles | None = None, role: 
 
 
 def train_again(job: Planned, recomputed: int) -> None:
-    """A planned job's updates anew, with so many blocks recomputed in backward passes."""
+    """Repeat a planned job's updates with `recomputed` blocks recomputed in backward passes."""
     with _alone(job.cfg), job.ledger:
         job.train_again(recomputed)
 
 
 @contextmanager
 def _alone(cfg: RunConfig) -> Iterator[None]:
-    """Where a job is planned: of its ranks one is there."""
+    """The environment of a planned job: one of its ranks, or those that share its tokens."""
     with mesh.alone(cfg.parallel.ulysses_sequence_parallel_size), fused_attention():
         yield
 
 
 def role_plan(cfg: RLConfig, roles: Roles, role: str) -> BatchPlan:
     """The arithmetic of a role: of the actor's, that of the whole step, and of others', that of a part of it."""
-    actors = len(roles.ranks[ACTOR])
-    if isinstance(cfg, LMRLConfig):
-        plan = lm_rl.plan(cfg, actors)
-    else:
-        assert isinstance(cfg, FlowRLConfig)
-        plan = flow_rl.plan(cfg, actors)
-    return plan if role == ACTOR else of_role(plan, cfg, roles, role)
+    plan = task_of(cfg).plan
+    assert plan is not None, "only samples are drawn elsewhere"
+    whole = plan(cfg, len(roles.ranks[ACTOR]))
+    return whole if role == ACTOR else of_role(whole, cfg, roles, role)
 
 
-def _part(cfg: RunConfig, cluster: Cluster, roles: Roles, role: str) -> RLRehearsal:
-    """The part of a role, whose ranks are a world of their own."""
-    assert isinstance(cfg, LMRLConfig | FlowRLConfig), "only samples are drawn elsewhere"
+def _part(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> RLRehearsal:
+    """The part of a role, whose ranks are a separate world."""
     width = mesh.role_width(cfg.parallel, roles.launch(role, cluster.launch), role)
-    own = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
-    plan, world = role_plan(cfg, roles, role), cluster.of_role(roles, role)
-    job = _lm(own, world, plan) if isinstance(own, LMRLConfig) else _rl(own, world, plan, teaches=role == ACTOR)
+    cfg_of_role = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
+    job = by_task(_JOBS, cfg)(cfg_of_role, cluster.of_role(roles, role), role_plan(cfg, roles, role), role == ACTOR)
+    assert isinstance(job, RLRehearsal), "it has a plan of batches"
     job.role = role
     job.rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
     return job
-
-
-def _job(cfg: RunConfig, cluster: Cluster) -> Planned:
-    if isinstance(cfg, LMRLConfig):
-        return _lm(cfg, cluster, lm_rl.plan(cfg, cluster.ranks))
-    if isinstance(cfg, BlockDiffusionTaskConfig):
-        return _block_diffusion(cfg, cluster)
-    assert isinstance(cfg, FlowRunConfig)
-    if isinstance(cfg, FlowRLConfig):
-        return _rl(cfg, cluster, flow_rl.plan(cfg, cfg.parallel.data_ranks(cluster.ranks)))
-    return _flow_matching(cfg, cluster)
 
 
 def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
@@ -112,7 +104,7 @@ def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
     return max(range(ranks), key=more_prompts)
 
 
-def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan) -> RLRehearsal:
+def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> RLRehearsal:
     algorithm = lm_rl.build_algorithm(cfg)
     plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
     rank, actor = _busiest(plan, cfg.rollout.n, cluster.ranks), cfg.actor
@@ -130,20 +122,20 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan) -> RLRehearsal:
         return RLRehearsal(cfg, plan, algorithm, policy, rollout, _prompts(policy, plan.samples // cfg.rollout.n))
 
 
-def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, *, teaches: bool = True) -> RLRehearsal:
+def _rl(cfg: FlowRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> RLRehearsal:
     """`teaches`: with the algorithm's teachers."""
     algorithm, n = algorithms.build(cfg.algorithm), cfg.rollout.n
     rank = _busiest(plan, n, cfg.parallel.data_ranks(cluster.ranks))
     policy = planned_policy(cfg, cluster, Ledger(), rank=rank, detach_uncond=cfg.actor.detach_uncond)
     rollout, prompts = _rollout(cfg, policy, plan), _prompts(policy, plan.samples // n, cfg.rollout.facts.columns)
-    taught = algorithm.teachers if teaches else ()
-    teachers = {teacher.name: _teacher(teacher, cfg, policy, rollout) for teacher in taught}
+    teachers = {}
+    for teacher in algorithm.teachers if teaches else ():
+        teachers[teacher.name] = _teacher(teacher, cfg, policy, rollout.micro_batch_size)
     with policy.ledger, policy.ledger.uncounted():
         return RLRehearsal(cfg, plan, algorithm, policy, rollout, prompts, teachers)
 
 
-def _flow_matching(cfg: FlowRunConfig, cluster: Cluster) -> SupervisedRehearsal:
-    assert isinstance(cfg, FlowMatchingTaskConfig)
+def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster, plan: None, teaches: bool) -> SupervisedRehearsal:
     policy = planned_policy(cfg, cluster, Ledger())
     r, length = cfg.rollout, cfg.data.max_prompt_length
     rollout = PolicyRollout(policy, r, policy.world, r.micro_batch_size_per_gpu or 16)
@@ -154,7 +146,7 @@ def _flow_matching(cfg: FlowRunConfig, cluster: Cluster) -> SupervisedRehearsal:
         return SupervisedRehearsal(cfg, policy, rollout, task, cfg.flow_matching.ema, flops)
 
 
-def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster) -> SupervisedRehearsal:
+def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster, plan: None, teaches: bool) -> SupervisedRehearsal:
     policy = planned_block_policy(cfg, cluster, Ledger(), chunk=cfg.block_diffusion.log_prob_chunk_size)
     decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
     rollout = PlannedBlockRollout(policy, cfg.rollout, policy.world, decoded, None)
@@ -169,7 +161,7 @@ def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster) -> Supervi
         return SupervisedRehearsal(cfg, policy, rollout, task, cfg.block_diffusion.ema, flops)
 
 
-def _rollout(cfg: FlowRLConfig, policy: PlannedPolicy, plan: BatchPlan) -> PolicyRollout:
+def _rollout(cfg: FlowRLConfig, policy: PlannedFlowPolicy, plan: BatchPlan) -> PolicyRollout:
     """The rollout, with the window where it ends last."""
     c = cfg.rollout
     if not plan.forward:
@@ -183,7 +175,7 @@ def _rollout(cfg: FlowRLConfig, policy: PlannedPolicy, plan: BatchPlan) -> Polic
 
 
 class _Engine(PolicyRollout):
-    """What a sampling engine that needs none of the policy's modules leaves to count."""
+    """The part of a rollout beside a sampling engine that needs none of the policy's modules."""
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -191,31 +183,29 @@ class _Engine(PolicyRollout):
             yield
 
 
-def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedPolicy, rollout: PolicyRollout) -> LoadedFlowTeacher:
-    """As phalanx.training.teacher.load_teacher, but that text encoders of equal shapes are taken for equal."""
+def _teacher(teacher: Teacher, cfg: FlowRLConfig, student: PlannedFlowPolicy, micro: int) -> LoadedFlowTeacher:
+    """As load_teacher; text encoders of equal shapes count as equal."""
     with about(teacher):
         folder = fetch(teacher.path, teacher.revision)
         kind = read_index(Path(folder))["_class_name"]
     check_kind(teacher, kind, read_index(Path(cfg.model.path))["_class_name"])
-    taught = replace(cfg, model=teacher_model(cfg.model, folder))
-    with about(teacher):
-        policy = planned_policy(taught, student.layout.cluster, student.ledger, rank=student.world.rank, frozen=True)
-    ours, theirs = ([t.shape for t in tensors(*p.model.text_encoders)] for p in (student, policy))
-    policy.share(student, text=ours == theirs)
-    settings = teacher_rollout(cfg.rollout, teacher, policy.model)
-    return LoadedFlowTeacher(student, policy, PolicyRollout(policy, settings, policy.world, rollout.micro_batch_size))
+
+    def build(model: FlowModelConfig, *args: Any, **options: Any) -> PlannedFlowPolicy:
+        taught, rank = replace(cfg, model=model), student.world.data_rank
+        return planned_policy(taught, student.layout.cluster, student.ledger, rank=rank, frozen=True)
+
+    local = replace(teacher, path=folder, revision=None)
+    return load_teacher(local, cfg, student, student.world, micro, build)
 
 
-def _prompts(policy: PlannedPolicy | PlannedLMPolicy, count: int, columns: Sequence[str] = ()) -> PromptStream:
+def _prompts(policy: AnyPlannedPolicy, count: int, columns: Sequence[str] = ()) -> PromptStream:
     """Prompts, with an image in each of these columns, and in that of an editing model."""
-    column = policy.model.image_column if isinstance(policy, PlannedPolicy) else None
-    images = [*columns, *([] if column is None else [column])]
-    rows = [PromptRow(f"prompt {i}", None, dict.fromkeys(images, _Picture())) for i in range(count)]
-    return PromptStream(rows, count, seed=0)
+    images = dict.fromkeys([*columns, *policy.image_columns], _Picture())
+    return PromptStream([PromptRow(f"prompt {i}", None, images) for i in range(count)], count, seed=0)
 
 
 class _Picture:
-    """An image of the data, which is not looked at."""
+    """An image of the data, without pixels."""
 
     def pixels(self, height: int, width: int) -> Tensor:
         """On the host, where they take no memory."""
@@ -237,3 +227,12 @@ class _Images:
 
     def prompt(self, i: int) -> str:
         return f"prompt {i}"
+
+
+# the parts of a job: of a configuration, a cluster, the arithmetic of a step, and whether teachers are among them
+_JOBS: dict[type, Callable[..., Planned]] = {
+    FlowRLConfig: _rl,
+    FlowMatchingTaskConfig: _flow_matching,
+    LMRLConfig: _lm,
+    BlockDiffusionTaskConfig: _block_diffusion,
+}

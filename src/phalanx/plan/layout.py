@@ -1,7 +1,7 @@
-"""Which part of weights and gradients a rank holds and sends: arithmetic over what phalanx.distributed.fsdp makes."""
+"""Parts of weights and gradients that a rank holds and sends: arithmetic over the units of phalanx.distributed.fsdp."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,7 @@ REDUCED = torch.float32.itemsize  # of the dtype in which gradients are summed o
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of equally many ranks, which are numbered node by node."""
+    """Nodes with equal numbers of ranks, which are numbered node by node."""
 
     nodes: int
     per_node: int
@@ -30,13 +30,13 @@ class Cluster:
 
     @property
     def launch(self) -> Launch:
-        """What the launcher would say on its first rank."""
+        """The launch of its first rank."""
         return Launch(0, self.ranks, 0, self.per_node)
 
     def of_role(self, roles: Roles, role: str) -> "Cluster":
         """The ranks of a role as the world that they see."""
-        own = roles.launch(role, self.launch)
-        return Cluster(own.world_size // own.local_world_size, own.local_world_size)
+        launch = roles.launch(role, self.launch)
+        return Cluster(launch.world_size // launch.local_world_size, launch.local_world_size)
 
     def width(self, parallel: ParallelConfig) -> int:
         """Ranks that share a copy of the weights; ConfigError where it does not divide the world."""
@@ -59,9 +59,9 @@ class Cluster:
 class Weight:
     """A parameter that `width` ranks share; 1: each rank has all of it.
 
-    `kept` is the dtype that a rank keeps it in. `unit` numbers the block that FSDP gathers it with, and is -1 for what
-    is in no block. `away`: FSDP's offload keeps it on the host, with its gradient, moments and average. `apart`: tokens
-    travel to these experts in training, and only a rollout gathers them.
+    `kept` is the dtype that a rank keeps it in. `unit` numbers the block that FSDP gathers it with, and is -1 for the
+    root. `away`: FSDP's offload keeps it on the host, with its gradient, moments and average. `apart`: tokens travel to
+    these experts in training, and only a rollout gathers them.
     """
 
     name: str
@@ -75,8 +75,13 @@ class Weight:
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank has but a part of it."""
+        """Whether a rank has only a part of it."""
         return self.width > 1
+
+    @property
+    def lora(self) -> bool:
+        """Whether it belongs to a LoRA."""
+        return ".lora_" in self.name
 
     @property
     def numel(self) -> int:
@@ -109,18 +114,20 @@ class Layout:
     def of(
         cls, model: TrainedModel, blocks: Iterable[nn.Module], parallel: ParallelConfig, cluster: Cluster
     ) -> "Layout":
-        """The layout of a model that one rank holds as a whole, were it on a cluster."""
+        """The layout on a cluster of a model that one rank holds as a whole."""
         width = cluster.width(parallel)
         named = dict(model.module.named_parameters())
-        unit = {id(p): i for i, block in enumerate(blocks) for p in block.parameters()}
-        own = model.parameters
-        replicate = parallel.lora_sharding == "replicate" and len(own) < len(named)
+        unit: dict[int, int] = {}
+        for number, block in enumerate(blocks):
+            unit |= dict.fromkeys(map(id, block.parameters()), number)
+        parameters = model.parameters
+        replicate = parallel.lora_sharding == "replicate" and len(parameters) < len(named)
         weights = []
         for name, p in named.items():
-            trained = name in own
-            kept = own[name].dtype if trained else p.dtype
+            trained = name in parameters
+            kept = parameters[name].dtype if trained else p.dtype
             shared_by = 1 if replicate and trained else width
-            number = unit[id(p)] if id(p) in unit else -1
+            number = unit.get(id(p), -1)
             away = shared_by > 1 and parallel.param_offload
             apart = shared_by > 1 and parallel.expert_parallel and p.dim() == 3
             weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, number, away, apart))
@@ -136,15 +143,15 @@ class Layout:
         return sum(w.numel * w.kept.itemsize for w in self.weights)
 
     def kept(self, weights: Iterable[Weight]) -> int:
-        """What a rank keeps of these between steps."""
+        """Bytes of these on a rank between steps."""
         return sum(w.part * w.kept.itemsize for w in weights)
 
     def here(self) -> int:
-        """What a rank keeps of all weights on its device."""
+        """Bytes of all weights on a rank's device between steps."""
         return self.kept(w for w in self.weights if not w.away)
 
     def away(self) -> int:
-        """What it keeps of them on the host."""
+        """Bytes of them on the host."""
         return self.kept(w for w in self.weights if w.away)
 
     def copies(self) -> int:
@@ -152,7 +159,7 @@ class Layout:
         return sum(w.numel * self.dtype.itemsize for w in self.trained if not w.sharded and w.kept != self.dtype)
 
     def units(self) -> list[int]:
-        """Each unit of FSDP while it is gathered: the blocks, and last what is in none."""
+        """Each unit of FSDP while it is gathered: the blocks, and last the root."""
         return [elements * self.dtype.itemsize for elements in self._by_unit(self.weights)]
 
     def experts(self) -> int:
@@ -169,7 +176,7 @@ class Layout:
         return sum(w.gathered * w.kept.itemsize for w in (self.trained if trained else self.weights) if w.sharded)
 
     def gradient(self, w: Weight, *, summed: bool = False) -> int:
-        """What stays of a gradient: this rank's reduced part, or while passes are `summed`, the whole in float32."""
+        """A gradient between passes: this rank's reduced part, or while passes are `summed`, the whole in float32."""
         return w.numel * REDUCED if w.sharded and summed and not w.apart else w.part * w.kept.itemsize
 
     def reducing(self, activations: int, *, summed: bool) -> int:
@@ -214,35 +221,3 @@ class Layout:
             if w.sharded and not w.apart:
                 totals[w.unit] += w.gathered  # -1 is the last
         return totals
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes that a rank receives in a training step, and sends as many; `nodes`: through a group of several nodes."""
-
-    what: str
-    size: int
-    nodes: bool
-
-
-def traffic(layout: Layout, gathered: Mapping[str, int], updates: int) -> list[Traffic]:
-    """The messages of a training step of so many `updates` that are not negligible, each as a ring sends them.
-
-    `gathered` are bytes of whole weights, by what they are for. Rings over n ranks: a gather of b bytes brings
-    (n - 1) / n b to each rank, a reduce-scatter of b takes as much, an all-reduce both. What stays out are numbers:
-    rewards, norms, and what is agreed on.
-    """
-    cluster, width = layout.cluster, layout.width
-    copies = cluster.ranks // width
-    apart = any(map(cluster.crosses, cluster.shard_groups(width)))
-    spread = any(map(cluster.crosses, cluster.replicate_groups(width)))
-    reduced, message = layout.reduced() * updates, layout.message() * updates
-    found = [
-        *(Traffic(what, size * (width - 1) // width, apart) for what, size in gathered.items()),
-        Traffic("gradients, reduced to their parts", reduced * (width - 1) // width, apart),
-        Traffic("gradients, summed over copies", 2 * reduced // width * (copies - 1) // copies, spread),
-        Traffic(
-            "gradients of replicated weights", 2 * message * (cluster.ranks - 1) // cluster.ranks, cluster.nodes > 1
-        ),
-    ]
-    return [item for item in found if item.size]

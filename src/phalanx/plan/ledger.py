@@ -2,10 +2,9 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -41,9 +40,9 @@ class Phase:
 class Ledger(TorchDispatchMode):
     """Bytes of the meta tensors that are made while it is active: `live` now, and the most of each phase.
 
-    What goes to the CPU stays a meta tensor that does not count, and so does what is computed of such tensors alone.
-    Numbers that the host asks for: those that it sent there itself come back, a mask is all true (but for those of
-    `mask`), others are zeros.
+    Copies to the CPU stay meta tensors that do not count, and so do results of only such tensors. Of the numbers that
+    the host asks for, those that it sent itself come back, a mask is all true (but for those of `mask`), and others are
+    zeros.
     """
 
     def __init__(self) -> None:
@@ -70,7 +69,7 @@ class Ledger(TorchDispatchMode):
             return args[0]  # memory of the host is never written to, and so takes none
         true: int | None = None
         if func is aten.index.Tensor and args[0].is_meta:
-            # what is left of a mask by another one has all that is true in it
+            # a mask that is indexed by another one keeps all of its true elements
             true = self._true.get(args[0].untyped_storage()._cdata)
             args = args[0], self._numbered(args[1])
         elif func is aten.ne.Scalar and args[0].is_meta:
@@ -144,7 +143,7 @@ class Ledger(TorchDispatchMode):
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """What the block makes does not count."""
+        """Tensors that the block makes do not count."""
         self._counting = False
         try:
             yield
@@ -162,15 +161,15 @@ class Ledger(TorchDispatchMode):
 
     def _numbered(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Indices of which a mask is as many numbers as it has true elements."""
-        found: list[Tensor | None] = []
+        numbered: list[Tensor | None] = []
         for index in indices:
             if index is None or index.dtype is not torch.bool:
-                found.append(index)
+                numbered.append(index)
                 continue
             key = index.untyped_storage()._cdata
             count = self._true[key] if key in self._true else index.numel()
-            found += [torch.empty(count, dtype=torch.long, device=META)] * index.dim()
-        return found
+            numbered += [torch.empty(count, dtype=torch.long, device=META)] * index.dim()
+        return numbered
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A new result; the second one of equal inputs is as the first, which torch may have worked out in Python."""
@@ -230,26 +229,30 @@ def _storages(tree: Any) -> list[torch.UntypedStorage]:
     return [t.untyped_storage() for t in tree_leaves(tree) if isinstance(t, Tensor) and t.is_meta]
 
 
-def fused_attention() -> AbstractContextManager[Any]:
-    """Attention keeps what a fused kernel keeps: inputs, output and a number a row.
+@contextmanager
+def fused_attention() -> Iterator[None]:
+    """Attention keeps the tensors that a fused kernel keeps: inputs, output and a number per row.
 
     On meta tensors torch would take its plain form, with all weights [N, heads, L, L] in memory, which neither GPUs nor
-    CPUs do. A TorchFunctionMode would not reach what checkpointing computes again.
+    CPUs do. A TorchFunctionMode would not reach the forward passes that checkpointing repeats.
     """
 
     def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
-        if attn_mask is not None and attn_mask.dtype is torch.bool:  # each call adds a mask of its own
+        if attn_mask is not None and attn_mask.dtype is torch.bool:  # each call makes a mask to add
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=attn_mask)[0]
 
-    return patch.object(F, "scaled_dot_product_attention", fused)
-
-
-def tensors(*modules: nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
-    return [t for module in modules for t in (*module.parameters(), *module.buffers())]
+    plain, F.scaled_dot_product_attention = F.scaled_dot_product_attention, fused  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention = plain
 
 
 def nbytes(*modules: nn.Module) -> int:
-    """Bytes of them."""
-    return sum(t.nbytes for t in tensors(*modules))
+    """Bytes of parameters and buffers."""
+    total = 0
+    for module in modules:
+        for tensor in (*module.parameters(), *module.buffers()):
+            total += tensor.nbytes
+    return total

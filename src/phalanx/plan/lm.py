@@ -4,16 +4,18 @@ All prompts and responses are as long as they may be. Only the folder's configur
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
 
 from phalanx.config.lm import LMRunConfig
+from phalanx.distributed.mesh import lone_world
 from phalanx.engines.loading import loading
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
@@ -21,9 +23,9 @@ from phalanx.models.lm import experts
 from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.stored import cast_weights
-from phalanx.plan.blueprint import planned_world
-from phalanx.plan.layout import Cluster, Layout
+from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger
+from phalanx.plan.policy import CountedPolicy
 from phalanx.rollout.lm.decode import Decoding, draw
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.types import Each, Prompt, Samples
@@ -31,36 +33,17 @@ from phalanx.types import Each, Prompt, Samples
 FILES = ("config.json", "generation_config.json")
 
 
-class PlannedLMPolicy(LMPolicy):
-    """A policy whose ledger hears what FSDP would do, and a copy of the weights make."""
-
-    ledger: Ledger
-    layout: Layout
-
-    def unsharded(self) -> AbstractContextManager[None]:
-        self.ledger.phase.rounds += 1
-        return super().unsharded()
-
-    def using(self, weights: str) -> AbstractContextManager[None]:
-        """Without the copies, which are of a rank's part."""
-        if self.trained.is_base(weights):
-            return super().using(weights)
-        self.ledger.phase.aside = True
-        return nullcontext()
-
-    @property
-    def blocks(self) -> list[nn.Module]:
-        """The layers."""
-        return self.trained.module.blocks()
+class PlannedLMPolicy(CountedPolicy, LMPolicy):
+    """A language model's policy on the meta device."""
 
     def recompute(self, count: int) -> None:
-        """Have so many layers recomputed in backward passes, the first ones."""
+        """Have the first `count` layers recomputed in backward passes."""
         module = self.trained.module
         module.eval()  # those that were recomputed, too
         module.recomputes, self.trained.recomputed = count, count / len(self.blocks)
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
-        """Of equal passes of a phase only the first one runs."""
+        """Run only the first of equal passes of a phase."""
         (rows, longest), width = trace.ids.shape, trace.width
         lengths = [longest] * rows if self.config.use_remove_padding else None
         self.ledger.phase.passes += 1
@@ -74,7 +57,7 @@ class PlannedLMPolicy(LMPolicy):
 
 
 class PlannedLMRollout(LMRollout):
-    """Samples of the greatest lengths; of an engine that samples elsewhere, those alone."""
+    """Samples of the greatest lengths, which only the policy's own modules decode."""
 
     policy: PlannedLMPolicy
 
@@ -94,8 +77,8 @@ class PlannedLMRollout(LMRollout):
         return self.data.max_prompt_length
 
     def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
-        n, share = self.config.n, len(prompts) * self.config.n // self.world.size
-        index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
+        n, share = self.config.n, len(prompts) * self.config.n // self.world.data_size
+        index = self.world.data_rank * share + torch.arange(share)
         self._decoded(min(self.micro_batch_size, share), n, self.how)
         trace, longest = self._longest(share)
         positions = torch.full((share,), longest)
@@ -105,28 +88,28 @@ class PlannedLMRollout(LMRollout):
                 parts = self.passes.parts(share, positions[:, None])
                 log_prob = in_order([self.policy.replay(trace.select(part)).log_prob for part in parts], parts)
         lengths = torch.tensor([[self.before, self.how.limit]]).repeat(share, 1)
-        mine = [prompts[i // n] for i in index.tolist()]
+        local_prompts = [prompts[i // n] for i in index.tolist()]
         on_policy = self.exact and self.passes is None
         beside: dict[str, Any] = {"lengths": lengths, "on_policy": on_policy, "positions": positions}
-        return Samples(mine, [], log_prob, trace.mask, trace, index, **beside)
+        return Samples(local_prompts, [], log_prob, trace.mask, trace, index, **beside)
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         val = self.config.val
         self._decoded(min(self.micro_batch_size, len(prompts) * val.n), val.n, self.val_how)
 
     def _longest(self, share: int) -> tuple[Any, int]:
-        """So many of the longest samples, and the positions of each in a pass."""
+        """`share` of the longest samples, and the positions of each in a pass."""
         before, limit = self.before, self.how.limit
         ids = torch.zeros(share, before + limit, dtype=torch.long, device=META)
-        sizes = [torch.full((share,), size, device=META) for size in (before, limit)]
-        return TokenTrace(ids, sizes[0], sizes[1], limit), before + limit
+        starts, lengths = torch.full((share,), before, device=META), torch.full((share,), limit, device=META)
+        return TokenTrace(ids, starts, lengths, limit), before + limit
 
-    def _decoded(self, count: int, n: int, how: Decoding) -> None:
-        """What reading prompts takes, and the last token of `count` responses, n of each prompt."""
+    def _decoded(self, count: int, n: int, decoding: Decoding) -> None:
+        """Read the prompts, and decode the last token of `count` responses, n of each prompt."""
         if not self.in_policy:
             return
         self.policy.ledger.phase.passes += 1
-        forward, length = self.policy.trained.module, self.before + how.limit
+        forward, length = self.policy.trained.module, self.before + decoding.limit
         ids = torch.zeros(-(-count // n), self.before, dtype=torch.long, device=META)
         cache = DynamicCache(config=self.policy.settings)
         forward(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
@@ -134,10 +117,10 @@ class PlannedLMRollout(LMRollout):
         del cache
         at = torch.full((count, 1), length - 1, device=META)
         out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, **{CACHE: full}, use_cache=True)
-        draw(out.logits[:, -1].float(), torch.empty(count, device=META), how)
+        draw(out.logits[:, -1].float(), torch.empty(count, device=META), decoding)
 
     def _filled(self, cache: DynamicCache, count: int, length: int) -> DynamicCache:
-        """Keys and values of `count` samples of so many tokens, as those of a cache."""
+        """A cache like the given one, with keys and values of `count` samples of `length` tokens."""
         full = DynamicCache(config=self.policy.settings)
         for number, layer in enumerate(cache.layers):
             shape = count, layer.keys.shape[1], length, layer.keys.shape[3]
@@ -147,7 +130,7 @@ class PlannedLMRollout(LMRollout):
 
 
 class _Tokenizer:
-    """Nothing is read or written as text."""
+    """No text is read or written."""
 
     pad_token_id = eos_token_id = 0
 
@@ -169,14 +152,13 @@ def planned_lm_policy(
 ) -> PlannedLMPolicy:
     """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
 
-    `cfg.model.path` is a local folder, `chunk` is log_prob_chunk_size. `layout` says what would be on a rank of the
-    cluster.
+    `cfg.model.path` is a local folder, `chunk` is log_prob_chunk_size. Its layout is that of a rank of the cluster.
     """
     model, kept = cfg.model, torch.float32 if cfg.model.lora_rank == 0 else DTYPES[cfg.model.dtype]
     # kernels that are not here take as much memory as torch's own; and none of these changes what is kept
     attention = "eager" if model.attn_implementation == "eager" else "sdpa"
     config = replace(model, attn_implementation=attention, compile=False, lora_init="gaussian")
-    world = planned_world(cfg.parallel, cluster, rank)
+    world = lone_world(cfg.parallel, cluster.ranks, rank, META)
     with loading(f"model.path: {model.path!r} does not load"):
         settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
     with META:
@@ -187,5 +169,6 @@ def planned_lm_policy(
         options = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}
         policy = make(module, _Tokenizer(), world, config, cfg.parallel, cfg.data, **options)
     policy.trained.config = model  # PiSSA's reference is a copy
-    policy.ledger, policy.layout = ledger, Layout.of(policy.trained, module.blocks(), cfg.parallel, cluster)
+    policy.count(ledger, module.blocks(), cfg.parallel, cluster)
+    policy.files, policy.tokens = Path(model.path), cfg.data.max_prompt_length + cfg.data.max_response_length
     return policy

@@ -1,7 +1,7 @@
 """Memory of a rank, phase by phase, before anything runs.
 
-What a phase takes was counted by a Ledger while the job's own code ran (phalanx.plan.rehearsal). What FSDP holds
-meanwhile is arithmetic over its units (phalanx.plan.layout). What stands beside the model comes from
+A Ledger counted the tensors of a phase while the job's code ran (phalanx.plan.rehearsal). The memory of FSDP
+meanwhile is arithmetic over its units (phalanx.plan.layout). Models beside the trained one come from
 phalanx.plan.engines. Not counted: the allocator's gaps, CUDA's context, NCCL's buffers, and models that rewards keep.
 """
 
@@ -11,24 +11,22 @@ from pathlib import Path
 
 from torch import nn
 
-from phalanx.config.lm import LMRunConfig
 from phalanx.distributed.link import BUCKET_BYTES
 from phalanx.distributed.roles import ACTOR, ROLLOUT
 from phalanx.models.stored import dtype_to_read
-from phalanx.plan.blueprint import PlannedPolicy
 from phalanx.plan.engines import RewardModel, engine_copy, engine_share, reward_model
 from phalanx.plan.layout import Weight
 from phalanx.plan.ledger import nbytes
-from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.plan.loading import Loading, loading, loading_of_module
-from phalanx.plan.rehearsal import Planned
+from phalanx.plan.phases import Kind, kinds
+from phalanx.plan.rehearsal import AnyPlannedPolicy, Planned
 from phalanx.training.offload import PART, SLOTS
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes of a phase on the device beyond what is held throughout; `other` are samples, and what is there for this
-    phase alone.
+    """Bytes of a phase on the device, beside those that are held throughout; `other` are samples, and memory that only
+    this phase needs.
     """
 
     name: str
@@ -47,7 +45,7 @@ class Phase:
 class Memory:
     """Bytes of a rank: `held` on the device throughout, and `host` in the host's memory, by what they are.
 
-    `loading`: what is in the host's memory at the start, before weights go to the device, one after the other.
+    `loading`: the stages of the start, each in the host's memory before its weights go to the device.
     `reward`: the reward model, where this rank holds a part of one; it is loaded first.
     """
 
@@ -68,8 +66,8 @@ class Memory:
         return sum(self.held.values()) + self.largest.total
 
     def loading_of_a_node(self, ranks: int, judges: int, *, cast: bool) -> int:
-        """The most in the memory of a node while its ranks load, of which so many `judges` hold a part of the reward
-        model. `cast`: see Loading.of_a_node.
+        """The most in the memory of a node while its ranks load, `judges` of which hold a part of the reward model.
+        `cast`: see Loading.of_a_node.
         """
         judge = self.reward or RewardModel()
         models = max(stage.of_a_node(ranks, cast=cast) for stage in self.loading)
@@ -80,61 +78,69 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
     """The memory of a job on GPUs of `gpu_memory` bytes (None: not known). Of the ranks, it is one that holds a part of
     the reward model, where there is one.
     """
-    layout, teachers = p.policy.layout, p.frozen
+    layout, policy = p.policy.layout, p.policy
     samples, trains = p.role in ("", ROLLOUT), p.role in ("", ACTOR)
     reward = reward_model(p.cfg, gpu_memory, layout.width) if samples else None
     judge = reward or RewardModel()
+    engine = engine_share(p.cfg, gpu_memory, layout) if samples else 0
     trained = [w for w in layout.trained if not w.away]
-    stays = trained if trains and not p.cfg.parallel.optimizer_offload else []
-    beside, stay = _beside(p, layout.trained if trains else []), _beside(p, stays)
-    vae, encoders = _parts_beside(p.policy)
-    engine, sleeps = engine_share(p.cfg, gpu_memory, layout) if samples else 0, _engine_sleeps(p)
-    theirs = {name: nbytes(*teacher.model.text_encoders) for name, teacher in teachers.items()}
-    own = {name: theirs[name] * _reads_alone(p, e) for name, e in teachers.items()}
+    state = _beside(p, layout.trained if trains else [])
+    on_device = _beside(p, trained if trains and not p.cfg.parallel.optimizer_offload else [])
     held = {
-        "frozen weights": layout.kept(w for w in layout.weights if not w.trained and not w.away),
+        "frozen weights": layout.here() - layout.kept(trained),
         "trained weights": layout.kept(trained) + layout.copies(),
-        "model's buffers": _buffers(p.policy),
-        **stay,
-        "VAE": vae,
-        **{name: e.layout.here() + _buffers(e) for name, e in teachers.items()},
-        "reward model": judge.held,
-        "sampling engine": 0 if sleeps else engine,
+        "model's buffers": _buffers(policy),
+        **on_device,
+        "VAE": nbytes(*policy.decoders),
     }
-    host = {
-        "text encoders": encoders + sum(own.values()),
-        "weights": layout.away(),
-        **{name: e.layout.away() for name, e in teachers.items()},
-        **{name: size - stay[name] for name, size in beside.items()},
-        "reference": layout.kept(layout.trained) if p.copies_reference and trains else 0,
-        "images": p.outputs_size,
-        "sleeping reward model": judge.asleep,
-    }
+    encoders = [nbytes(*policy.encoders)]
+    host = {"text encoders": 0, "weights": layout.away()}
+    for name, teacher in p.frozen.items():
+        held[name] = teacher.layout.here() + _buffers(teacher)
+        host[name] = teacher.layout.away()
+        if teacher.model.text_encoders is not policy.encoders:
+            encoders.append(nbytes(*teacher.model.text_encoders))
+    held |= {"reward model": judge.held, "sampling engine": 0 if p.cfg.rollout.engine_memory.sleeps else engine}
+    host["text encoders"] = sum(encoders)
+    for name, size in state.items():
+        host[name] = size - on_device[name]
+    host["reference"] = layout.kept(layout.trained) if p.copies_reference and trains else 0
+    host |= {"images": p.outputs_size, "sleeping reward model": judge.asleep}
+    phases = []
+    if encoders[0] and samples:
+        phases.append(Phase("encode prompts", other=max(encoders)))
+    if p.role:
+        phases.append(Phase("weights from the actor", other=_passing_on(p)))
+    phases += _phases(p, layout.kept(trained), reward, engine if p.cfg.rollout.engine_memory.sleeps else 0)
+    if trains:
+        moved = state_bytes(_beside(p, trained)) - state_bytes(on_device)
+        gradients = sum(map(layout.gradient, trained))
+        phases.append(Phase("optimizer", gradients=gradients, other=p.samples_size + _stepping(p, trained, moved)))
+    return Memory(_some(held), phases, _some(host), list(_loading(p)), reward)
+
+
+def state_bytes(beside: dict[str, int]) -> int:
+    """Bytes of the optimizer's state among these."""
+    return beside["optimizer's state"]
+
+
+def _some(sizes: dict[str, int]) -> dict[str, int]:
+    return {name: size for name, size in sizes.items() if size}
+
+
+def _stepping(p: Planned, trained: list[Weight], moved: int) -> int:
+    """Temporary bytes of an optimizer step, for which `moved` bytes of its state come from the host in parts."""
     # on GPUs, AdamW takes the roots of all second moments at once; the message to other copies was sent by then
-    moved, roots = _beside(p, trained)["optimizer's state"] - stay["optimizer's state"], layout.kept(trained)
+    roots = p.policy.layout.kept(trained)
     if moved:
-        # of the parts that are there at a time
-        part = max(PART, max(w.part for w in trained) * moved // sum(w.part for w in trained))
+        largest, total = max(w.part for w in trained), sum(w.part for w in trained)
+        part = max(PART, largest * moved // total)
         moved, roots = min(moved, SLOTS * part), min(roots, part)
-    stepping = max(layout.message(), moved + roots)
-    gradients = sum(layout.gradient(w) for w in trained)
-    update = [Phase("optimizer", gradients=gradients, other=p.samples_size + stepping)] if trains else []
-    return Memory(
-        held={name: size for name, size in held.items() if size},
-        phases=[
-            *([Phase("encode prompts", other=max([encoders, *own.values()]))] if encoders and samples else []),
-            *([Phase("weights from the actor", other=_passing_on(p))] if p.role else []),
-            *_phases(p, layout.kept(trained), reward, engine if sleeps else 0),
-            *update,
-        ],
-        host={name: size for name, size in host.items() if size},
-        loading=list(_loading(p)),
-        reward=reward,
-    )
+    return max(p.policy.layout.message(), moved + roots)
 
 
 def _passing_on(p: Planned) -> int:
-    """Whole tensors on their way from the actor: a message and the one before or after it, and where they are sent a
+    """Whole tensors on their way from the actor: a message and the one before or after it, and on the sending ranks a
     tensor of the next one.
     """
     sizes = [w.numel * w.kept.itemsize for w in p.policy.layout.trained]
@@ -144,64 +150,41 @@ def _passing_on(p: Planned) -> int:
 
 def _loading(p: Planned) -> Iterator[Loading]:
     """The steps of loading: the policy, an engine's copy of it, and each teacher."""
-    if isinstance(p.policy, PlannedLMPolicy):
-        yield _weights(p.policy, Path(p.policy.config.path))
-        return
     encoders = _from_files(p.policy, "text_encoder")
-    yield encoders + _transformer(p.policy) + _from_files(p.policy, "vae")
+    yield encoders + _weights(p.policy) + _from_files(p.policy, "vae")
     # made on the CPU, when the model has gone to the device
-    if p.role in ("", ROLLOUT):
-        yield encoders + Loading(own=engine_copy(p.cfg, p.policy.layout))
-    there = encoders + Loading(own=p.policy.layout.away())
+    if p.role in ("", ROLLOUT) and not p.policy.tokens:
+        yield encoders + Loading(copied=engine_copy(p.cfg, p.policy.layout))
+    there = encoders + Loading(copied=p.policy.layout.away())
     for teacher in p.frozen.values():  # each with encoders and VAE, equal ones too
         theirs = _from_files(teacher, "text_encoder")
-        yield there + theirs + _transformer(teacher) + _from_files(teacher, "vae")
-        there += Loading(own=teacher.layout.away())
-        if _reads_alone(p, teacher):
+        yield there + theirs + _weights(teacher) + _from_files(teacher, "vae")
+        there += Loading(copied=teacher.layout.away())
+        if teacher.model.text_encoders is not p.policy.encoders:
             there += theirs
 
 
-def _parts_beside(policy: PlannedPolicy | PlannedLMPolicy) -> tuple[int, int]:
-    """Bytes of the VAE and of the text encoders; a language model has neither."""
-    if isinstance(policy, PlannedLMPolicy):
-        return 0, 0
-    return nbytes(policy.model.vae), nbytes(*policy.model.text_encoders)
-
-
-def _reads_alone(p: Planned, teacher: PlannedPolicy) -> bool:
-    """Whether a teacher has text encoders of its own."""
-    assert isinstance(p.policy, PlannedPolicy), "flow models alone have teachers"
-    return teacher.model.text_encoders is not p.policy.model.text_encoders
-
-
-def _engine_sleeps(p: Planned) -> bool:
-    """Whether a sampling engine's memory is free between rollouts: that of flow models has no key to keep it."""
-    return p.cfg.rollout.facts.sleeps and (not isinstance(p.cfg, LMRunConfig) or p.cfg.rollout.sleep)
-
-
-def _transformer(policy: PlannedPolicy) -> Loading:
-    return _weights(policy, Path(policy.config.path) / "transformer")
-
-
-def _weights(policy: PlannedPolicy | PlannedLMPolicy, files: Path) -> Loading:
-    """The weights in these files; a LoRA is new, and in none."""
-    lora = sum(w.numel * w.kept.itemsize for w in policy.layout.weights if ".lora_" in w.name)
-    base = next(w for w in policy.layout.weights if ".lora_" not in w.name)
-    # where all weights are trained, ranks cast their parts of what the files hold
-    read = dtype_to_read(files, base.kept) if policy.config.lora_rank == 0 else base.kept
+def _weights(policy: AnyPlannedPolicy) -> Loading:
+    """The weights of the trained model in its files; a LoRA is new, and in none."""
+    lora = sum(w.numel * w.kept.itemsize for w in policy.layout.weights if w.lora)
+    base = next(w for w in policy.layout.weights if not w.lora)
+    # where all weights are trained, each rank casts its part of the files' tensors
+    read = dtype_to_read(policy.files, base.kept) if policy.config.lora_rank == 0 else base.kept
     size = (policy.layout.whole() - lora) * read.itemsize // base.kept.itemsize
-    return loading(files, size, read) + Loading(own=lora)
+    return loading(policy.files, size, read) + Loading(copied=lora)
 
 
-def _from_files(policy: PlannedPolicy, kind: str) -> Loading:
+def _from_files(policy: AnyPlannedPolicy, kind: str) -> Loading:
     """The parts of the pipeline whose names begin with `kind`."""
-    parts = [item for item in policy.model.pipeline.components.items() if item[0].startswith(kind)]
-    modules = [(name, part) for name, part in parts if isinstance(part, nn.Module)]
-    return sum((loading_of_module(Path(policy.config.path) / name, part) for name, part in modules), Loading())
+    total = Loading()
+    for name, part in policy.components.items():
+        if name.startswith(kind) and isinstance(part, nn.Module):
+            total += loading_of_module(Path(policy.config.path) / name, part)
+    return total
 
 
 def _beside(p: Planned, weights: list[Weight]) -> dict[str, int]:
-    """What the optimizer and the averages have beside these weights on a rank."""
+    """Bytes of the optimizer and of the averages for these weights on a rank."""
     state = p.state.optimizer.state()
     moments = 0
     for w in weights:
@@ -215,51 +198,49 @@ def _beside(p: Planned, weights: list[Weight]) -> dict[str, int]:
     }
 
 
-def _buffers(policy: PlannedPolicy | PlannedLMPolicy) -> int:
+def _buffers(policy: AnyPlannedPolicy) -> int:
     return sum(buffer.nbytes for buffer in policy.trained.module.buffers())
 
 
 def _phases(p: Planned, trained: int, reward: RewardModel | None, engine: int) -> Iterator[Phase]:
-    """What ran, in the order of a step. Of the `trained` bytes a copy is made where other weights take their place; a
-    reward model may be there beside, and while samples are drawn `engine` bytes of an engine.
+    """The phases that ran, in the order of a step. The `trained` bytes are copied where other weights take their place.
+    A reward model may be there beside samples, and with those of a language model `engine` bytes of an engine.
     """
-    order = ["rollout: sample", "rollout: decode", "rollout: log-probs", "validation: sample", "validation: decode"]
-    order += ["judge", "rescore"]
-    for name in [*order, "reference", *p.frozen, "encode images", "update"]:
-        if name == "judge" and reward is not None:
-            yield Phase(name, other=p.samples_size + reward.woken)
-        if name not in p.ledger.phases:
+    for kind in kinds(p.frozen):
+        if kind.name == "judge" and reward is not None:
+            yield Phase(kind.name, other=p.samples_size + reward.woken)
+        if kind.name not in p.ledger.phases:
             continue
-        took = p.ledger.phases[name]
-        drawn = isinstance(p.cfg, LMRunConfig) and name.endswith("sample")  # an engine's passes are its own
-        if not took.passes and name.endswith(("sample", "rescore")) and not (drawn and engine):  # nothing to do
+        took = p.ledger.phases[kind.name]
+        cache = engine if kind.draws and p.policy.tokens else 0  # an engine runs its own passes
+        if kind.optional and not took.passes and not cache:
             continue
-        other = took.before + trained * took.aside
-        # the data's images are scored as sampled ones are
-        scored = name == "encode images" and bool(p.cfg.rollout.facts.columns)
-        if reward is not None and (scored or name.endswith(("sample", "decode"))):
+        other = took.before + trained * took.aside + cache
+        # images of the data are scored like drawn ones
+        scored = kind.draws or kind.decodes or (kind.name == "encode images" and bool(p.cfg.rollout.facts.columns))
+        if reward is not None and scored:
             other += reward.while_sampling
-        if drawn:
-            other += engine
         activations, summed = took.peak - took.before - took.gradients, p.state.micro_batches > p.state.updates_made
-        gradients = took.gradients + p.policy.layout.reducing(activations, summed=summed) if name == "update" else 0
-        yield Phase(name, _gathered(p, name), activations, gradients, other)
+        gradients = took.gradients
+        if kind.name == "update":
+            gradients += p.policy.layout.reducing(activations, summed=summed)
+        yield Phase(kind.name, _gathered(p, kind), activations, gradients, other)
 
 
-def _gathered(p: Planned, name: str) -> int:
+def _gathered(p: Planned, kind: Kind) -> int:
     """Whole weights in a phase; an engine has a copy of all while it samples."""
     layout, parallel = p.policy.layout, p.cfg.parallel
-    if name == "encode images":
+    if kind.name == "encode images":
         return 0
-    if name == "update":
+    if kind.name == "update":
         return layout.unsharded(throughout=not parallel.reshard_after_forward)
-    if name.endswith(("sample", "decode")) and p.cfg.rollout.facts.weights == "copy":
-        # else it is counted with what stays, or with the cache beside it
-        alone = not isinstance(p.cfg, LMRunConfig) and _engine_sleeps(p)
+    if (kind.draws or kind.decodes) and p.cfg.rollout.facts.weights == "copy":
+        # else it is counted with the memory that is held, or with the cache beside it
+        alone = not p.policy.tokens and p.cfg.rollout.engine_memory.sleeps
         return engine_copy(p.cfg, layout) if alone else 0
-    if name.endswith("decode") and not parallel.rollout_unsharded:
+    if kind.decodes and not parallel.rollout_unsharded:
         return layout.units()[-1]
-    if name in p.frozen:
-        layout = p.frozen[name].layout
+    if kind.name in p.frozen:
+        layout = p.frozen[kind.name].layout
     whole = parallel.rollout_unsharded
     return layout.unsharded(throughout=whole) + (layout.experts() if whole else 0)

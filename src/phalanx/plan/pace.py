@@ -1,19 +1,18 @@
-"""How long a job may take, and what that may cost: its arithmetic over an assumed part of a GPU's peak."""
+"""Duration and cost of a job: its arithmetic over an assumed fraction of a GPU's peak."""
 
 import math
 from dataclasses import dataclass
 
 import torch
 
-from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.config.lm import LMRLConfig, LMRunConfig
 from phalanx.config.run import RunConfig
 from phalanx.plan.rehearsal import Planned
+from phalanx.plan.tasks import task_of
 from phalanx.telemetry.flops import named_peak_flops
 
 CARD = "H100"  # where no GPU is named, nor here
 USED = (0.25, 0.45)  # of its peak, an assumption
-SHORTEST = 1.0  # seconds of a step; below, launches of kernels and the host decide, not arithmetic
+SHORTEST = 1.0  # seconds of a step; a shorter one depends on launches of kernels and the host, not on arithmetic
 
 Rows = list[tuple[str, str]]
 Interval = tuple[float, float]
@@ -29,7 +28,7 @@ class Gpu:
 
 
 def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
-    """The title and rows of what a job computes, how long that takes on such GPUs, and its price."""
+    """Title and rows: operations of a job, their time on such GPUs, and their price."""
     ranks, dtype, flops = p.policy.layout.cluster.ranks, p.policy.layout.dtype, p.flops
     unit, size = ("PFLOP", 1e15) if flops >= 1e15 else ("TFLOP", 1e12)
     counted = f"{flops / size:.4g} {unit}, {flops / ranks / size:.4g} a rank"
@@ -37,40 +36,32 @@ def arithmetic(p: Planned, gpu: Gpu) -> tuple[str, Rows]:
     step = seconds(flops / ranks, gpu, dtype)
     if step[0] < SHORTEST:
         return "Arithmetic", [("a step", f"{counted}: too little to tell a time from")]
+    rows = [("a step", f"{counted}: {between(step)} s")]
     again = 1 - p.model_flops / flops
-    noun = sampled(p.cfg)
-    images = p.cfg.data.batch_size(p.cfg.parallel.data_ranks(ranks)) if p.plan is None else p.plan.samples
-    rate = images / step[1], images / step[0]
-    rows = [
-        ("a step", f"{counted}: {between(step)} s"),
-        (noun, f"{between(rate)} a second, {between(_times(rate, 1 / ranks))} on a GPU"),
-        *whole_job(p.cfg, step, ranks, gpu),
-    ]
-    left_out = "rewards, validation, checkpoints, text encoders, VAE, waiting for the slowest rank"
-    if isinstance(p.cfg, LMRunConfig):
-        data = p.cfg.data
-        tokens = _times(rate, (data.max_prompt_length + data.max_response_length) / ranks)
-        rows.insert(2, ("tokens", f"{between(tokens)} a second on a GPU, were all prompts and responses the longest"))
-        left_out = "validation, checkpoints, the slowest rank"
     if again > 0:
         useful = _times((100 * least, 100 * most), 1 - again)
-        rows.insert(
-            1, ("repeated", f"{100 * again:.0f} % of it, in backward passes: perf/mfu would be {between(useful)} %")
+        rows.append(
+            ("repeated", f"{100 * again:.0f} % of it, in backward passes: perf/mfu would be {between(useful)} %")
         )
-    if isinstance(p.cfg, LMRLConfig):
-        left_out = "that decoding waits for memory, rewards, validation, checkpoints, the slowest rank"
-    rows.append(("left out", left_out))
+    samples = p.cfg.data.batch_size(p.cfg.parallel.data_ranks(ranks)) if p.plan is None else p.plan.samples
+    rate = samples / step[1], samples / step[0]
+    task = task_of(p.cfg)
+    rows.append((task.samples, f"{between(rate)} a second, {between(_times(rate, 1 / ranks))} on a GPU"))
+    if p.policy.tokens:
+        tokens = between(_times(rate, p.policy.tokens / ranks))
+        rows.append(("tokens", f"{tokens} a second on a GPU, were all prompts and responses the longest"))
+    rows += [*whole_job(p.cfg, step, ranks, gpu), ("left out", task.untimed)]
     return f"Arithmetic and time, {assumed(gpu, dtype)}", rows
 
 
 def seconds(flops: float, gpu: Gpu, dtype: torch.dtype) -> Interval:
-    """The least and the most that a rank takes for so many operations."""
+    """The least and the most seconds of a rank for `flops` operations."""
     _, peak = _card(gpu, dtype)
     return flops / peak / USED[1], flops / peak / USED[0]
 
 
 def assumed(gpu: Gpu, dtype: torch.dtype) -> str:
-    """What `seconds` assumes, in words."""
+    """The assumption of `seconds`, in words."""
     card, peak = _card(gpu, dtype)
     kind, (least, most) = str(dtype).removeprefix("torch."), USED
     part = f"{least * 100:.0f} to {most * 100:.0f} %"
@@ -82,8 +73,8 @@ def whole_job(cfg: RunConfig, step: Interval, ranks: int, gpu: Gpu) -> Rows:
     total = cfg.trainer.total_training_steps
     hours = _times(step, (1000 if total is None else total) / 3600)
     whole = _times(hours, ranks)
-    said = f"{between(hours)} hours, {between(whole)} GPU-hours"
-    rows = [("1000 steps", said) if total is None else ("the job", f"{total} steps: {said}")]
+    text = f"{between(hours)} hours, {between(whole)} GPU-hours"
+    rows = [("1000 steps", text) if total is None else ("the job", f"{total} steps: {text}")]
     if gpu.price is not None:
         rows.append(("cost", f"{between(_times(whole, gpu.price))}, at {gpu.price:g} for a GPU-hour"))
     return rows
@@ -98,18 +89,13 @@ def _card(gpu: Gpu, dtype: torch.dtype) -> tuple[str, float]:
     return CARD, peak
 
 
-def sampled(cfg: RunConfig) -> str:
-    """What a job samples, or what it learns from."""
-    if isinstance(cfg, BlockDiffusionTaskConfig):
-        return "samples"
-    return "responses" if isinstance(cfg, LMRunConfig) else "images"
-
-
 def _times(interval: Interval, factor: float) -> Interval:
     return interval[0] * factor, interval[1] * factor
 
 
 def between(interval: Interval) -> str:
-    """Two numbers of three digits, or of all that stand before the point; one where they are equal."""
-    least, most = (f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}" for x in interval)
-    return least if interval[0] == interval[1] else f"{least} to {most}"
+    """Two numbers of three digits, or of all digits before the point; one where they are equal."""
+    texts = []
+    for number in interval:
+        texts.append(f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}")
+    return texts[0] if interval[0] == interval[1] else " to ".join(texts)

@@ -1,8 +1,8 @@
-"""A training step of the job's own loop, on tensors that are but shapes.
+"""A training step of the job's loop on tensors of the meta device, which have only shapes.
 
 Samples, other weights' outputs, the loss and its gradient are computed as in training, while a Ledger counts. Nothing
-is scored, no weight is changed, and no file is read or written. The world is that of one rank of many: sharding, and
-what ranks say to one another, is arithmetic (phalanx.plan.layout).
+is scored, no weight is changed, and no file is read or written. The world is that of one rank of many: sharding and
+messages are arithmetic (phalanx.plan.layout).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from phalanx.config.run import EmaConfig, RLConfig, RunConfig
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.plan.blocks import PlannedBlockPolicy
-from phalanx.plan.blueprint import PlannedPolicy
+from phalanx.plan.blueprint import PlannedFlowPolicy
 from phalanx.plan.ledger import Ledger
 from phalanx.plan.lm import PlannedLMPolicy
 from phalanx.rewards.client import RewardClient
@@ -39,7 +39,7 @@ from phalanx.training.supervised import SupervisedTrainer
 from phalanx.training.update import StepLog, Updater
 from phalanx.types import Algorithm, Credit, Outputs, Policy, Prompt, Rollout, Samples, Scored
 
-AnyPlannedPolicy = PlannedPolicy | PlannedLMPolicy
+AnyPlannedPolicy = PlannedFlowPolicy | PlannedLMPolicy
 
 
 class PlannedState(TrainState):
@@ -58,7 +58,7 @@ class PlannedState(TrainState):
         policy.trained.sharded.set_last_micro_batch = self._begin_micro_batch  # type: ignore[method-assign]
 
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
-        """No step at all."""
+        """Drop the gradients."""
         self.updates_made, self._summed = self.updates_made + 1, False
         self.ledger.drop_gradients()
         return {"grad_norm": 0.0, "lr": 0.0, "skipped": False}
@@ -103,16 +103,14 @@ class Unscored(RewardClient):
 
 
 class PlannedUpdater(Updater):
-    """The learning rule, whose looks at other weights are phases of their own."""
+    """The learning rule, whose passes with other weights are separate phases."""
 
-    trained = 0  # samples of this rank, counted each time
+    trained = 0  # samples of this rank, over all epochs
 
     def reference(self, name: str, batch: Minibatches) -> tuple[Policy, Minibatches, AbstractContextManager[Any]]:
         """As a phase of the ledger."""
-        phase = ExitStack()
-        phase.enter_context(
-            cast(AnyPlannedPolicy, self.policy).ledger.during(name if name in self.teachers else "reference")
-        )
+        phase, ledger = ExitStack(), cast(AnyPlannedPolicy, self.policy).ledger
+        phase.enter_context(ledger.during(name if name in self.teachers else "reference"))
         policy, theirs, weights = super().reference(name, batch)
         phase.enter_context(weights)
         return policy, theirs, phase
@@ -127,7 +125,7 @@ class PlannedUpdater(Updater):
 
 
 class Rehearsal:
-    """A job whose step is taken on shapes. `role` is that of the rank that is planned, where ranks have roles.
+    """A job whose step runs on shapes. `role` is that of the planned rank, where ranks have roles.
 
     `samples_size` are the bytes of the step's samples on the device, `outputs_size` those of their images on the host.
     `copies_reference`: the reference is a copy of the weights as they were at first.
@@ -138,7 +136,7 @@ class Rehearsal:
     samples_size = outputs_size = 0
     copies_reference = False
     role = ""
-    frozen: Mapping[str, PlannedPolicy] = {}  # the policies of teachers by name
+    frozen: Mapping[str, PlannedFlowPolicy] = {}  # the policies of teachers by name
 
     def __init__(self, cfg: RunConfig, policy: AnyPlannedPolicy, rollout: Rollout, state: PlannedState) -> None:
         self.cfg, self.policy, self.rollout, self.state = cfg, policy, rollout, state
@@ -147,11 +145,11 @@ class Rehearsal:
 
     def run_step(self) -> None:
         """Sample and train; of a role, its part of that."""
-        raise AssertionError("a job has a step of its own")
+        raise NotImplementedError
 
     def train(self) -> None:
         """The step's updates, as a phase."""
-        raise AssertionError("a job has updates of its own")
+        raise NotImplementedError
 
     def train_again(self, recomputed: int) -> None:
         """The updates in place of those before, with `recomputed` blocks recomputed in backward passes."""
@@ -161,8 +159,8 @@ class Rehearsal:
         self.train()
 
     def operations(self, *, recomputed: bool) -> int:
-        """Floating-point operations of a step on all ranks; `recomputed`: with what checkpointing repeats."""
-        raise AssertionError("a job has a step of its own")
+        """Floating-point operations of a step on all ranks; `recomputed`: with those that checkpointing repeats."""
+        raise NotImplementedError
 
     @property
     def flops(self) -> int:
@@ -184,8 +182,8 @@ class Rehearsal:
 
 
 class RLRehearsal(Rehearsal):
-    """Reinforcement learning; it is also the loop's collector, of samples that it has drawn before. `samples` are those
-    of the step. `rescores`: log-probs may be taken again here, not by another role.
+    """Reinforcement learning; it is also the loop's collector, of the step's `samples`, which it has drawn before.
+    `rescores`: log-probs may be taken again here, not by another role.
     """
 
     cfg: RLConfig
@@ -206,7 +204,7 @@ class RLRehearsal(Rehearsal):
         state = PlannedState(policy, cfg, cfg.actor.ema, weights_beside(cfg, algorithm, policy))
         super().__init__(cfg, policy, rollout, state)
         self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
-        self.frozen = {name: cast(PlannedPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
+        self.frozen = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
         timers, progress = self.job.timers, self.job.progress
         self.rescorer = Rescorer(cfg, plan, algorithm, policy, timers, progress, exact=rollout.exact)
         algorithm.credit = self._credit  # type: ignore[method-assign]
@@ -217,9 +215,7 @@ class RLRehearsal(Rehearsal):
     @property
     def sent(self) -> int:
         """Bytes of this rank's samples, as they go to another role."""
-        trace = vars(self.samples.trace)
-        beside = {name: value for name, value in vars(self.samples).items() if name != "outputs"}
-        values = [part for value in (*trace.values(), *beside.values()) for part in tree_leaves(value)]
+        values = tree_leaves([*vars(self.samples.trace).values(), *vars(replace(self.samples, outputs=[])).values()])
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def run_step(self) -> None:
@@ -253,7 +249,7 @@ class RLRehearsal(Rehearsal):
             train(self.job, self, self.updater)
 
     def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
-        """The samples that are there."""
+        """The samples of the step."""
         return self.samples, {}
 
     def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
@@ -272,19 +268,13 @@ class RLRehearsal(Rehearsal):
     @property
     def flops_of_role(self) -> int:
         """Operations of all ranks of this one's role in a step."""
-        samples = replace(self.samples, on_policy=True)  # whose log-probs nobody takes again
+        samples = replace(self.samples, on_policy=True)  # so that no log-probs are taken again
         trained = self.updater.step_flops(samples, self.updater.trained, recomputed=True)
-        drawn, scored = (
-            self.policy.step_flops(
-                samples,
-                actions=self.algorithm.levels or samples.mask.shape[1],
-                count=self.plan.samples,
-                updates=0,
-                references=passes,
-                recomputed=True,
-            )
-            for passes in (0, 1)
+        actions = self.algorithm.levels or samples.mask.shape[1]
+        cost = partial(
+            self.policy.step_flops, samples, actions=actions, count=self.plan.samples, updates=0, recomputed=True
         )
+        drawn, scored = cost(references=0), cost(references=1)
         phases = self.ledger.phases
         again = sum(name in phases and phases[name].passes > 0 for name in ("rollout: log-probs", "rescore"))
         role_flops = {ROLLOUT: drawn, INFERENCE: 0, ACTOR: trained - drawn}[self.role]
@@ -339,7 +329,7 @@ class PlannedBlockDiffusion(BlockDiffusion):
         return passes
 
     def loss(self, batch: Noised) -> tuple[Tensor, dict[str, Tensor]]:
-        """Of equal passes only the first one runs."""
+        """Run only the first of equal passes."""
         ledger = self.policy.ledger
         ledger.phase.passes += 1
         return ledger.once(batch.states.tokens.shape, lambda: BlockDiffusion.loss(self, batch)[0]), {}

@@ -1,31 +1,46 @@
-"""The plan of a job whose ranks have roles of their own: each role is a world of its own, and some bytes cross them."""
+"""The plan of a job whose ranks have roles: each role is a separate world, and some bytes cross them."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
 from phalanx.config.run import RLConfig
 from phalanx.distributed.placement import place
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, span
+from phalanx.plan.batch import batch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, count
-from phalanx.plan.pace import Gpu, Rows, sampled
+from phalanx.plan.pace import Gpu, Rows
 from phalanx.plan.rehearsal import Planned, RLRehearsal
 from phalanx.plan.schedules import Refusal, Seconds, assumed_seconds, schedules
 from phalanx.plan.tables import Scale, listed, table
-from phalanx.plan.text import batch, copies, header, held, joined, judging, messages, phases, shipped_shapes
+from phalanx.plan.tasks import task_of
+from phalanx.plan.text import (
+    copies,
+    header,
+    held,
+    host_parts,
+    joined,
+    judging,
+    loading_range,
+    numbers,
+    phases,
+    shipped_shapes,
+)
+from phalanx.plan.traffic import messages
 from phalanx.plan.warnings import crossing, warnings
 
-NETWORK = 50e9  # bytes a second that are assumed between nodes: a link of 400 Gbit/s
-SLOW = 0.01  # seconds that are worth a word
+NETWORK = 50e9  # assumed bytes per second between nodes: a link of 400 Gbit/s
+SLOW = 0.01  # seconds; shorter transfers are not mentioned
 SHOWN = 8  # kinds of nodes, one after the other, that are drawn
-# what is said of a rank of each role; the rest of a batch is of the step
+# lines of a batch about a rank of each role; the others are about the step
 _OWN = {
     ROLLOUT: ("a rank", "rollout", "forward passes"),
     INFERENCE: ("a rank", "forward passes"),
     ACTOR: ("a rank", "updates", "micro-batch", "forward passes"),
 }
-_OF_A_RANK = {name for names in _OWN.values() for name in names}
+_OF_A_RANK = set().union(*_OWN.values())
 
 
 def describe_roles(
@@ -39,25 +54,25 @@ def describe_roles(
             assert isinstance(job, RLRehearsal), "only samples are drawn elsewhere"
             parts[role] = job
     memory = {role: count(p, gpu.memory) for role, p in parts.items()}
-    shapes = dict.fromkeys(line for role, p in parts.items() for line in shipped_shapes(p, memory[role]))
+    shapes: dict[str, None] = {}
+    of_roles: list[list[str]] = []
+    warned = []
+    for role, p in parts.items():
+        shapes |= dict.fromkeys(shipped_shapes(p, memory[role]))
+        of_roles += _of_role(role, p, memory[role], len(roles.ranks[role]), gpu)
+        across = crossing(p.policy.layout, roles.ranks[role], cluster.per_node)
+        warned += [f"warning: {role}: {warning}" for warning in (*across, *warnings(p, memory[role], gpu))]
     title, rows = schedules(cfg, roles, given or assumed_seconds(parts, roles, gpu), refusal, gpu)
     sections = [
         [*header(cluster), *shapes],
         ["Placement", *listed(_placement(cfg, cluster, roles, parts))],
         ["Batch", *listed(_batch(cfg, parts[ACTOR]))],
-        *(lines for role, p in parts.items() for lines in _of_role(role, p, memory[role], len(roles.ranks[role]), gpu)),
+        *of_roles,
         ["In the host's memory", *listed(_host(roles, memory, cluster.per_node))],
         ["What crosses roles in a step", *listed(_across(roles, parts))],
         ["Messages of a step within a role: what a rank receives, and sends as much of", *_messages(parts)],
         [title, *listed(rows)],
-        [
-            f"warning: {role}: {warning}"
-            for role, p in parts.items()
-            for warning in (
-                *crossing(p.policy.layout, roles.ranks[role], cluster.per_node),
-                *warnings(p, memory[role], gpu),
-            )
-        ],
+        warned,
     ]
     return joined(sections)
 
@@ -92,11 +107,17 @@ def _layouts(roles: Roles, parts: Mapping[str, Planned]) -> Rows:
 def _rewards(cfg: RLConfig, roles: Roles, cluster: Cluster) -> Rows:
     """Where samples are scored."""
     names = ", ".join(f.name or f.path or "" for f in cfg.reward.functions)
-    rows = [("rewards", f"{names}: on the ranks of the rollout, each for its own {sampled(cfg)}" if names else "none")]
+    rows = [
+        (
+            "rewards",
+            f"{names}: on the ranks of the rollout, each for its own {task_of(cfg).samples}" if names else "none",
+        )
+    ]
     if cfg.reward.model.path is not None:
-        own, ranks = roles.launch(ROLLOUT, cluster.launch), roles.ranks[ROLLOUT]
-        domains = place(cfg.reward.model, own.world_size, own.local_world_size)
-        replicas = [span(tuple(ranks[i] for i in replica)) for domain in domains for replica in domain.replicas]
+        launch, ranks = roles.launch(ROLLOUT, cluster.launch), roles.ranks[ROLLOUT]
+        replicas = []
+        for domain in place(cfg.reward.model, launch.world_size, launch.local_world_size):
+            replicas += [span(tuple(ranks[i] for i in replica)) for replica in domain.replicas]
         if len(replicas) > SHOWN:
             replicas[SHOWN - 1 : -1] = [".."]
         rows.append(("reward groups", f"{' | '.join(replicas)}: each holds reward.model, for the judges"))
@@ -108,41 +129,33 @@ def _batch(cfg: RLConfig, actor: Planned) -> Rows:
     schedule = cfg.rollout.schedule
     if schedule == "pipelined":
         schedule += f", in {cfg.rollout.parts} parts"
-    return [*((name, text) for name, text in batch(actor) if name not in _OF_A_RANK), ("schedule", schedule)]
+    return [*(row for row in batch(actor) if row[0] not in _OF_A_RANK), ("schedule", schedule)]
 
 
 def _of_role(role: str, p: Planned, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[list[str]]:
-    """What a rank does, and its memory."""
+    """The work of a rank, and its memory."""
     layout = p.policy.layout
-    trained, total = (sum(w.numel for w in weights) for weights in (layout.trained, layout.weights))
-    what = f"{total / 1e9:.3g} B weights"
-    what += f", {trained / 1e9:.3g} B of them trained" if role == ACTOR else ", without gradients and optimizer"
+    what = f"{numbers(layout.weights) / 1e9:.3g} B weights"
+    trained = f"{numbers(layout.trained) / 1e9:.3g} B of them trained"
+    what += f", {trained}" if role == ACTOR else ", without gradients and optimizer"
     rows = [(name, text) for name, text in batch(p) if name in _OWN[role] and not text.startswith(", ")]
     yield [f"{role.capitalize()}, a rank of {ranks} ({what})", *listed(rows), *held(memory)]
     yield [*phases(memory, gpu), *judging(p, memory)]
 
 
 def _host(roles: Roles, memory: Mapping[str, Memory], per_node: int) -> Rows:
-    """Of each role's ranks, and of the fullest node, with ranks of whatever roles."""
-    kept = {role: sum(m.host.values()) for role, m in memory.items()}
-    nodes = [[roles.of(r) for r in range(n, n + per_node)] for n in range(0, roles.world_size, per_node)]
-    full, least, most = 0, 0, 0
-    for node in nodes:
-        full = max(full, sum(kept[role] for role in node))
-        loads = [
-            sum(memory[role].loading_of_a_node(node.count(role), node.count(role), cast=cast) for role in set(node))
-            for cast in (False, True)
-        ]
-        least, most = max(least, loads[0]), max(most, loads[1])
+    """Of each role's ranks, and of the fullest node, whatever roles its ranks have."""
+    full = least = most = 0
+    for first in range(0, roles.world_size, per_node):
+        kept = known = cast = 0
+        for role, ranks in Counter(map(roles.of, range(first, first + per_node))).items():
+            kept += ranks * sum(memory[role].host.values())
+            known += memory[role].loading_of_a_node(ranks, ranks, cast=False)
+            cast += memory[role].loading_of_a_node(ranks, ranks, cast=True)
+        full, least, most = max(full, kept), max(least, known), max(most, cast)
     scale = Scale(max(full, most))
-    rows = []
-    for role, m in memory.items():
-        parts = ", ".join(f"{name} {scale(size)}" for name, size in m.host.items())
-        rows.append((role, f"{scale(kept[role])} {scale.unit} a rank: {parts}" if parts else "nothing that counts"))
-    loading = f"up to {scale.plain(least)} {scale.unit} a node"
-    if most > least:
-        loading += f"; {scale.plain(most)} if files that are not here hold other dtypes, for each rank casts its own"
-    return [*rows, ("a node", f"up to {scale(full)} {scale.unit}"), ("loading", loading)]
+    rows = [(role, host_parts(m, scale, " a rank")) for role, m in memory.items()]
+    return [*rows, ("a node", f"up to {scale(full)} {scale.unit}"), ("loading", loading_range(least, most, scale))]
 
 
 def _across(roles: Roles, parts: Mapping[str, RLRehearsal]) -> Rows:
@@ -151,7 +164,7 @@ def _across(roles: Roles, parts: Mapping[str, RLRehearsal]) -> Rows:
     weights = sum(w.numel * w.kept.itemsize for w in layout.trained)
     rollout = parts[ROLLOUT]
     samples = rollout.sent * len(ranks[ROLLOUT]) * rollout.plan.parts
-    what = "the LoRA alone" if cfg.model.lora_rank > 0 else "all trained tensors"
+    what = "only the LoRA" if cfg.model.lora_rank > 0 else "all trained tensors"
     others = roles.world_size - len(ranks[ACTOR])
     to = f"from rank {ranks[ACTOR][0]} to each of {others} that sample{' or score' * (INFERENCE in ranks)}"
     again = ", and again for a validation" if "validation: sample" in rollout.ledger.phases else ""
@@ -160,7 +173,7 @@ def _across(roles: Roles, parts: Mapping[str, RLRehearsal]) -> Rows:
     total = parts[ACTOR].plan.samples
     return [
         ("weights", f"{_size(weights)}, {what}, {to}{again}{time}"),
-        ("samples", f"{_size(samples)} of {total} {sampled(cfg)}, from the rollout {way}"),
+        ("samples", f"{_size(samples)} of {total} {task_of(cfg).samples}, from the rollout {way}"),
     ]
 
 
@@ -170,13 +183,13 @@ def _size(size: int) -> str:
 
 
 def _messages(parts: Mapping[str, Planned]) -> Iterator[str]:
-    found = [(role, item) for role, p in parts.items() for item in messages(p)]
-    if not found:
+    items = [(role, item) for role, p in parts.items() for item in messages(p)]
+    if not items:
         yield "  none"
         return
-    scale = Scale(max(item.size for _, item in found))
+    scale = Scale(max(item.size for _, item in items))
     rows: list[Sequence[str]] = [(scale.unit, "within a node", "across nodes")]
-    for role, item in found:
+    for role, item in items:
         size = scale(item.size)
         rows.append((f"{role}: {item.what}", *(("-", size) if item.nodes else (size, "-"))))
     yield from table(rows)

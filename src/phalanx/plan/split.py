@@ -1,4 +1,4 @@
-"""How long a step takes where ranks have roles of their own, and which split of the ranks makes it shortest.
+"""Seconds of a step where each rank has one role, and the split of the ranks that makes it shortest.
 
 Work is seconds x ranks: n ranks need work / n seconds for their phase.
 """
@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping
 
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 
-MOST = 256  # sizes of a role that are tried; in a larger world they grow by more than a unit
+MOST = 256  # sizes of a role that are tried; in a larger world they grow by several units
 
 Split = dict[str, int]  # ranks of each role
 
 
 def step_seconds(schedule: str, parts: int, work: Mapping[str, float], split: Mapping[str, int]) -> float:
-    """Seconds of a step under a schedule of phalanx.training.disaggregated.schedules, without the weights' way; `parts`
-    is rollout.parts.
+    """Seconds of a step under a schedule of phalanx.training.disaggregated.schedules, without the transfer of weights;
+    `parts` is rollout.parts.
     """
     seconds = {role: work[role] / ranks for role, ranks in split.items()}
     together, longest = sum(seconds.values()), max(seconds.values())
@@ -35,11 +35,11 @@ def splits(world: int, roles: tuple[str, ...], unit: int = 1) -> Iterator[Split]
         for inference in range(step, left, step) if INFERENCE in roles else [0]:
             actor = left - inference
             if actor % unit == 0:
-                found = {ROLLOUT: rollout, INFERENCE: inference, ACTOR: actor}
-                yield {role: ranks for role, ranks in found.items() if ranks}
+                split = {ROLLOUT: rollout, ACTOR: actor}
+                yield split | {INFERENCE: inference} if inference else split
 
 
 def best_splits(schedule: str, parts: int, work: Mapping[str, float], world: int, unit: int = 1) -> list[Split]:
     """The splits of a world among the roles that have work, the fastest first."""
-    found = splits(world, tuple(work), unit)
-    return sorted(found, key=lambda split: step_seconds(schedule, parts, work, split))
+    every = splits(world, tuple(work), unit)
+    return sorted(every, key=lambda split: step_seconds(schedule, parts, work, split))

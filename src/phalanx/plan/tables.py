@@ -14,7 +14,7 @@ class Scale:
         self.unit, self._bytes = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
 
     def __call__(self, size: int) -> str:
-        """In a table, where what rounds to nothing is a dash."""
+        """In a table, where a size that rounds to 0.00 is a dash."""
         return self.plain(size) if size >= self._bytes / 200 else "-"
 
     def plain(self, size: int) -> str:
@@ -23,22 +23,23 @@ class Scale:
 
 
 def listed(rows: Rows) -> Iterator[str]:
-    """Names and what is to be said of them."""
+    """Lines of a name and a text, in two columns."""
     longest = max(len(name) for name, _ in rows)
-    return (f"  {name:<{longest}}  {text}" for name, text in rows)
+    for name, text in rows:
+        yield f"  {name:<{longest}}  {text}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """Columns: the first to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *rest in rows:
-        cells = [f"{cell:>{width}}" for cell, width in zip(rest, widths[1:], strict=True)]
+        cells = map(str.rjust, rest, widths[1:])
         yield "  ".join([f"  {first:<{widths[0]}}", *cells]).rstrip()
 
 
-def groups(found: Sequence[range]) -> str:
+def groups(ranks: Sequence[range]) -> str:
     """Groups of ranks, the middle ones left out where there are many."""
-    shown = [span(group) for group in found]
+    shown = list(map(span, ranks))
     if len(shown) > SHOWN:
         shown[SHOWN - 1 : -1] = [".."]
     return " | ".join(shown)

@@ -1,15 +1,15 @@
-"""What a plan warns of."""
+"""Warnings of a plan."""
 
 from collections.abc import Iterator, Sequence
 
-from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.config.lm import LMRLConfig, LMRunConfig
+from phalanx.config.run import RLConfig
 from phalanx.distributed.roles import ACTOR, ROLLOUT, span
 from phalanx.plan.layout import Layout
 from phalanx.plan.memory import Memory
 from phalanx.plan.pace import Gpu
 from phalanx.plan.rehearsal import Planned
 from phalanx.plan.tables import Scale
+from phalanx.plan.tasks import task_of
 
 ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
 SPARE = 0.1  # of a GPU's memory, for gaps of the allocator
@@ -19,27 +19,27 @@ def crossing(layout: Layout, ranks: Sequence[int], per_node: int) -> Iterator[st
     """Whether weights are gathered over the network; `ranks` are the numbers that these have in the world."""
     cluster, width = layout.cluster, layout.width
     for group in cluster.shard_groups(width):  # it sends all weights over the network, many times a step
-        own = tuple(ranks[i] for i in group)
-        first, last = own[0] // per_node, own[-1] // per_node
+        numbers = tuple(ranks[i] for i in group)
+        first, last = numbers[0] // per_node, numbers[-1] // per_node
         if first < last:
             inside = max(w for w in range(1, width) if cluster.per_node % w == 0)
             yield (
-                f"ranks {span(own)} share one copy of the weights and are on nodes {first} to {last}: every gather "
+                f"ranks {span(numbers)} share one copy of the weights and are on nodes {first} to {last}: every gather "
                 f"of weights goes through the network; parallel.fsdp_size={inside} keeps it within a node"
             )
             return
 
 
 def warnings(p: Planned, memory: Memory, gpu: Gpu) -> Iterator[str]:
-    """What else a user should know before the job runs."""
+    """Other facts that a user should know before the job runs."""
     plan = p.plan
     samples, trains = p.role in ("", ROLLOUT), p.role in ("", ACTOR)
-    if plan is not None and not plan.exact and samples and not isinstance(p.cfg, LMRLConfig):
+    if plan is not None and not plan.exact and samples and not p.policy.tokens:
         yield (
             f"rollout.micro_batch_size_per_gpu {plan.rollout_micro} is not ppo_micro_batch_size_per_gpu x window = "
             f"{plan.micro * plan.actions}: log-probs of rollout and replay may differ in the last bits"
         )
-    if isinstance(p.cfg, LMRLConfig) and p.cfg.algorithm.needs_critic and trains:
+    if isinstance(p.cfg, RLConfig) and p.cfg.algorithm.needs_critic and trains:
         yield (
             f"algorithm.name={p.cfg.algorithm.name} trains a critic, which is in none of these figures: of the "
             "policy's size it takes as much again as training all weights of the policy"
@@ -73,7 +73,7 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
     sharded, reward, facts = layout.width > 1, memory.reward, cfg.rollout.facts
     update, judge = largest.name == "update", largest.name == "judge"
     sample, decode = "sample" in largest.name, "decode" in largest.name
-    section = "block_diffusion" if isinstance(p.cfg, BlockDiffusionTaskConfig) else "flow_matching"
+    section = task_of(p.cfg).section
     micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else f"{section}.micro_batch_size_per_gpu"
     if p.plan is not None and p.plan.budget is not None:
         micro = "actor.ppo_max_token_len_per_gpu"
@@ -81,9 +81,8 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
     held = {name for name, size in memory.held.items() if size > memory.peak / 20}
     divided = bool(held & {"frozen weights", "trained weights", "optimizer's state", *p.frozen})
     share = reward is not None and reward.share is not None
-    texts = isinstance(p.cfg, LMRunConfig)
+    texts = p.policy.tokens > 0
     may_reshard = parallel.rollout_unsharded and not texts
-    of_logits = f"{'actor' if p.plan else section}.log_prob_chunk_size"
     mends = {
         "model.gradient_checkpointing=true": update and not cfg.model.gradient_checkpointing,
         "a larger model.gradient_checkpointing_blocks": update and 0 < p.policy.trained.recomputed < 1,
@@ -97,7 +96,7 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
         "a smaller reward.model.gpu_memory_utilization": judge and share,
         "a larger reward.model.tensor_parallel_size": judge and not share,
         "reward.model.sleep=true": "reward model" in held,
-        f"a smaller {of_logits}": texts and (update or largest.name == "rescore"),
+        f"a smaller {section}.log_prob_chunk_size": texts and (update or largest.name == "rescore"),
         "a smaller rollout.gpu_memory_utilization": sample and facts.reserves,
         "rollout.engine=policy": sample and facts.weights == "copy" and not facts.reserves,
         "parallel.optimizer_offload=true": "optimizer's state" in held and largest.name != "optimizer",

@@ -17,6 +17,7 @@ from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.data.prompts import DataError, PromptRow, load_prompts, numbered, validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float, reduce_int
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.block_diffusion import States, Views, states_of
@@ -61,12 +62,14 @@ def samples_of_rank(cfg: BlockDiffusionTaskConfig, world_size: int) -> int:
     return share_of_rank(cfg, micro, key, "samples", world_size)
 
 
-def check(cfg: BlockDiffusionTaskConfig) -> int:
-    """Refuse what cannot run here (ConfigError); returns the samples of a rank."""
+def check(cfg: BlockDiffusionTaskConfig, launch: Launch | None = None) -> int:
+    """Refuse what the ranks of a launch (None: the present one) cannot run (ConfigError); returns the samples of a
+    rank.
+    """
     batch_plan.check(cfg)
     check_engine(cfg)
     check_loggers(cfg.trainer.logger)
-    return mesh.check(cfg, lambda roles: samples_of_rank(cfg, roles.world_size))
+    return mesh.check(cfg, lambda roles, _: samples_of_rank(cfg, roles.world_size), launch or Launch.from_env())
 
 
 def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:

@@ -17,7 +17,9 @@ from phalanx.config.flow import FlowMatchingTaskConfig
 from phalanx.data.images import ImageTextData
 from phalanx.data.prompts import DataError
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
+from phalanx.distributed.roles import Roles
 from phalanx.distributed.seed import fold_in
 from phalanx.models.flow.policy import FlowPolicy, image_columns
 from phalanx.rollout.flow.in_policy import PolicyRollout
@@ -33,14 +35,20 @@ log = logging.getLogger(__name__)
 ENCODED_TOGETHER = 64  # images, where latents are cached
 
 
-def check(cfg: FlowMatchingTaskConfig) -> int:
-    """Refuse what cannot run here (ConfigError); returns the images of a rank."""
+def check(cfg: FlowMatchingTaskConfig, launch: Launch | None = None) -> int:
+    """Refuse what the ranks of a launch (None: the present one) cannot run (ConfigError); returns the images of a
+    rank.
+    """
     batch_plan.check(cfg)
     if image_columns(cfg.model):
         raise ConfigError(f"model.path: {cfg.model.path!r} edits images; flow matching trains from texts alone")
     check_loggers(cfg.trainer.logger)
     check_plan(cfg)
-    return mesh.check(cfg, lambda roles: images_of_rank(cfg, cfg.parallel.data_ranks(roles.world_size)))
+
+    def images(roles: Roles, _: Launch) -> int:
+        return images_of_rank(cfg, cfg.parallel.data_ranks(roles.world_size))
+
+    return mesh.check(cfg, images, launch or Launch.from_env())
 
 
 def images_of_rank(cfg: FlowMatchingTaskConfig, world_size: int) -> int:

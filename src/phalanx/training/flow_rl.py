@@ -10,6 +10,7 @@ from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import INFERENCE, ROLLOUT, Roles
 from phalanx.functional.window import sde_window, trained_count
 from phalanx.models.flow.policy import family_of, image_columns
@@ -72,32 +73,32 @@ def _warn_of_inexact_log_probs(cfg: FlowRLConfig, plan: BatchPlan, algorithm: Al
         )
 
 
-def check(cfg: FlowRLConfig) -> BatchPlan:
-    """Refuse a configuration that these ranks cannot run (ConfigError).
+def check(cfg: FlowRLConfig, launch: Launch | None = None) -> BatchPlan:
+    """Refuse a configuration that the ranks of a launch (None: the present one) cannot run (ConfigError).
 
     No process group exists yet: a mistake is told before ranks wait for one another.
     """
     check_config(cfg)
     check_loggers(cfg.trainer.logger)
-    found = mesh.check(cfg, lambda roles: check_roles(cfg, roles))
+    batches = mesh.check(cfg, partial(check_roles, cfg), launch or Launch.from_env())
     check_installed(cfg.rollout)
     check_plan(cfg)
     family = family_of(cfg.model)
     train_sampler(cfg.rollout, family)
     val_sampler(cfg.rollout, family)
-    return found
+    return batches
 
 
-def check_roles(cfg: FlowRLConfig, roles: Roles) -> BatchPlan:
+def check_roles(cfg: FlowRLConfig, roles: Roles, launch: Launch) -> BatchPlan:
     """The actor's arithmetic; ConfigError where it or that of other roles is uneven."""
-    found = checked(cfg, partial(plan, cfg), roles)
-    part = of_role(found, cfg, roles, ROLLOUT)
+    batches = checked(cfg, partial(plan, cfg), roles, launch)
+    part = of_role(batches, cfg, roles, ROLLOUT)
     if part.per_rank % part.rollout_micro:  # of another shape than the replay's
         raise ConfigError(
             f"actor.ppo_micro_batch_size_per_gpu: the rollout's passes of {part.rollout_micro} samples do not divide "
             f"the {part.per_rank} of each of its {len(roles.ranks[ROLLOUT])} ranks; change that, or placement"
         )
-    return found
+    return batches
 
 
 def check_config(cfg: FlowRLConfig) -> None:

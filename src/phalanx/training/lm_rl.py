@@ -13,6 +13,7 @@ from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.roles import INFERENCE, ROLLOUT
@@ -89,15 +90,15 @@ def load_policy(cfg: LMRLConfig, world: World) -> LMPolicy:
     return build_block_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
 
 
-def check(cfg: LMRLConfig, *, installed: bool = True) -> BatchPlan:
-    """Refuse a configuration that these ranks cannot run (ConfigError), before ranks wait for one another. With
-    `installed` False, engines need not be here.
+def check(cfg: LMRLConfig, launch: Launch | None = None, *, installed: bool = True) -> BatchPlan:
+    """Refuse a configuration that the ranks of a launch (None: the present one) cannot run (ConfigError), before ranks
+    wait for one another. With `installed` False, engines need not be here.
     """
     batch_plan.check(cfg, build_algorithm(cfg))
     check_loggers(cfg.trainer.logger)
-    found = mesh.check(cfg, lambda roles: checked(cfg, partial(plan, cfg), roles))
+    batches = mesh.check(cfg, partial(checked, cfg, partial(plan, cfg)), launch or Launch.from_env())
     check_engine(cfg, installed=installed)
-    return found
+    return batches
 
 
 def build_algorithm(cfg: LMRLConfig) -> Algorithm:

@@ -1,5 +1,6 @@
 """Frozen models beside the policy, whose outputs for its samples an algorithm wants: teachers."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -70,12 +71,19 @@ class LoadedFlowTeacher:
 
 
 def load_teacher(
-    teacher: Teacher, cfg: FlowRLConfig, student: FlowPolicy, world: World, micro: int
+    teacher: Teacher,
+    cfg: FlowRLConfig,
+    student: FlowPolicy,
+    world: World,
+    micro: int,
+    build: Callable[..., FlowPolicy] = build_policy,
 ) -> LoadedFlowTeacher:
-    """Load a teacher on all ranks, in step. Raises ValueError for a model that cannot judge the policy's latents."""
+    """Load a teacher by `build` on all ranks, in step. Raises ValueError for a model that cannot judge the policy's
+    latents.
+    """
     model, seed = teacher_model(cfg.model, teacher.path, teacher.revision), cfg.trainer.seed
     with about(teacher):
-        policy = build_policy(model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=False, frozen=True)
+        policy = build(model, cfg.parallel, cfg.data, world, seed=seed, detach_uncond=False, frozen=True)
     ours, theirs = student.model, policy.model
     if not _alike([ours.vae], [theirs.vae], rtol=2e-2, atol=2e-3):  # two folders may differ in their dtype
         raise ValueError(f"{teacher.key}: {teacher.path!r} has another VAE than model.path, so other latents")
@@ -85,14 +93,16 @@ def load_teacher(
 
 
 def _alike(some: list[nn.Module], others: list[nn.Module], rtol: float = 0.0, atol: float = 0.0) -> bool:
-    """True where the modules hold the same tensors, but for the tolerance."""
+    """True where the modules hold the same tensors, but for the tolerance; on the meta device, tensors of one shape."""
     if len(some) != len(others):
         return False
     for one, other in zip(some, others, strict=True):
         a, b = one.state_dict(), other.state_dict()
         if a.keys() != b.keys():
             return False
-        for name in a:
-            if a[name].shape != b[name].shape or not torch.allclose(a[name].float(), b[name].float(), rtol, atol):
+        for name, tensor in a.items():
+            if tensor.shape != b[name].shape:
+                return False
+            if not tensor.is_meta and not torch.allclose(tensor.float(), b[name].float(), rtol, atol):
                 return False
     return True

@@ -43,13 +43,13 @@ def part_of(plan: BatchPlan, cfg: RLConfig, world: World) -> BatchPlan:
     return plan if world.link is None else of_role(plan, cfg, world.link.roles, world.role)
 
 
-def checked(cfg: RLConfig, plan: Callable[[int], BatchPlan], roles: Roles) -> BatchPlan:
+def checked(cfg: RLConfig, plan: Callable[[int], BatchPlan], roles: Roles, launch: Launch) -> BatchPlan:
     """The actor's arithmetic on the ranks that it has; refuses what the roles cannot run (ConfigError)."""
     actor_plan = plan(cfg.parallel.data_ranks(len(roles.ranks[ACTOR])))
     check_parts(cfg, actor_plan, roles)
     if cfg.reward.model.path is not None:
-        launch = roles.launch(ROLLOUT, Launch.from_env())
-        place(cfg.reward.model, launch.world_size, launch.local_world_size)
+        samplers = roles.launch(ROLLOUT, launch)
+        place(cfg.reward.model, samplers.world_size, samplers.local_world_size)
     return actor_plan
 
 
