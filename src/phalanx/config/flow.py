@@ -49,6 +49,12 @@ class FlowModelConfig(ModelConfig):
 class FlowDataConfig(DataConfig):
     """Sources of the prompts."""
 
+    overlong_prompts: str = arg(
+        "truncate",
+        "prompts of more than max_prompt_length tokens: error ends the job, filter leaves them out, truncate keeps "
+        "their first tokens and says how many are cut",
+        choices=("error", "filter", "truncate"),
+    )
     embeds_cache_dir: Optional[str] = arg(
         None, "folder where prompt embeddings are kept between runs; null: memory only", path=True
     )

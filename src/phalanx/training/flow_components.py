@@ -11,6 +11,7 @@ from phalanx.models.flow.policy import FAMILIES, FlowPolicy, build_policy, famil
 from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.training.components import JobComponents, build_rewards, start
+from phalanx.training.prompt_lengths import fitting_sets
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ def build_components(
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
     rewards = build_rewards(cfg, world)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
+    val_sets = fitting_sets(val_sets, policy.model, cfg.data, first=world.rank == 0)
     rollout, exact = None, cfg.rollout.facts.exact
     if world.samples:
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)

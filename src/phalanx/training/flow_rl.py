@@ -22,6 +22,7 @@ from phalanx.training.disaggregated.batches import checked, of_role, part_of
 from phalanx.training.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.training.flow_components import build_components, check_plan
 from phalanx.training.minibatches import BatchPlan
+from phalanx.training.prompt_lengths import fitting
 from phalanx.training.rl import Trainer, build_trainer
 from phalanx.training.teacher import check_teacher, load_teacher
 from phalanx.types import Algorithm
@@ -37,12 +38,13 @@ def build(cfg: FlowRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     algorithm = algorithms.build(cfg.algorithm)
     columns = (*image_columns(cfg.model), *cfg.rollout.facts.columns)
     rows = load_prompts(cfg.data.train_files, "data.train_files", images=columns, prompt=cfg.data.prompt_key)
-    prompts = PromptStream(rows, plan.samples // cfg.rollout.n, cfg.data.seed)
     for teacher in algorithm.teachers:
         check_teacher(teacher, cfg.model)
     detach, window = cfg.actor.detach_uncond, algorithm.levels is None
     components = build_components(cfg, plan.rollout_micro, detach_uncond=detach, window=window)
     world, policy, rollout = components.world, components.policy, components.rollout
+    rows = fitting(rows, "data.train_files", policy.model, cfg.data, first=world.rank == 0)
+    prompts = PromptStream(rows, plan.samples // cfg.rollout.n, cfg.data.seed)
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
     if world.role == ROLLOUT:

@@ -151,6 +151,10 @@ class FlowModel:
     def check_length(self, max_length: int) -> None:
         """Raise ValueError for prompts of `max_length` tokens, or warn of them, before any is encoded."""
 
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """The tokenizer of the encoder that reads most of a text, the tokens of each text, and how many are read."""
+        return self.pipeline.tokenizer, self.pipeline.tokenizer(texts)["input_ids"], max_length
+
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         """Text embeddings of each prompt, on the CPU: `prompt_embeds` [L, D] and others.
 

@@ -5,6 +5,8 @@ branch is computed; schnell takes none. Classifier-free guidance with a negative
 beside it, as in diffusers' pipeline.
 """
 
+from typing import Any
+
 import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
@@ -38,6 +40,10 @@ class Model(PackedModel):
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
         return super().split_tokens(height, width, frames, max_length) | {"data.max_prompt_length": max_length}
+
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """Of T5."""
+        return self.pipeline.tokenizer_2, self.pipeline.tokenizer_2(texts)["input_ids"], max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         # T5's padding stays: the model was trained with it, and attends to it

@@ -1,6 +1,7 @@
 """Qwen-Image (arXiv 2508.02324): packed latents, dynamic shift, true classifier-free guidance."""
 
 import math
+from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -25,6 +26,13 @@ class Model(PackedModel):
     def prepare_compiling(self) -> None:
         super().prepare_compiling()
         use_real_rotations(self.transformer)
+
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """With what stands behind a text in the template; what stands before it is dropped."""
+        p = self.pipeline
+        tokens = p.tokenizer([p.prompt_template_encode.format(text) for text in texts])["input_ids"]
+        read = [ids[p.prompt_template_encode_start_idx :] for ids in tokens]
+        return p.tokenizer, read, min(max_length, p.tokenizer_max_length)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         # the pipeline puts the prompt into its template and drops the template's first 34 tokens

@@ -90,6 +90,10 @@ class Model(qwen_image.Model):
         """The image as the pipeline hands it to the text encoder."""
         return [image]
 
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """Of the instruction: see `cut`."""
+        return self.pipeline.tokenizer, self.pipeline.tokenizer(texts)["input_ids"], max_length
+
     def cut(self, text: str, max_length: int) -> str:
         """The text, or its first `max_length` tokens."""
         tokens = self.pipeline.tokenizer(text)["input_ids"]

@@ -59,6 +59,12 @@ class Model(FlowModel):
             return_dict=False,
         )[0]
 
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """Of T5; of CLIP where the folder has no T5."""
+        if self.pipeline.tokenizer_3 is None:
+            return self.pipeline.tokenizer, self.pipeline.tokenizer(texts)["input_ids"], CLIP_TOKENS
+        return self.pipeline.tokenizer_3, self.pipeline.tokenizer_3(texts)["input_ids"], max_length
+
     def most_tokens(self, max_length: int, height: int, width: int) -> int:
         """CLIP's tokens come before those of T5."""
         return CLIP_TOKENS + max_length

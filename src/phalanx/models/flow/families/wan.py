@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from diffusers import WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig
@@ -74,6 +75,10 @@ class Model(FlowModel):
                 TRAINED_LENGTH,
                 TRAINED_LENGTH,
             )
+
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """Of texts as the pipeline cleans them."""
+        return super().text_tokens([prompt_clean(text) for text in texts], max_length)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         """`prompt_embeds` [L, D] without their padding, which is zeros and comes back in `collate`:

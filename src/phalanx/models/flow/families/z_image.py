@@ -1,5 +1,7 @@
 """Z-Image and Z-Image-Turbo (arXiv 2511.22699): texts and image in one stream of tokens."""
 
+from typing import Any
+
 import torch
 from diffusers import ZImageTransformer2DModel
 from torch import Tensor, nn
@@ -124,6 +126,14 @@ class Model(FlowModel):
             raise ValueError(
                 f"data.max_prompt_length: {max_length} is more than the model's {limit // UNIT * UNIT} tokens"
             )
+
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """With the chat template."""
+        tokenizer, tokens = self.pipeline.tokenizer, []
+        for text in texts:
+            chat, form = [{"role": "user", "content": text}], {"tokenize": False, "add_generation_prompt": True}
+            tokens.append(tokenizer(tokenizer.apply_chat_template(chat, **form, enable_thinking=True))["input_ids"])
+        return tokenizer, tokens, max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         """`prompt_embeds` [L, D], L a multiple of UNIT, and `text_mask` [L]: False where the
