@@ -43,6 +43,7 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "mlp"]},
     "falcon_h1": {"lm_head_multiplier": 0.25},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "granite": {"logits_scaling": 4.0},
     "minicpm3": {"dim_model_base": 16},
 }

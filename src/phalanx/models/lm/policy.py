@@ -16,12 +16,12 @@ from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer
+from phalanx.models.lora import ALL_LINEAR
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
 from phalanx.types import Prompt, Samples
 
-# what LoRA trains unless model.target_modules says otherwise: all linear layers of a Llama-like block
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS = (ALL_LINEAR,)  # of a LoRA unless model.target_modules names others
 
 
 class LMPolicy:
