@@ -111,7 +111,7 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
         (
             another(lambda: GPT2LMHeadModel(GPT2Config(**GPT2))),
             ("model.lora_rank=4",),
-            "model.target_modules: no linear layer ends in 'q_proj'; in a block: none",
+            "model.lora_rank: 4; the model has no linear layers but its head",
         ),
         (
             lambda folder: None,

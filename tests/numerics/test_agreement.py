@@ -14,7 +14,7 @@ from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.models.lm.agreement import check_agreement
-from phalanx.models.lm.model import CausalLM, causal_lm, decoder_of
+from phalanx.models.lm.model import CausalLM, causal_lm, decoder_of, positions
 from phalanx.models.lm.policy import build_policy
 
 # Sizes by the names of all classes: those that a class knows are set.
@@ -43,6 +43,7 @@ MORE: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "mamba", "mlp"]},
     "falcon_h1": {"lm_head_multiplier": 0.25},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "granite": {"logits_scaling": 4.0},
     "minicpm3": {"dim_model_base": 16},
 }
@@ -187,3 +188,16 @@ def test_a_policy_is_checked_as_it_is_built(lm_folder: Path, world: World, monke
     with pytest.raises(ValueError, match=message):
         build_policy(config, ParallelConfig(), data, world, **options)
     build_policy(config, ParallelConfig(), data, world, decodes=False, **options)
+
+
+def test_positions_of_yarn_and_of_models_without_a_limit() -> None:
+    def longest(kind: str, **sizes: Any) -> int | None:
+        return positions(CONFIG_MAPPING[kind](**sizes))
+
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 1e4}
+    assert longest("qwen3", max_position_embeddings=64, rope_parameters=yarn) == 256
+    assert longest("qwen3", max_position_embeddings=256, rope_parameters=yarn) == 256  # the factor is in it
+    assert longest("qwen3", max_position_embeddings=64) == 64
+    assert longest("gpt2", n_positions=128) == 128
+    assert longest("mpt", max_seq_len=512) == 512
+    assert longest("bloom") is None

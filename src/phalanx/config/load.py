@@ -254,7 +254,8 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
             for i, item in enumerate(value):
                 _assign(base, root, element, item, f"{key}[{i}]")
         else:
-            OmegaConf.update(base, key, value)
+            # peft has one word for a list of names
+            OmegaConf.update(base, key, [value] if key.endswith("target_modules") and value == "all-linear" else value)
     except OmegaConfBaseException:
         example = f"; write [{value}]" if type(value) is element else ""
         raise ConfigError(f"{key}: expected {expected(hint)}, got {shown(value)}{example}") from None

@@ -32,7 +32,9 @@ class ModelConfig:
     lora_init: str = arg(
         "gaussian", "initialization of LoRA's A (B is 0)", choices=("gaussian", "kaiming", "orthogonal", "pissa")
     )
-    target_modules: Optional[list[str]] = arg(None, "module name suffixes that get a LoRA; null: the family's default")
+    target_modules: Optional[list[str]] = arg(
+        None, "module name suffixes that get a LoRA, or all-linear; null: the family's default"
+    )
     lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimized", choices=DTYPES)
     gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
     gradient_checkpointing_blocks: Optional[int] = arg(

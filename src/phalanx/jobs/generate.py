@@ -22,7 +22,7 @@ from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.jobs.export import open_checkpoint
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
-from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer
+from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
 from phalanx.models.lm.policy import LMPolicy, prompt_tokens
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
@@ -57,7 +57,7 @@ class Generation:
         # supervised training adds the mask token that its base lacks
         model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig))
         lengths = [len(prompt_tokens(tokenizer, prompt, data.system_prompt)) for prompt in self.prompts]
-        limit = self._limit(run, lengths, model.lm.config.max_position_embeddings, config.block_size or 1)
+        limit = self._limit(run, lengths, positions(model.lm.config) or 2**20, config.block_size or 1)
         data = replace(data, max_prompt_length=max(lengths), max_response_length=limit)
         settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
         settings |= _given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from phalanx.config.run import ModelConfig
 
+ALL_LINEAR = "all-linear"  # as in peft
+
 
 def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[str], seed: int) -> None:
     """Add a LoRA to a module and freeze all else. Its weights are a function of `seed`.
@@ -21,13 +23,17 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
 
     from phalanx.models.fused_lora import fuse
 
-    linear = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+    linear = linear_layers(module)
 
     def matches(target: str) -> bool:
         return any(name == target or name.endswith("." + target) for name in linear)
 
     # a model with few blocks may lack some of its family's layers: SD3's last block has no output for texts
     targets = [t for t in default_targets if matches(t)] if config.target_modules is None else config.target_modules
+    if ALL_LINEAR in (config.target_modules or default_targets):
+        targets = all_linear(module)
+        if not targets:
+            raise ValueError(f"model.lora_rank: {config.lora_rank}; the model has no linear layers but its head")
     # peft asks only that some target matches; one that is misspelt would silently go untrained
     for target in targets or default_targets:
         if not matches(target):
@@ -55,6 +61,31 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     for p in module.parameters():
         if p.requires_grad:
             p.data = p.data.to(getattr(torch, config.lora_dtype))
+
+
+def linear_layers(module: nn.Module) -> list[str]:
+    """Names of the linear layers."""
+    return [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+
+
+def all_linear(module: nn.Module) -> list[str]:
+    """Names of the layers that peft means by all-linear: all linear ones but a language model's head. Towers for other
+    inputs than text, and gates of one number, are left out as well.
+    """
+    from transformers import PreTrainedModel
+
+    left_out: set[nn.Module | None] = set()
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel):
+            left_out.add(part.get_output_embeddings())
+            if part.main_input_name != "input_ids":
+                left_out.update(part.modules())
+    names = []
+    for name in linear_layers(module):
+        layer = module.get_submodule(name)
+        if layer not in left_out and layer.out_features != 1:
+            names.append(name)
+    return names
 
 
 @contextmanager

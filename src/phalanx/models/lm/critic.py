@@ -10,7 +10,7 @@ from phalanx.config.critic import CriticModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm import experts
-from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, outputs_at
+from phalanx.models.lm.model import DTYPES, CausalLM, decoder_of, load_model, outputs_at, positions
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.trained import TrainedModel
 
@@ -74,10 +74,10 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
     rows, wanted = model.lm.get_input_embeddings().num_embeddings, len(policy.tokenizer)
     if rows < wanted:
         raise ValueError(f"{key}: {settings.path!r} embeds {rows} tokens, and the policy's tokenizer has {wanted}")
-    longest, positions = policy.data.max_prompt_length + policy.data.max_response_length, model.lm.config
-    if positions.max_position_embeddings < longest:
+    longest, limit = policy.data.max_prompt_length + policy.data.max_response_length, positions(model.lm.config)
+    if limit is not None and limit < longest:
         raise ValueError(
-            f"{key}: {settings.path!r} has {positions.max_position_embeddings} positions, and data.max_prompt_length "
+            f"{key}: {settings.path!r} has {limit} positions, and data.max_prompt_length "
             f"with data.max_response_length is {longest} tokens"
         )
     spread = experts.spread(model.lm, settings, parallel, policy.world.shard_size)

@@ -15,7 +15,7 @@ from phalanx.models.headers import read_json
 from phalanx.models.lm.blocks import load_blocks, mask_tokenizer
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model
 from phalanx.models.lm.policy import LORA_TARGETS
-from phalanx.models.lora import adapter_config
+from phalanx.models.lora import ALL_LINEAR, adapter_config
 
 lora_targets = LORA_TARGETS
 # files of the base folder that training does not change
@@ -61,7 +61,8 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
     tensors = {f"base_model.model.{name.removeprefix('lm.')}": t.contiguous() for name, t in layers.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}
-    targets = config.target_modules or sorted(leaves)
+    named = config.target_modules
+    targets = sorted(leaves) if named is None or ALL_LINEAR in named else named
     adapter_config(rank, alpha, targets, config.path, config.revision).save_pretrained(folder)
     _copy_kept(_base_folder(config), folder)
 

@@ -137,9 +137,10 @@ def load_model(
                 lm.config.dtype = dtype
             else:
                 lm, info = _from_files(config, dtype)
-    if lm.config.to_dict().get("is_decoder") is False:
-        raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
     if not any(isinstance(child, nn.ModuleList) for child in decoder_of(lm).children()):
+        # GPT-NeoX has this setting as well, and its layers are causal whatever it says
+        if lm.config.to_dict().get("is_decoder") is False:
+            raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
         raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
     check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
     return causal_lm(lm, config, chunk, key)
@@ -173,6 +174,19 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
     model = CausalLM(lm, chunk)
     model.recomputes = config.recomputed(len(model.blocks()))
     return model
+
+
+def positions(config: Any) -> int | None:
+    """The longest text that a model has positions for, in tokens, with YaRN's factor; None: there is no limit."""
+    settings = config.get_text_config(decoder=True).to_dict()
+    longest: int | None = settings.get("max_position_embeddings")
+    if longest is None:
+        return settings.get("n_positions") or settings.get("max_seq_len")
+    rope = settings.get("rope_parameters") or {}
+    if rope.get("rope_type") == "yarn":
+        original = rope.get("original_max_position_embeddings") or longest
+        longest = max(longest, int(original * rope.get("factor", 1.0)))
+    return longest
 
 
 def load_tokenizer(config: LMModelConfig) -> Any:

@@ -10,18 +10,19 @@ import transformers
 from torch import Tensor
 
 from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.agreement import check_agreement
-from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer
+from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer, positions
+from phalanx.models.lora import ALL_LINEAR
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
 from phalanx.types import Prompt, Samples
 
-# what LoRA trains unless model.target_modules says otherwise: all linear layers of a Llama-like block
-LORA_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LORA_TARGETS = (ALL_LINEAR,)  # of a LoRA unless model.target_modules names others
 
 
 class LMPolicy:
@@ -55,6 +56,7 @@ class LMPolicy:
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._cost: tuple[float, float] | None = None  # see forward_flops
+        self._weights = sum(p.numel() for p in model.parameters())
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
         self._check(model)
         self.trained = TrainedModel(
@@ -78,15 +80,17 @@ class LMPolicy:
         self.trained.sharded.reshard()
 
     def _check(self, model: CausalLM) -> None:
-        rows = model.lm.get_input_embeddings().num_embeddings
-        if len(self.tokenizer) > rows:
+        rows = self.rows = model.lm.get_input_embeddings().num_embeddings
+        # some folders list special tokens of their other inputs behind those that are embedded
+        beyond = len(self.tokenizer) - rows
+        if beyond > 0 and beyond > len(self.tokenizer.all_special_ids):
             raise ValueError(
                 f"model.path: {self.config.path!r}: its tokenizer has {len(self.tokenizer)} tokens, and the model "
                 f"embeds {rows}"
             )
-        longest = self.settings.max_position_embeddings
+        longest = positions(self.settings)
         wanted = self.data.max_prompt_length + self.data.max_response_length
-        if wanted > longest:
+        if longest is not None and wanted > longest:
             raise ValueError(
                 f"data.max_response_length: {self.data.max_response_length} behind data.max_prompt_length "
                 f"{self.data.max_prompt_length} is {wanted} tokens, and {self.config.path!r} has {longest} positions"
@@ -99,6 +103,9 @@ class LMPolicy:
         tokens = prompt_tokens(self.tokenizer, prompt, self.data.system_prompt)
         if self.data.overlong_prompts == "truncate":
             tokens = tokens[-self.data.max_prompt_length :]
+        if max(tokens, default=0) >= self.rows:
+            token = self.tokenizer.convert_ids_to_tokens(max(tokens))
+            raise ValueError(f"data: the prompt {cut(prompt.text)!r} holds {token!r}, which the model does not embed")
         return tokens
 
     def decode(self, tokens: list[int]) -> str:
@@ -157,7 +164,11 @@ class LMPolicy:
             mask = torch.zeros(1, 1, length, length)
             return {"input_ids": torch.zeros(1, length, dtype=torch.long), "attention_mask": mask, "use_cache": False}
 
-        return forward_flops(build, inputs)
+        try:
+            return forward_flops(build, inputs)
+        except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
+            # A class that takes no such mask. Its layers count by their weights, without attention.
+            return 2 * length * self._weights
 
     def sample_flops(self, samples: Samples) -> list[float]:
         """Operations of a pass forward over each sample, with the logits of its response."""
