@@ -160,7 +160,7 @@ class Layout:
 
     def units(self) -> list[int]:
         """Each unit of FSDP while it is gathered: the blocks, and last the root."""
-        return [elements * self.dtype.itemsize for elements in self._by_unit(self.weights)]
+        return [elements * self.dtype.itemsize for elements in self.by_unit(self.weights)]
 
     def experts(self) -> int:
         """The experts that stay apart in training, gathered."""
@@ -179,23 +179,13 @@ class Layout:
         """A gradient between passes: this rank's reduced part, or while passes are `summed`, the whole in float32."""
         return w.numel * REDUCED if w.sharded and summed and not w.apart else w.part * w.kept.itemsize
 
-    def reducing(self, activations: int, *, summed: bool) -> int:
-        """A block's gradients on the way to their parts, as they were computed and as the message, beside those of the
-        root, unless whole gradients are `summed` anyway. The root's own way begins when the `activations` are gone:
-        what is more than these counts.
-        """
-        *blocks, root = self._by_unit(self.trained)
-        both = self.dtype.itemsize + REDUCED
-        waiting = 0 if summed else root * self.dtype.itemsize
-        return max(max(blocks) * both + waiting, root * both - activations)
-
     def message(self) -> int:
         """The gradients of replicated weights as one message."""
         return sum(w.numel for w in self.trained if not w.sharded) * REDUCED if self.cluster.ranks > 1 else 0
 
     def reduced(self) -> int:
         """The gradients of sharded weights as messages, whole."""
-        return sum(self._by_unit(self.trained)) * REDUCED
+        return sum(self.by_unit(self.trained)) * REDUCED
 
     def gathered(self, passes: int, rounds: int, parallel: ParallelConfig) -> int:
         """Bytes of the weights that are gathered for forward passes without gradients: all weights once in each of the
@@ -214,7 +204,7 @@ class Layout:
         again = passes if parallel.reshard_after_forward else 0
         return sum(blocks) * (micro_batches + again) + root * micro_batches
 
-    def _by_unit(self, weights: Iterable[Weight]) -> list[int]:
+    def by_unit(self, weights: Iterable[Weight]) -> list[int]:
         """Elements of the sharded ones among these, by unit."""
         totals = [0] * (max(w.unit for w in self.weights) + 2)
         for w in weights:

@@ -19,22 +19,23 @@ aten = torch.ops.aten
 @dataclass
 class Phase:
     """Bytes on the device that were there before a phase, and the most that were there meanwhile, with the gradients
-    among them; forward `passes` of the model, and `rounds` between which FSDP may keep gathered weights. `aside`: other
-    weights took the place of the policy's, which were copied.
+    and the gathered weights among them; forward `passes` of the model, and `rounds` between which FSDP may keep
+    gathered weights. `aside`: other weights took the place of the policy's, which were copied.
     """
 
     name: str
     before: int = 0
     peak: int = 0
     gradients: int = 0
+    gathered: int = 0
     passes: int = 0
     rounds: int = 0
     aside: bool = False
 
-    def reach(self, live: int, gradients: int) -> None:
-        """Note that there are so many bytes now, and so many of them gradients."""
+    def reach(self, live: int, gradients: int, gathered: int) -> None:
+        """Note that there are `live` bytes now, with those of gradients and of gathered weights."""
         if live > self.peak:
-            self.peak, self.gradients = live, gradients
+            self.peak, self.gradients, self.gathered = live, gradients, gathered
 
 
 class Ledger(TorchDispatchMode):
@@ -47,7 +48,7 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.live = self.gradients = 0
+        self.live = self.gradients = self.gathered = 0
         self.phase = Phase("")  # the one that runs
         self.phases: dict[str, Phase] = {}
         self._counting = True
@@ -55,7 +56,7 @@ class Ledger(TorchDispatchMode):
         self._on_host: set[int] = set()
         self._numbers: dict[int, Tensor] = {}  # by the storage of their copy on the device
         self._true: dict[int, int] = {}  # elements of masks that are true, by their storage
-        self._known: dict[tuple[str, Hashable], tuple[int, torch.Size, torch.dtype, bool]] = {}
+        self._known: dict[tuple[str, Hashable], tuple[Phase, torch.Size, torch.dtype, bool]] = {}
         self._results: dict[Hashable, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}  # of operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -107,7 +108,10 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """The block as a phase, or again as one: then what was largest is kept."""
-        outer, inner = self.phase, Phase(name, self.live, self.live, self.gradients, aside=self.phase.aside)
+        outer, inner = (
+            self.phase,
+            Phase(name, self.live, self.live, self.gradients, self.gathered, aside=self.phase.aside),
+        )
         self.phase = inner
         try:
             yield
@@ -116,7 +120,8 @@ class Ledger(TorchDispatchMode):
             known = self.phases.setdefault(name, inner)
             if known is not inner:
                 if inner.peak > known.peak:
-                    known.before, known.peak, known.gradients = inner.before, inner.peak, inner.gradients
+                    known.before, known.peak = inner.before, inner.peak
+                    known.gradients, known.gathered = inner.gradients, inner.gathered
                 known.passes, known.rounds = known.passes + inner.passes, known.rounds + inner.rounds
                 known.aside |= inner.aside
 
@@ -126,14 +131,14 @@ class Ledger(TorchDispatchMode):
         """
         known, outer = (self.phase.name, key), self.phase
         if known not in self._known:
-            inner = self.phase = Phase(outer.name, self.live, self.live)
+            inner = self.phase = Phase(outer.name, self.live, self.live, self.gradients, self.gathered)
             out = run()
             self.phase = outer
-            outer.reach(inner.peak, self.gradients)
-            self._known[known] = inner.peak - inner.before, out.shape, out.dtype, out.requires_grad
+            outer.reach(inner.peak, inner.gradients, inner.gathered)
+            self._known[known] = inner, out.shape, out.dtype, out.requires_grad
             return out
-        taken, shape, dtype, requires_grad = self._known[known]
-        self.phase.reach(self.live + taken, self.gradients)
+        inner, shape, dtype, requires_grad = self._known[known]
+        self.phase.reach(self.live + inner.peak - inner.before, self.gradients, inner.gathered)
         return torch.empty(shape, dtype=dtype, device=META, requires_grad=requires_grad)
 
     def forget(self, name: str) -> None:
@@ -151,8 +156,13 @@ class Ledger(TorchDispatchMode):
             self._counting = True
 
     def keep_gradient(self, size: int) -> None:
-        """Enter a gradient that stays."""
+        """Enter a gradient that stays; less than 0: free it."""
         self.gradients += size
+        self._add(size)
+
+    def gather(self, size: int) -> None:
+        """Enter gathered weights; less than 0: free them."""
+        self.gathered += size
         self._add(size)
 
     def drop_gradients(self) -> None:
@@ -212,7 +222,7 @@ class Ledger(TorchDispatchMode):
 
     def _add(self, size: int) -> None:
         self.live += size
-        self.phase.reach(self.live, self.gradients)
+        self.phase.reach(self.live, self.gradients, self.gathered)
 
 
 def _form(value: Any) -> Hashable:

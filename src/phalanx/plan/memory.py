@@ -220,20 +220,15 @@ def _phases(p: Planned, trained: int, reward: RewardModel | None, engine: int) -
         scored = kind.draws or kind.decodes or (kind.name == "encode images" and bool(p.cfg.rollout.facts.columns))
         if reward is not None and scored:
             other += reward.while_sampling
-        activations, summed = took.peak - took.before - took.gradients, p.state.micro_batches > p.state.updates_made
-        gradients = took.gradients
-        if kind.name == "update":
-            gradients += p.policy.layout.reducing(activations, summed=summed)
-        yield Phase(kind.name, _gathered(p, kind), activations, gradients, other)
+        activations = took.peak - took.before - took.gradients - took.gathered
+        yield Phase(kind.name, took.gathered + _gathered(p, kind), activations, took.gradients, other)
 
 
 def _gathered(p: Planned, kind: Kind) -> int:
-    """Whole weights in a phase; an engine has a copy of all while it samples."""
+    """Whole weights throughout a phase, as an update has none; an engine has a copy of all while it samples."""
     layout, parallel = p.policy.layout, p.cfg.parallel
-    if kind.name == "encode images":
+    if kind.name in ("encode images", "update"):
         return 0
-    if kind.name == "update":
-        return layout.unsharded(throughout=not parallel.reshard_after_forward)
     if (kind.draws or kind.decodes) and p.cfg.rollout.facts.weights == "copy":
         # else it is counted with the memory that is held, or with the cache beside it
         alone = not p.policy.tokens and p.cfg.rollout.engine_memory.sleeps

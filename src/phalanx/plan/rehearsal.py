@@ -20,8 +20,10 @@ from phalanx.data.streams import PromptStream
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.plan.blocks import PlannedBlockPolicy
 from phalanx.plan.blueprint import PlannedFlowPolicy
+from phalanx.plan.layout import Weight
 from phalanx.plan.ledger import Ledger
 from phalanx.plan.lm import PlannedLMPolicy
+from phalanx.plan.sharding import ShardedUpdate
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.flops import step_flops
 from phalanx.telemetry.metrics import Timers
@@ -48,33 +50,30 @@ class PlannedState(TrainState):
     def __init__(self, policy: AnyPlannedPolicy, cfg: RunConfig, ema: EmaConfig, averages: Sequence[str] = ()) -> None:
         offload = cfg.parallel.optimizer_offload
         super().__init__(policy.trained, cfg.optim, 1, ema=ema, averages=averages, offload=offload)
-        self.policy, self.ledger, self.layout = policy, policy.ledger, policy.layout
+        self.policy = policy
         self.updates_made = self.micro_batches = 0
-        self._summed = False
-        named = dict(policy.trained.module.named_parameters())
-        for w in self.layout.trained:
-            size = 0 if w.away else self.layout.gradient(w)
-            named[w.name].register_post_accumulate_grad_hook(partial(self._keep_gradient, w.name, size))
+        module = policy.trained.module
+        self.sharding = ShardedUpdate(module, policy.blocks, policy.layout, policy.ledger, cfg.parallel)
+        named = dict(module.named_parameters())
+        for w in policy.layout.trained:
+            named[w.name].register_post_accumulate_grad_hook(partial(self._keep_gradient, w))
         policy.trained.sharded.set_last_micro_batch = self._begin_micro_batch  # type: ignore[method-assign]
 
     def step(self, loss: Tensor) -> dict[str, float | Tensor]:
         """Drop the gradients."""
-        self.updates_made, self._summed = self.updates_made + 1, False
-        self.ledger.drop_gradients()
+        self.updates_made, self.sharding.summed = self.updates_made + 1, False
+        self.sharding.end()
         return {"grad_norm": 0.0, "lr": 0.0, "skipped": False}
 
     def _begin_micro_batch(self, last: bool) -> None:
-        """Between the passes of an optimizer step gradients are there from the start, whole."""
         self.micro_batches += 1
-        if not last and not self._summed:
-            self._summed = True
-            self.ledger.keep_gradient(sum(self.layout.gradient(w, summed=True) for w in self.layout.trained))
+        self.sharding.summed |= not last
+        self.sharding.begin()
 
-    def _keep_gradient(self, name: str, size: int, parameter: Tensor) -> None:
-        """The gradient as FSDP leaves it takes the place of the whole one."""
-        parameter.grad = self.policy.trained.parameters[name].grad = None
-        if not self._summed:
-            self.ledger.keep_gradient(size)
+    def _keep_gradient(self, w: Weight, parameter: Tensor) -> None:
+        """Have the gradient counted, in place of being kept."""
+        parameter.grad = self.policy.trained.parameters[w.name].grad = None
+        self.sharding.add_gradient(w)
 
 
 class PlannedJob(Job):
@@ -204,6 +203,7 @@ class RLRehearsal(Rehearsal):
         state = PlannedState(policy, cfg, cfg.actor.ema, weights_beside(cfg, algorithm, policy))
         super().__init__(cfg, policy, rollout, state)
         self.plan, self.algorithm, self.prompts = plan, algorithm, prompts
+        state.sharding.middle = plan.budget is not None or plan.passes > 2
         self.frozen = {name: cast(PlannedFlowPolicy, teacher.policy) for name, teacher in (teachers or {}).items()}
         timers, progress = self.job.timers, self.job.progress
         self.rescorer = Rescorer(cfg, plan, algorithm, policy, timers, progress, exact=rollout.exact)
@@ -297,6 +297,7 @@ class SupervisedRehearsal(Rehearsal):
     ) -> None:
         super().__init__(cfg, policy, rollout, PlannedState(policy, cfg, ema))
         self.task, self.task_flops = task, task_flops
+        self.state.sharding.middle = task.shares.per_rank > 2 * task.shares.micro
         self.trainer = SupervisedTrainer(self.job, task, task.shares)
 
     def run_step(self) -> None:
