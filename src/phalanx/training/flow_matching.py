@@ -34,10 +34,10 @@ ENCODED_TOGETHER = 64  # images, where latents are cached
 
 
 def check(cfg: FlowMatchingTaskConfig) -> int:
-    """Refuse what cannot run here (ConfigError); returns the images of a rank."""
+    """Refuse what cannot run here (ConfigError); returns the images per rank."""
     batch_plan.check(cfg)
     if image_columns(cfg.model):
-        raise ConfigError(f"model.path: {cfg.model.path!r} edits images; flow matching trains from texts alone")
+        raise ConfigError(f"model.path: {cfg.model.path!r} edits images; flow matching trains only from texts")
     check_loggers(cfg.trainer.logger)
     check_plan(cfg)
     return mesh.check(cfg, lambda roles: images_of_rank(cfg, cfg.parallel.data_ranks(roles.world_size)))

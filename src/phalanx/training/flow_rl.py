@@ -79,25 +79,25 @@ def check(cfg: FlowRLConfig) -> BatchPlan:
     """
     check_config(cfg)
     check_loggers(cfg.trainer.logger)
-    found = mesh.check(cfg, lambda roles: check_roles(cfg, roles))
+    result = mesh.check(cfg, lambda roles: check_roles(cfg, roles))
     check_installed(cfg.rollout)
     check_plan(cfg)
     family = family_of(cfg.model)
     train_sampler(cfg.rollout, family)
     val_sampler(cfg.rollout, family)
-    return found
+    return result
 
 
 def check_roles(cfg: FlowRLConfig, roles: Roles) -> BatchPlan:
     """The actor's arithmetic; ConfigError where it or that of other roles is uneven."""
-    found = checked(cfg, partial(plan, cfg), roles)
-    part = of_role(found, cfg, roles, ROLLOUT)
+    result = checked(cfg, partial(plan, cfg), roles)
+    part = of_role(result, cfg, roles, ROLLOUT)
     if part.per_rank % part.rollout_micro:  # of another shape than the replay's
         raise ConfigError(
             f"actor.ppo_micro_batch_size_per_gpu: the rollout's passes of {part.rollout_micro} samples do not divide "
             f"the {part.per_rank} of each of its {len(roles.ranks[ROLLOUT])} ranks; change that, or placement"
         )
-    return found
+    return result
 
 
 def check_config(cfg: FlowRLConfig) -> None:
