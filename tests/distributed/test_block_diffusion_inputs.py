@@ -66,6 +66,11 @@ RL: list[tuple[tuple[str, ...], str]] = [
         "algorithm.name: ppo trains a critic, which reads from left to right and not in blocks (model.block_size=4); set "
         "algorithm.name=grpo, or leave model.block_size out",
     ),
+    (
+        (BLOCK, "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=119"),
+        "actor.ppo_max_token_len_per_gpu: 119 tokens do not hold a sample, which may have 120 "
+        "(data.max_prompt_length, data.max_response_length, and rollout.denoising_steps_per_block times it)",
+    ),
 ]
 SFT: list[tuple[tuple[str, ...], str]] = [
     (("model.block_size=null",), "model.block_size is missing: the tokens of a block, 32 in LLaDA2"),
@@ -157,11 +162,6 @@ def test_models_and_data_that_are_refused(lm_folder: Path, blocks_folder: Path, 
             rl("c", window),
             f"model.block_size: '{window}' has layers of other kinds (sliding_attention) than attention to all that was "
             "before; blocks cannot be denoised with it",
-        ),
-        "budget": (
-            rl("d", blocks_folder, "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=119"),
-            "actor.ppo_max_token_len_per_gpu: 119 tokens do not hold a sample, which may have 120 "
-            "(data.max_prompt_length, data.max_response_length, and rollout.denoising_steps_per_block times it)",
         ),
         "masked prompt": (
             rl("e", blocks_folder, masked),

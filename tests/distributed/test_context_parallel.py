@@ -199,15 +199,15 @@ def test_a_teacher(qwen_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "keys", "ranks", "message"),
     [
-        ("sd3", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, and it has some for "
-         "flux, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan alone; set it to 1"),
-        ("z_image", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, and it has some for "
-         "flux, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan alone; set it to 1"),
+        ("sd3", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
+         "flux, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan; set it to 1"),
+        ("z_image", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
+         "flux, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan; set it to 1"),
         ("wan", (f"{KEY}=3",), 4, f"{KEY}: 3 does not divide the 4 ranks of a node; nearest that does: 2 or 4"),
         ("wan", (SHARED, "model.compile=true"), 2,
          f"{KEY}: 2 exchanges tokens within blocks, which are not compiled; set model.compile=false"),
         ("wan", (SHARED, "placement={rollout: 0-1, actor: 2-3}"), 4,
-         f"{KEY}: 2 has no way with placement; set one of them back to its default"),
+         f"{KEY}: 2 does not work with placement; set one of them back to its default"),
         ("qwen", (SHARED, "rollout.engine=vllm_omni"), 2,
          f"{KEY}: 2 samples in the policy itself; set rollout.engine=policy"),
         ("wan", (SHARED, "data.train_batch_size=3", "actor.ppo_mini_batch_size=1", "rollout.n=3"), 4,
@@ -234,7 +234,7 @@ def test_what_is_refused(
 def test_other_jobs_refuse_it(wan_folder: Path) -> None:
     with refused(f"{KEY}: 2 is of flow models, such as Wan and Qwen-Image; set it to 1", ConfigError):
         load(LMRLConfig, None, ["model.path=any", SHARED])
-    message = f"{KEY}: 2 is of training; ranks sample prompts of their own here, so set it to 1"
+    message = f"{KEY}: 2 is of training; ranks sample different prompts here, so set it to 1"
     with refused(message, ConfigError):
         load(SampleConfig, None, [f"model.path={wan_folder}", "prompts=[a cat]", SHARED])
 

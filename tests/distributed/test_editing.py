@@ -201,7 +201,7 @@ def test_supervised_flow_matching_is_refused(qwen_edit_folder: Path, tmp_path: P
             "trainer.total_training_steps=1",
         ],
     )
-    with refused(f"model.path: '{qwen_edit_folder}' edits images; flow matching trains from texts alone", ConfigError):
+    with refused(f"model.path: '{qwen_edit_folder}' edits images; flow matching trains only from texts", ConfigError):
         built(cfg)
 
 

@@ -136,7 +136,7 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (
         FlowRLConfig,
         ("parallel.param_offload=true", "parallel.expert_parallel=true"),
-        "parallel.param_offload: true has no way with parallel.expert_parallel",
+        "parallel.param_offload: true does not work with parallel.expert_parallel",
     ),
     (LMRLConfig, ("model.compile=true", "model.use_remove_padding=true"), "model.compile: true would compile anew"),
     (SampleConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
@@ -193,7 +193,12 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
 ]
 NODE = Ranks(width=4, node=4, sampling_node=4, apart=False, restarts=False)
 LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
-    (FlowRLConfig, (CONTEXT,), Ranks(2, 2, 2, apart=True, restarts=False), f"{CONTEXT.replace('=', ': ')} has no way"),
+    (
+        FlowRLConfig,
+        (CONTEXT,),
+        Ranks(2, 2, 2, apart=True, restarts=False),
+        f"{CONTEXT.replace('=', ': ')} does not work",
+    ),
     (FlowRLConfig, (CONTEXT.replace("2", "3"),), NODE, "parallel.ulysses_sequence_parallel_size: 3 does not divide"),
     (
         FlowRLConfig,

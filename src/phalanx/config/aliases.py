@@ -178,7 +178,7 @@ NOTHING_TO_SET = (
 
 
 def alias(key: str, known: Collection[str]) -> str | None:
-    """What became of a key of another trainer, in words, where `known` are the keys here; None for any other key."""
+    """The message on a key of another trainer, where `known` are the keys here; None for any other key."""
     if key.startswith("critic.") and "critic.optim.lr" not in known:
         return None  # of a job that has no critic
     renamed = RENAMED | OF_LANGUAGE_MODELS if "data.max_response_length" in known else RENAMED

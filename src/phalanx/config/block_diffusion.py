@@ -46,7 +46,7 @@ class BlockDiffusionConfig:
     confidence_beta: float = arg(
         0.0,
         "weight of the entropy of tokens that are predicted right (dParallel, arXiv 2509.26488), summed and divided as "
-        "the losses are; with micro-batch-mean a mean of these tokens alone, as in dFactory",
+        "the losses are; with micro-batch-mean a mean over only these tokens, as in dFactory",
         ge=0,
     )
     train_fill: str = arg(

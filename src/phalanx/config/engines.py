@@ -1,4 +1,4 @@
-"""Sampling engines as a configuration knows them: the class that `rollout.engine` names, and what it says of itself."""
+"""Sampling engines as a configuration knows them: the class that `rollout.engine` names, and its facts."""
 
 import importlib
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ FORMS = ("module:Class", "path/to/file.py:Class")
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What a sampling engine says of itself, as `facts` of its class; the defaults hold for one that samples in the
+    """Properties of a sampling engine, stated as `facts` of its class; the defaults hold for one that samples in the
     policy's own modules. Nothing else of Phalanx asks which engine it is.
 
     `exact`: its log-probabilities are the policy's own, to the last bit; else the policy takes them again, as

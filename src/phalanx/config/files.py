@@ -29,9 +29,9 @@ def kind(path: Path) -> str | None:
 
 def read_bytes(path: Path) -> bytes:
     """The content of a regular file; raises OSError where there is none."""
-    found = kind(path)
-    if found != "file":
-        code = errno.ENOENT if found is None else errno.EISDIR
+    form = kind(path)
+    if form != "file":
+        code = errno.ENOENT if form is None else errno.EISDIR
         raise OSError(code, os.strerror(code), str(path))
     return path.expanduser().read_bytes()
 

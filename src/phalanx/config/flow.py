@@ -60,8 +60,8 @@ class FlowDataConfig(DataConfig):
     )
     text_length_multiple: int = arg(
         32,
-        "texts that attention masks (Qwen-Image, Z-Image) are padded to a multiple of so many tokens, up to the most "
-        "that there can be, so that few shapes come up; 1: to the longest of the step",
+        "texts that attention masks (Qwen-Image, Z-Image) are padded to a multiple of this number of tokens, up to the "
+        "longest possible text, so that few shapes come up; 1: to the longest of the step",
         **COUNT,
     )
 

@@ -126,7 +126,7 @@ class LMRolloutConfig(RolloutConfig):
         choices=("distribution", "token"),
     )
     mask_truncated: bool = arg(False, "do not train on responses that max_response_length cut (DAPO's overlong filter)")
-    micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of a rank", **COUNT)
+    micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of the rank", **COUNT)
     val: LMValRolloutConfig = field(default_factory=LMValRolloutConfig)
 
     @property
@@ -171,7 +171,7 @@ class LMActorConfig(ActorConfig):
 class LMTrainerConfig(TrainerConfig):
     """The run."""
 
-    critic_warmup: int = arg(0, "first training steps, in which the critic alone is trained", ge=0)
+    critic_warmup: int = arg(0, "first training steps, in which only the critic is trained", ge=0)
 
 
 @dataclass

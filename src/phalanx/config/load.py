@@ -153,25 +153,25 @@ def _with_named_sections(schema: type, user: DictConfig) -> type:
     sections = []
     for section, registry in _registries(schema).items():
         name = _name(schema, section, user)
-        found = _config_of(registry, name, f"{section}.name", _hints(schema)[section])
+        config = _config_of(registry, name, f"{section}.name", _hints(schema)[section])
         if section not in user or isinstance(user[section], DictConfig):
             OmegaConf.update(user, f"{section}.name", name)  # a job's own default, which the class need not have
-        sections.append((section, found, field(default_factory=found, metadata={"registry": registry})))
+        sections.append((section, config, field(default_factory=config, metadata={"registry": registry})))
     return make_dataclass(schema.__name__, sections, bases=(schema,)) if sections else schema
 
 
 def _config_of(registry: str, name: str, key: str, base: type) -> Any:
     """The class Config of a module of a registry, once the registry's package has checked the module."""
-    found = resolve_registry(registry, name, key)
-    names, package = vars(found), vars(importlib.import_module(registry))
+    module = resolve_registry(registry, name, key)
+    names, package = vars(module), vars(importlib.import_module(registry))
     config = names["Config"] if "Config" in names else None
-    base = [kind for kind in base.__mro__ if is_dataclass(kind)][-1]  # a job may have a default name of its own
+    base = [kind for kind in base.__mro__ if is_dataclass(kind)][-1]  # a job may have another default name
     if not isinstance(config, type) or not issubclass(config, base) or not is_dataclass(config):
         raise ConfigError(f"{key}: {name!r} has no Config, a dataclass of its keys derived from {base.__name__}")
     if "Algorithm" not in names:
         raise ConfigError(f"{key}: {name!r} has no class Algorithm, which is made of its Config")
     if "check_entry" in package:
-        package["check_entry"](found, name)
+        package["check_entry"](module, name)
     return config
 
 
@@ -232,7 +232,7 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
     """Set `key` of `base` to a value of the user's, a leaf at a time.
 
     Raises ConfigError for the first unknown key and the first value of a wrong type. OmegaConf converts and judges each
-    leaf alone, since its own messages about a whole configuration name no keys within lists. An interpolation is
+    leaf separately, since its own messages about a whole configuration name no keys within lists. An interpolation is
     judged when all is set.
     """
     if is_dataclass(hint) and not (isinstance(value, str) and "${" in value):
@@ -266,8 +266,8 @@ def _foreign(key: str, value: Any, root: type) -> str | None:
     while isinstance(value, dict) and value:
         name, value = next(iter(value.items()))
         key = f"{key}.{name}"
-    found = alias(key.lstrip("+"), [row.key for row in rows(root)])
-    return None if found is None else f"unknown key {key}; {found}"
+    message = alias(key.lstrip("+"), [row.key for row in rows(root)])
+    return None if message is None else f"unknown key {key}; {message}"
 
 
 def _unknown(key: str, leaf: str, siblings: list[str], root: type) -> str:
@@ -297,7 +297,7 @@ def _finish(section: Any, prefix: str) -> None:
 
 
 def _check(value: Any, meta: dict[str, Any], key: str) -> None:
-    """Raise ConfigError for the first value out of bounds; those of a list or a section have keys of their own."""
+    """Raise ConfigError for the first value out of bounds; those of a list or a section have longer keys."""
     if isinstance(value, dict):
         for name, item in value.items():
             _check(item, FREE, f"{key}.{name}")
@@ -312,7 +312,7 @@ def _check(value: Any, meta: dict[str, Any], key: str) -> None:
 
 
 def _complaint(value: Any, meta: dict[str, Any]) -> str | None:
-    """What was expected instead of `value`, or None where it is right."""
+    """The expected values where `value` is not one of them, else None."""
     if isinstance(value, str) and _CONTROL.search(value):
         return "text in UTF-8 without control characters"
     if isinstance(value, float) and not math.isfinite(value):

@@ -95,8 +95,8 @@ def _run_once(path: Path) -> Any:
     """The module of a file, which runs once, as any module does, and again where the file has changed."""
     spec = importlib.util.spec_from_file_location(f"phalanx_user_{path.stem}", path)
     assert spec is not None and spec.loader is not None
-    found = path.stat()
-    version = path, found.st_mtime_ns, found.st_size
+    stat = path.stat()
+    version = path, stat.st_mtime_ns, stat.st_size
     if spec.name in sys.modules and vars(sys.modules[spec.name]).get("__version_of_file__") == version:
         return sys.modules[spec.name]
     module = importlib.util.module_from_spec(spec)
@@ -111,6 +111,9 @@ def _import_error(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if f.filename not in (__file__, importlib.__file__) and "<frozen" not in f.filename]
-    where = f"{own[0].filename}:{own[0].lineno}: " if own else ""
+    where = ""
+    for frame in frames:
+        if frame.filename not in (__file__, importlib.__file__) and "<frozen" not in frame.filename:
+            where = f"{frame.filename}:{frame.lineno}: "
+            break
     return where + (str(error) if isinstance(error, ImportError | ConfigError) else reason(error))

@@ -80,7 +80,7 @@ class ParallelConfig:
     heartbeat_timeout_s: float = arg(45.0, "seconds without a sign of life after which a rank counts as lost", gt=0)
 
     def data_ranks(self, ranks: int) -> int:
-        """So many ranks count as ranks with samples of their own."""
+        """The number of groups of ranks with different samples."""
         return ranks // self.ulysses_sequence_parallel_size
 
 
@@ -101,7 +101,7 @@ class DataConfig:
     seed: int = arg(0, "seed of the order of prompts", **SEEDS)
 
     def batch_size(self, ranks: int) -> int:
-        """Prompts of a training step on so many ranks."""
+        """Prompts per training step on this number of ranks."""
         each = self.train_batch_size_per_gpu
         return self.train_batch_size if each is None else each * ranks
 
@@ -240,7 +240,7 @@ class ActorConfig:
     ema: EmaConfig = field(default_factory=EmaConfig)
 
     def mini_batch_size(self, ranks: int) -> int:
-        """Prompts of an optimizer step on so many ranks."""
+        """Prompts per optimizer step on this number of ranks."""
         each = self.ppo_mini_batch_size_per_gpu
         return self.ppo_mini_batch_size if each is None else each * ranks
 
@@ -277,7 +277,7 @@ class RewardFunctionConfig:
     kwargs: dict[str, Any] = arg({}, "keyword arguments of the reward")
     per_sample: Optional[bool] = arg(
         None,
-        "a sample's score depends on that sample alone, so that reward.num_workers threads may share a call; null: so "
+        "a sample's score depends only on that sample, so that reward.num_workers threads may share a call; null: so "
         "it is for built-in rewards on the CPU, except http, which sends requests at once itself",
     )
 
@@ -290,7 +290,7 @@ class RewardModelConfig:
     revision: Optional[str] = arg(None, "commit, tag or branch of a hub id; null: its main branch")
     engine: str = arg(
         "vllm",
-        "vllm, which needs the extra vllm, or transformers, slower and on torch alone; inside each rank's process",
+        "vllm, which needs the extra vllm, or transformers, slower and only on torch; inside each rank's process",
         choices=("vllm", "transformers"),
     )
     tensor_parallel_size: int = arg(1, "neighboring ranks of a node that hold the model together", ge=1)

@@ -1,4 +1,4 @@
-"""What a configuration takes from the environment: jobs use the values, files and logs see the references."""
+"""Values that a configuration takes from the environment: jobs use the values, files and logs see the references."""
 
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""What comes with the code: train.sh, tasks/, configs/ and assets/, in a checkout or inside the wheel."""
+"""Files that come with the code: train.sh, tasks/, configs/ and assets/, in a checkout or inside the wheel."""
 
 from pathlib import Path
 from typing import TypeVar

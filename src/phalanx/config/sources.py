@@ -1,4 +1,4 @@
-"""What the user writes, as OmegaConf has it: a YAML file and `key=value` overrides."""
+"""The user's input as OmegaConf reads it: a YAML file and `key=value` overrides."""
 
 import copy
 from collections.abc import Sequence
@@ -27,8 +27,8 @@ def read(path: str) -> DictConfig:
         text = read_bytes(file).decode("utf-8-sig")
         plain = _parse(text)
         if plain is not None and not isinstance(plain, dict):
-            found = "a list" if isinstance(plain, list) else repr(plain)
-            raise ConfigError(f"{path}: the top level must be sections (key: value), not {found}")
+            form = "a list" if isinstance(plain, list) else repr(plain)
+            raise ConfigError(f"{path}: the top level must be sections (key: value), not {form}")
         content = OmegaConf.create(text)  # reads numbers such as 1e-4, and refuses a key that is there twice
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: not a text file in UTF-8") from None

@@ -148,7 +148,7 @@ class GenerateConfig:
     )
     seed: Optional[int] = arg(None, "seed of the sampling; null: that of the run's validation, or 1234", **SEEDS)
     micro_batch_size_per_gpu: int = arg(8, "responses decoded together", **COUNT)
-    output_file: Optional[str] = arg(None, "JSON lines of the prompts and responses, replaced; null: print them alone")
+    output_file: Optional[str] = arg(None, "JSON lines of the prompts and responses, replaced; null: only print them")
 
 
 @dataclass
@@ -160,7 +160,7 @@ class CheckedModelConfig(FlowModelConfig):
 
 @dataclass
 class CheckClusterConfig(FlowRLConfig, FlowMatchingTaskConfig):
-    """Configuration of tasks/check_cluster.py: all keys of the training tasks, and those of its own."""
+    """Configuration of tasks/check_cluster.py: all keys of the training tasks, and a few more."""
 
     model: CheckedModelConfig = field(default_factory=CheckedModelConfig)
     expect: Optional[int] = arg(None, "expected number of ranks; null: any", ge=1)
@@ -218,8 +218,8 @@ class PrepareDataConfig:
 def read_run(file: Path, *kinds: type[T]) -> T:
     """The sections that all jobs of a kind share, from the config.yaml of a run's output_dir.
 
-    `kinds` are such as FlowRunConfig; the first one that knows all keys of the file's sections is taken. The job's own
-    sections (algorithm, actor, ...) are left out, so that no file of the user's is needed for them.
+    `kinds` are such as FlowRunConfig; the first one that knows all keys of the file's sections is taken. Other sections
+    (algorithm, actor, ...) are left out, so that no file of the user's is needed for them.
     Raises ConfigError where the file is missing or is not such a configuration.
     """
     try:

@@ -14,8 +14,8 @@ KEY = "parallel.ulysses_sequence_parallel_size"
 
 
 def context_mesh(config: ParallelConfig, ranks: int, device: torch.device) -> DeviceMesh | None:
-    """The mesh (data, ring, ulysses) of all ranks, as diffusers wants it, without a ring; None where each rank has
-    samples of its own.
+    """The mesh (data, ring, ulysses) of all ranks, as diffusers wants it, without a ring; None where all ranks have
+    different samples.
     """
     size = config.ulysses_sequence_parallel_size
     if size == 1:

@@ -1,6 +1,6 @@
 """The world: one mesh (replicate, shard) and the groups that are cut from it.
 
-Process groups are made in `distributed/` alone, at points that all ranks reach: a group that only
+Process groups are made only in `distributed/`, at points that all ranks reach: a group that only
 some ranks ask for is a hang, and one made elsewhere would miss the job's time limit.
 """
 
@@ -42,7 +42,7 @@ class World:
     """This process's place in the world.
 
     `mesh` has axes (replicate, shard); `checkpoint_group` is a CPU group of all ranks; `watch`
-    hears signals and knows which ranks live. Where ranks have roles of their own, all of that but the watch is of the
+    hears signals and knows which ranks live. Where ranks have different roles, all of that but the watch is of the
     ranks of one role, as its launcher would see them (`launch`), and `link` leads to the others. Under context
     parallelism `context` is a second mesh of the same ranks, see phalanx.distributed.context_parallel.
     """
@@ -64,17 +64,17 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """This rank's place among those with samples of their own, equal on ranks that hold the same ones."""
+        """This rank's place among those with different samples, equal on ranks that hold the same ones."""
         return self.rank // self.context_size
 
     @property
     def data_size(self) -> int:
-        """Number of ranks with samples of their own."""
+        """Number of groups of ranks with different samples."""
         return self.size // self.context_size
 
     @property
     def role(self) -> str:
-        """What this rank does: `actor` where it does everything."""
+        """The role of this rank: `actor` where it does everything."""
         return ACTOR if self.link is None else self.link.role
 
     @property
@@ -145,7 +145,7 @@ def warn_of_sizes(launch: Launch, works: Callable[[Launch], object]) -> None:
 
 def group_timeout(timeout_s: float) -> timedelta:
     """The time limit of a process group."""
-    # At its limit NCCL aborts the process from a thread of its own, without a word on who is
+    # At its limit NCCL aborts the process from another thread, without a word on who is
     # missing. The watch can name the lost ranks, so it gets to speak first.
     return timedelta(seconds=timeout_s + (30 if torch.cuda.is_available() else 0))
 
@@ -176,8 +176,10 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     if not roles.collocated:
         take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
         store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-        own = dist.PrefixStore(f"role/{role}", store)
-        dist.init_process_group(backend, timeout=timeout, store=own, rank=launch.rank, world_size=launch.world_size)
+        role_store = dist.PrefixStore(f"role/{role}", store)
+        dist.init_process_group(
+            backend, timeout=timeout, store=role_store, rank=launch.rank, world_size=launch.world_size
+        )
     elif not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     elif (
@@ -214,7 +216,7 @@ def role_width(config: ParallelConfig, launch: Launch, role: str) -> int:
 
 
 def _watch(launch: Launch, silence_s: float, store: dist.Store, link: Link | None) -> watchdog.Watch:
-    """This rank's watch, over connections of its own to the store that the world was made with."""
+    """This rank's watch, over separate connections to the store that the world was made with."""
     host = socket.gethostname()
     marks = [] if link is None else [link.role]
     if launch.world_size != launch.local_world_size:  # clones of one image often share a host name
@@ -262,8 +264,8 @@ def stop() -> None:
 
 @contextmanager
 def alone(ranks: int = 1) -> Iterator[None]:
-    """Collectives with nobody else, where there is no process group, as if there were so many ranks: for a job that is
-    counted and does not run.
+    """Collectives with nobody else, where there is no process group, as if there were this number of ranks: for a job
+    that is counted and does not run.
     """
     if dist.is_initialized():
         yield

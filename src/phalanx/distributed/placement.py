@@ -31,10 +31,10 @@ def place(config: RewardModelConfig, world_size: int, local_world_size: int) -> 
     if config.placement == "colocate":
         _check_divides(tp, node, f"the {node} ranks of a node")
         return tuple(Domain(block, (block,)) for block in _blocks(range(world_size), tp))
-    found = re.fullmatch(r"ranks (\d+)-(\d+)", config.placement)
-    if found is None:
+    bounds = re.fullmatch(r"ranks (\d+)-(\d+)", config.placement)
+    if bounds is None:
         raise ConfigError(f"reward.model.placement: {config.placement!r} should be {_FORMS}")
-    first, last = int(found[1]), int(found[2])
+    first, last = int(bounds[1]), int(bounds[2])
     if not first <= last < node:
         raise ConfigError(f"reward.model.placement: {config.placement!r}: a node has ranks 0 to {node - 1} here")
     _check_divides(tp, last - first + 1, f"the {last - first + 1} ranks of reward.model.placement {config.placement!r}")
@@ -51,12 +51,12 @@ def judged_beside(cfg: RunConfig, shard_size: int) -> bool:
     vLLM's are, whose state is one a process; nor where both would send over NCCL at a time, which may block: a model
     that is divided among ranks, and a policy whose weights are gathered in each forward pass.
     """
-    model, alone = cfg.reward.model, cfg.parallel.rollout_unsharded or shard_size == 1
+    model, gathered = cfg.reward.model, cfg.parallel.rollout_unsharded or shard_size == 1
     return (
         cfg.reward.overlap
         and model.placement != "colocate"
         and not cfg.rollout.facts.exclusive
-        and (alone or model.tensor_parallel_size == 1)
+        and (gathered or model.tensor_parallel_size == 1)
     )
 
 
@@ -64,7 +64,9 @@ def _blocks(ranks: range, size: int) -> list[tuple[int, ...]]:
     return [tuple(ranks[i : i + size]) for i in range(0, len(ranks), size)]
 
 
-def _check_divides(tp: int, ranks: int, whose: str) -> None:
+def _check_divides(tp: int, ranks: int, holders: str) -> None:
     if ranks % tp:
         near = near_divisors(ranks, tp)
-        raise ConfigError(f"reward.model.tensor_parallel_size: {tp} does not divide {whose}; nearest that does: {near}")
+        raise ConfigError(
+            f"reward.model.tensor_parallel_size: {tp} does not divide {holders}; nearest that does: {near}"
+        )

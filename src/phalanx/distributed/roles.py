@@ -1,6 +1,6 @@
 """Which ranks do what: `placement`, by role.
 
-    {}                                                              every rank does everything in turns
+    {}                                                              every rank runs every phase
     {"actor,rollout": "all"}                                        the same
     {"rollout": "0-19", "inference": "20-23", "actor": "24-31"}     each rank does one thing
 
@@ -52,7 +52,7 @@ class Roles:
             return launch
         ranks, node = self.ranks[role], launch.local_world_size
         rank = launch.rank if launch.rank in ranks else ranks[0]
-        # a block of so many, counted from the role's first rank, lies within a node
+        # a block of this size, counted from the role's first rank, lies within a node
         neighbours = math.gcd(*(sum(r // node == n for r in ranks) for n in {r // node for r in ranks}))
         return replace(launch, rank=ranks.index(rank), world_size=len(ranks), local_world_size=neighbours)
 
@@ -80,9 +80,9 @@ def roles_of(placement: Mapping[str, Any], launch: Launch) -> Roles:
         raise ConfigError(f"placement: counts ({', '.join(counted)}) and ranges ({ranges}) do not go together")
     if counted:
         return Roles(_laid_out(counted, launch.world_size))
-    found = {role: _ranks(role, text, launch) for role, text in given.items()}
-    _check_cover(found, launch.world_size)
-    return Roles(found)
+    ranks_of_role = {role: _ranks(role, text, launch) for role, text in given.items()}
+    _check_cover(ranks_of_role, launch.world_size)
+    return Roles(ranks_of_role)
 
 
 def span(ranks: tuple[int, ...]) -> str:
@@ -119,7 +119,7 @@ def _ranks(role: str, text: str, launch: Launch) -> tuple[int, ...]:
             "1/4, rest, or 0-5 of each node"
         )
     body, last = (each[1], node - 1) if each else (text, size - 1)
-    found: list[int] = []
+    ranks: list[int] = []
     for part in body.split(","):
         bounds = re.fullmatch(r" ?(\d+)(?: ?- ?(\d+))? ?", part)
         if bounds is None:
@@ -129,13 +129,13 @@ def _ranks(role: str, text: str, launch: Launch) -> tuple[int, ...]:
             raise ConfigError(f"{key}: {a}-{b} runs backwards; expected {b}-{a}")
         if b > last:
             raise ConfigError(f"{key}: {'a node' if each else 'this world'} has ranks 0 to {last}")
-        twice = [r for r in range(a, b + 1) if r in found]
+        twice = set(ranks).intersection(range(a, b + 1))
         if twice:
             raise ConfigError(f"{key} names ranks {span(tuple(twice))} twice")
-        found += range(a, b + 1)
+        ranks += range(a, b + 1)
     if each:
-        found = [n * node + r for n in range(size // node) for r in found]
-    return tuple(sorted(found))
+        ranks = [first + rank for first in range(0, size, node) for rank in ranks]
+    return tuple(sorted(ranks))
 
 
 def _laid_out(counted: dict[str, str], world_size: int) -> dict[str, tuple[int, ...]]:
@@ -163,27 +163,27 @@ def _laid_out(counted: dict[str, str], world_size: int) -> dict[str, tuple[int, 
         raise ConfigError(f"placement: {words} of {world_size} ranks leave none for {rest[0]}")
     if not rest and total != world_size:
         raise ConfigError(f"placement: {words} = {total} of {world_size} ranks; make one of them rest")
-    found, first = {}, 0
+    ranks_of_role, first = {}, 0
     for role in counted:
         count = counts.get(role, world_size - total)
-        found[role] = tuple(range(first, first + count))
+        ranks_of_role[role] = tuple(range(first, first + count))
         first += count
-    return found
+    return ranks_of_role
 
 
-def _check_cover(found: dict[str, tuple[int, ...]], world_size: int) -> None:
+def _check_cover(ranks_of_role: dict[str, tuple[int, ...]], world_size: int) -> None:
     """Refuse roles that share ranks, or leave some idle."""
-    together = found[ACTOR] == found[ROLLOUT]
-    if together and INFERENCE in found:
+    together = ranks_of_role[ACTOR] == ranks_of_role[ROLLOUT]
+    if together and INFERENCE in ranks_of_role:
         raise ConfigError("placement: inference needs actor and rollout apart; together they score by themselves")
-    for role, ranks in found.items():
-        for other, others in found.items():
+    for role, ranks in ranks_of_role.items():
+        for other, others in ranks_of_role.items():
             both = tuple(sorted(set(ranks) & set(others)))
             if other > role and both and not (together and {role, other} == {ACTOR, ROLLOUT}):
                 raise ConfigError(
                     f"placement: ranks {span(both)} are both {role}'s ({span(ranks)}) and {other}'s ({span(others)})"
                 )
-    idle = tuple(sorted(set(range(world_size)) - {rank for ranks in found.values() for rank in ranks}))
+    idle = tuple(sorted(set(range(world_size)).difference(*ranks_of_role.values())))
     if idle:
-        words = ", ".join(f"{role} {span(ranks)}" for role, ranks in found.items())
+        words = ", ".join(f"{role} {span(ranks)}" for role, ranks in ranks_of_role.items())
         raise ConfigError(f"placement: ranks {span(idle)} of {world_size} have no role ({words})")

@@ -60,7 +60,7 @@ class Trained:
                 )
 
     def read_into(self, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None) -> None:
-        """Fill tensors of any dtype and layout, by name; without a `group`, in this process alone.
+        """Fill tensors of any dtype and layout, by name; without a `group`, only in this process.
 
         Raises JobError where the files cannot be read.
         """
@@ -109,10 +109,10 @@ def _locate(given: str) -> Path:
     if not folder.is_dir():
         raise ValueError(f"checkpoint: {given!r}: no such folder")
     if (folder / "checkpoints").is_dir():
-        found = find(folder / "checkpoints")
-        if found is None:
+        newest = find(folder / "checkpoints")
+        if newest is None:
             raise ValueError(f"checkpoint: {given!r} has no complete checkpoint in its folder checkpoints")
-        return found.resolve()
+        return newest.resolve()
     if not folder.name.startswith("step_"):
         raise ValueError(
             f"checkpoint: {given!r} is neither a run's output_dir, with a folder checkpoints in it, nor a checkpoint, "
@@ -128,7 +128,7 @@ def _locate(given: str) -> Path:
 
 
 class Family(Protocol):
-    """What knows the files of a kind of model."""
+    """The files of a kind of model, read and written."""
 
     @property
     def lora_targets(self) -> Sequence[str]:

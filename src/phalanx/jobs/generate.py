@@ -49,7 +49,7 @@ class Generation:
         if self.file is not None and self.file.is_dir():
             raise ConfigError(f"output_file: {cfg.output_file!r} is a folder; give a file")
         given = _given(**asdict(cfg.model))
-        if "path" in given:  # the run's revision is of its own model
+        if "path" in given:  # the run's revision is for the run's model
             given = {"revision": None} | given
         config = replace(run.model, gradient_checkpointing=False, use_remove_padding=False, **given)
         check_model(cfg, config)
@@ -65,17 +65,17 @@ class Generation:
         self.world = mesh.start(ParallelConfig())
         parts = tokenizer, self.world, config, ParallelConfig(), data
         options: dict[str, Any] = {"temperature": 1.0, "seed": run.trainer.seed}
-        how = replace(run.rollout, val=self.val), self.world, cfg.micro_batch_size_per_gpu, None
+        arguments = replace(run.rollout, val=self.val), self.world, cfg.micro_batch_size_per_gpu, None
         self.tokens = self.forwards = 0  # of block diffusion
         if isinstance(model, BlockDiffusionLM):
             assert config.block_size is not None, "such models have one"
             policy = BlockDiffusionPolicy(model, *parts, **options, size=config.block_size, estimate="trace")
             self.policy: LMPolicy = policy
-            self.rollout: LMRollout = BlockDiffusionRollout(policy, *how)
+            self.rollout: LMRollout = BlockDiffusionRollout(policy, *arguments)
         else:
             self.policy = LMPolicy(model, *parts, **options)
             self.policy.check_agreement(decodes=True)
-            self.rollout = LMRollout(self.policy, *how)
+            self.rollout = LMRollout(self.policy, *arguments)
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
 
@@ -98,8 +98,8 @@ class Generation:
             )
         if asked is not None:
             return asked
-        own = run.rollout.val.max_response_length or run.data.max_response_length
-        return max(min(own if self.trained is not None else LIMIT, room) // size, 1) * size
+        limit = run.rollout.val.max_response_length or run.data.max_response_length
+        return max(min(limit if self.trained is not None else LIMIT, room) // size, 1) * size
 
     def run(self) -> None:
         """Print all responses, and write them to the file, each micro-batch as soon as it is done."""
@@ -117,8 +117,8 @@ class Generation:
             stack.enter_context(self.rollout.awake())
             for start in range(0, len(self.prompts), together):
                 prompts = self.prompts[start : start + together]
-                found = self.rollout.draw_validation(prompts, each=lambda texts, asked: None)
-                for number, drawn in enumerate(found):
+                responses = self.rollout.draw_validation(prompts, each=lambda texts, asked: None)
+                for number, drawn in enumerate(responses):
                     self._tell(prompts[number // n], number % n, drawn, file)
         if self.file is not None:
             print(f"{len(self.prompts) * n} responses in {self.file}", flush=True)

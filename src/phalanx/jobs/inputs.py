@@ -1,4 +1,4 @@
-"""What a job reads, looked at before any rank starts: data files and the model folder's headers, without torch.
+"""Checks of a job's inputs before any rank starts: data files and the model folder's headers, without torch.
 
 The ranks look again, and closer: at images, at classes of libraries, at tensors.
 """

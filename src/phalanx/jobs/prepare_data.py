@@ -35,10 +35,10 @@ class PrepareData:
         self.cfg = cfg
         check(cfg)
         if cfg.source is None:
-            rows, found = list(self._made()), "answer"
+            rows, form = list(self._made()), "answer"
         else:
-            rows, found = self._read(cfg.source, "source")
-        self.instruction = INSTRUCTIONS[cfg.instruction or found] if cfg.suffix is None else cfg.suffix
+            rows, form = self._read(cfg.source, "source")
+        self.instruction = INSTRUCTIONS[cfg.instruction or form] if cfg.suffix is None else cfg.suffix
         test = [] if cfg.test_source is None else self._read(cfg.test_source, "test_source")[0]
         self._split(rows, test)
 
@@ -54,7 +54,8 @@ class PrepareData:
                 (folder / name).write_text("".join(lines), encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"output_dir: {folder} cannot be written: {error.strerror}") from None
-        print(", ".join(f"{folder / name}: {len(rows)} prompts" for name, rows in self.files.items()))
+        counts = [f"{folder / name}: {len(rows)} prompts" for name, rows in self.files.items()]
+        print(", ".join(counts))
         print(f"instruction: {self.instruction or 'none'}")
         if self.repeated:
             print(f"{self.repeated} prompts of the source occur again: left out")
@@ -63,9 +64,11 @@ class PrepareData:
 
     def _split(self, rows: list[Row], test: list[Row]) -> None:
         """Set `files`: rows by the file that they go to. No prompt is in two of them."""
-        held_out = {_name(row) for row in test}
-        distinct = {_name(row): row for row in reversed(rows)}  # the first one of those alike
-        kept = [distinct[name] for name in dict.fromkeys(map(_name, rows)) if name not in held_out]
+        held_out = set(map(_name, test))
+        distinct: dict[str, Row] = {}
+        for row in rows:
+            distinct.setdefault(_name(row), row)  # the first one of those alike
+        kept = [row for name, row in distinct.items() if name not in held_out]
         self.repeated, self.leaked = len(rows) - len(distinct), len(distinct) - len(kept)
         count = self.cfg.val_size
         if count >= len(kept):
@@ -85,7 +88,7 @@ class PrepareData:
         rows, form = [], "none"
         for number, row in enumerate(self._prompts(file, key)):
             answers = row.meta.get("ground_truth"), row.meta.get("solution")
-            raw = next((value for value in answers if value is not None), None)
+            raw = answers[0] if answers[0] is not None else answers[1]
             if self.cfg.answer_key is not None:
                 raw = row.meta.get(self.cfg.answer_key)
             if raw is None or not str(raw).strip():
@@ -129,7 +132,7 @@ class PrepareData:
         return row | {"prompt": [*prompt[:-1], last]}
 
     def _behind(self, text: str) -> str:
-        """The instruction behind a text, on a line of its own where the text has several."""
+        """The instruction behind a text, on a separate line where the text has several."""
         text = text.rstrip()
         return text + ("\n" if "\n" in text else " ") + self.instruction
 
@@ -147,13 +150,14 @@ class PrepareData:
             if task not in DATASETS:
                 hint = nearest(task, list(DATASETS)) or ""
                 raise ConfigError(f"reasoning_gym: there is no task {task!r}{hint}")
-            given = dict(word.partition("=")[::2] for word in words)
             settings = {"size": self.cfg.size, "seed": self.cfg.seed}
             try:
-                settings |= {name: yaml.safe_load(value) for name, value in given.items()}
+                for word in words:
+                    name, _, value = word.partition("=")
+                    settings[name] = yaml.safe_load(value)
                 entries = list(reasoning_gym.create_dataset(task, **settings))
                 score = reasoning_gym.get_score_answer_fn(task)
-                plain = [json.loads(json.dumps(entry)) for entry in entries]
+                plain = json.loads(json.dumps(entries))
                 survives = score(entries[0]["answer"], plain[0]) == score(entries[0]["answer"], entries[0])
             except Exception as error:  # each task says in its own way what it does not take
                 raise ConfigError(f"reasoning_gym: {spec}: {reason(error)}") from error
@@ -166,7 +170,7 @@ class PrepareData:
 
 
 def _name(row: Row) -> str:
-    """What two rows have in common that ask the same."""
+    """The prompt without case and spacing, which two rows that ask the same have in common."""
     prompt = row["prompt"]
     text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
     return " ".join(text.split()).casefold()

@@ -115,7 +115,7 @@ class RewardServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=self.cfg.max_requests + 1,  # uvicorn refuses the one with which so many are reached
+            limit_concurrency=self.cfg.max_requests + 1,  # uvicorn refuses the request that reaches this number
             timeout_graceful_shutdown=STOP_S,
         )
         return uvicorn.Server(config)
@@ -332,7 +332,7 @@ def _left() -> HTTPException:
 
 def _impatient(limit_s: float) -> type[H11Protocol]:
     """uvicorn's connections, closed where they wait longer than this for the whole head of a request. Its own limit is
-    for the time after an answer alone, and ends with the next byte.
+    only for the time after an answer, and ends with the next byte.
     """
 
     class Impatient(H11Protocol):
@@ -366,13 +366,13 @@ def bind(host: str, port: int, guarded: bool) -> socket.socket:
                 f"host={host} can be reached from other machines, and there is no token; give token_env, or "
                 "allow_open=true where everybody may use the server"
             )
-        found = socket.socket(family, socket.SOCK_STREAM)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen()  # who connects before the server runs waits for it
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen()  # who connects before the server runs waits for it
     except OSError as error:
         raise ConfigError(f"{where}: {error.strerror}; give a free port of this machine, e.g. port=8077") from None
-    return found
+    return listener
 
 
 def _parsed(model: type[Checked], body: bytes | str) -> Checked:

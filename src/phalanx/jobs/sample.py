@@ -57,7 +57,7 @@ class Generator:
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a language model; use tasks/generate.py")
         self.base = run
         given = _given(cfg.model, *asdict(cfg.model))
-        if "path" in given:  # the run's revision is of its own model
+        if "path" in given:  # the run's revision is for the run's model
             given = {"revision": None} | given
         self.model = replace(self.base.model, gradient_checkpointing=False, **given)
         family = family_of(self.model)
@@ -109,7 +109,7 @@ class Generator:
         share = -(-len(self.prompts) // self.world.size)
         first = self.world.rank * share
         # ranks must do equal work, so the end is filled up with the last prompt; those images are dropped
-        mine = [self.prompts[min(first + j, len(self.prompts) - 1)] for j in range(share)]
+        local_prompts = [self.prompts[min(first + j, len(self.prompts) - 1)] for j in range(share)]
         done = 0
 
         def each(images: Outputs, prompts: list[Prompt]) -> None:
@@ -118,12 +118,13 @@ class Generator:
             start, done = first * self.cfg.n + done, done + len(images)
             pixels = (images * 255).round().byte().movedim(-3, -1).numpy()
             rows = [(start + j, prompts[j].text, pixels[j]) for j in range(len(prompts))]
-            for index, text, image in (row for part in gather_object(rows) for row in part):
-                if writer is not None and index < len(self.prompts) * self.cfg.n:
-                    writer.add(index, text, image)
+            for rows_of_rank in gather_object(rows):
+                for index, text, image in rows_of_rank:
+                    if writer is not None and index < len(self.prompts) * self.cfg.n:
+                        writer.add(index, text, image)
 
         with self.rollout.awake():
-            self.rollout.sample_validation(mine, each=each)
+            self.rollout.sample_validation(local_prompts, each=each)
         if writer is not None:
             writer.finish(self.cfg.columns)
         mesh.stop()
@@ -188,15 +189,15 @@ class Writer:
     def finish(self, columns: int | None) -> None:
         """Write the index and the grids, and print where they are."""
         order = sorted(self._rows)
+        rows = [self._rows[i] for i in order]
         tiles = [self._tiles[i] for i in order]
-        prompts = [self._rows[i]["prompt"] for i in order]
-        write_index(self.folder, [self._rows[i] for i in order])
+        prompts = [row["prompt"] for row in rows]
+        write_index(self.folder, rows)
         if columns is None:
             columns = self.n if self.n > 1 else math.ceil(math.sqrt(len(order)))
         strips = []
         for frames in tiles:
-            shown = [frames[k] for k in evenly_spaced(len(frames), STRIP)]
-            strips.append(side_by_side(shown))
+            strips.append(side_by_side([frames[k] for k in evenly_spaced(len(frames), STRIP)]))
         sheet(strips, prompts, columns).save(self.folder / "grid.png")
         moving = len(tiles[0]) > 1
         if moving:

@@ -73,11 +73,11 @@ def _check_output_dir(output_dir: str) -> None:
     try:
         kind(folder)
         existing = next(p for p in (folder, *folder.absolute().parents) if os.path.lexists(p))
-        found = kind(existing)
+        form = kind(existing)
     except OSError as error:
         raise ConfigError(f"{key} a folder: {error.strerror}") from None
-    if found != "folder":
-        what = "a file" if found == "file" else "a link to nothing"
+    if form != "folder":
+        what = "a file" if form == "file" else "a link to nothing"
         raise ConfigError(f"{key} a folder: {existing} is {what}")
     if not os.access(existing, os.W_OK | os.X_OK):
         raise ConfigError(f"{key} written: no permission in {existing}")
@@ -187,7 +187,7 @@ class _Numbers:
             "micro": (self.micro, self.mini * self.n),
             "rollout": (self.rollout_micro, self.prompts * self.n),
         }
-        own, last = bounds[key]
+        current, last = bounds[key]
         step = self.step(key)
         first = _SMALLEST_GROUP if key == "n" else step
 
@@ -195,8 +195,8 @@ class _Numbers:
             changed: dict[str, Any] = {key: value}
             return replace(self, **changed).problem() is None
 
-        below = next((v for v in range(own - step, first - 1, -step) if works(v)), None)
-        above = next((v for v in range(own + step, last + 1, step) if works(v)), None)
+        below = next((v for v in range(current - step, first - 1, -step) if works(v)), None)
+        above = next((v for v in range(current + step, last + 1, step) if works(v)), None)
         return " or ".join(str(v // step) for v in (below, above) if v is not None)
 
     def step(self, name: str) -> int:

@@ -108,30 +108,30 @@ def fitting(
     """The samples that are short enough, as data.overlong_prompts wants it. Raises DataError for a row without a
     response, or one that has the mask token.
     """
-    data, key, found = policy.data, "data.train_files", []
+    data, key, examples = policy.data, "data.train_files", []
     for number, row in enumerate(rows):
         example = encoded(row, policy, response_key, f"{key}, sample {number}")
         lengths = {"prompt": (len(example.prompt), data.max_prompt_length)}
         lengths["response"] = len(example.response), data.max_response_length
         over = [(what, length, limit) for what, (length, limit) in lengths.items() if length > limit]
         if not over:
-            found.append(example)
+            examples.append(example)
         elif data.overlong_prompts == "truncate":
             # to the end of a block: what follows in it would look like the end
             least = data.max_response_length
             least -= (len(example.prompt) + least) % policy.size
-            found.append(Example(example.prompt, example.response[:least]))
+            examples.append(Example(example.prompt, example.response[:least]))
         elif data.overlong_prompts == "error":
             what, length, limit = over[0]
             raise DataError(
                 f"{key}, sample {number}: its {what} has {length} tokens, more than data.max_{what}_length={limit}; "
                 "raise that, or set data.overlong_prompts to filter or truncate"
             )
-    if not found:
+    if not examples:
         raise DataError(f"{key}: all {len(rows)} samples are longer than data.max_prompt_length or max_response_length")
-    if first and len(found) < len(rows):
-        log.warning("%s: %d of %d samples are too long and are left out", key, len(rows) - len(found), len(rows))
-    return found
+    if first and len(examples) < len(rows):
+        log.warning("%s: %d of %d samples are too long and are left out", key, len(rows) - len(examples), len(rows))
+    return examples
 
 
 def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | None, where: str) -> Example:
@@ -202,7 +202,7 @@ class BlockDiffusion:
             ids[i, : len(tokens)] = torch.tensor(tokens)
             # nothing follows a response that was cut
             maskable[i, len(example.prompt) : width if tokens[-1] == end else len(tokens)] = True
-            # of its own width: what others of the pass are has no part in it
+            # of the sample's width, whatever the other samples of the pass are
             stream = torch.Generator().manual_seed(seed)
             levels = torch.rand(width // size if c.noise_per_block else 1, generator=stream)
             levels = levels.repeat_interleave(width // len(levels))
@@ -235,7 +235,7 @@ class BlockDiffusion:
         loss = (losses * weight).sum() * batch.scale
         if c.confidence_beta > 0:
             part = batch.scale * (entropy * right).sum()
-            if c.loss_agg_mode == "micro-batch-mean":  # the mean of those alone
+            if c.loss_agg_mode == "micro-batch-mean":  # the mean of only those
                 part = part * batch.count / right.sum().clamp(min=1)
             loss = loss + c.confidence_beta * part
         # without a masked token the loss is 0, and has a gradient all the same, which all ranks wait for

@@ -28,10 +28,13 @@ def check_plan(cfg: FlowRunConfig) -> None:
     if size == 1 or family_of(cfg.model).transformer_class._cp_plan is not None:
         return
     families = {name: resolve_registry(FAMILIES, name, "model.family") for name in known_modules(FAMILIES)}
-    able = [n for n, found in families.items() if "Model" in vars(found) and found.Model.transformer_class._cp_plan]
+    able = []
+    for name, module in sorted(families.items()):
+        if "Model" in vars(module) and module.Model.transformer_class._cp_plan:
+            able.append(name)
     raise ConfigError(
-        f"{KEY}: {size} needs a plan of diffusers for model.path {cfg.model.path!r}, and it has some for "
-        f"{', '.join(sorted(able))} alone; set it to 1"
+        f"{KEY}: {size} needs a plan of diffusers for model.path {cfg.model.path!r}, which has one only for "
+        f"{', '.join(able)}; set it to 1"
     )
 
 

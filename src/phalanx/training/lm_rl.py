@@ -46,7 +46,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     rewards = build_rewards(cfg, world, outputs="completions")
     if val_sets and rewards is not None and not rewards.validates:
         raise ConfigError(
-            "data.val_files: the policy itself gives all terms of the reward, which it does in training alone; add one "
+            "data.val_files: the policy itself gives all terms of the reward, which it does only in training; add one "
             "to validate by, such as {name: gsm8k, weight: 0}"
         )
     policy = load_policy(cfg, world)
@@ -113,10 +113,10 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
     budget = cfg.actor.ppo_max_token_len_per_gpu if cfg.actor.use_dynamic_bsz else None
     packed = cfg.model.use_remove_padding
-    found = batch_plan.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
+    result = batch_plan.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
     # log-probs are taken in passes of the training's shape, whatever is decoded together
-    decoded, exact = cfg.rollout.micro_batch_size_per_gpu or found.per_rank, budget is None and not packed
-    return replace(found, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)
+    decoded, exact = cfg.rollout.micro_batch_size_per_gpu or result.per_rank, budget is None and not packed
+    return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)
 
 
 def scoring(plan: BatchPlan, algorithm: Algorithm, *, stale: bool = False) -> Passes | None:
@@ -134,13 +134,13 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     """The rows whose prompts are short enough, as data.overlong_prompts wants it; ValueError where it is `error`, or
     where none is left.
     """
-    limit, how = policy.data.max_prompt_length, policy.data.overlong_prompts
+    limit, overlong = policy.data.max_prompt_length, policy.data.overlong_prompts
     kept = []
     for number, row in enumerate(rows):
         length = len(policy.encode(numbered(row, 0)))
         if length <= limit:
             kept.append(row)
-        elif how == "error":
+        elif overlong == "error":
             raise ValueError(
                 f"{key}, prompt {number}: it has {length} tokens with the chat template, more than data."
                 f"max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
@@ -155,11 +155,11 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
 
 def fitting_sets(val_sets: dict[str, list[Prompt]], policy: LMPolicy, *, first: bool) -> dict[str, list[Prompt]]:
     """The validation prompts that are short enough, likewise, by their files' names."""
-    found = {}
+    sets = {}
     for name, held_out in val_sets.items():
         kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=first)
-        found[name] = [numbered(row, i) for i, row in enumerate(kept)]
-    return found
+        sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
+    return sets
 
 
 def as_row(prompt: Prompt) -> PromptRow:

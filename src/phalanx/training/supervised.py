@@ -41,7 +41,7 @@ def share_of_rank(cfg: RunConfig, micro: int, key: str, noun: str, world_size: i
 
 
 class Shares:
-    """The samples of a rank: of `samples` in the data a step takes `per_rank` for each rank, in passes of `micro`.
+    """The samples of a rank: of `samples` in the data, each step takes `per_rank` per rank, in passes of `micro`.
 
     `batch_size` are those of a step of all ranks, in which this rank's begin with number `first`.
     """
@@ -57,7 +57,7 @@ class Shares:
 
 
 class Task(Protocol):
-    """What is learned from the samples. `noun` is what one is called in metrics, in the plural."""
+    """The loss on the samples. `noun` is the name of several samples in metrics."""
 
     noun: str
 

@@ -20,7 +20,7 @@ RULES = (
          _SIZE + "is of flow models, such as Wan and Qwen-Image; set it to 1"),
     Rule(_CONTEXT, SAMPLE, "Sampling has no context parallelism.",
          _shares,
-         _SIZE + "is of training; ranks sample prompts of their own here, so set it to 1"),
+         _SIZE + "is of training; ranks sample different prompts here, so set it to 1"),
     Rule(f"{_CONTEXT} rollout.engine", FLOW, "Context parallelism samples in the policy itself.",
          lambda c: _shares(c) and c.rollout.facts.weights == "copy",
          _SIZE + "samples in the policy itself; set rollout.engine=policy"),
@@ -29,7 +29,7 @@ RULES = (
          _SIZE + "exchanges tokens within blocks, which are not compiled; set model.compile=false"),
     Rule("parallel.param_offload parallel.expert_parallel", RUN, "Weights are not offloaded under expert parallelism.",
          lambda c: c.parallel.param_offload and c.parallel.expert_parallel,
-         "parallel.param_offload: true has no way with parallel.expert_parallel; set one to false"),
+         "parallel.param_offload: true does not work with parallel.expert_parallel; set one to false"),
     Rule("model.compile model.use_remove_padding model.attn_implementation", LM_RL,
          "Compiled blocks with packed samples need flash attention.",
          lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",
@@ -40,7 +40,7 @@ RULES = (
 LAUNCH_RULES = (
     Rule(f"{_CONTEXT} placement", FLOW, "Context parallelism needs ranks that do everything.",
          lambda c, w: _shares(c) and w.apart,
-         _SIZE + "has no way with placement; set one of them back to its default"),
+         _SIZE + "does not work with placement; set one of them back to its default"),
     Rule(_CONTEXT, FLOW, "The ranks that hold the same samples divide those of a node.",
          lambda c, w: (
              w.node % c.parallel.ulysses_sequence_parallel_size
@@ -73,5 +73,5 @@ LAUNCH_RULES = (
          # torchrun restarts ranks with the same command line, so "never" or a path would start over
          lambda c, w: c.trainer.resume != "auto" and w.restarts,
          "trainer.resume: {c.trainer.resume!r} would begin from there again whenever the ranks are restarted "
-         "(MAX_RESTARTS, or a range of NNODES); expected auto, with a trainer.output_dir of its own"),
+         "(MAX_RESTARTS, or a range of NNODES); expected auto, with another trainer.output_dir"),
 )  # fmt: skip
