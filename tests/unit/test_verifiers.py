@@ -2,7 +2,6 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from phalanx.config.run import RewardConfig, RewardFunctionConfig
-from phalanx.rewards import RewardError, RewardOutput, RewardSet
+from phalanx.rewards import RewardOutput, RewardSet
 from phalanx.rewards.text._answers import boxed, normalised, same
 from phalanx.rewards.text._process import Verifier, VerifierError
 from phalanx.rewards.text.dapo import Dapo
@@ -102,16 +101,17 @@ def test_math() -> None:
     assert scores(Math("string", answer="answer"), ["<answer> 3 </answer>"], ["#### 3"]) == [1]
 
 
-def test_a_verifier_that_hangs_costs_its_sample_alone() -> None:
+def test_an_answer_that_takes_too_long_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
     reward = Math(timeout_s=1.0)
-    begin = time.monotonic()
-    found = reward([HANGS, r"\boxed{\sqrt{4}}", HANGS], ["?"] * 3, [{"ground_truth": "2"}] * 3)
-    assert time.monotonic() - begin < 30
-    assert str(list(found.scores)) == "[nan, 1.0, nan]"
-    assert found.problem == "no verdict within timeout_s=1"
+    factorial = r"\boxed{(10^9)!}"
+    result = reward([HANGS, r"\boxed{\sqrt{4}}", factorial], ["?"] * 3, [{"ground_truth": "2"}] * 3)
+    assert list(result.scores) == [0, 1, 0]
+    assert result.extras == {"unjudged": [1, 0, 1]}
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 1 and messages[0].endswith("the first: no verdict within timeout_s=1")
 
 
-def test_a_verifier_that_is_killed_costs_its_sample_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_verifier_that_is_killed_costs_only_its_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     start, started = Verifier._start, []
 
     def doomed(verifier: Verifier) -> Any:
@@ -122,27 +122,26 @@ def test_a_verifier_that_is_killed_costs_its_sample_alone(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(Verifier, "_start", doomed)
     reward = Format("(a+)+b", timeout_s=60)
-    found = reward(["a" * 60, "aab", "c"], ["?"] * 3, [{}] * 3)  # the first would take for ever
-    assert str(list(found.scores)) == "[nan, 1.0, 0.0]"
-    assert found.problem == "its process ended with -9"
+    result = reward(["a" * 60, "aab", "c"], ["?"] * 3, [{}] * 3)  # the first would take for ever
+    assert list(result.scores) == [0, 1, 0] and result.extras == {"unjudged": [1, 0, 0]}
     assert len(started) == 2
 
 
 def text_rewards(on_error: str, **kwargs: Any) -> RewardSet:
     entry = RewardFunctionConfig(name="math", kwargs={"timeout_s": 0.5, **kwargs})
-    return RewardSet(RewardConfig(functions=[entry], on_error=on_error), "cpu", outputs="completions")
+    cfg = RewardConfig(functions=[entry], on_error=on_error, num_workers=1)
+    return RewardSet(cfg, "cpu", outputs="completions")
 
 
-def test_a_verifier_that_hangs_follows_on_error() -> None:
-    prompts = [Prompt(f"q{i}", i, {"ground_truth": "2"}) for i in range(2)]
-    strict = text_rewards("fail")
-    strict.submit([r"\boxed{2}", HANGS], prompts)
-    reason = 'for 1 of 2 completions on the prompt "q1": no verdict within timeout_s=0.5'
-    assert told(RewardError, strict.collect) == f"reward 'math' has no score {reason}"
-    lenient = text_rewards("skip")
-    lenient.submit([r"\boxed{2}", HANGS], prompts)
-    assert str(lenient.collect()["math"].tolist()) == "[1.0, nan]"
-    assert lenient.problem == "reward 'math' has no score on the prompt \"q1\": no verdict within timeout_s=0.5"
+@pytest.mark.parametrize("on_error", ["fail", "skip"])
+def test_no_answer_ends_the_job(on_error: str) -> None:
+    prompts = [Prompt(f"q{i}", i, {"ground_truth": "2"}) for i in range(6)]
+    reward = text_rewards(on_error)
+    reward.submit([r"\boxed{2}", *[HANGS] * 5], prompts)
+    assert len(reward._calls) == 6  # together they may take longer than reward.timeout_s, which is of each call
+    rows = {name: values.tolist() for name, values in reward.collect().items()}
+    assert rows == {"math": [1, 0, 0, 0, 0, 0], "math_unjudged": [0, 1, 1, 1, 1, 1]}
+    assert reward.problem is None
 
 
 def test_verifiers_in_several_threads() -> None:
@@ -154,15 +153,14 @@ def test_verifiers_in_several_threads() -> None:
     assert 1 <= verifier._idle.qsize() <= 3
 
 
-def test_a_process_that_is_gone_is_told() -> None:
+def test_a_process_that_is_gone_is_replaced() -> None:
     verifier = Verifier("pattern", 5.0)
     assert verifier.ask("a+", "aaa") is True
     child = verifier._idle.get()
     child.kill()
     child.wait()
     verifier._idle.put(child)
-    assert told(VerifierError, verifier.ask, "a+", "aaa") == "its process ended with -9"
-    assert verifier.ask("a+", "b") is False  # in a new one
+    assert verifier.ask("a+", "b") is False  # in a new one: no answer is to blame for the end of the last one
     assert told(VerifierError, verifier.ask, "(", "b").endswith("missing ), unterminated subpattern at position 0")
 
 
@@ -256,9 +254,8 @@ def test_the_tags(text: str, score: float, opened: float) -> None:
 def test_a_pattern_of_the_user() -> None:
     """One that would look for longer than the universe costs its sample."""
     reward = Format("(a+)+b.*", timeout_s=1.0)
-    found = reward(["aaab\n", "caab", "a" * 60, "\x00", "b" * 1_000_000], ["?"] * 5, [{}] * 5)
-    assert str(list(found.scores)) == "[1.0, 0.0, nan, 0.0, 0.0]"
-    assert found.problem == "no verdict within timeout_s=1"
+    result = reward(["aaab\n", "caab", "a" * 60, "\x00", "b" * 1_000_000], ["?"] * 5, [{}] * 5)
+    assert list(result.scores) == [1, 0, 0, 0, 0] and result.extras == {"unjudged": [0, 0, 1, 0, 0]}
 
 
 def test_length() -> None:
@@ -294,5 +291,5 @@ def test_rows_that_reasoning_gym_does_not_know() -> None:
     assert told(ValueError, reward, ["?"], ["?"], [{"reasoning_gym": {"task": "x"}}]) == (
         "no column reasoning_gym of the form {task, entry}; make the data with tasks/prepare_data.py reasoning_gym=[...]"
     )
-    found = reward(["<answer>1</answer>"], ["?"], [{"reasoning_gym": {"task": "chain_some", "entry": {}}}])
-    assert found.problem == "ValueError: Dataset 'chain_some' not registered"
+    row = {"reasoning_gym": {"task": "chain_some", "entry": {}}}
+    assert told(ValueError, reward, ["<answer>1</answer>"], ["?"], [row]) == "Dataset 'chain_some' not registered"

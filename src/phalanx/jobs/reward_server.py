@@ -34,10 +34,10 @@ from phalanx.distributed.launch import Launch
 from phalanx.exit import Stopped
 from phalanx.functional.rewards import combine
 from phalanx.jobs.memory_budget import MemoryBudget
+from phalanx.rewards.call import Call, Rows
 from phalanx.rewards.http import read_token
 from phalanx.rewards.protocol import ScoreRequest, Texts, complaint
 from phalanx.rewards.registry import build_terms
-from phalanx.rewards.runner import Call, Rows
 from phalanx.types import Outputs, Prompt
 
 log = logging.getLogger(__name__)

@@ -17,6 +17,7 @@ from phalanx.distributed.passes import Passes
 from phalanx.types import JobError, Samples
 
 Scores = Sequence[float] | NDArray[Any] | Tensor
+UNJUDGED = "unjudged"  # the extra of rewards that limit the time of each sample: 1 where it had no verdict
 
 
 class RewardError(JobError):

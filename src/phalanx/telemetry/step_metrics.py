@@ -46,8 +46,8 @@ def merged_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 def token_metrics(
     lengths: Tensor, trained: int, step_s: float, timers: Timers, ranks: int | None = None
 ) -> dict[str, float]:
-    """perf/... of samples that are made of tokens: their sum, and per rank and second the tokens that each phase reads or
-    makes. lengths [B, 2] are those of this rank's prompts and responses, of which `trained` tokens went through the
+    """perf/... of samples that are made of tokens: their sum, and per rank and second the tokens that each phase reads
+    or makes. lengths [B, 2] are those of this rank's prompts and responses, of which `trained` tokens went through the
     update. `ranks` counts those of all roles; None: those of this group.
     """
     ranks, here = ranks or dist.get_world_size(), dist.get_world_size()

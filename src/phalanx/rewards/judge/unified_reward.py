@@ -11,7 +11,7 @@ from typing import Any
 from phalanx.rewards.judge._base import Judge
 
 AXES = ("alignment", "coherence", "style")
-_GRADE = r"{axis}\s+score\W*(?:1\s*-\s*5\W*)?:\W*(\d+(?:\.\d+)?)"
+_GRADE = r"{axis}\s{{1,9}}score\W{{0,9}}(?:1\s{{0,9}}-\s{{0,9}}5\W{{0,9}})?:\W{{0,9}}(\d+(?:\.\d+)?)"  # bounded: linear
 
 
 class UnifiedReward(Judge):

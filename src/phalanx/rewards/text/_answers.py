@@ -6,7 +6,6 @@ from decimal import Decimal, InvalidOperation
 from typing import Any
 
 LONGEST = 1000  # characters of an answer; what is longer is none
-_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
@@ -36,8 +35,11 @@ def boxed(text: str) -> str | None:
 
 def tagged(text: str) -> str | None:
     """The content of the last <answer>...</answer>."""
-    result = _TAG.findall(text)
-    return result[-1].strip() if result else None
+    content, end = None, 0
+    # not by a regular expression, which would look for the end of each tag anew: quadratic where none has one
+    while (begin := text.find("<answer>", end)) >= 0 and (close := text.find("</answer>", begin)) >= 0:
+        content, end = text[begin + len("<answer>") : close], close + len("</answer>")
+    return None if content is None else content.strip()
 
 
 def line(text: str) -> str | None:

@@ -1,20 +1,24 @@
-"""Verifiers in a process of their own, which its own alarm ends where one takes too long: `python -P _child.py NAME S`.
+"""Verifiers in a confined process, which its own alarm ends where one takes too long: `python -P _child.py NAME S`.
 
-It reads a question a line, the JSON list of a verifier's arguments, and answers each with a line, [verdict, problem].
+Its first line is the list of confinements that this machine lacks. It then reads a question per line, the JSON list of
+a verifier's arguments, and answers each with a line, [verdict, problem, whether the row of the data is the problem].
 Nothing of phalanx is imported, so that it starts fast and stays small.
 """
 
 import json
 import os
 import re
-import resource
+import runpy
 import signal
 import sys
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-MEMORY = 4 * 2**30  # bytes of a process: 9^(9^9) must not take those of the machine
+
+class RowError(Exception):
+    """The row of the data cannot be judged, whatever the answer is."""
 
 
 def load_math() -> Callable[[str, str], bool]:
@@ -42,7 +46,15 @@ def load_reasoning_gym() -> Callable[[str, str | None, dict[str, Any]], float]:
     import reasoning_gym
 
     known = cache(reasoning_gym.get_score_answer_fn)
-    return lambda task, answer, entry: float(known(task)(answer, entry))
+
+    def verdict(task: str, answer: str | None, entry: dict[str, Any]) -> float:
+        try:
+            score = known(task)
+        except ValueError as error:
+            raise RowError(str(error)) from error
+        return float(score(answer, entry))
+
+    return verdict
 
 
 VERIFIERS: dict[str, Callable[[], Callable[..., Any]]] = {
@@ -55,17 +67,25 @@ VERIFIERS: dict[str, Callable[[], Callable[..., Any]]] = {
 def main(name: str, limit_s: float) -> None:
     """Answer until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
+    os.dup2(2, 1)  # prints of a library are no answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the parent's
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     verdict = VERIFIERS[name]()
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, 1)
+    os.dup2(silence, 2)  # a log in a file could not be written to from here on
+    missing = runpy.run_path(str(Path(__file__).with_name("_sandbox.py")))["confine"]()
+    print(json.dumps(missing), file=answers, flush=True)
     for line in sys.stdin:
         arguments = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, limit_s)  # nothing catches it: it ends what runs in C as well
+        # Nothing catches these signals: they end what runs in C as well. Time of the processor, so that a busy machine
+        # gives the same scores; the clock of the wall only for what sleeps.
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
+        signal.setitimer(signal.ITIMER_REAL, 10 * limit_s)
         try:
-            reply = [verdict(*arguments), None]
+            reply = [verdict(*arguments), None, False]
         except Exception as error:  # whatever a verifier makes of a text
-            reply = [None, " ".join(f"{type(error).__name__}: {error}".split())]
+            reply = [None, " ".join(f"{type(error).__name__}: {error}".split()), isinstance(error, RowError)]
+        signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         print(json.dumps(reply), file=answers, flush=True)
 

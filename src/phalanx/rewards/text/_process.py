@@ -1,62 +1,117 @@
-"""Verifiers with a time limit for each sample, in processes beside the rank.
+"""Verifiers with a time limit for each sample, in confined processes beside the rank.
 
-Not in the reward's thread: what hangs there cannot be ended, a limit by signals works on the main thread alone, and a
+Not in the reward's thread: what hangs there cannot be ended, a limit by signals works only on the main thread, and a
 regular expression keeps Python's lock for as long as it runs.
 """
 
 import json
+import logging
 import os
 import queue
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.messages import cut
-from phalanx.rewards.base import RewardOutput
+from phalanx.exit import place
+from phalanx.rewards.base import UNJUDGED, RewardOutput
 
+log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("_child.py")
-_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+# Variables of the environment that a verifier gets, beside those that begin with LC_ or PYTHON: no token is among them.
+_VARIABLES = ("PATH", "LANG", "LD_LIBRARY_PATH")
+_FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class VerifierError(RuntimeError):
-    """A verifier gave no verdict; the message is a part of a line."""
+    """A verifier gave no verdict on an answer; the message is a part of a line."""
 
 
 class Verifier:
     """A verifier of _child.py by its name: each thread that asks at a time has a process, which waits for the next."""
+
+    extras = (UNJUDGED,)  # of the rewards that use it
 
     def __init__(self, name: str, timeout_s: float) -> None:
         if not 0 < timeout_s < 3600:
             raise ValueError(f"timeout_s={timeout_s:g} should be seconds, above 0 and below 3600")
         self._name, self._timeout_s = name, timeout_s
         self._idle: queue.SimpleQueue[subprocess.Popen[str]] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # of the two below
+        self._told_missing = self._told_unjudged = False
 
     def ask(self, *arguments: Any) -> Any:
-        """The verdict. Raises VerifierError where it takes too long, raises, or takes the process with it."""
-        try:
-            child = self._idle.get_nowait()
-        except queue.Empty:
-            child = self._start()
+        """The verdict. Raises VerifierError where it takes too long, raises, or takes the process with it; ValueError
+        where the row of the data cannot be judged, and RuntimeError where the process does not start.
+        """
+        child = self._ready()
         assert child.stdin is not None and child.stdout is not None
-        with suppress(BrokenPipeError):  # it is gone: told below
+        with suppress(BrokenPipeError):  # it has ended: see below
             child.stdin.write(json.dumps(arguments) + "\n")
             child.stdin.flush()
         line = child.stdout.readline()
         if not line:
             raise VerifierError(self._end(child))
         self._idle.put(child)
-        verdict, problem = json.loads(line)
-        if problem is not None:
-            raise VerifierError(cut(problem))
-        return verdict
+        verdict, problem, of_row = json.loads(line)
+        if problem is None:
+            return verdict
+        raise ValueError(cut(problem.removeprefix("RowError: "))) if of_row else VerifierError(cut(problem))
+
+    def judge(self, wrong: float, *arguments: Any) -> tuple[float, float]:
+        """The verdict as a score, and 1 where there is none, else 0: such an answer is scored as a wrong one, since no
+        text of a policy may end the job. The first one is named in the log.
+        """
+        try:
+            return float(self.ask(*arguments)), 0.0
+        except VerifierError as error:
+            with self._lock:
+                first, self._told_unjudged = not self._told_unjudged, True
+            if first:  # an error, since only this rank may see it: only rank 0 shows warnings
+                log.error(
+                    "%s: the verifier %s has no verdict on an answer, which is scored as a wrong one; from here on see "
+                    "the reward's metric unjudged; the first: %s",
+                    place(),
+                    self._name,
+                    error,
+                )
+            return wrong, 1.0
+
+    def _ready(self) -> "subprocess.Popen[str]":
+        """A process that waits for a question: an idle one that still runs, or a new one."""
+        with suppress(queue.Empty):
+            while True:
+                child = self._idle.get_nowait()
+                if child.poll() is None:
+                    return child
+                self._end(child)
+        child = self._start()
+        assert child.stdout is not None
+        line = child.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the verifier {self._name} did not start: {self._end(child)}")
+        missing = json.loads(line)
+        with self._lock:
+            tell, self._told_missing = bool(missing) and not self._told_missing, True
+        if tell:
+            log.warning(
+                "this machine has no %s: the verifier %s runs without that confinement; see docs/rewards.md",
+                " and no ".join(missing),
+                self._name,
+            )
+        return child
 
     def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-P", str(_CHILD), self._name, str(self._timeout_s)]
-        environment = {**os.environ, **_ONE_THREAD}
+        environment = dict(_FIXED)
+        for name, value in os.environ.items():
+            if name in _VARIABLES or name.startswith(("LC_", "PYTHON")):
+                environment.setdefault(name, value)
         return subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
         )
@@ -66,15 +121,14 @@ class Verifier:
         code = child.wait()
         assert child.stdin is not None and child.stdout is not None
         child.stdout.close()
-        with suppress(BrokenPipeError):  # of the question that it did not hear
+        with suppress(BrokenPipeError):  # of the question that it did not read
             child.stdin.close()
-        if code == -signal.SIGALRM:
+        if code in (-signal.SIGALRM, -signal.SIGPROF):
             return f"no verdict within timeout_s={self._timeout_s:g}"
         return f"its process ended with {code}"
 
 
-def scored(verdicts: Sequence[float | VerifierError]) -> RewardOutput:
-    """Scores of which some may be missing, and why."""
-    scores = [float("nan") if isinstance(verdict, VerifierError) else verdict for verdict in verdicts]
-    problem = next((str(verdict) for verdict in verdicts if isinstance(verdict, VerifierError)), None)
-    return RewardOutput(scores, problem=problem)
+def with_unjudged(judged: Sequence[tuple[float, float]]) -> RewardOutput:
+    """The scores of `Verifier.judge`, with its extra."""
+    scores, unjudged = (list(values) for values in zip(*judged, strict=True))
+    return RewardOutput(scores, {UNJUDGED: unjudged})

@@ -4,18 +4,18 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from phalanx.rewards.base import RewardOutput
-from phalanx.rewards.text._process import Verifier, VerifierError, scored
+from phalanx.rewards.base import RewardOutput, RewardWithExtras
+from phalanx.rewards.text._process import Verifier, with_unjudged
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-class Format:
+class Format(RewardWithExtras):
     """1 for a completion of the form <think>...</think><answer>...</answer>, each tag once, or with `pattern` for one
     that this regular expression matches as a whole (a point stands for a newline too); else 0.
 
-    opened: the prompt ends in <think> already. timeout_s: seconds that `pattern` has for a sample, which has no score
-    where they do not do: some expressions take longer than the universe.
+    opened: the prompt ends in <think> already. timeout_s: seconds of the processor that `pattern` has for a sample;
+    one that they do not suffice for gets 0, and is counted by the extra `unjudged`: some expressions take for ever.
     """
 
     def __init__(self, pattern: str | None = None, opened: bool = False, timeout_s: float = 1.0) -> None:
@@ -26,19 +26,17 @@ class Format:
                 raise ValueError(f"pattern={pattern!r} is no regular expression: {error}") from None
         self._pattern, self._tags = pattern, TAGS[1:] if opened else TAGS
         self._verifier = Verifier("pattern", timeout_s)
+        self.extras = () if pattern is None else Verifier.extras
 
     def __call__(
         self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> RewardOutput:
-        return scored([self._score(completion) for completion in completions])
-
-    def _score(self, text: str) -> float | VerifierError:
         if self._pattern is None:
-            return float(in_tags(text, self._tags))
-        try:
-            return float(self._verifier.ask(self._pattern, text))
-        except VerifierError as error:
-            return error
+            return RewardOutput([float(in_tags(completion, self._tags)) for completion in completions])
+        judged = []
+        for completion in completions:
+            judged.append(self._verifier.judge(0.0, self._pattern, completion))
+        return with_unjudged(judged)
 
 
 def in_tags(text: str, tags: Sequence[str]) -> bool:

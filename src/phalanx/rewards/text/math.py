@@ -8,16 +8,17 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
-from phalanx.rewards.base import RewardOutput
+from phalanx.rewards.base import RewardOutput, RewardWithExtras
 from phalanx.rewards.text import _answers
-from phalanx.rewards.text._process import Verifier, VerifierError, scored
+from phalanx.rewards.text._process import Verifier, with_unjudged
 
 
-class Math:
+class Math(RewardWithExtras):
     """1 where the answer is metadata's `ground_truth`, else 0; `format_score` for a wrong one.
 
     answer: where it stands: boxed, answer (tags), line (behind Answer:), hash (behind ####) or whole.
-    timeout_s: seconds that math-verify has for a sample, which has no score where they do not do.
+    timeout_s: seconds of the processor that math-verify has for a sample; one that they do not suffice for is wrong,
+        and counted by the extra `unjudged`.
     """
 
     def __init__(
@@ -37,21 +38,24 @@ class Math:
         self._find = _answers.form(answer)
         self._format_score = format_score
         self._verifier = Verifier("math", timeout_s) if equivalence == "math_verify" else None
+        self.extras = () if self._verifier is None else Verifier.extras
 
     def __call__(
         self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> RewardOutput:
-        truths = [_answers.truth(meta, "math") for meta in metadata]
-        pairs = zip(completions, truths, strict=True)
-        return scored([self._score(self._find(completion), truth) for completion, truth in pairs])
+        judged = []
+        for completion, meta in zip(completions, metadata, strict=True):
+            judged.append(self._score(self._find(completion), _answers.truth(meta, "math")))
+        output = with_unjudged(judged)
+        return output if self.extras else RewardOutput(output.scores)
 
-    def _score(self, answer: str | None, truth: str) -> float | VerifierError:
+    def _score(self, answer: str | None, truth: str) -> tuple[float, float]:
+        """The score of an answer, and 1 where math-verify had no verdict."""
         if answer is None or not 0 < len(answer) <= _answers.LONGEST:
-            return 0.0
-        right = _answers.same(answer, truth)
-        if not right and self._verifier is not None:
-            try:
-                right = self._verifier.ask(truth, answer)
-            except VerifierError as error:
-                return error
-        return 1.0 if right else self._format_score
+            return 0.0, 0.0
+        if _answers.same(answer, truth):
+            return 1.0, 0.0
+        if self._verifier is None:
+            return self._format_score, 0.0
+        right, unjudged = self._verifier.judge(0.0, truth, answer)
+        return (1.0 if right else self._format_score), unjudged

@@ -7,17 +7,21 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from phalanx.rewards.base import RewardOutput
-from phalanx.rewards.text import _answers
-from phalanx.rewards.text._process import Verifier, VerifierError, scored
+from phalanx.rewards.base import RewardOutput, RewardWithExtras
+from phalanx.rewards.text import _answers, _grammar
+from phalanx.rewards.text._process import Verifier, with_unjudged
 
 
-class ReasoningGym:
-    """The task's own score in 0..1 of the answer, 0 without one.
+class ReasoningGym(RewardWithExtras):
+    """The task's own score in 0..1 of the answer, 0 without one. Some verifiers evaluate the answer as code of Python:
+    one that is no list or formula, as the task asks for, never reaches them. See _grammar.
 
     answer: where it stands: answer (tags, as the package itself reads it), boxed, line, hash or whole.
-    timeout_s: seconds that the verifier has for a sample, which has no score where they do not do.
+    timeout_s: seconds of the processor that the verifier has for a sample; one that they do not suffice for gets 0, and
+        is counted by the extra `unjudged`.
     """
+
+    extras = Verifier.extras
 
     def __init__(self, answer: str = "answer", timeout_s: float = 10.0) -> None:
         if find_spec("reasoning_gym") is None:
@@ -28,17 +32,17 @@ class ReasoningGym:
     def __call__(
         self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
     ) -> RewardOutput:
-        rows = [_row(meta) for meta in metadata]
-        return scored([self._score(text, *row) for text, row in zip(completions, rows, strict=True)])
-
-    def _score(self, text: str, task: str, entry: dict[str, Any]) -> float | VerifierError:
-        answer = self._find(text)
-        if answer is None:
-            return 0.0
-        try:
-            return float(self._verifier.ask(task, answer, entry))
-        except VerifierError as error:
-            return error
+        judged = []
+        for completion, meta in zip(completions, metadata, strict=True):
+            task, entry = _row(meta)
+            answer = self._find(completion)
+            if answer is None:
+                judged.append((0.0, 0.0))
+                continue
+            # what the task does not allow is scored as no answer at all, which some tasks give 0.01
+            allowed = _grammar.allowed(task, answer, entry)
+            judged.append(self._verifier.judge(0.0, task, answer if allowed else None, entry))
+        return with_unjudged(judged)
 
 
 def _row(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -1,0 +1,184 @@
+"""One call of a reward: what it is given, what it returns, checked, and the errors of both, in one line."""
+
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.messages import reason
+from phalanx.functional.rewards import LARGEST
+from phalanx.rewards.base import RewardError, RewardOutput, copied
+from phalanx.rewards.registry import Term
+from phalanx.types import Outputs, Prompt
+
+_SHOWN = 120  # characters of a prompt in a message
+
+Rows = dict[str, Tensor]  # float32 [B] on the CPU, by the names in the logs
+
+
+class Call:
+    """One call of one term on a micro-batch or a part of it, or on all answers to a judge. `start` and `end` are set by
+    the worker thread; 0 until then.
+    """
+
+    def __init__(
+        self, term: Term, subject: Outputs, prompts: list[Prompt], frames: int = 1, *, forgives: bool = False
+    ) -> None:
+        """`subject` is what the term's function gets, `frames` of it for each sample, and `prompts` as many.
+        `forgives`: what the function raises is no failure, and neither is a number that is not finite.
+        """
+        self.term = term
+        self._forgives = forgives
+        self.prompts = prompts
+        self.start = self.end = 0.0
+        self.future: Future[Rows] | None = None
+        self._frames = frames
+        self.subject: Outputs | None = subject
+        self._problem: str | None = None  # what the function says of scores that are missing
+
+    def overdue(self, limit_s: float) -> bool:
+        """Tell whether it has been running for longer than `limit_s`; the time in the queue does not count."""
+        running = self.start > 0 and self.future is not None and not self.future.done()
+        return running and time.perf_counter() - self.start > limit_s
+
+    def failure(self) -> RewardError | None:
+        """The error that ended the call, in one line and with its cause; None where it has none so far."""
+        if self.future is None or not self.future.done() or self.future.cancelled():
+            return None
+        error = self.future.exception()
+        if error is None or isinstance(error, RewardError):
+            return error
+        return None if self._forgives and isinstance(error, Exception) else self._wrapped(error)
+
+    def outcome(self) -> tuple[Rows, str | None]:
+        """The rows of a call that is done and did not fail, NaN for samples without a score, and the reason."""
+        assert self.future is not None
+        error = self.future.exception()
+        if error is not None:
+            none = torch.full((len(self.prompts) // self._frames,), torch.nan)
+            return dict.fromkeys(self.term.rows, none), str(self._wrapped(error))
+        rows = self.future.result()
+        lost = torch.stack([~(values.abs() <= LARGEST) for values in rows.values()]).any(0)  # NaN is not
+        if not lost.any():
+            return rows, None
+        prompts = [self.prompts[i * self._frames] for i in lost.nonzero().flatten().tolist()]
+        what = f"returned NaN, infinity or more than {LARGEST:g}" if self._problem is None else "has no score"
+        why = "" if self._problem is None else f": {self._problem}"
+        problem = f"reward {self.term.name!r} {what} on {on_prompts(prompts)}{why}"
+        return {row: values.masked_fill(lost, torch.nan) for row, values in rows.items()}, problem
+
+    def _wrapped(self, error: BaseException) -> RewardError:
+        """The error of the function, in one line and with its cause."""
+        failure = RewardError(f"reward {self.term.name!r} raised {reason(error)} on {on_prompts(self.prompts)}")
+        failure.__cause__ = error
+        return failure
+
+    def private(self, subject: Outputs) -> Outputs:
+        """A copy for this call: whatever a reward does to it, other rewards and the logs see what was sampled."""
+        return subject.to(torch.float32, copy=True) if isinstance(subject, Tensor) else list(subject)
+
+    def run(self) -> Rows:
+        """Call the reward and check what it returns: the term's rows, its scores first."""
+        assert self.subject is not None
+        subject, self.subject = self.subject, None  # freed as soon as they are scored
+        self.start = time.perf_counter()
+        try:
+            rows = self._score(subject, self.prompts)
+        except Exception:
+            if not self.term.per_sample or len(self.prompts) == self._frames:
+                raise
+            rows = self._score_singly(subject)
+        self.end = time.perf_counter()
+        return rows
+
+    def _score(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
+        """The term's rows of all or some of the samples."""
+        metadata = [copied(prompt.meta) for prompt in prompts]
+        returned = self.term.function(self.private(subject), [prompt.text for prompt in prompts], metadata)
+        output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned)
+        self._problem = self._problem or output.problem
+        return mean_of_frames(_rows(output, self.term, prompts, forgives=self._forgives), self._frames)
+
+    def _score_singly(self, subject: Outputs) -> Rows:
+        """The rows of a call that raised, sample by sample, so that the one that is to blame is found: the error is
+        about it only, or, where errors are forgiven, only its score is missing.
+        """
+        rows: dict[str, list[Tensor]] = {row: [] for row in self.term.rows}
+        prompts = self.prompts
+        for first in range(0, len(prompts), self._frames):
+            sample = slice(first, first + self._frames)
+            try:
+                scored = self._score(subject[sample], prompts[sample])
+            except Exception as error:  # whatever the reward raises
+                if not self._forgives or isinstance(error, RewardError):
+                    self.prompts = prompts[sample]  # those that the error is about
+                    raise
+                self._problem = self._problem or reason(error)
+                scored = dict.fromkeys(self.term.rows, torch.full((1,), torch.nan))
+            for row, values in scored.items():
+                rows[row].append(values)
+        return {row: torch.cat(values) for row, values in rows.items()}
+
+
+def _rows(output: RewardOutput, term: Term, prompts: list[Prompt], *, forgives: bool) -> Rows:
+    """The term's rows of what a reward returned; RewardError for other extras than it names, and see `_check`."""
+    if output.extras.keys() != set(term.extras):
+        returned = ", ".join(sorted(output.extras)) or "none"
+        named = ", ".join(sorted(term.extras)) or "none"
+        raise RewardError(
+            f"reward {term.name!r} returned the extras {returned} on {on_prompts(prompts)}; expected those that "
+            f"`extras` of its class, derived from RewardWithExtras, names: {named}"
+        )
+    values = {term.name: output.scores}
+    for extra in term.extras:
+        values[f"{term.name}_{extra}"] = output.extras[extra]
+    rows = {}
+    for row, scores in values.items():
+        rows[row] = _check(scores, row, term.takes, prompts, output.problem, forgives=forgives)
+    return rows
+
+
+def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: str | None, *, forgives: bool) -> Tensor:
+    """The scores as float32 [B] on the CPU; RewardError for another number of them and, unless it `forgives`, for NaN
+    or infinity, of which `problem` is the reason.
+    """
+    expected = f"expected {len(prompts)} numbers: a list, an array or a tensor"
+    if isinstance(scores, Tensor):
+        scores = scores.detach()
+    try:
+        values = torch.as_tensor(scores, dtype=torch.float32, device="cpu").clone()  # the reward may reuse its own
+    except (TypeError, ValueError, RuntimeError):
+        raise RewardError(
+            f"reward {name!r} returned no numbers but a {type(scores).__name__} on {on_prompts(prompts)}; {expected}"
+        ) from None
+    if values.shape != (len(prompts),):
+        what = f"{len(values)} scores" if values.ndim == 1 else f"scores of shape {list(values.shape)}"
+        raise RewardError(
+            f"reward {name!r} returned {what} for {len(prompts)} {takes} on {on_prompts(prompts)}; {expected}"
+        )
+    bad = (~(values.abs() <= LARGEST)).nonzero().flatten().tolist()
+    if bad and not forgives:
+        count, where = f"{len(bad)} of {len(prompts)} {takes}", on_prompts([prompts[i] for i in bad])
+        if problem is not None:
+            raise RewardError(f"reward {name!r} has no score for {count} on {where}: {problem}")
+        raise RewardError(
+            f"reward {name!r} returned {values[bad[0]].item()} for {count} on {where}; expected finite numbers"
+            f"{f' up to {LARGEST:g}' if values[bad[0]].isfinite() else ''}"
+        )
+    return values
+
+
+def on_prompts(prompts: list[Prompt]) -> str:
+    """`the prompts "a" (+2 more)`: the first of the distinct prompts, cut to a readable length."""
+    texts = list(dict.fromkeys(" ".join(p.text.split()) for p in prompts))
+    shown = texts[0] if len(texts[0]) <= _SHOWN else texts[0][:_SHOWN] + "…"
+    return f'the prompts "{shown}" (+{len(texts) - 1} more)' if len(texts) > 1 else f'the prompt "{shown}"'
+
+
+def mean_of_frames(rows: dict[str, Tensor], frames: int) -> dict[str, Tensor]:
+    """Scores [B k] of k frames of each video -> of the videos [B], by name."""
+    if frames == 1:
+        return rows
+    return {name: values.view(-1, frames).mean(1) for name, values in rows.items()}

@@ -1,0 +1,217 @@
+"""Answers of a policy are data: none runs as code, and what judges them has no secrets, no network and no files."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config.run import RewardConfig, RewardFunctionConfig
+from phalanx.rewards import RewardSet
+from phalanx.rewards.text import _grammar, _sandbox
+from phalanx.rewards.text._process import Verifier
+from phalanx.rewards.text.reasoning_gym import ReasoningGym
+from phalanx.types import Prompt
+from tests.rewards import scored
+
+EVALUATING = sorted((*_grammar.LISTS, *_grammar.FORMULAS))
+# Modules of reasoning-gym with a call that evaluates text, of which only the data reach it: generators of questions, and
+# verifiers that evaluate what the row holds.
+OF_DATA = {"basic_arithmetic", "bitwise_arithmetic", "codeio", "generators_00_49", "generators_50_99", "number_sorting"}
+OF_DATA |= {"propositional_logic"}  # whose parse_expr is its own
+
+
+def entry_of(task: str) -> dict[str, Any]:
+    import reasoning_gym
+
+    return json.loads(json.dumps(reasoning_gym.create_dataset(task, size=1, seed=3)[0]))
+
+
+def judge(task: str, *answers: str) -> list[float]:
+    row = {"reasoning_gym": {"task": task, "entry": entry_of(task)}}
+    result = ReasoningGym(answer="whole", timeout_s=5.0)(list(answers), ["?"] * len(answers), [row] * len(answers))
+    return list(result.scores)
+
+
+def test_all_tasks_that_evaluate_answers_are_known() -> None:
+    import reasoning_gym
+
+    package = Path(reasoning_gym.__file__).parent
+    evaluating = set()
+    for path in package.rglob("*.py"):
+        if re.search(r"\b(eval|exec|parse_expr|sympify|parse_latex)\(", path.read_text()):
+            evaluating.add(path.stem)
+    assert evaluating - OF_DATA == set(EVALUATING)
+
+
+@pytest.mark.parametrize("task", EVALUATING)
+def test_no_answer_runs(task: str, tmp_path: Path) -> None:
+    touch = tmp_path / "ran"
+    answers = [
+        f"__import__('os').system('touch {touch}')",
+        f"[open({str(touch)!r}, 'w')]",
+        f"().__class__.__base__.__subclasses__()[0] or open({str(touch)!r}, 'w')",
+        f"x**2 + __import__('pathlib').Path({str(touch)!r}).touch()",
+        "oracle_answer",
+        "[oracle_answer]",
+        "self",
+        "9**9**9",
+        "9**(9**9)",
+        "((((9**9)**9)**9)**9)**9",
+        "[0]*10**9",
+        "(" * 50_000 + ")" * 50_000,
+        "[" * 50_000 + "]" * 50_000,
+        "-" * 100_000 + "1",
+        "1+" * 50_000 + "1",
+    ]
+    begin = time.monotonic()
+    assert max(judge(task, *answers)) <= 0.01  # which puzzle24 and countdown give whatever is no formula
+    assert time.monotonic() - begin < 60
+    assert not touch.exists()
+
+
+@pytest.mark.parametrize("task", EVALUATING)
+def test_right_answers_are_still_right(task: str) -> None:
+    assert judge(task, str(entry_of(task)["answer"])) == [1.0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "allowed"),
+    [
+        ("3*(4 + 5) - 1/2", True),
+        ("x**3/3 + 2*x*exp(-x) + C", True),
+        ("sin(x)**2", True),
+        ("+".join(["123"] * 250), True),
+        ("2**500", True),
+        ("2**10000", False),
+        ("2**2**2**2**2**2", False),
+        ("x.real", False),
+        ("f(x)", False),
+        ("x if y else z", False),
+        ("lambda: 0", False),
+        ("True", False),
+        ("1e999", False),
+        ("1j", False),
+        ("'a'", False),
+        ("[1]", False),
+        ("(x := 3)", False),
+        ("exp", False),
+        ("log(x, 2)", False),
+        ("", False),
+    ],
+)
+def test_formulas(answer: str, allowed: bool) -> None:
+    assert _grammar.is_formula(answer) is allowed
+
+
+ATTEMPTS = """
+import os, runpy, socket, sys
+print(runpy.run_path(sys.argv[1])["confine"]())
+folder = sys.argv[2]
+def attempt(call):
+    try:
+        return call()
+    except (OSError, MemoryError):
+        return "refused"
+print(attempt(lambda: open(folder + "/new", "w")), attempt(lambda: os.open(folder, os.O_TMPFILE | os.O_RDWR)))
+print(attempt(lambda: open(folder + "/secret").read()), attempt(lambda: open(f"/proc/{os.getppid()}/environ").read()))
+print(attempt(lambda: os.unlink(folder + "/secret")), attempt(lambda: os.mkdir(folder + "/new")))
+print(attempt(lambda: socket.socket()), attempt(os.fork), attempt(lambda: os.kill(os.getppid(), 0)))
+print(attempt(lambda: os.execv("/bin/true", ["true"])), attempt(lambda: b"x" * 2**33))
+import decimal, colorsys  # modules of Python may be read
+print(sum(range(10)))
+"""
+
+
+def test_the_confinement(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("s")
+    command = [sys.executable, "-P", "-c", ATTEMPTS, str(_sandbox.__file__), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    missing, *lines = result.stdout.splitlines()
+    if missing != "[]":
+        pytest.skip(f"this machine has no {missing}")
+    assert lines == [*["refused refused"] * 3, "refused refused refused", "refused refused", "45"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["secret"]
+
+
+def test_a_verifier_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("LC_ALL", "C.UTF-8")
+    child = Verifier("pattern", 5.0)._start()
+    assert child.stdout is not None
+    assert child.stdout.readline() in ("[]\n", '["Landlock"]\n', '["seccomp"]\n', '["Landlock", "seccomp"]\n')
+    names = {item.partition("=")[0] for item in Path(f"/proc/{child.pid}/environ").read_text().split("\0") if item}
+    child.kill()
+    child.wait()
+    assert "LC_ALL" in names and "PATH" in names
+    assert {name for name in names if not name.startswith(("LC_", "PYTHON"))} <= {
+        "PATH",
+        "LANG",
+        "LD_LIBRARY_PATH",
+        "OMP_NUM_THREADS",
+        "OPENBLAS_NUM_THREADS",
+    }
+
+
+def test_a_verifier_that_does_not_start_is_no_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="the verifier pattern did not start: its process ended with 1"):
+        Verifier("pattern", 5.0).judge(0.0, "a", "a")
+
+
+# --- time, which is linear in the length of a text
+
+TEXTS = {
+    "answer tags": "<answer>",
+    "closed tags": "<answer></answer>",
+    "boxes": r"\boxed{",
+    "braces": "{",
+    "box words": r"\boxed ",
+    "parentheses": "(",
+    "digits": "1",
+    "commas": ",",
+    "digits and commas": "1,",
+    "marks": "####",
+    "marks with spaces": "#### ",
+    "spaces": " ",
+    "lines": "Answer:\n",
+    "answers with spaces": "Answer ",
+    "think": "<think>",
+    "signs": "-",
+    "dollars": "$",
+    "points": ".",
+    "fractions": "1/",
+    "text": r"\text{",
+    "words": r"\text{a} ",
+    "stars": "*",
+    "exponents": "1e",
+}
+REWARDS = [
+    ("gsm8k", {}),
+    ("gsm8k", {"method": "flexible"}),
+    ("math", {"equivalence": "string"}),
+    *[("math", {"equivalence": "string", "answer": form}) for form in ("answer", "line", "hash", "whole")],
+    ("dapo", {}),
+    ("format", {}),
+    ("length", {"unit": "words"}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), REWARDS)
+def test_time_is_linear_in_the_length(name: str, kwargs: dict[str, Any]) -> None:
+    cfg = RewardConfig(functions=[RewardFunctionConfig(name=name, kwargs=kwargs)], num_workers=1)
+    reward = RewardSet(cfg, "cpu", outputs="completions")
+    for label, unit in TEXTS.items():
+        for ending in ("", " 1", r"\boxed{" + unit * 100 + "}"):
+            seconds = []
+            for length in (50_000, 100_000):
+                text = unit * (length // len(unit)) + ending
+                begin = time.process_time()
+                scored(reward, ([text], [Prompt("?", 0, {"ground_truth": "1"})]))
+                seconds.append(time.process_time() - begin)
+            # a quarter of a second is noise beside the many seconds of a quadratic one
+            assert seconds[1] < 3 * seconds[0] + 0.25, (label, ending[:10], seconds)
