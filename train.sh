@@ -16,6 +16,7 @@
 # The exit status is torchrun's; 143 or 130 where the job was told to stop (SIGTERM, Ctrl-C); 2 for a mistake in these.
 # POSIX sh only: it runs under dash, bash and busybox.
 set -eu
+(exec 3<&0) 2>/dev/null || exec </dev/null # a supervisor may have closed it
 
 die() { echo "train.sh: $1" >&2; exit 2; }
 number() { case $2 in '' | *[!0-9]*) die "$1=$2: expected an integer, such as $1=$3" ;; esac; }

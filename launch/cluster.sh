@@ -43,11 +43,13 @@ slurm() {
       if [ -z "${NODE_RANK:-}" ] && [ "${NNODES:-}" != 1 ]; then fan_out=${SLURM_JOB_NUM_NODES:-1}; fi
       : "${NNODES:=${SLURM_JOB_NUM_NODES:-1}}" "${MASTER_ADDR:=$(first_host "${SLURM_JOB_NODELIST:-}")}" ;;
     *)
-      : "${MASTER_ADDR:=$(first_host "$SLURM_STEP_NODELIST")}"
-      if [ "$SLURM_STEP_NUM_TASKS" -gt "$SLURM_STEP_NUM_NODES" ]; then
-        per_node=$((SLURM_STEP_NUM_TASKS / SLURM_STEP_NUM_NODES))
-        tasks_are_ranks "$SLURM_PROCID" "$SLURM_STEP_NUM_TASKS" "$SLURM_LOCALID" "$per_node"
-      else : "${NNODES:=$SLURM_STEP_NUM_NODES}" "${NODE_RANK:=$SLURM_NODEID}"; fi ;;
+      nodes=${SLURM_STEP_NUM_NODES:-1} tasks=${SLURM_STEP_NUM_TASKS:-${SLURM_STEP_NUM_NODES:-1}}
+      number SLURM_STEP_NUM_NODES "$nodes" 2; number SLURM_STEP_NUM_TASKS "$tasks" 16
+      if [ -n "${SLURM_PTY_PORT:-}" ]; then tasks=$nodes; fi # the shell of srun --pty is the only one of its tasks
+      : "${MASTER_ADDR:=$(first_host "${SLURM_STEP_NODELIST:-}")}"
+      if [ "$tasks" -gt "$nodes" ]; then
+        tasks_are_ranks "${SLURM_PROCID:-}" "$tasks" "${SLURM_LOCALID:-}" "$((tasks / nodes))"
+      else : "${NNODES:=$nodes}" "${NODE_RANK:=${SLURM_NODEID:-0}}"; fi ;;
   esac
 }
 
@@ -66,6 +68,7 @@ openmpi() {
 cluster() {
   devices=$(gpus) direct='' fan_out='' per_node=''
   if [ -n "${RANK:-}" ] && [ -n "${LOCAL_RANK:-}" ] && [ -z "${NNODES:-}" ]; then # a task per GPU, by torch's names
+    if [ "${WORLD_SIZE:-}" = 1 ]; then : "${LOCAL_WORLD_SIZE:=1}"; fi # left by a notebook or accelerate
     tasks_are_ranks "$RANK" "${WORLD_SIZE:-}" "$LOCAL_RANK" "${LOCAL_WORLD_SIZE:-}"
   elif [ -n "${SKYPILOT_NODE_RANK:-}" ]; then
     : "${NNODES:=${SKYPILOT_NUM_NODES:-}}" "${NODE_RANK:=$SKYPILOT_NODE_RANK}"

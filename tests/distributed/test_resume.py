@@ -42,6 +42,33 @@ def test_resume_repeats_bit_for_bit(
         assert torch.equal(value, resumed[name]), name
 
 
+# each way to offload, on each way to shard that it is for
+OFFLOADS = [
+    (1, "optimizer_offload"),
+    (2, "optimizer_offload"),
+    (2, "param_offload"),
+    (2, "optimizer_offload param_offload"),
+]
+
+
+@pytest.mark.quick("2-optimizer_offload-lora")
+@pytest.mark.parametrize("kind", [LORA, ("actor.ema.decay=0.9",)], ids=["lora", "full"])
+@pytest.mark.parametrize(("fsdp", "offloads"), OFFLOADS)
+def test_offloaded_states_are_saved_and_resumed(
+    fsdp: int, offloads: str, kind: tuple[str, ...], sd3_folder: Path, tmp_path: Path
+) -> None:
+    keys = [f"parallel.{name}=true" for name in offloads.split()]
+    cfg = tiny_config(sd3_folder, tmp_path, *kind, *STEPS, f"parallel.fsdp_size={fsdp}", *keys)
+    unkilled = run_ranks(fit, 2, cfg)[0]
+    wanted = rows(tmp_path / "out")
+    assert [row["step"] for row in wanted] == [1, 2, 3, 4]
+    stop_after(tmp_path, 2)
+    resumed = run_ranks(fit, 2, cfg)[0]
+    assert rows(tmp_path / "out") == wanted
+    for name, value in unkilled.items():
+        assert torch.equal(value, resumed[name]), name
+
+
 @pytest.mark.quick("1-2-2")
 @pytest.mark.parametrize(("before", "after", "fsdp"), [(1, 2, 2), (4, 2, 1), (2, 4, 2)])
 def test_resume_on_other_ranks(before: int, after: int, fsdp: int, sd3_folder: Path, tmp_path: Path) -> None:

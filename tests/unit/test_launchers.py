@@ -117,6 +117,8 @@ def test_each_for_itself(shell: list[str], folder: Path, plain: Mapping[str, str
         pytest.param({"WORLD_SIZE": "9", "RANK": "3"}, id="world-size-leaks"),
         pytest.param({"NNODES": "1", "RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "9"}, id="started-by-a-rank"),
         pytest.param({"JOB_COMPLETION_INDEX": "3"}, id="one-node-a-index"),
+        pytest.param({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, id="slurm-in-part"),
+        pytest.param({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "1"}, id="slurm-no-tasks"),
         pytest.param({**SKYPILOT, **ONE_NODE_OF_SKYPILOT}, id="skypilot-cpu"),
         pytest.param({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0"}, id="mpirun-of-one"),
     ],
@@ -126,6 +128,18 @@ def test_one_node(shell: list[str], folder: Path, env: Mapping[str, str]) -> Non
     assert torchrun_arguments(done)[:5] == ["--standalone", "--nnodes", "1", "--nproc-per-node", "1"]
     seen = environment(done)
     assert [name for name in seen if name.startswith("PET_") or name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")] == []
+
+
+def test_the_shell_of_a_step_is_no_rank(shell: list[str], folder: Path) -> None:
+    """`srun --ntasks=8 --pty bash`: Slurm runs the shell only, as task 0 of 8."""
+    step = {**SLURM_STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_NODEID": "0"}
+    done = launch(shell, folder, *TASK, **{**step, **EIGHT_GPUS, "SLURM_PROCID": "0", "SLURM_PTY_PORT": "40000"})
+    assert torchrun_arguments(done)[:5] == ["--standalone", "--nnodes", "1", "--nproc-per-node", "8"]
+
+
+def test_a_world_of_one_has_one_local_rank(shell: list[str], folder: Path) -> None:
+    done = launch(shell, folder, *TASK, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    assert environment(done)["LOCAL_WORLD_SIZE"] == "1"
 
 
 # -- Slurm ------------------------------------------------------------------------------------------------------------

@@ -307,6 +307,20 @@ def test_the_ranks_read_the_terminal(shell: list[str], folder: Path) -> None:
 # -- itself ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_closed_stdin(shell: list[str], folder: Path) -> None:
+    """Daemons and supervisors start programs without one."""
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", *command(shell, *TASK)],
+        cwd=folder,
+        env={"PATH": f"{folder / 'bin'}"},
+        executable="/bin/sh",
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert torchrun_arguments(done)[-len(TASK) :] == list(TASK)
+
+
 def test_it_is_short() -> None:
     assert len(Path(SCRIPT).read_text().splitlines()) <= 120
 

@@ -26,6 +26,7 @@ from phalanx.config.run import ParallelConfig, RLConfig, RunConfig
 from phalanx.distributed import watchdog
 from phalanx.distributed.collectives import all_gather_object, broadcast_object, count_once
 from phalanx.distributed.context_parallel import context_groups, context_mesh
+from phalanx.distributed.devices import check_gpus, choose_interface
 from phalanx.distributed.heap import keep_freed_pages
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.link import Link
@@ -156,6 +157,8 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     """
     collect_again()  # the libraries are loaded, and no weights yet
     whole = Launch.from_env()
+    check_gpus()
+    choose_interface(whole)
     roles = roles_of(placement or {}, whole)
     role = roles.of(whole.rank)
     launch = roles.launch(role, whole)

@@ -27,7 +27,12 @@ class _Moment:
     def place(self, part: Tensor) -> None:
         """Let the state have it in `part`, uint8 [bytes], on whatever device that is."""
         size = self.shape.numel() * self.dtype.itemsize
-        self.state[self.key] = part[self.start : self.start + size].view(self.dtype).view(self.shape)
+        memory = part[self.start : self.start + size]
+        if memory.device.type == "cpu":
+            # over the same memory, but as a separate storage: torch's async_save stages whole storages, and fails where
+            # the local tensors of several DTensors share one
+            memory = torch.from_numpy(memory.numpy())
+        self.state[self.key] = memory.view(self.dtype).view(self.shape)
 
 
 @dataclass

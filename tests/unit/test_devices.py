@@ -1,0 +1,88 @@
+"""GPUs that torch cannot use, and the interface by which a node reaches the others."""
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from phalanx.config import ConfigError
+from phalanx.distributed import devices
+from phalanx.distributed.launch import Launch
+from tests.shells import write_tool
+
+TWO_NODES = Launch(rank=0, world_size=4, local_rank=0, local_world_size=2)
+ONE_NODE = Launch(rank=0, world_size=2, local_rank=0, local_world_size=2)
+
+
+@pytest.fixture
+def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with two GPUs and an old driver."""
+    (tmp_path / "bin").mkdir()
+    body = 'case $1 in -L) echo "GPU 0: H100"; echo "GPU 1: H100" ;; *) echo 535.104.05; echo 535.104.05 ;; esac'
+    write_tool(tmp_path, "nvidia-smi", body)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    return tmp_path
+
+
+def test_gpus_that_torch_cannot_use_are_an_error(smi: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        devices.check_gpus({})
+    message = str(error.value)
+    assert "cannot use the 2 NVIDIA GPUs" in message and "(driver 535.104.05)" in message
+    assert message.endswith('to train on CPUs, set CUDA_VISIBLE_DEVICES=""') and "\n" not in message
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_cpus_on_purpose(smi: Path, hidden: str) -> None:
+    devices.check_gpus({"CUDA_VISIBLE_DEVICES": hidden})
+
+
+def test_no_gpus(smi: Path) -> None:
+    write_tool(smi, "nvidia-smi", "echo failed; exit 9")
+    if list(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("this machine has GPUs")
+    devices.check_gpus({})
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth9x")
+    with pytest.raises(ConfigError, match=rf"^GLOO_SOCKET_IFNAME=eth9x: {socket.gethostname()} has .*\blo\b"):
+        devices.choose_interface(ONE_NODE)
+
+
+@pytest.fixture
+def debian(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose name stands for 127.0.1.1, with two interfaces."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "node-a")
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setattr(devices, "_interfaces", lambda names: {"10.0.0.2": "eth0", "10.1.0.2": "ib0"})
+    monkeypatch.setattr(devices, "_address_towards", {"node-a": "10.1.0.2", devices.ANYWHERE: "10.0.0.2"}.get)
+
+
+def test_the_interface_towards_node_0(debian: None) -> None:
+    devices.choose_interface(ONE_NODE)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    devices.choose_interface(TWO_NODES)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_node_0_knows_itself_by_loopback(debian: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_address_towards", {"node-a": "127.0.0.1", devices.ANYWHERE: "10.0.0.2"}.get)
+    devices.choose_interface(TWO_NODES)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(devices, "_address_towards", lambda target: "")
+    with pytest.raises(ConfigError, match=r"set GLOO_SOCKET_IFNAME to one of eth0, ib0$"):
+        devices.choose_interface(TWO_NODES)
+    monkeypatch.setattr(devices, "_interfaces", lambda names: {"10.0.0.2": "eth0"})
+    devices.choose_interface(TWO_NODES)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+def test_a_name_that_others_reach_is_left_to_gloo(debian: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostbyname", lambda name: "10.1.0.2")
+    devices.choose_interface(TWO_NODES)
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
