@@ -60,7 +60,7 @@ def parse(
     With --help it prints the help and exits; with --plan, what `plan` makes of the configuration and of the PLAN_WORDS
     that are given. With PHALANX_CHECK=1, by which phalanx.launch asks before it starts a rank, it runs `check`, which
     raises ValueError for what the files say without torch, and goes no further. A mistake ends the process with status
-    2 and one line, printed by rank 0 alone.
+    2 and one line, printed only by rank 0.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -83,7 +83,7 @@ def parse(
         if wants_help:
             if rank() == 0:
                 known = (HELP, PLAN) if plan is not None else (HELP,)
-                # with the file and the words, since a named algorithm or reward brings keys of its own
+                # with the file and the words, since a named algorithm or reward adds its keys
                 print(help_text(schema, description, path, words, known))
             sys.exit(0)
         with uncollected():  # a named algorithm brings torch
@@ -120,21 +120,21 @@ class _Terminal(logging.StreamHandler[TextIO]):
 def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The command line without --plan (or plan=true) and its words; these words, None without it."""
     asked = False
-    found: dict[str, str] = {}
+    given: dict[str, str] = {}
     rest: list[str] = []
     for word in argv:
         key, equals, value = word.partition("=")
         if word in ("--plan", "plan=true"):
             asked = True
         elif equals and key in PLAN_WORDS:
-            found[key] = value
+            given[key] = value
         else:
             rest.append(word)
-    if found and not asked:
-        key, value = next(iter(found.items()))
+    if given and not asked:
+        key, value = next(iter(given.items()))
         hint = "a job's own size is its launcher's, such as NNODES=2"
         fail(f"{key}={value} goes with --plan; {hint}", status=2)
-    return rest, found if asked else None
+    return rest, given if asked else None
 
 
 def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
@@ -210,7 +210,7 @@ def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 def _from_a_collective(error: BaseException) -> bool:
     """True if an error may be the echo of another rank's."""
-    # gloo's errors are plain RuntimeErrors, known by their texts alone
+    # gloo's errors are plain RuntimeErrors, known only by their texts
     signs = ("gloo", "NCCL", "peer", "socket")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 

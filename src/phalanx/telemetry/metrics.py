@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Phase:
-    """What a job is at: `done` micro-batches of `expected`, 0 where nobody knows how many there will be."""
+    """The work in progress: `done` of `expected` micro-batches; `expected` is 0 where their number is not known."""
 
     name: str
     done: int = 0
@@ -42,8 +42,8 @@ class Phase:
 
 
 class Timers:
-    """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step. `phase` is the one that runs
-    now, for whoever shows it; a phase may say how many micro-batches it expects, and count them.
+    """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step. `phase` is the one in
+    progress; it may say how many micro-batches it expects, and count them.
 
     With `sync` both ends wait for the device, which attributes CUDA work exactly but stalls the queue. Without it, a
     phase that ends with a value read by the host is exact; any other one leaves work to the next phase.
@@ -68,7 +68,7 @@ class Timers:
             self.phase = outer
 
     def expect(self, micro_batches: int) -> None:
-        """So many micro-batches of the phase are to come."""
+        """Set the number of micro-batches of the phase."""
         self.phase = Phase(self.phase.name, expected=micro_batches)
 
     def advance(self) -> None:
@@ -80,7 +80,7 @@ class Timers:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self, name: str) -> float:
-        """Those of a phase since the last `pop`."""
+        """Seconds of a phase since the last `pop`."""
         return self._seconds.get(name, 0.0)
 
     def pop(self) -> dict[str, float]:
@@ -151,17 +151,19 @@ class RunLogger:
 
         start = RunStart(trainer, resolved_config, start_step, total_steps, None, timers or Timers())
         try:
-            # a tracker may fail to start: it comes first, so that an older run's rows and the terminal are left alone
-            self._open(start, {entry: kind for entry, kind in kinds.items() if not kind.terminal})
+            # a tracker may fail to start: it comes first, so that an older run's rows and the terminal stay as they are
+            self._open(start, kinds, terminal=False)
             self._file = _MetricsFile(path, [row for row in earlier if row["step"] <= start_step])
-            self._open(start, {entry: kind for entry, kind in kinds.items() if kind.terminal})
+            self._open(start, kinds, terminal=True)
         except Exception:  # the run does not begin: those that have started end
             self.close(failed=True)
             raise
 
-    def _open(self, start: RunStart, kinds: dict[str, type[Logger]]) -> None:
-        """Open some loggers, each with the id that it had. Raises ConfigError."""
+    def _open(self, start: RunStart, kinds: dict[str, type[Logger]], terminal: bool) -> None:
+        """Open the loggers that take the terminal, or the others, each with its earlier id. Raises ConfigError."""
         for entry, kind in kinds.items():
+            if kind.terminal != terminal:
+                continue
             try:
                 logger = kind(replace(start, id=self.ids.get(entry)))
             except ConfigError:
@@ -238,7 +240,7 @@ class _MetricsFile:
     def __init__(self, path: Path, kept: list[dict[str, Any]]) -> None:
         """Begin with these rows of an earlier start: those after its checkpoint will be written again."""
         partial = path.with_name(path.name + ".tmp")
-        partial.write_text("".join(_dump(row) for row in kept), encoding="utf-8")
+        partial.write_text("".join(map(_dump, kept)), encoding="utf-8")
         os.replace(partial, path)
         self._last = kept[-1]["step"] if kept else -1
         before = kept[-1].get(ELAPSED) if kept else None
@@ -252,7 +254,7 @@ class _MetricsFile:
         assert step > self._last, f"metrics: row of step {step} after one of step {self._last}"
         self._last = step
         row = {**row, ELAPSED: round(time.monotonic() - self._origin, 3)}
-        self._waiting += _dump({"step": step, **{key: _plain(value) for key, value in row.items()}}).encode()
+        self._waiting += _dump({"step": step} | {key: _plain(value) for key, value in row.items()}).encode()
         self._flush()
         return row
 

@@ -65,11 +65,12 @@ class Console(Logger):
         """The first sample, where they are texts."""
         if kind_of(records) != SAMPLES:
             return
-        first, parts = records[0], [records[0].prompt, str(records[0].output)]
+        first = records[0]
+        text = f"{_middle_out(first.prompt)}\n{_middle_out(str(first.output))}"
         if first.ground_truth is not None:
-            parts.append(f"ground truth: {first.ground_truth}")
-        words = "\n".join(indent(plain(_middle_out(part)), "    ") for part in parts)
-        self.show(f"step {step}/{self.total}  {set_name}, prompt {first.index}, reward {first.reward:.3f}:\n{words}")
+            text += f"\nground truth: {_middle_out(first.ground_truth)}"
+        heading = f"step {step}/{self.total}  {set_name}, prompt {first.index}, reward {first.reward:.3f}:"
+        self.show(f"{heading}\n{indent(plain(text), '    ')}")
 
     def show(self, line: str) -> None:
         if self._bar is not None and sys.stdout.isatty():
@@ -93,7 +94,7 @@ class Console(Logger):
 
 
 def _bar(start: RunStart) -> Any:
-    """The line that changes. A thread of its own reads the timers at each refresh: the training knows nothing of it."""
+    """The line that changes. Its thread reads the timers at each refresh, without any call from the training."""
     from rich.console import Console as Screen
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
