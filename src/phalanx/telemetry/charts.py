@@ -8,6 +8,7 @@ from html import escape
 from operator import itemgetter
 from typing import Any
 
+from phalanx.telemetry.loggers import ELAPSED, LOSS
 from phalanx.telemetry.run_folder import Point, Run
 
 MAX_POINTS = 1000  # of a curve; longer ones are averaged, which a screen can hardly tell from all of them
@@ -95,6 +96,9 @@ class Chart:
 
 
 CHARTS = (
+    Chart("Loss", LOSS.pattern),
+    Chart("Loss by noise level", "train/loss_at_(.+)", "Of the masked tokens at each level."),
+    Chart("Accuracy", "(?:train|actor)/accuracy", "Of masked tokens, or of preferences between two samples."),
     Chart("Training reward", "reward/mean", band="reward/std"),
     Chart("Validation reward", VALIDATION.pattern, "On held-out prompts.", plain=True),
     Chart(
@@ -103,12 +107,16 @@ CHARTS = (
     Chart(
         "Share of prompts whose samples all score the same", "reward/zero_std_ratio", "Such prompts give no gradient."
     ),
+    Chart("Response length (tokens)", "response/length_(mean|max|min)"),
+    Chart("Truncated responses", "response/truncated_ratio", "Share cut at data.max_response_length.", zero=True),
+    Chart("Entropy", "(?:actor|train)/entropy"),
     Chart("Importance ratio", "actor/ratio_mean", band="actor/ratio_std"),
     Chart("Clipped fraction", "actor/clipfrac(?:_higher|_lower)?"),
     Chart("Gradient norm", "actor/grad_norm", "Before clipping."),
     Chart("KL to the policy that sampled", "actor/approx_kl"),
     Chart("KL to the reference", "actor/kl_ref"),
     Chart("Throughput (images per second and rank)", "perf/images_per_gpu_per_s", zero=True),
+    Chart("Throughput (samples per second and rank)", "perf/samples_per_gpu_per_s", zero=True),
     Chart("Throughput (tokens per second and rank)", "perf/(?:.+_)?tokens_per_gpu_per_s", zero=True),
     Chart(
         "Seconds by phase",
@@ -130,12 +138,17 @@ CHARTS = (
 
 
 def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """CHARTS with the curves of these runs, and a chart for each metric that is in none of them."""
+    """CHARTS with the curves of these runs, and a chart for each metric that is in none of them; without those of
+    `constants_of`.
+    """
     names: set[str] = set().union(*(run.metrics() for run in runs))
-    drawn, used = list[Chart](), set[str]()
+    constants = constants_of(runs)
+    drawn, used = list[Chart](), set(constants)
     for chart in CHARTS:
         keys = [name for name in sorted(names) if re.fullmatch(chart.keys, name)]
         used |= {chart.band, *keys}
+        if not chart.bars and constants.keys() >= set(keys):
+            continue
         if not chart.bars:
             drawn.append(replace(chart, series=_curves(chart, keys, runs)))
             continue
@@ -146,6 +159,23 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
         chart = Chart(name, re.escape(name), plain=name.startswith("val/"))
         rest.append(replace(chart, series=_curves(chart, [name], runs)))
     return [chart for chart in drawn if chart.series], [chart for chart in rest if chart.series]
+
+
+def constants_of(runs: Sequence[Run]) -> dict[str, float]:
+    """The metrics, except seconds of phases, that have one value in all rows of all runs; a row on its own is none."""
+    values: dict[str, set[float]] = {}
+    repeated = set()
+    for run in runs:
+        for name in run.metrics():
+            of_run = run.values(name)
+            values.setdefault(name, set()).update(of_run)
+            if len(of_run) > 1 and not name.startswith(("time/", ELAPSED)):
+                repeated.add(name)
+    constants = {}
+    for name in sorted(repeated):
+        if len(values[name]) == 1:
+            constants[name] = values[name].pop()
+    return constants
 
 
 def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]:

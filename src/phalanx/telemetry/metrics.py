@@ -20,7 +20,8 @@ from phalanx.config.load import ConfigError
 from phalanx.config.messages import reason
 from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
-from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers
+from phalanx.telemetry.advice import Advisor
+from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers, setting
 from phalanx.telemetry.records import Record, kind_of, save_records
 
 METRICS_FILE = "metrics.jsonl"
@@ -147,6 +148,8 @@ class RunLogger:
         path = self._folder / METRICS_FILE
         earlier = read_metrics(path) if start_step and path.is_file() else []
         self._repeated = max((row["step"] for row in earlier), default=-1)  # a resumed run goes through it again
+        samples, limit = setting(resolved_config, "rollout.n"), setting(resolved_config, "data.max_response_length")
+        self._advisor = Advisor(total_steps, samples or 1, limit)
         self._continued: set[str] = set()  # entries whose loggers go on with the run that they had
 
         start = RunStart(trainer, resolved_config, start_step, total_steps, None, timers or Timers())
@@ -179,12 +182,15 @@ class RunLogger:
     def log(self, step: int, row: dict[str, float]) -> None:
         """Write one row. `step` must be greater than in the row before; values may be any finite or non-finite number.
 
-        `perf/elapsed_s`, the seconds since the run began (earlier starts of a resumed run included), is added.
+        `perf/elapsed_s`, the seconds since the run began (earlier starts of a resumed run included), is added. Signs
+        that the run learns nothing are warned of, each once: see phalanx.telemetry.advice.
         """
         if self._file is None:
             return
         row = self._file.write(step, row)
         self._each(lambda logger: logger.log(step, row), step)
+        for warning in self._advisor.warnings(step, row):
+            _log.warning("%s", warning)
 
     def records(self, step: int, set_name: str, records: Iterable[Record]) -> None:
         """Write a validation's samples to `<output_dir>/images/<set>/step_<k>`, or texts to `samples/<set>/step_<k>`,

@@ -19,8 +19,10 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
-from phalanx.telemetry.charts import VALIDATION, Chart, charts_of
-from phalanx.telemetry.metrics import ELAPSED, METRICS_FILE
+from phalanx.telemetry.advice import Advisor, is_training_row
+from phalanx.telemetry.charts import VALIDATION, Chart, charts_of, constants_of
+from phalanx.telemetry.loggers import ELAPSED, LOSS
+from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.run_folder import Point, Run, flat, read_run
 from phalanx.telemetry.samples import notes_html, samples_html
 
@@ -86,7 +88,7 @@ def _page(runs: list[Run]) -> str:
         facts = [run.label for run in runs]
     known, others = charts_of(runs)
     scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
-    parts = [*map(_headline, runs), samples_html(runs), _curves(known, others), *map(_table, runs)]
+    parts = [*map(_headline, runs), samples_html(runs), _curves(known, others, constants_of(runs)), *map(_table, runs)]
     body = "\n".join([*parts, _differences(runs), *map(_config, runs)])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -133,6 +135,10 @@ def _headline(run: Run) -> str:
         tiles.append(_change(f"Validation · {name}", points, kind))
     if reward:
         tiles.append(_change("Training reward", reward))
+    for key in run.metrics():
+        if LOSS.fullmatch(key) and run.points(key):
+            title = "Training loss" if key == "train/loss" else f"Loss · {key.removeprefix('actor/')}"
+            tiles.append(_change(title, run.points(key)))
     planned = run.setting("trainer.total_training_steps")
     tiles.append(_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
     seconds = _wall_seconds(run)
@@ -144,18 +150,34 @@ def _headline(run: Run) -> str:
         notes.append(f"{METRICS_FILE} has no rows yet.")
     if run.rows and not validations:
         notes.append("No validation was logged, so there is no figure on held-out prompts.")
-    if run.rows and not reward:
+    if run.rows and not any(map(is_training_row, run.rows)):
         notes.append("No training step was logged.")
+    notes += _advice(run)
     heading = f"<h3>{escape(run.label)}</h3>" if run.label else ""
     return f'{heading}<section class="tiles" aria-label="Headline figures">{"".join(tiles)}</section>' + notes_html(
         notes
     )
 
 
+def _advice(run: Run) -> list[str]:
+    """The warnings that the job gave about its metrics."""
+    samples, limit = run.setting("rollout.n"), run.setting("data.max_response_length")
+    total = run.setting("trainer.total_training_steps")
+    advisor = Advisor(_whole(total) or run.last_step(), _whole(samples) or 1, _whole(limit))
+    notes = []
+    for row in run.rows:
+        notes += advisor.warnings(row["step"], row)
+    return [f"{note[0].upper()}{note[1:]}." for note in notes]
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
+
+
 def _pace(run: Run) -> list[str]:
     """Tiles with medians over the steps, of the throughput and of the FLOPs that the model needs."""
     tiles = []
-    for noun in ("images", "tokens"):
+    for noun in ("images", "samples", "tokens"):
         rates = run.values(f"perf/{noun}_per_gpu_per_s")
         if rates:
             tiles.append(_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
@@ -203,9 +225,11 @@ def _tile(title: str, value: str, note: str, kind: str = "") -> str:
 # --- curves and tables --------------------------------------------------------------------------------------------
 
 
-def _curves(known: list[Chart], others: list[Chart]) -> str:
+def _curves(known: list[Chart], others: list[Chart], constants: dict[str, float]) -> str:
+    fixed = ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
+    notes = notes_html([f"The same in all steps, and not drawn: {fixed}."] if constants else [])
     if not known and not others:
-        return f"<section><h2>Curves</h2>{notes_html(['There is nothing to draw.'])}</section>"
+        return f"<section><h2>Curves</h2>{notes_html(['There is nothing to draw.'])}{notes}</section>"
     slider = (
         '<label class="slider" hidden>Smoothing <input type="range" id="smoothing" min="0" max="0.98" step="0.02" '
         'value="0"><output>0</output></label>'
@@ -216,7 +240,7 @@ def _curves(known: list[Chart], others: list[Chart]) -> str:
     )
     rest = _details("All other metrics as curves", _grid(others)) if others else ""
     no_script = '<noscript><p class="note">Curves need JavaScript; below are their figures.</p></noscript>'
-    return f'<section id="curves"><h2>Curves</h2>{no_script}{slider}{hint}{_grid(known)}{rest}</section>'
+    return f'<section id="curves"><h2>Curves</h2>{no_script}{slider}{hint}{_grid(known)}{notes}{rest}</section>'
 
 
 def _grid(charts: list[Chart]) -> str:

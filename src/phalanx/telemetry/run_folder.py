@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from phalanx.telemetry.loggers import setting
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 
 Point = tuple[int, float]
@@ -32,9 +33,7 @@ class Run:
 
     def setting(self, name: str) -> str | None:
         """A value of the configuration as text, such as that of `model.path`; None where there is none."""
-        value: Any = self.config
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        value = setting(self.config, name)
         return None if value is None else str(value)
 
     def metrics(self) -> list[str]:
