@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
-from phalanx.exit import Stopped, end, end_with_parent, is_first, leads, place, rank, say
+from phalanx.config.secrets import hide
+from phalanx.exit import Stopped, end, end_with_parent, hide_with, is_first, leads, place, rank, say
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def parse(
         end_with_parent()
     checking = os.environ.get("PHALANX_CHECK") == "1"
     # rank 0 speaks for all; what only another rank sees is an error, and errors are told by `fail`
+    hide_with(hide)
     level = logging.WARNING if rank() == 0 and not checking else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Terminal()])
     argv = sys.argv[1:] if argv is None else argv
@@ -113,7 +115,7 @@ class _Terminal(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        words = super().format(record)
+        words = hide(super().format(record))
         return words if record.levelno == logging.INFO else f"{record.levelname}: {words}"
 
 
@@ -180,7 +182,7 @@ def fail(message: str, status: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
     prefix = "error" if is_first() else f"error on rank {rank()}"
-    _end_with(f"{prefix}: {_one_line(message)}", status)
+    _end_with(f"{prefix}: {_one_line(hide(message))}", status)
 
 
 def _one_line(message: str) -> str:
@@ -192,7 +194,7 @@ def _one_line(message: str) -> str:
 def _tell(error: Exception, status: int) -> NoReturn:
     """End with a mistake of the user's."""
     if os.environ.get("PHALANX_TRACEBACK") == "1":
-        traceback.print_exc()
+        say(traceback.format_exc())
     fail(str(error), status)
 
 
@@ -202,7 +204,7 @@ def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType
         end(128 + signal.SIGINT, f"{place()}: interrupted", "interrupted" if leads() else None)
     watch = _watch()
     text = "".join(traceback.format_exception(kind, error, trace))
-    report = f"{place()}:\n{text.rstrip()}"
+    report = f"{place()}:\n{hide(text).rstrip()}"
     # A collective that fails tells only that a peer is gone; the watch may know which one, and why.
     cause = watch.explain() if watch is not None and _from_a_collective(error) else None
     _end_with(report if cause is None else cause, status=1)
