@@ -138,12 +138,12 @@ def find_config(name: str, folder: str = "") -> Path:
     if name.endswith((".yaml", ".yml")):
         return Path(name)
     known = configs()
-    found = [full for full in known if name in (full, _short(full))]
-    found = [full for full in found if full.startswith(f"{folder}/")] or found
-    if len(found) == 1:
-        return known[found[0]]
-    if found:
-        raise ValueError(f"--config: {name} is the name of several: {', '.join(found)}; name its folder too")
+    matches = [full for full in known if name in (full, _short(full))]
+    matches = [full for full in matches if full.startswith(f"{folder}/")] or matches
+    if len(matches) == 1:
+        return known[matches[0]]
+    if matches:
+        raise ValueError(f"--config: {name} is the name of several: {', '.join(matches)}; name its folder too")
     names = list(dict.fromkeys(full if "/" in name else _short(full) for full in known))
     near = difflib.get_close_matches(name, names, 3)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(names)}"
@@ -155,7 +155,7 @@ def _short(full: str) -> str:
 
 
 def _configs(words: list[str]) -> str:
-    """What `phalanx configs` prints: a configuration, or a line for each of them, with what its comment begins with."""
+    """The output of `phalanx configs`: a configuration, or a line for each of them with the first sentence about it."""
     if words:
         return find_config(words[0]).read_text(encoding="utf-8").rstrip()
     lines = []

@@ -20,7 +20,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
-from phalanx.exit import Stopped, end, end_with_parent, is_first, leads, place, rank, say
+from phalanx.config.secrets import hide
+from phalanx.exit import Stopped, end, end_with_parent, hide_with, is_first, leads, place, rank, say
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -60,12 +61,13 @@ def parse(
     With --help it prints the help and exits; with --plan, what `plan` makes of the configuration and of the PLAN_WORDS
     that are given. With PHALANX_CHECK=1, by which phalanx.launch asks before it starts a rank, it runs `check`, which
     raises ValueError for what the files say without torch, and goes no further. A mistake ends the process with status
-    2 and one line, printed by rank 0 alone.
+    2 and one line, printed only by rank 0.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     checking = os.environ.get("PHALANX_CHECK") == "1"
     # rank 0 speaks for all; what only another rank sees is an error, and errors are told by `fail`
+    hide_with(hide)
     level = logging.WARNING if rank() == 0 and not checking else logging.ERROR
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Terminal()])
     argv = sys.argv[1:] if argv is None else argv
@@ -83,7 +85,7 @@ def parse(
         if wants_help:
             if rank() == 0:
                 known = (HELP, PLAN) if plan is not None else (HELP,)
-                # with the file and the words, since a named algorithm or reward brings keys of its own
+                # with the file and the words, since a named algorithm or reward adds its keys
                 print(help_text(schema, description, path, words, known))
             sys.exit(0)
         with uncollected():  # a named algorithm brings torch
@@ -113,28 +115,28 @@ class _Terminal(logging.StreamHandler[TextIO]):
         super().emit(record)
 
     def format(self, record: logging.LogRecord) -> str:
-        words = super().format(record)
+        words = hide(super().format(record))
         return words if record.levelno == logging.INFO else f"{record.levelname}: {words}"
 
 
 def _plan_words(argv: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """The command line without --plan (or plan=true) and its words; these words, None without it."""
     asked = False
-    found: dict[str, str] = {}
+    given: dict[str, str] = {}
     rest: list[str] = []
     for word in argv:
         key, equals, value = word.partition("=")
         if word in ("--plan", "plan=true"):
             asked = True
         elif equals and key in PLAN_WORDS:
-            found[key] = value
+            given[key] = value
         else:
             rest.append(word)
-    if found and not asked:
-        key, value = next(iter(found.items()))
+    if given and not asked:
+        key, value = next(iter(given.items()))
         hint = "a job's own size is its launcher's, such as NNODES=2"
         fail(f"{key}={value} goes with --plan; {hint}", status=2)
-    return rest, found if asked else None
+    return rest, given if asked else None
 
 
 def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
@@ -180,7 +182,7 @@ def fail(message: str, status: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
     prefix = "error" if is_first() else f"error on rank {rank()}"
-    _end_with(f"{prefix}: {_one_line(message)}", status)
+    _end_with(f"{prefix}: {_one_line(hide(message))}", status)
 
 
 def _one_line(message: str) -> str:
@@ -192,7 +194,7 @@ def _one_line(message: str) -> str:
 def _tell(error: Exception, status: int) -> NoReturn:
     """End with a mistake of the user's."""
     if os.environ.get("PHALANX_TRACEBACK") == "1":
-        traceback.print_exc()
+        say(traceback.format_exc())
     fail(str(error), status)
 
 
@@ -202,7 +204,7 @@ def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType
         end(128 + signal.SIGINT, f"{place()}: interrupted", "interrupted" if leads() else None)
     watch = _watch()
     text = "".join(traceback.format_exception(kind, error, trace))
-    report = f"{place()}:\n{text.rstrip()}"
+    report = f"{place()}:\n{hide(text).rstrip()}"
     # A collective that fails tells only that a peer is gone; the watch may know which one, and why.
     cause = watch.explain() if watch is not None and _from_a_collective(error) else None
     _end_with(report if cause is None else cause, status=1)
@@ -210,7 +212,7 @@ def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType
 
 def _from_a_collective(error: BaseException) -> bool:
     """True if an error may be the echo of another rank's."""
-    # gloo's errors are plain RuntimeErrors, known by their texts alone
+    # gloo's errors are plain RuntimeErrors, known only by their texts
     signs = ("gloo", "NCCL", "peer", "socket")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 

@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
@@ -16,6 +17,7 @@ _printed: set[str] = set()  # lines that this process has printed
 _role = ""  # of this process, where ranks have roles
 _leads: bool | None = None  # None: as rank 0 does
 _first: bool | None = None
+hide: Callable[[str], str] = str  # takes secrets out of what is printed and reported; `hide_with` sets it
 
 
 class Stopped(RuntimeError):
@@ -78,8 +80,15 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def hide_with(function: Callable[[str], str]) -> None:
+    """Let a function take secrets out of every line and report."""
+    global hide
+    hide = function
+
+
 def say(words: str) -> None:
     """Print a line to the terminal."""
+    words = hide(words)
     _printed.add(words)
     # Not through sys.stderr: torch.distributed redirects it while its excepthook runs.
     with contextlib.suppress(OSError):  # nobody reads it any more: the terminal is closed
@@ -93,6 +102,7 @@ def end(status: int, report: str | None = None, words: str | None = None) -> NoR
     """
     if words is not None:
         say(words)
+    report = None if report is None else hide(report)
     # Torch's own way to this file is the decorator @record, which ends with a traceback and a wait
     # for threads. torchrun shows the `message` of the rank with the earliest stamp.
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")

@@ -86,7 +86,7 @@ def warnings_of(cfg: FlowRLConfig) -> tuple[list[str], dict[str, Tensor]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("phalanx.training.collect").addHandler(handler)
+    logging.getLogger("phalanx.telemetry.metrics").addHandler(handler)
     return said, fit(cfg)
 
 
@@ -97,5 +97,5 @@ def test_a_reward_that_never_differs(sd3_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_config(sd3_folder, tmp_path, functions, "trainer.total_training_steps=12")
     said, _ = run_ranks(warnings_of, 1, cfg)[0]
     assert said == [
-        "the reward is 0.25 for every sample of the last 10 steps, up to step 10: there is nothing to learn from"
+        "the reward is 0.25 for every sample of the last 5 steps, up to step 5: there is nothing to learn from"
     ]

@@ -8,6 +8,7 @@ from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.load import save
 from phalanx.config.secrets import public
+from tests.faults.jobs import Job
 from tests.jobs import fit, tiny_config
 from tests.ranks import run_ranks
 
@@ -19,13 +20,17 @@ def needs_key(images, prompts, metadata, key):
 """
 
 
+@pytest.mark.parametrize(
+    "kwargs",
+    ["{key: 'Bearer ${oc.env:PHALANX_TEST_KEY}'}", "'${oc.create:\"{key: Bearer ${oc.env:PHALANX_TEST_KEY}}\"}'"],
+)
 def test_no_output_of_a_run_holds_a_secret(
-    sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    kwargs: str, sd3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PHALANX_TEST_KEY", SECRET)
     monkeypatch.setenv("WANDB_MODE", "offline")
     (tmp_path / "reward.py").write_text(REWARD.format(key=f"Bearer {SECRET}"))
-    function = f"{{path: '{tmp_path}/reward.py:needs_key', kwargs: {{key: 'Bearer ${{oc.env:PHALANX_TEST_KEY}}'}}}}"
+    function = f"{{path: '{tmp_path}/reward.py:needs_key', kwargs: {kwargs}}}"
     steps = ("trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.logger=[console,tensorboard,wandb]")
     run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path, *steps, f"reward.functions=[{function}]"))
     said = capfd.readouterr()
@@ -37,6 +42,25 @@ def test_no_output_of_a_run_holds_a_secret(
     for file in files:
         assert SECRET.encode() not in file.read_bytes(), file
     assert "Bearer ${oc.env:PHALANX_TEST_KEY}" in (tmp_path / "out" / "config.yaml").read_text()
+
+
+LEAKS = """
+def leaks(completions, prompts, metadata, key):
+    raise ValueError(f"no such server: https://me:{key}@host")
+"""
+
+
+def test_the_error_of_a_reward_holds_no_secret(lm_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "leaks.py").write_text(LEAKS)
+    reward = (
+        f"reward.functions=[{{path: '{tmp_path}/leaks.py:leaks', kwargs: {{key: '${{oc.env:PHALANX_TEST_KEY}}'}}}}]"
+    )
+    env = {"PHALANX_TEST_KEY": SECRET, "PHALANX_TRACEBACK": "1"}
+    with Job(lm_folder, tmp_path, reward, env=env, lm=True) as job:
+        assert job.wait(90) == 1
+        printed = job.said
+    assert "https://me:${oc.env:PHALANX_TEST_KEY}@host" in printed
+    assert SECRET not in printed
 
 
 def test_references_are_kept_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,7 +160,7 @@ REPORTS = {
 @pytest.mark.quick("reward")
 @pytest.mark.parametrize("where", REPORTS)
 def test_a_role_that_fails_says_so_once(where: str, lm_folder: Path, tmp_path: Path) -> None:
-    """So does a warning, whoever gives it: what the rewards are is seen by rank 1 alone."""
+    """So does a warning about the rewards, which rank 1 computes and rank 0 logs."""
     (tmp_path / "rewards.py").write_text(REFUSING + FLAT)
     name = "refuses" if where == "reward" else "flat"
     reward = f"reward.functions=[{{path: '{tmp_path}/rewards.py:{name}'}}]"
@@ -170,7 +170,7 @@ def test_a_role_that_fails_says_so_once(where: str, lm_folder: Path, tmp_path: P
     assert re.search(rf"^{REPORTS[where]}", said, re.MULTILINE), said
     assert said.count("Traceback (most recent call last)") == (where != "reward")
     assert said.count(": no such judge") + said.count(": 'no such thing'") == 1
-    flat = "WARNING: the reward is 1 for every sample of the last 10 steps"
+    flat = "WARNING: the reward is 1 for every sample of the last 5 steps"
     assert said.count(flat) == (where == "rollout")
 
 

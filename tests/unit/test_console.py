@@ -12,6 +12,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from phalanx.config.run import TrainerConfig
+from phalanx.telemetry.loggers import RunStart
+from phalanx.telemetry.loggers.console import Eta, shown_keys
 from phalanx.telemetry.metrics import RunLogger, Timers
 from tests.logs import start, trainer
 
@@ -34,17 +37,60 @@ class TestConsole:
             "step 4/4  validation  ocr/reward/mean 0.9000  ocr/reward/std 0.1000",
         ]
 
-    def test_the_eta_is_the_mean_step_times_those_left(
+    def test_the_eta_is_the_median_step_times_those_left(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = [0.0]
         monkeypatch.setattr("phalanx.telemetry.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
         with RunLogger(trainer(tmp_path, "console"), {}, {}, 10, 100, True) as log:
-            for step, now[0] in (11, 100.0), (12, 160.0):
+            for step, now[0] in (11, 100.0), (12, 160.0), (13, 220.0), (14, 380.0):
                 log.log(step, {"reward/mean": 0.0})
-        lines = capsys.readouterr().out.splitlines()
-        # 100 s for the first step; 160 s for both, 80 s each.
-        assert lines == ["step 11/100  reward/mean 0  ETA 2:28:20", "step 12/100  reward/mean 0  ETA 1:57:20"]
+        etas = [line.partition("  ETA ")[2] for line in capsys.readouterr().out.splitlines()]
+        # 100 s for the first step, in which engines start; then the median of 60, of 60 and 60, and of 60, 60 and 160 s
+        assert etas == ["2:28:20", "1:28:00", "1:27:00", "1:26:00"]
+
+    @pytest.mark.parametrize("test_freq", [-1, 3, 5, 20])
+    def test_the_eta_is_right_from_the_second_step_on(self, test_freq: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A slow start, a slow first validation and a slow first step: none of them is a step that is to come."""
+        now, total = [0.0], 20
+        monkeypatch.setattr("phalanx.telemetry.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+        config = TrainerConfig(test_freq=test_freq)
+        eta = Eta(RunStart(config, {}, 0, total, None, Timers()))
+        now[0] += 90 + 12
+        eta.update(0, {"val/a/reward/mean": 0.0, "time/validation": 12.0})
+        assert str(eta) == "-"
+        etas, ends = [], []
+        for step in range(1, total + 1):
+            validation = 10.0 if test_freq > 0 and (step % test_freq == 0 or step == total) else 0.0
+            now[0] += (80 if step == 1 else 4 + step % 2) + validation
+            eta.update(step, {"reward/mean": 0.0} | ({"time/validation": validation} if validation else {}))
+            etas.append(eta.seconds())
+            ends.append(now[0])
+        for predicted, end in list(zip(etas, ends, strict=True))[1:-1]:
+            assert predicted is not None and 1 / 1.3 <= predicted / (now[0] - end) <= 1.3
+        assert etas[-1] == 0
+
+    def test_the_eta_runs_down_within_a_step(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [0.0]
+        monkeypatch.setattr("phalanx.telemetry.loggers.console.time", SimpleNamespace(monotonic=lambda: now[0]))
+        eta = Eta(RunStart(TrainerConfig(test_freq=-1), {}, 0, 4, None, Timers()))
+        now[0] = 10.0
+        eta.update(1, {})
+        assert str(eta) == "0:00:30"
+        now[0] = 14.0
+        assert str(eta) == "0:00:26"
+        now[0] = 100.0
+        assert str(eta) == "0:00:00"
+
+    def test_a_row_shows_losses_and_what_can_differ(self) -> None:
+        supervised = {"actor/grad_norm": 2.0, "train/loss": 5.5, "train/entropy": 1.0, "perf/peak_memory_gb": 3.0}
+        assert shown_keys(supervised) == ["train/loss", "actor/grad_norm", "perf/peak_memory_gb"]
+        row = {"actor/ratio_mean": 1.0, "actor/clipfrac": 0.0, "actor/entropy": 0.5, "response/length_mean": 20.0}
+        row |= {"response/truncated_ratio": 0.25}
+        text = ["response/length_mean", "response/truncated_ratio", "actor/entropy"]
+        assert shown_keys(row) == text  # one update per rollout
+        assert shown_keys(row | {"actor/ratio_mean": 1.01}) == [*text, "actor/ratio_mean", "actor/clipfrac"]
+        assert shown_keys({"actor/dpo_loss": 0.5, "actor/accuracy": 0.75}) == ["actor/dpo_loss", "actor/accuracy"]
 
     def test_a_terminal_shows_what_the_job_is_at_below_the_rows(self, tmp_path: Path) -> None:
         """Rows and warnings stay, each once and in one piece; below them a line tells phase, micro-batch and time."""
@@ -60,7 +106,8 @@ class TestConsole:
             (1, "update 2/2"),
             (1, "validation 1"),
         ):
-            assert re.search(rf"step {done}/2 done \S+ {phase} 0:00:0\d", plain), phase
+            eta = "-" if done == 0 else r"0:00:0\d"
+            assert re.search(rf"step {done}/2 done \S+ {phase} 0:00:0\d ETA {eta}", plain), phase
         assert screen.endswith("\x1b[?25h")  # the cursor is shown
 
     @pytest.mark.parametrize("terminals", [(), ("stdout",), ("stderr",)])
@@ -101,7 +148,7 @@ def work(name, done, expected=0):
             time.sleep(0.6)  # two views of it
         time.sleep(0 if done else 0.6)
 
-numbers = {"actor/ratio_mean": 1.0, "actor/clipfrac": 0.5, "actor/grad_norm": 0.5, "perf/step_s": 12.5}
+numbers = {"actor/ratio_mean": 1.25, "actor/clipfrac": 0.5, "actor/grad_norm": 0.5, "perf/step_s": 12.5}
 with RunLogger(TrainerConfig(output_dir=sys.argv[1]), {}, {}, 0, 2, True, timers) as log:
     log.log(0, {"val/ocr/reward/mean": 0.5})
     work("rollout", 2, 3)
@@ -112,7 +159,7 @@ with RunLogger(TrainerConfig(output_dir=sys.argv[1]), {}, {}, 0, 2, True, timers
     work("validation", 1)
     log.log(2, {"reward/mean": 0.5, **numbers})
 """
-NUMBERS = "actor/ratio_mean 1  actor/clipfrac 0.5  actor/grad_norm 0.5  perf/step_s 12.5"  # wider than the terminal
+NUMBERS = "actor/ratio_mean 1.25  actor/clipfrac 0.5  actor/grad_norm 0.5  perf/step_s 12.5"  # wider than the terminal
 ROWS = [
     "step 0/2  validation  ocr/reward/mean 0.5000",
     f"step 1/2  reward/mean 0.25  {NUMBERS}",

@@ -94,12 +94,15 @@ def run(folder: Path, steps: int = 3) -> Path:
         log.log(0, {"val/ocr/reward/mean": 0.5, "val/easy/reward/mean": 0.9, "time/validation": 2.0})
         log.records(0, "ocr", [Record(f'sign "{i}" & <more>', 0.25, picture(i), i) for i in range(2)])
         for step in range(1, steps + 1):
-            row = {"reward/mean": 0.1 * step, "reward/std": 0.05, "reward/max": 1.0, "reward/ocr": 0.1 * step}
-            row |= {"actor/grad_norm": float("nan") if step == 2 else 0.5, "actor/ratio_mean": 1.0}
+            row = {"reward/mean": 0.1 * step, "reward/std": 0.05, "reward/max": 1.0 + step, "reward/ocr": 0.1 * step}
+            row |= {
+                "actor/grad_norm": float("nan") if step == 2 else 0.25 * (step + 1),
+                "actor/ratio_mean": 1 + 0.1 * step,
+            }
             row |= {
                 "time/rollout": 3.0,
                 "time/update": 1.0,
-                "perf/images_per_gpu_per_s": 20.0,
+                "perf/images_per_gpu_per_s": 18.0 + step,
                 "perf/mfu": 0.125 * step,
             }
             row |= {"val/ocr/reward/mean": 0.75, "val/easy/reward/mean": 0.8} if step == steps else {}
@@ -129,7 +132,7 @@ def test_it_says_what_the_files_say(tmp_path: Path) -> None:
     assert len(page.charts()) == len(titles)
     assert titles[len(KNOWN) :] == ["perf/elapsed_s", "reward/max"]  # what has no chart of its own
     assert "reward/mean 0.1 0.3 0.1 0.3 3" in words  # the table
-    assert "actor/grad_norm 0.5 0.5 0.5 0.5 2" in words  # NaN is no value
+    assert "actor/grad_norm 0.5 1 0.5 1 2" in words  # NaN is no value
 
 
 def test_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
@@ -197,6 +200,46 @@ def test_large_images_are_scaled(tmp_path: Path) -> None:
     with Image.open(io.BytesIO(base64.b64decode(data))) as decoded:
         assert decoded.size == (192, 384)
     assert "class" not in image
+
+
+def test_supervised_training_shows_its_loss(tmp_path: Path) -> None:
+    with logger(tmp_path) as log:
+        for step in range(1, 4):
+            log.log(step, {"train/loss": 6.0 - step, "train/accuracy": 0.25 * step, "actor/grad_norm": 1.0 + step})
+    page = Page(write_report(tmp_path))
+    words = page.words()
+    assert "Training loss 5.000 → 3.000 ▼ -2.000 from step 1 to 3" in words
+    assert [chart["series"][0]["label"] for chart in page.charts()][:2] == ["train/loss", "train/accuracy"]
+    assert "No training step was logged." not in words
+
+
+def test_losses_of_preferences_are_shown(tmp_path: Path) -> None:
+    with logger(tmp_path) as log:
+        for step in range(1, 3):
+            log.log(step, {"actor/dpo_loss": 0.75 - 0.25 * step, "actor/accuracy": 0.5})
+    assert "Loss · dpo_loss 0.500 → 0.250 ▼ -0.250 from step 1 to 2" in Page(write_report(tmp_path)).words()
+
+
+def test_metrics_that_never_change_are_named_and_not_drawn(tmp_path: Path) -> None:
+    with logger(tmp_path) as log:
+        for step in range(1, 4):
+            row = {"actor/ratio_mean": 1.0, "actor/ratio_std": 0.0, "actor/clipfrac": 0.0, "response/length_mean": step}
+            log.log(step, row | {"reward/zero_std_ratio": 0.5, "time/update": 2.0})
+    page = Page(write_report(tmp_path))
+    titles = re.findall(r'<figure class="chart"><figcaption>(.*?)</figcaption>', page.source)
+    assert titles == ["Response length (tokens)", "Seconds by phase", "perf/elapsed_s"]
+    assert (
+        "The same in all steps, and not drawn: actor/clipfrac 0, actor/ratio_mean 1, actor/ratio_std 0, "
+        "reward/zero_std_ratio 0.5."
+    ) in page.words()
+
+
+def test_the_warnings_of_the_job_are_repeated(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("data: {max_response_length: 64}\n")
+    with logger(tmp_path) as log:
+        log.log(1, {"response/truncated_ratio": 1.0})
+    note = "All responses of step 1 are cut at data.max_response_length=64, before their end of sequence: raise it, or"
+    assert note in Page(write_report(tmp_path)).words()
 
 
 class TestMissingPieces:
@@ -299,7 +342,7 @@ class TestHostileTexts:
             for step in range(3):
                 log.records(step, "ocr", [Record(self.TEXT, 0.5, picture(0), 0, scores={self.TEXT: 1.0})])
                 log.records(step, "math", [Record(self.TEXT, 0.5, self.TEXT, 0)])
-                log.log(step, {"reward/mean": 0.5, self.TEXT: 1.0, f"val/{self.TEXT}/reward/mean": 0.5})
+                log.log(step, {"reward/mean": 0.5, self.TEXT: step, f"val/{self.TEXT}/reward/mean": 0.5 + step})
         (tmp_path / "config.yaml").write_text(f"trainer: {{experiment_name: '{self.TEXT}'}}\n")
         page = Page(write_report(tmp_path))
         assert len(page.all("script")) == 3  # the data, uPlot, and ours

@@ -16,14 +16,15 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
         beta: how much a difference of errors counts.
 
     Returns:
-        The loss [U, ...], float32, and detached scalars: accuracy, the share of pairs whose winner
+        The loss [U, ...], float32, and detached scalars: dpo_loss, its mean, accuracy, the share of pairs whose winner
         has the larger implicit reward r = -beta / 2 (e - e_ref), and margin, the mean of r_w - r_l.
     """
     gain = -0.5 * beta * (error.float() - reference_error.detach().float())
     margin = gain[:, 0] - gain[:, 1]
+    loss = -logsigmoid(margin)
     with torch.no_grad():
-        stats = {"accuracy": (margin > 0).float().mean(), "margin": margin.mean()}
-    return -logsigmoid(margin), stats
+        stats = {"dpo_loss": loss.mean(), "accuracy": (margin > 0).float().mean(), "margin": margin.mean()}
+    return loss, stats
 
 
 def best_and_worst(reward: Tensor, group_id: Tensor) -> Tensor:

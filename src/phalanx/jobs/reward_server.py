@@ -29,6 +29,7 @@ from torch import Tensor
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from phalanx.config import ConfigError
+from phalanx.config.secrets import hide
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.distributed.launch import Launch
 from phalanx.exit import Stopped
@@ -282,7 +283,7 @@ class RewardServer:
             if failure is not None:
                 if failure.__cause__ is not None:
                     log.error("%s", failure, exc_info=failure.__cause__)
-                raise HTTPException(500, str(failure))
+                raise HTTPException(500, hide(str(failure)))
         scores = {}
         for term, call in zip(self.terms, calls, strict=True):
             if call.cancelled() or not call.done():

@@ -5,15 +5,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from html import escape
-from itertools import pairwise
+from operator import itemgetter
 from typing import Any
 
+from phalanx.telemetry.loggers import ELAPSED, LOSS
 from phalanx.telemetry.run_folder import Point, Run
 
 MAX_POINTS = 1000  # of a curve; longer ones are averaged, which a screen can hardly tell from all of them
 MAX_BARS = 120
 VALIDATION = re.compile(r"val/(.+)/reward/mean")
-_PHASES = ("rollout", "judge", "reward", "update", "checkpoint", "validation")
+# the places of the usual phases in a stack, from its bottom
+_PHASES = {"rollout": 0, "judge": 1, "reward": 2, "update": 3, "checkpoint": 4, "validation": 5}
 
 
 @dataclass(frozen=True)
@@ -30,23 +32,22 @@ class Series:
     dash: int = 0
 
     def data(self, limit: int) -> dict[str, Any]:
-        """What the script draws, in at most `limit` points."""
-        points, widths = thin(self.points, limit), dict(self.band)
-        found: dict[str, Any] = {"label": self.label, "colour": self.colour, "dash": self.dash}
-        found["x"] = [step for step, _ in points]
-        found["y"] = [_short(value) for _, value in points]
-        if widths:
-            band = thin([(step, widths.get(step, 0.0)) for step, _ in self.points], limit)
-            found["band"] = [_short(width) for _, width in band]
-        return found
+        """The curve as page/report.js reads it, in at most `limit` points."""
+        steps, values = _columns(thin(self.points, limit))
+        data: dict[str, Any] = {"label": self.label, "colour": self.colour, "dash": self.dash, "x": steps, "y": values}
+        if self.band:
+            widths = dict(self.band)
+            band = [(step, widths.get(step, 0.0)) for step, _ in self.points]
+            _, data["band"] = _columns(thin(band, limit))
+        return data
 
     def summary(self) -> str:
         """The curve in words."""
         (first, start), (last, end) = self.points[0], self.points[-1]
-        values = [value for _, value in self.points]
+        low, high = min(self.points, key=itemgetter(1))[1], max(self.points, key=itemgetter(1))[1]
         return (
-            f"{self.label} from {start:.4g} at step {first} to {end:.4g} at step {last}, lowest {min(values):.4g}, "
-            f"highest {max(values):.4g}"
+            f"{self.label} from {start:.4g} at step {first} to {end:.4g} at step {last}, lowest {low:.4g}, "
+            f"highest {high:.4g}"
         )
 
 
@@ -55,7 +56,7 @@ class Chart:
     """The curves of all metrics whose names match `keys`; a group in it is the curve's label.
 
     `band` is the metric that is the half height of the band. `bars` stacks the values of each step. `plain` curves are
-    left alone by the page's smoothing, and each of their points is marked. `zero` starts the axis at 0.
+    not smoothed by the page, and each of their points is marked. `zero` starts the axis at 0.
     """
 
     title: str
@@ -72,19 +73,21 @@ class Chart:
         return MAX_BARS if self.bars else MAX_POINTS
 
     def data(self) -> dict[str, Any]:
-        """What the script draws."""
+        """The chart as page/report.js reads it."""
         looks = {"bars": self.bars, "plain": self.plain, "zero": self.zero}
         return looks | {"series": [series.data(self.limit) for series in self.series]}
 
     def html(self) -> str:
         """The <figure>. The script draws in `.plot`; until then, and for who cannot see it, it holds words."""
-        size = math.ceil(max(len(series.points) for series in self.series) / self.limit)
-        notes = [self.note]
-        if any(series.band for series in self.series):
-            notes.append("The band is one standard deviation.")
-        if size > 1:
-            notes.append(f"Each point is the mean of {size} steps at most.")
-        words = "; ".join(series.summary() for series in self.series)
+        notes, summaries, longest = [self.note], [], 0
+        for series in self.series:
+            summaries.append(series.summary())
+            longest = max(longest, len(series.points))
+            if series.band and len(notes) == 1:
+                notes.append("The band is one standard deviation.")
+        if longest > self.limit:
+            notes.append(f"Each point is the mean of {math.ceil(longest / self.limit)} steps at most.")
+        words = "; ".join(summaries)
         return (
             f'<figure class="chart"><figcaption>{escape(self.title)}</figcaption>'
             f'<div class="plot n" role="group" aria-label="{escape(f"{self.title}: {words}")}">{escape(words)}</div>'
@@ -93,6 +96,9 @@ class Chart:
 
 
 CHARTS = (
+    Chart("Loss", LOSS.pattern),
+    Chart("Loss by noise level", "train/loss_at_(.+)", "Of the masked tokens at each level."),
+    Chart("Accuracy", "(?:train|actor)/accuracy", "Of masked tokens, or of preferences between two samples."),
     Chart("Training reward", "reward/mean", band="reward/std"),
     Chart("Validation reward", VALIDATION.pattern, "On held-out prompts.", plain=True),
     Chart(
@@ -101,12 +107,16 @@ CHARTS = (
     Chart(
         "Share of prompts whose samples all score the same", "reward/zero_std_ratio", "Such prompts give no gradient."
     ),
+    Chart("Response length (tokens)", "response/length_(mean|max|min)"),
+    Chart("Truncated responses", "response/truncated_ratio", "Share cut at data.max_response_length.", zero=True),
+    Chart("Entropy", "(?:actor|train)/entropy"),
     Chart("Importance ratio", "actor/ratio_mean", band="actor/ratio_std"),
     Chart("Clipped fraction", "actor/clipfrac(?:_higher|_lower)?"),
     Chart("Gradient norm", "actor/grad_norm", "Before clipping."),
     Chart("KL to the policy that sampled", "actor/approx_kl"),
     Chart("KL to the reference", "actor/kl_ref"),
     Chart("Throughput (images per second and rank)", "perf/images_per_gpu_per_s", zero=True),
+    Chart("Throughput (samples per second and rank)", "perf/samples_per_gpu_per_s", zero=True),
     Chart("Throughput (tokens per second and rank)", "perf/(?:.+_)?tokens_per_gpu_per_s", zero=True),
     Chart(
         "Seconds by phase",
@@ -128,17 +138,22 @@ CHARTS = (
 
 
 def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """CHARTS with the curves of these runs, and a chart for each metric that is in none of them."""
-    names = {key for run in runs for key in run.metrics()}
-    drawn = []
+    """CHARTS with the curves of these runs, and a chart for each metric that is in none of them; without those of
+    `constants_of`.
+    """
+    names: set[str] = set().union(*(run.metrics() for run in runs))
+    constants = constants_of(runs)
+    drawn, used = list[Chart](), set(constants)
     for chart in CHARTS:
-        found = sorted(name for name in names if re.fullmatch(chart.keys, name))
-        if chart.bars:
-            drawn += [replace(chart, title=run.titled(chart.title), series=_stack(run, found)) for run in runs]
-        else:
-            drawn.append(replace(chart, series=_curves(chart, found, runs)))
-    used = {chart.band for chart in CHARTS}
-    used |= {name for name in names for chart in CHARTS if re.fullmatch(chart.keys, name)}
+        keys = [name for name in sorted(names) if re.fullmatch(chart.keys, name)]
+        used |= {chart.band, *keys}
+        if not chart.bars and constants.keys() >= set(keys):
+            continue
+        if not chart.bars:
+            drawn.append(replace(chart, series=_curves(chart, keys, runs)))
+            continue
+        for run in runs:
+            drawn.append(replace(chart, title=run.titled(chart.title), series=_stack(run, keys)))
     rest = []
     for name in sorted(names - used):
         chart = Chart(name, re.escape(name), plain=name.startswith("val/"))
@@ -146,9 +161,26 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     return [chart for chart in drawn if chart.series], [chart for chart in rest if chart.series]
 
 
+def constants_of(runs: Sequence[Run]) -> dict[str, float]:
+    """The metrics, except seconds of phases, that have one value in all rows of all runs; a row on its own is none."""
+    values: dict[str, set[float]] = {}
+    repeated = set()
+    for run in runs:
+        for name in run.metrics():
+            of_run = run.values(name)
+            values.setdefault(name, set()).update(of_run)
+            if len(of_run) > 1 and not name.startswith(("time/", ELAPSED)):
+                repeated.add(name)
+    constants = {}
+    for name in sorted(repeated):
+        if len(values[name]) == 1:
+            constants[name] = values[name].pop()
+    return constants
+
+
 def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]:
     """A curve for each metric and run. Of one run, metrics differ in colour; of several, runs do."""
-    found = []
+    curves = []
     for i, name in enumerate(names):
         match = re.fullmatch(chart.keys, name)
         assert match is not None
@@ -158,36 +190,42 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
             if not points:
                 continue
             if len(runs) == 1:
-                found.append(Series(label, points, run.points(chart.band), colour=i))
+                curves.append(Series(label, points, run.points(chart.band), colour=i))
             else:  # bands would hide the other runs, and the difference of their means
                 name_of = run.label if len(names) == 1 else f"{run.label} · {label}"
-                found.append(Series(name_of, points, colour=k, dash=i))
-    return found
+                curves.append(Series(name_of, points, colour=k, dash=i))
+    return curves
 
 
 def _stack(run: Run, names: list[str]) -> list[Series]:
     """Seconds of each phase over all steps that have any; 0 where a step has none of that phase."""
     # the usual phases first, in their order, so that a bar with a validation looks like its neighbours at its bottom
-    usual = [f"time/{phase}" for phase in _PHASES]
-    ordered = [name for name in usual if name in names] + [name for name in names if name not in usual]
-    values = {name: dict(run.points(name)) for name in ordered}
-    steps = sorted({step for points in values.values() for step in points})
-    found: list[Series] = []
+    ordered = sorted(names, key=lambda name: _PHASES.get(name.removeprefix("time/"), len(_PHASES)))
+    values, steps = {}, set[int]()
+    for name in ordered:
+        values[name] = dict(run.points(name))
+        steps |= values[name].keys()
+    series: list[Series] = []
     for name in ordered:
         if values[name]:
-            points = [(step, values[name].get(step, 0.0)) for step in steps]
-            found.append(Series(name.removeprefix("time/"), points, colour=len(found)))
-    return found
+            points = [(step, values[name].get(step, 0.0)) for step in sorted(steps)]
+            series.append(Series(name.removeprefix("time/"), points, colour=len(series)))
+    return series
 
 
 def thin(points: list[Point], limit: int) -> list[Point]:
     """At most `limit` points, each the mean of about equally many neighbours at the step in their middle."""
-    count = min(len(points), limit)
-    ends = [i * len(points) // count for i in range(count + 1)] if count else []
-    chunks = [points[start:end] for start, end in pairwise(ends)]
-    return [(chunk[len(chunk) // 2][0], sum(value for _, value in chunk) / len(chunk)) for chunk in chunks]
+    count, means = min(len(points), limit), []
+    for i in range(count):
+        chunk = points[i * len(points) // count : (i + 1) * len(points) // count]
+        means.append((chunk[len(chunk) // 2][0], sum(value for _, value in chunk) / len(chunk)))
+    return means
 
 
-def _short(value: float) -> float:
-    """Six digits of it: the page shows four, and each costs a byte a point."""
-    return float(f"{value:.6g}")
+def _columns(points: list[Point]) -> tuple[list[int], list[float]]:
+    """The steps, and the values in six digits: the page shows four, and each costs a byte per point."""
+    steps, values = [], []
+    for step, value in points:
+        steps.append(step)
+        values.append(float(f"{value:.6g}"))
+    return steps, values

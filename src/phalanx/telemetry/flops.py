@@ -127,7 +127,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def known_gpus() -> list[str]:
-    """Names of GPUs that named_peak_flops knows; a card's name holds all words of its own."""
+    """Names of GPUs that named_peak_flops knows; a card's name has all words of one of them."""
     return sorted(_PEAK_TFLOPS)
 
 

@@ -20,7 +20,8 @@ from phalanx.config.load import ConfigError
 from phalanx.config.messages import reason
 from phalanx.config.run import TrainerConfig
 from phalanx.exit import Stopped
-from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers
+from phalanx.telemetry.advice import Advisor
+from phalanx.telemetry.loggers import ELAPSED, KEY, Logger, RunStart, check_loggers, setting
 from phalanx.telemetry.records import Record, kind_of, save_records
 
 METRICS_FILE = "metrics.jsonl"
@@ -29,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Phase:
-    """What a job is at: `done` micro-batches of `expected`, 0 where nobody knows how many there will be."""
+    """The work in progress: `done` of `expected` micro-batches; `expected` is 0 where their number is not known."""
 
     name: str
     done: int = 0
@@ -42,8 +43,8 @@ class Phase:
 
 
 class Timers:
-    """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step. `phase` is the one that runs
-    now, for whoever shows it; a phase may say how many micro-batches it expects, and count them.
+    """Seconds per phase: `with timers("rollout"): ...`, then `timers.pop()` once per step. `phase` is the one in
+    progress; it may say how many micro-batches it expects, and count them.
 
     With `sync` both ends wait for the device, which attributes CUDA work exactly but stalls the queue. Without it, a
     phase that ends with a value read by the host is exact; any other one leaves work to the next phase.
@@ -68,7 +69,7 @@ class Timers:
             self.phase = outer
 
     def expect(self, micro_batches: int) -> None:
-        """So many micro-batches of the phase are to come."""
+        """Set the number of micro-batches of the phase."""
         self.phase = Phase(self.phase.name, expected=micro_batches)
 
     def advance(self) -> None:
@@ -80,7 +81,7 @@ class Timers:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self, name: str) -> float:
-        """Those of a phase since the last `pop`."""
+        """Seconds of a phase since the last `pop`."""
         return self._seconds.get(name, 0.0)
 
     def pop(self) -> dict[str, float]:
@@ -147,21 +148,25 @@ class RunLogger:
         path = self._folder / METRICS_FILE
         earlier = read_metrics(path) if start_step and path.is_file() else []
         self._repeated = max((row["step"] for row in earlier), default=-1)  # a resumed run goes through it again
+        samples, limit = setting(resolved_config, "rollout.n"), setting(resolved_config, "data.max_response_length")
+        self._advisor = Advisor(total_steps, samples or 1, limit)
         self._continued: set[str] = set()  # entries whose loggers go on with the run that they had
 
         start = RunStart(trainer, resolved_config, start_step, total_steps, None, timers or Timers())
         try:
-            # a tracker may fail to start: it comes first, so that an older run's rows and the terminal are left alone
-            self._open(start, {entry: kind for entry, kind in kinds.items() if not kind.terminal})
+            # a tracker may fail to start: it comes first, so that an older run's rows and the terminal stay as they are
+            self._open(start, kinds, terminal=False)
             self._file = _MetricsFile(path, [row for row in earlier if row["step"] <= start_step])
-            self._open(start, {entry: kind for entry, kind in kinds.items() if kind.terminal})
+            self._open(start, kinds, terminal=True)
         except Exception:  # the run does not begin: those that have started end
             self.close(failed=True)
             raise
 
-    def _open(self, start: RunStart, kinds: dict[str, type[Logger]]) -> None:
-        """Open some loggers, each with the id that it had. Raises ConfigError."""
+    def _open(self, start: RunStart, kinds: dict[str, type[Logger]], terminal: bool) -> None:
+        """Open the loggers that take the terminal, or the others, each with its earlier id. Raises ConfigError."""
         for entry, kind in kinds.items():
+            if kind.terminal != terminal:
+                continue
             try:
                 logger = kind(replace(start, id=self.ids.get(entry)))
             except ConfigError:
@@ -177,12 +182,15 @@ class RunLogger:
     def log(self, step: int, row: dict[str, float]) -> None:
         """Write one row. `step` must be greater than in the row before; values may be any finite or non-finite number.
 
-        `perf/elapsed_s`, the seconds since the run began (earlier starts of a resumed run included), is added.
+        `perf/elapsed_s`, the seconds since the run began (earlier starts of a resumed run included), is added. Signs
+        that the run learns nothing are warned of, each once: see phalanx.telemetry.advice.
         """
         if self._file is None:
             return
         row = self._file.write(step, row)
         self._each(lambda logger: logger.log(step, row), step)
+        for warning in self._advisor.warnings(step, row):
+            _log.warning("%s", warning)
 
     def records(self, step: int, set_name: str, records: Iterable[Record]) -> None:
         """Write a validation's samples to `<output_dir>/images/<set>/step_<k>`, or texts to `samples/<set>/step_<k>`,
@@ -238,7 +246,7 @@ class _MetricsFile:
     def __init__(self, path: Path, kept: list[dict[str, Any]]) -> None:
         """Begin with these rows of an earlier start: those after its checkpoint will be written again."""
         partial = path.with_name(path.name + ".tmp")
-        partial.write_text("".join(_dump(row) for row in kept), encoding="utf-8")
+        partial.write_text("".join(map(_dump, kept)), encoding="utf-8")
         os.replace(partial, path)
         self._last = kept[-1]["step"] if kept else -1
         before = kept[-1].get(ELAPSED) if kept else None
@@ -252,7 +260,7 @@ class _MetricsFile:
         assert step > self._last, f"metrics: row of step {step} after one of step {self._last}"
         self._last = step
         row = {**row, ELAPSED: round(time.monotonic() - self._origin, 3)}
-        self._waiting += _dump({"step": step, **{key: _plain(value) for key, value in row.items()}}).encode()
+        self._waiting += _dump({"step": step} | {key: _plain(value) for key, value in row.items()}).encode()
         self._flush()
         return row
 

@@ -75,10 +75,12 @@ class Record:
 
     def row(self) -> dict[str, Any]:
         """The beginning of its line in index.jsonl; strict JSON knows no NaN."""
-        row = {"index": self.index, "prompt": self.prompt, "reward": _finite(self.reward)}
-        scores = {name: _finite(score) for name, score in self.scores.items()}
-        truth = {} if self.ground_truth is None else {"ground_truth": self.ground_truth}
-        return row | ({"scores": scores} if scores else {}) | truth
+        row: dict[str, Any] = {"index": self.index, "prompt": self.prompt, "reward": _finite(self.reward)}
+        if self.scores:
+            row["scores"] = {name: _finite(score) for name, score in self.scores.items()}
+        if self.ground_truth is not None:
+            row["ground_truth"] = self.ground_truth
+        return row
 
 
 def _finite(value: float) -> float | None:
@@ -140,8 +142,9 @@ def _write_pictures(folder: Path, rows: list[Record]) -> None:
 
 def write_index(folder: Path, rows: Iterable[dict[str, Any]]) -> None:
     """Write a folder's `index.jsonl`."""
-    text = "".join(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
-    (folder / "index.jsonl").write_text(text, encoding="utf-8")
+    with (folder / "index.jsonl").open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def read_index(folder: Path, content: str = "file") -> list[dict[str, Any]]:
@@ -182,7 +185,10 @@ def moving_grid(records: Sequence[Record]) -> Iterator[NDArray[np.uint8]]:
 
 def _grid(records: Sequence[Record], strips: Sequence[NDArray[np.uint8]]) -> Image.Image:
     """The grid with these frames [f, H, W, 3] of each record side by side."""
-    tiles = [side_by_side([fit(picture) for picture in pictures(strip)]) for strip in strips]
+    tiles = [side_by_side(list(map(fit, pictures(strip)))) for strip in strips]
     columns = math.ceil(math.sqrt(len(tiles) / len(strips[0])))  # a strip is as wide as its frames together
-    headings = [f"reward {record.reward:.3f}" for record in records]
-    return sheet(tiles, [record.prompt for record in records], columns, headings)
+    prompts, headings = [], []
+    for record in records:
+        prompts.append(record.prompt)
+        headings.append(f"reward {record.reward:.3f}")
+    return sheet(tiles, prompts, columns, headings)

@@ -19,8 +19,10 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
-from phalanx.telemetry.charts import VALIDATION, Chart, charts_of
-from phalanx.telemetry.metrics import ELAPSED, METRICS_FILE
+from phalanx.telemetry.advice import Advisor, is_training_row
+from phalanx.telemetry.charts import VALIDATION, Chart, charts_of, constants_of
+from phalanx.telemetry.loggers import ELAPSED, LOSS
+from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.run_folder import Point, Run, flat, read_run
 from phalanx.telemetry.samples import notes_html, samples_html
 
@@ -86,16 +88,8 @@ def _page(runs: list[Run]) -> str:
         facts = [run.label for run in runs]
     known, others = charts_of(runs)
     scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
-    body = "\n".join(
-        [
-            *(_headline(run) for run in runs),
-            samples_html(runs),
-            _curves(known, others),
-            *(_table(run) for run in runs),
-            _differences(runs),
-            *(_config(run) for run in runs),
-        ]
-    )
+    parts = [*map(_headline, runs), samples_html(runs), _curves(known, others, constants_of(runs)), *map(_table, runs)]
+    body = "\n".join([*parts, _differences(runs), *map(_config, runs)])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{_policy(scripts)}">\n'
@@ -103,12 +97,12 @@ def _page(runs: list[Run]) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<style>{_asset('uPlot.min.css')}{_asset('report.css')}</style></head>\n"
         f"<body><main><header><h1>{escape(name)}</h1>"
-        f"<p>{' · '.join(escape(fact) for fact in facts if fact)}</p></header>\n{body}\n"
+        f"<p>{escape(' · '.join(filter(None, facts)))}</p></header>\n{body}\n"
         "<footer>Made by <code>python -m phalanx.telemetry.report</code> from "
         f"{METRICS_FILE}, config.yaml, images/ and samples/.</footer></main>\n"
         f'<script type="application/json" id="charts">{_json([chart.data() for chart in known + others])}</script>\n'
         f"<!-- uPlot: {_asset('uPlot.LICENSE')} -->\n"
-        f"{''.join(f'<script>{script}</script>' for script in scripts)}</body></html>\n"
+        f"<script>{'</script><script>'.join(scripts)}</script></body></html>\n"
     )
 
 
@@ -117,10 +111,11 @@ def _asset(name: str) -> str:
 
 
 def _policy(scripts: list[str]) -> str:
-    """What the browser is to refuse: all that is not in the page, and all scripts but these."""
-    sums = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    allowed = " ".join(f"'sha256-{digest}'" for digest in sums)
-    return f"default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src {allowed}"
+    """The page's Content-Security-Policy: the browser refuses what is not in the page, and all scripts but these."""
+    policy = "default-src 'none'; img-src data:; media-src data:; style-src 'unsafe-inline'; script-src"
+    for script in scripts:
+        policy += f" 'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
+    return policy
 
 
 def _json(value: object) -> str:
@@ -140,6 +135,10 @@ def _headline(run: Run) -> str:
         tiles.append(_change(f"Validation · {name}", points, kind))
     if reward:
         tiles.append(_change("Training reward", reward))
+    for key in run.metrics():
+        if LOSS.fullmatch(key) and run.points(key):
+            title = "Training loss" if key == "train/loss" else f"Loss · {key.removeprefix('actor/')}"
+            tiles.append(_change(title, run.points(key)))
     planned = run.setting("trainer.total_training_steps")
     tiles.append(_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
     seconds = _wall_seconds(run)
@@ -151,40 +150,59 @@ def _headline(run: Run) -> str:
         notes.append(f"{METRICS_FILE} has no rows yet.")
     if run.rows and not validations:
         notes.append("No validation was logged, so there is no figure on held-out prompts.")
-    if run.rows and not reward:
+    if run.rows and not any(map(is_training_row, run.rows)):
         notes.append("No training step was logged.")
+    notes += _advice(run)
     heading = f"<h3>{escape(run.label)}</h3>" if run.label else ""
     return f'{heading}<section class="tiles" aria-label="Headline figures">{"".join(tiles)}</section>' + notes_html(
         notes
     )
 
 
+def _advice(run: Run) -> list[str]:
+    """The warnings that the job gave about its metrics."""
+    samples, limit = run.setting("rollout.n"), run.setting("data.max_response_length")
+    total = run.setting("trainer.total_training_steps")
+    advisor = Advisor(_whole(total) or run.last_step(), _whole(samples) or 1, _whole(limit))
+    notes = []
+    for row in run.rows:
+        notes += advisor.warnings(row["step"], row)
+    return [f"{note[0].upper()}{note[1:]}." for note in notes]
+
+
+def _whole(text: str | None) -> int | None:
+    return int(text) if text is not None and text.isdecimal() else None
+
+
 def _pace(run: Run) -> list[str]:
     """Tiles with medians over the steps, of the throughput and of the FLOPs that the model needs."""
     tiles = []
-    for noun in ("images", "tokens"):
-        rates = [rate for _, rate in run.points(f"perf/{noun}_per_gpu_per_s")]
+    for noun in ("images", "samples", "tokens"):
+        rates = run.values(f"perf/{noun}_per_gpu_per_s")
         if rates:
             tiles.append(_tile("Throughput", f"{median(rates):.3g}", f"{noun} per second and rank"))
-    used = [share for _, share in run.points("perf/mfu")]
-    if used:
-        tiles.append(_tile("Model FLOPs", f"{100 * median(used):.1f} %", "of the device's peak"))
+    shares = run.values("perf/mfu")
+    if shares:
+        tiles.append(_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
     return tiles
 
 
 def _validations(run: Run) -> dict[str, list[Point]]:
     """The mean reward of every validation set over steps."""
-    matches = sorted((match[1], key) for key in run.metrics() if (match := VALIDATION.fullmatch(key)))
-    found = {name: run.points(key) for name, key in matches}
-    return {name: points for name, points in found.items() if points}
+    validations = {}
+    for key in sorted(run.metrics()):
+        match, points = VALIDATION.fullmatch(key), run.points(key)
+        if match and points:
+            validations[match[1]] = points
+    return validations
 
 
 def _wall_seconds(run: Run) -> float | None:
     elapsed = run.points(ELAPSED)
     if elapsed:
         return elapsed[-1][1]
-    steps = run.points("perf/step_s")
-    return sum(value for _, value in steps) if steps else None
+    seconds = run.values("perf/step_s")
+    return sum(seconds) if seconds else None
 
 
 def _change(title: str, points: list[Point], kind: str = "") -> str:
@@ -207,9 +225,11 @@ def _tile(title: str, value: str, note: str, kind: str = "") -> str:
 # --- curves and tables --------------------------------------------------------------------------------------------
 
 
-def _curves(known: list[Chart], others: list[Chart]) -> str:
+def _curves(known: list[Chart], others: list[Chart], constants: dict[str, float]) -> str:
+    fixed = ", ".join(f"{name} {value:.4g}" for name, value in constants.items())
+    notes = notes_html([f"The same in all steps, and not drawn: {fixed}."] if constants else [])
     if not known and not others:
-        return f"<section><h2>Curves</h2>{notes_html(['There is nothing to draw.'])}</section>"
+        return f"<section><h2>Curves</h2>{notes_html(['There is nothing to draw.'])}{notes}</section>"
     slider = (
         '<label class="slider" hidden>Smoothing <input type="range" id="smoothing" min="0" max="0.98" step="0.02" '
         'value="0"><output>0</output></label>'
@@ -220,19 +240,20 @@ def _curves(known: list[Chart], others: list[Chart]) -> str:
     )
     rest = _details("All other metrics as curves", _grid(others)) if others else ""
     no_script = '<noscript><p class="note">Curves need JavaScript; below are their figures.</p></noscript>'
-    return f'<section id="curves"><h2>Curves</h2>{no_script}{slider}{hint}{_grid(known)}{rest}</section>'
+    return f'<section id="curves"><h2>Curves</h2>{no_script}{slider}{hint}{_grid(known)}{notes}{rest}</section>'
 
 
 def _grid(charts: list[Chart]) -> str:
-    return f'<div class="charts">{"".join(chart.html() for chart in charts)}</div>'
+    return f'<div class="charts">{"".join(map(Chart.html, charts))}</div>'
 
 
 def _table(run: Run) -> str:
     """Every metric in figures, for those who cannot see the curves."""
     rows = []
     for key in run.metrics():
-        values = [value for _, value in run.points(key)]
-        cells = [f"{v:.5g}" for v in (values[0], values[-1], min(values), max(values))] if values else ["-"] * 4
+        cells, values = ["-"] * 4, run.values(key)
+        if values:
+            cells = list(map("{:.5g}".format, (values[0], values[-1], min(values), max(values))))
         rows.append([key, *cells, str(len(values))])
     columns = ["metric", "first", "last", "lowest", "highest", "values"]
     return _details(run.titled("All metrics in figures"), _cells(columns, rows)) if rows else ""
@@ -243,9 +264,11 @@ def _differences(runs: list[Run]) -> str:
     if len(runs) == 1:
         return ""
     settings = [flat(run.config) for run in runs]
-    keys = sorted({key for values in settings for key in values})
-    rows = [[key, *(values.get(key, "-") for values in settings)] for key in keys]
-    rows = [row for row in rows if len(set(row[1:])) > 1]
+    rows = []
+    for key in sorted(set().union(*settings)):
+        values = [setting.get(key, "-") for setting in settings]
+        if len(set(values)) > 1:
+            rows.append([key, *values])
     table = _cells(["setting", *(run.label for run in runs)], rows)
     return _details("Settings that differ", table, is_open=True) if rows else notes_html(["No settings differ."])
 
@@ -258,12 +281,16 @@ def _config(run: Run) -> str:
 
 
 def _cells(columns: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th scope=col>{escape(name)}</th>" for name in columns)
-    lines = []
+    html = "<div class=scroll><table><thead><tr>"
+    for name in columns:
+        html += f"<th scope=col>{escape(name)}</th>"
+    html += "</tr></thead><tbody>"
     for first, *others in rows:
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in others)
-        lines.append(f"<tr><th scope=row>{escape(first)}</th>{cells}</tr>")
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>"
+        html += f"<tr><th scope=row>{escape(first)}</th>"
+        for cell in others:
+            html += f"<td>{escape(cell)}</td>"
+        html += "</tr>"
+    return html + "</tbody></table></div>"
 
 
 def _details(title: str, content: str, is_open: bool = False) -> str:

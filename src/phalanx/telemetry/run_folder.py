@@ -1,4 +1,4 @@
-"""What the report reads of a run: metrics.jsonl and config.yaml of its trainer.output_dir."""
+"""The files of a run that the report reads: metrics.jsonl and config.yaml of its trainer.output_dir."""
 
 import math
 from dataclasses import dataclass
@@ -7,6 +7,7 @@ from typing import Any
 
 import yaml
 
+from phalanx.telemetry.loggers import setting
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 
 Point = tuple[int, float]
@@ -26,16 +27,22 @@ class Run:
         """(step, value) of all rows that have a finite value of `key`."""
         return [(row["step"], row[key]) for row in self.rows if _is_finite(row.get(key))]
 
+    def values(self, key: str) -> list[float]:
+        """The finite values of `key`, in the order of the steps."""
+        return [value for _, value in self.points(key)]
+
     def setting(self, name: str) -> str | None:
         """A value of the configuration as text, such as that of `model.path`; None where there is none."""
-        value: Any = self.config
-        for part in name.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+        value = setting(self.config, name)
         return None if value is None else str(value)
 
     def metrics(self) -> list[str]:
         """The keys of all rows but the step, in the order of first use."""
-        return list(dict.fromkeys(key for row in self.rows for key in row if key != "step"))
+        keys: dict[str, None] = {}
+        for row in self.rows:
+            keys |= dict.fromkeys(row)
+        keys.pop("step", None)
+        return list(keys)
 
     def titled(self, title: str) -> str:
         """A title that names the run, if there are others."""
@@ -62,13 +69,13 @@ def read_run(folder: Path, label: str = "") -> Run:
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
     """The values of a configuration as text by their dotted names."""
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            found |= flat(value, f"{prefix}{key}.")
+            values |= flat(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = str(value)
-    return found
+            values[f"{prefix}{key}"] = str(value)
+    return values
 
 
 def _is_finite(value: Any) -> bool:

@@ -1,11 +1,12 @@
 """The validation samples of the report: the same prompts over steps, or in several runs, and the best and the worst.
 
-What a side shows at other steps than the last waits in <template>s, which page/report.js puts in its place: a browser
-without scripts shows the last ones.
+Each side of a card shows its last step; its other steps are in <template>s, with which page/report.js replaces it. A
+browser without scripts shows the last steps.
 """
 
 import base64
 import io
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -18,11 +19,11 @@ from phalanx.functional.frames import evenly_spaced
 from phalanx.telemetry.records import IMAGES, SAMPLES, read_index
 from phalanx.telemetry.run_folder import Run
 
-CONTENT = {IMAGES: "file", SAMPLES: "text"}  # what an index.jsonl has in the folders of a run
+CONTENT = {IMAGES: "file", SAMPLES: "text"}  # the key of the sample in an index.jsonl, by the run's folder
 MAX_CARDS = 24
 MAX_SAMPLES = 300  # in a page: 10 MB of JPEGs
-MAX_VIDEO_BYTES = 16 << 20  # of a page's mp4s; if they are more, their pictures stand for them
-BEST = 4  # at most so many of the best, and of the worst
+MAX_VIDEO_BYTES = 16 << 20  # of a page's mp4s; where they are larger, the page shows their frames as pictures
+BEST = 4  # at most this many of the best, and of the worst
 INLINE_SIDE = 384  # pixels of an inlined image; larger ones are scaled down
 
 Key = tuple[int, str]  # a sample's index and prompt: the same prompt and noise at each step
@@ -30,7 +31,7 @@ Key = tuple[int, str]  # a sample's index and prompt: the same prompt and noise 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a run kept of one validation set: the rows of each step's index.jsonl, and where they lie."""
+    """The samples of one validation set that a run kept: the rows of each step's index.jsonl, and their folder."""
 
     run: Run
     folder: Path
@@ -53,11 +54,14 @@ def samples_html(runs: Sequence[Run]) -> str:
     title = "Held-out prompts" if runs[0].label else "Held-out prompts, before and after"
     parts = []
     for kind in CONTENT:
-        names = {path.name for run in runs for path in (run.folder / kind).glob("*") if path.is_dir()}
-        sets = [[_read(run, kind, name) for run in runs] for name in sorted(names)]
-        sets = [[kept for kept in each if kept.steps] for each in sets]
-        sets = [each for each in sets if each]
-        parts += [_set(each, share=len(sets)) for each in sets]
+        sets: dict[str, list[Kept]] = {}
+        for run in runs:
+            for path in (run.folder / kind).glob("*"):
+                kept = _read(run, path)
+                if kept.steps:
+                    sets.setdefault(path.name, []).append(kept)
+        for name in sorted(sets):
+            parts.append(_set(sets[name], share=len(sets)))
     none = "No validation samples were kept (trainer.log_val_generations, images/ or samples/)."
     parts = parts or [notes_html([none])]
     return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
@@ -67,14 +71,14 @@ def notes_html(notes: Sequence[str]) -> str:
     return "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
 
 
-def _read(run: Run, kind: str, name: str) -> Kept:
-    folder, steps = run.folder / kind / name, {}
+def _read(run: Run, folder: Path) -> Kept:
+    steps = {}
     for path in folder.glob("step_*"):
         # a folder that was used before may hold samples of steps that this run has not reached
         if path.name[5:].isdecimal() and int(path.name[5:]) <= run.last_step():
-            rows = read_index(path, CONTENT[kind])
+            rows = {(row["index"], row["prompt"]): row for row in read_index(path, CONTENT[folder.parent.name])}
             if rows:
-                steps[int(path.name[5:])] = {(row["index"], row["prompt"]): row for row in rows}
+                steps[int(path.name[5:])] = rows
     return Kept(run, folder, steps)
 
 
@@ -83,43 +87,51 @@ def _read(run: Run, kind: str, name: str) -> Kept:
 
 def _set(kept: list[Kept], share: int) -> str:
     """The cards of a validation set with their slider, and its best and worst samples; `share` sets share the page."""
-    ends = [rows for each in kept for rows in (each.steps[each.first], each.steps[each.last])]
-    shared = [key for key in ends[0] if all(key in rows for rows in ends)]
+    shared = list(kept[0].steps[kept[0].first])
+    for each in kept:
+        for rows in each.steps[each.first], each.steps[each.last]:
+            shared = [key for key in shared if key in rows]
     keys = shared[:MAX_CARDS]
     room = max(2, MAX_SAMPLES // (share * len(kept) * max(1, len(keys))))
-    steps = [_chosen(sorted(each.steps), room) for each in kept]
-    movies = _movies([(each, step) for each, chosen in zip(kept, steps, strict=True) for step in chosen], keys, share)
-    sides = list(zip(kept, steps, strict=True))
-    if not kept[0].run.label and len(steps[0]) > 1:  # of the only run, the first validation stays beside the others
-        sides = [(kept[0], steps[0][:1]), (kept[0], steps[0][1:])]
-    cards = []
-    for key in keys:
-        pair = "".join(_side(each, chosen, key, movies) for each, chosen in sides)
-        cards.append(f'<figure><div class="pair">{pair}</div>{_caption(kept[0].steps[steps[0][-1]][key])}</figure>')
-    stops = sorted({step for _, chosen in sides if len(chosen) > 1 for step in chosen})
-    notes = notes_html(_notes(kept, steps, shared))
-    return (
-        f'<section class="set"><h3>{escape(_heading(kept))}</h3>{notes}{_slider(stops)}'
-        f'<div class="cards {kept[0].folder.parent.name}">{"".join(cards)}</div></section>'
-        + "".join(_extremes(each, movies) for each in kept)
+    sides = []
+    for each in kept:
+        steps = sorted(each.steps)
+        sides.append((each, [steps[i] for i in evenly_spaced(len(steps), room)]))
+    movies = _movies(sides, keys, share)
+    notes = notes_html(_notes(sides, shared))
+    first, steps = sides[0]
+    if not first.run.label and len(steps) > 1:  # of the only run, the first validation stays beside the others
+        sides = [(first, steps[:1]), (first, steps[1:])]
+    stops = set[int]().union(*(chosen for _, chosen in sides if len(chosen) > 1))
+    html = (
+        f'<section class="set"><h3>{escape(_heading(kept))}</h3>{notes}{_slider(sorted(stops))}'
+        f'<div class="cards {first.folder.parent.name}">'
     )
-
-
-def _chosen(steps: list[int], room: int) -> list[int]:
-    return [steps[i] for i in evenly_spaced(len(steps), room)]
+    for key in keys:
+        html += '<figure><div class="pair">'
+        for each, chosen in sides:
+            html += _side(each, chosen, key, movies)
+        html += f"</div>{_caption(first.steps[steps[-1]][key])}</figure>"
+    html += "</div></section>"
+    for each in kept:
+        html += _extremes(each, movies)
+    return html
 
 
 def _heading(kept: list[Kept]) -> str:
-    first, last = min(each.first for each in kept), max(each.last for each in kept)
+    steps = set[int]().union(*(each.steps for each in kept))
+    first, last = min(steps), max(steps)
     between = f"step {first}" if first == last else f"step {first} to {last}"
     return f"{kept[0].folder.name}: {between}"
 
 
-def _notes(kept: list[Kept], steps: list[list[int]], shared: list[Key]) -> list[str]:
-    notes, kind = [], kept[0].folder.parent.name
-    if len(kept) == 1 and len(kept[0].steps) == 1:
-        notes.append(f"Only the validation of step {kept[0].first} kept {kind}: nothing to compare with yet.")
-    for each, chosen in zip(kept, steps, strict=True):
+def _notes(sides: list[tuple[Kept, list[int]]], shared: list[Key]) -> list[str]:
+    notes, kept = [], sides[0][0]
+    if len(sides) == 1 and len(kept.steps) == 1:
+        notes.append(
+            f"Only the validation of step {kept.first} kept {kept.folder.parent.name}: nothing to compare with yet."
+        )
+    for each, chosen in sides:
         if len(chosen) < len(each.steps):
             notes.append(f"{len(chosen)} of {len(each.steps)} validations are shown.")
     if len(shared) > MAX_CARDS:
@@ -142,10 +154,11 @@ def _slider(stops: list[int]) -> str:
 
 def _side(kept: Kept, steps: list[int], key: Key, movies: bool) -> str:
     """A sample at the last of these steps, and for the slider at the others."""
-    frames = {step: _frame(kept, step, key, movies) for step in steps if key in kept.steps[step]}
-    last = max(frames)
-    waiting = "".join(f'<template data-step="{step}">{frames[step]}</template>' for step in frames if step != last)
-    return f'<div class="side" data-step="{last}">{frames[last]}{waiting}</div>'
+    last, templates = max(step for step in steps if key in kept.steps[step]), ""
+    for step in steps:
+        if step != last and key in kept.steps[step]:
+            templates += f'<template data-step="{step}">{_frame(kept, step, key, movies)}</template>'
+    return f'<div class="side" data-step="{last}">{_frame(kept, last, key, movies)}{templates}</div>'
 
 
 # --- the best and the worst ---------------------------------------------------------------------------------------
@@ -154,19 +167,20 @@ def _side(kept: Kept, steps: list[int], key: Key, movies: bool) -> str:
 def _extremes(kept: Kept, movies: bool) -> str:
     """The samples of the last validation with the highest and the lowest reward."""
     rows = kept.steps[kept.last]
-    order = sorted((key for key in rows if rows[key]["reward"] is not None), key=lambda key: -rows[key]["reward"])
-    count = min(BEST, len(order) // 4)  # of few samples all would be one or the other
+    scored = [key for key in rows if rows[key]["reward"] is not None]
+    order = sorted(scored, key=lambda key: -rows[key]["reward"])
+    count = min(BEST, len(order) // 4)  # of fewer samples each would be in one of the groups
     if count == 0:
         return ""
-    groups = []
+    title = kept.run.titled(f"{kept.folder.name}: best and worst of the {len(order)} samples of step {kept.last}")
+    html = f"<h3>{escape(title)}</h3><div class='extremes {kept.folder.parent.name}'>"
     for word, keys in ("Best", order[:count]), ("Worst", order[: -count - 1 : -1]):
-        cards = ""
+        html += f"<div><h4>{word}</h4><div class='cards few'>"
         for key in keys:
             side = f'<div class="side">{_frame(kept, kept.last, key, movies)}</div>'
-            cards += f"<figure>{side}{_caption(rows[key])}</figure>"
-        groups.append(f"<div><h4>{word}</h4><div class='cards few'>{cards}</div></div>")
-    title = kept.run.titled(f"{kept.folder.name}: best and worst of the {len(order)} samples of step {kept.last}")
-    return f"<h3>{escape(title)}</h3><div class='extremes {kept.folder.parent.name}'>{''.join(groups)}</div>"
+            html += f"<figure>{side}{_caption(rows[key])}</figure>"
+        html += "</div></div>"
+    return f"{html}</div>"
 
 
 # --- one sample ---------------------------------------------------------------------------------------------------
@@ -189,24 +203,24 @@ def _frame(kept: Kept, step: int, key: Key, movies: bool) -> str:
         except OSError:
             sample = '<span class="lost">image file is missing or damaged</span>'
     caption = f'<div class="cap"><span>{escape(label)}</span><b>{escape(reward)}</b></div>'
-    terms = row.get("scores", {})
-    if list(terms.values()) == [row["reward"]]:
-        terms = {}  # the only one says what the reward says
-    scores = " · ".join(f"{name} {value:.4g}" for name, value in terms.items() if value is not None)
-    return f'<div class="frame">{sample}{caption}{f"<p class=n>{escape(scores)}</p>" if scores else ""}</div>'
+    scores = row.get("scores", {})
+    terms = [f"{name} {value:.4g}" for name, value in scores.items() if value is not None]
+    if terms and list(scores.values()) != [row["reward"]]:  # a single term that is the reward is shown once
+        caption += f"<p class=n>{escape(' · '.join(terms))}</p>"
+    return f'<div class="frame">{sample}{caption}</div>'
 
 
 def _caption(row: dict[str, Any]) -> str:
-    """The prompt, and what its data says of the answer."""
+    """The prompt, and its ground truth if there is one."""
     truth = f"<p class=n>ground truth: {escape(str(row['ground_truth']))}</p>" if "ground_truth" in row else ""
     return f"<figcaption>{escape(row['prompt'])}{truth}</figcaption>"
 
 
-def _movies(shown: list[tuple[Kept, int]], keys: list[Key], share: int) -> bool:
-    """True where the videos that would be shown are small enough to be in the page."""
+def _movies(sides: list[tuple[Kept, list[int]]], keys: list[Key], share: int) -> bool:
+    """True where the videos of these steps are small enough to be in the page."""
     total = 0
-    for kept, step in shown:
-        for key in keys:
+    for kept, steps in sides:
+        for step, key in itertools.product(steps, keys):
             row = kept.steps[step].get(key, {})
             path = kept.path(step) / row.get("video", "")
             total += path.stat().st_size if "video" in row and path.is_file() else 0

@@ -1,4 +1,4 @@
-"""A training step's numbers, as metrics.jsonl has them."""
+"""The metrics of a training step, as metrics.jsonl has them."""
 
 import resource
 from collections.abc import Sequence
@@ -46,13 +46,13 @@ def merged_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:
 def token_metrics(
     lengths: Tensor, trained: int, step_s: float, timers: Timers, ranks: int | None = None
 ) -> dict[str, float]:
-    """perf/... of samples that are made of tokens: all of them, and by rank and second those that each phase reads or
-    makes. lengths [B, 2] are this rank's prompts and responses, of which `trained` tokens went through the update.
-    `ranks` of all roles; None: those here.
+    """perf/... of samples that are made of tokens: their sum, and those that each phase reads or makes per rank
+    and second. lengths [B, 2] are those of this rank's prompts and responses; `trained` tokens of them went through the
+    update. `ranks` counts those of all roles; None: those of this group.
     """
     ranks, here = ranks or dist.get_world_size(), dist.get_world_size()
-    total, drawn, local = int(lengths.sum()), int(lengths[:, 1].sum()), trained
-    total, drawn, trained = (reduce_int(number, "sum") for number in (total, drawn, trained))
+    local, trained = trained, reduce_int(trained, "sum")
+    total, drawn = reduce_int(int(lengths.sum()), "sum"), reduce_int(int(lengths[:, 1].sum()), "sum")
     row = {
         "perf/total_num_tokens": float(total),
         "perf/tokens_per_gpu_per_s": total / ranks / step_s,
@@ -67,31 +67,35 @@ def token_metrics(
 def update_metrics(
     who: str, stats: Sequence[Sequence[dict[str, Any]]], updates: Sequence[dict[str, Any]], planned: int
 ) -> dict[str, float]:
-    """actor/..., or those of another model (`who`), of a step, on all ranks: `stats` are the loss's scalars for each
-    optimizer step and micro-batch, `updates` what each optimizer step returned, of which there would be `planned`.
+    """actor/... of a step, or those of another model (`who`), the same on all ranks. `stats` are the loss's scalars for
+    each optimizer step and micro-batch, `updates` the results of the optimizer steps, of which `planned` were planned.
     """
     skipped = planned - len(updates)
     if not stats:
         return {f"{who}/updates_skipped": float(skipped)}
     plain = []
-    for update in stats:
-        for row in update:
+    for micro_batches in stats:
+        for row in micro_batches:
             plain.append({name: float(value) for name, value in row.items()})
     means = mean_rows(plain)
-    out = {f"{who}/{name}": value for name, value in means.items() if name != "ratio_error"}
     if "ratio_error" in plain[0]:
         # of the first optimizer step: 0 to the last bit if rollout and replay run at equal shapes
         error = max(row["ratio_error"] for row in plain[: len(stats[0])])
-        out[f"{who}/first_ratio_error"] = reduce_float(error, "max")
-    out[f"{who}/grad_norm"] = sum(float(update["grad_norm"]) for update in updates) / len(updates)
-    out[f"{who}/lr"] = float(updates[-1]["lr"])
-    out[f"{who}/updates_skipped"] = float(skipped)
-    out[f"{who}/updates_non_finite"] = float(sum(bool(update["skipped"]) for update in updates))
-    return out
+        means.pop("ratio_error")
+        means["first_ratio_error"] = reduce_float(error, "max")
+    norms, non_finite = 0.0, 0
+    for update in updates:
+        norms += float(update["grad_norm"])
+        non_finite += bool(update["skipped"])
+    means["grad_norm"] = norms / len(updates)
+    means["lr"] = float(updates[-1]["lr"])
+    means["updates_skipped"] = float(skipped)
+    means["updates_non_finite"] = float(non_finite)
+    return {f"{who}/{name}": value for name, value in means.items()}
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """The largest memory that this process ever held, in GB (10^9): the device's, or on a CPU the process's own."""
+    """The largest memory that this process ever held, in GB (10^9): the device's, or on a CPU the process's."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9

@@ -24,7 +24,6 @@ from phalanx.types import Algorithm, JobError, Prompt, Rollout, Samples
 
 log = logging.getLogger(__name__)
 
-FLAT_STEPS = 10  # without any difference between rewards, until a warning says so
 ERROR = "actor/first_ratio_error"
 
 
@@ -170,7 +169,6 @@ class Collector:
         self.weights, self.rescorer, self.chunks = weights, rescorer, chunks
         self.group_id = torch.arange(plan.samples) // cfg.rollout.n  # [N]: the prompt of each sample of all ranks
         self.total_steps = total_steps(cfg.trainer, prompts)
-        self._flat_steps = 0  # in a row, without any difference between rewards
 
     def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
         """This rank's samples of a chunk of training step `step`, with old log-probabilities, and rollout/... metrics.
@@ -223,7 +221,6 @@ class Collector:
             redrawn += int(stale.sum())
         if redrawn > 0:
             samples, _ = self._rescored(samples)
-        self._warn_of_flat(reward[~reward.isnan()], step)
         row = self.rollout.metrics(samples, reward) | self.rewards.metrics()
         if limit > 1:
             row["rollout/resampled_ratio"] = redrawn / self.plan.samples
@@ -262,17 +259,6 @@ class Collector:
         known = {name: values[scored] for name, values in terms.items()}
         row = reward_metrics(self.rewards.rewards.weighted(known, step), known, self.group_id[scored])
         return row | self.rewards.take_errors()
-
-    def _warn_of_flat(self, reward: Tensor, step: int) -> None:
-        """Warn, once, where the reward [N] has been one and the same for all samples of many steps."""
-        self._flat_steps = self._flat_steps + 1 if len(reward) and reward.max() == reward.min() else 0
-        if self._flat_steps == FLAT_STEPS:
-            log.warning(
-                "the reward is %g for every sample of the last %d steps, up to step %d: there is nothing to learn from",
-                reward.max(),
-                FLAT_STEPS,
-                step + 1,
-            )
 
     def _gather_terms(self) -> dict[str, Tensor]:
         """The terms of the reward [N], of all that the ranks submitted, in the order of ranks."""

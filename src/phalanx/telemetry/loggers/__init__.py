@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 PACKAGE = "phalanx.telemetry.loggers"
 KEY = "trainer.logger"
 ELAPSED = "perf/elapsed_s"
+# metrics that are losses: of supervised training, of regressions and preferences, and of distillation
+LOSS = re.compile(r"train/loss|actor/(?:flow_loss|dpo_loss|nll|loss_positive|loss_negative|teacher_\w+)")
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,14 @@ class RunStart:
     total_steps: int
     id: str | None
     timers: "Timers"
+
+
+def setting(config: dict[str, Any], name: str) -> Any:
+    """The value of a dotted key such as `model.path` of a configuration as nested dicts; None where there is none."""
+    value: Any = config
+    for part in name.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
 
 
 class Logger:

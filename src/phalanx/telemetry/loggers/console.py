@@ -2,21 +2,28 @@
 
 import sys
 import time
-from collections import deque
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
-from phalanx.telemetry.loggers import ELAPSED, Logger, RunStart
+from phalanx.telemetry.advice import is_training_row
+from phalanx.telemetry.loggers import LOSS, Logger, RunStart
 from phalanx.telemetry.records import SAMPLES, Record, kind_of
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+# Metrics of a row, in this order; losses come first.
 CONSOLE_KEYS = (
     "reward/mean",
     "reward/std",
+    "train/accuracy",
+    "actor/accuracy",
+    "response/length_mean",
+    "response/truncated_ratio",
+    "actor/entropy",
     "actor/ratio_mean",
     "actor/clipfrac",
     "actor/grad_norm",
@@ -24,39 +31,39 @@ CONSOLE_KEYS = (
     "perf/step_s",
     "perf/images_per_gpu_per_s",
     "perf/tokens_per_gpu_per_s",
+    "perf/peak_memory_gb",
     "perf/mfu",
     "idle/rollout",
     "idle/inference",
     "idle/actor",
 )
 CONSOLE_CHARACTERS = 600  # of a prompt, a text or a ground truth
-_ETA_STEPS = 20  # the ETA follows the last steps, as a window or a checkpoint changes their length
+_ETA_STEPS = 20  # recent steps by whose median the ETA goes, as a window changes their length
 
 
 class Console(Logger):
     """The lines go to stdout. Where stderr is a terminal, the one that changes shows there the steps that are done, the
-    phase and its micro-batches, and the time since the start. The time left goes by the mean length of the last steps,
-    validations and checkpoints included.
+    phase and its micro-batches, the time since the start and the time left: see `Eta`.
     """
 
     terminal = True
 
     def __init__(self, start: RunStart) -> None:
         self.total = start.total_steps
-        self._seen = deque([(start.step, time.monotonic())], maxlen=_ETA_STEPS + 1)
+        self.eta = Eta(start)
         self._bar: Progress | None = None
         if sys.stderr.isatty():
-            self._bar = _bar(start)
+            self._bar = _bar(start, self.eta)
             self._bar.start()
             self._bar.console.show_cursor()  # a rank that dies could not do so
 
     def log(self, step: int, row: dict[str, float]) -> None:
+        self.eta.update(step, row)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step)
-        eta = self.eta_after(step)
-        if any(not key.startswith(("val/", "time/", ELAPSED)) for key in row):  # else no step was trained
-            parts = [f"{key} {row[key]:.4g}" for key in CONSOLE_KEYS if key in row]
-            self.show("  ".join([f"step {step}/{self.total}", *parts, f"ETA {eta}"]))
+        if is_training_row(row):
+            parts = [f"{key} {row[key]:.4g}" for key in shown_keys(row)]
+            self.show("  ".join([f"step {step}/{self.total}", *parts, f"ETA {self.eta}"]))
         parts = [f"{key.removeprefix('val/')} {value:.4f}" for key, value in row.items() if key.startswith("val/")]
         if parts:
             self.show("  ".join([f"step {step}/{self.total}  validation", *parts]))
@@ -65,11 +72,12 @@ class Console(Logger):
         """The first sample, where they are texts."""
         if kind_of(records) != SAMPLES:
             return
-        first, parts = records[0], [records[0].prompt, str(records[0].output)]
+        first = records[0]
+        text = f"{_middle_out(first.prompt)}\n{_middle_out(str(first.output))}"
         if first.ground_truth is not None:
-            parts.append(f"ground truth: {first.ground_truth}")
-        words = "\n".join(indent(plain(_middle_out(part)), "    ") for part in parts)
-        self.show(f"step {step}/{self.total}  {set_name}, prompt {first.index}, reward {first.reward:.3f}:\n{words}")
+            text += f"\nground truth: {_middle_out(first.ground_truth)}"
+        heading = f"step {step}/{self.total}  {set_name}, prompt {first.index}, reward {first.reward:.3f}:"
+        self.show(f"{heading}\n{indent(plain(text), '    ')}")
 
     def show(self, line: str) -> None:
         if self._bar is not None and sys.stdout.isatty():
@@ -78,22 +86,70 @@ class Console(Logger):
         else:
             print(line, flush=True)
 
-    def eta_after(self, step: int) -> str:
-        """`h:mm:ss` once `step` steps are done; `-` before the first one."""
-        self._seen.append((step, time.monotonic()))
-        (first, start), (last, end) = self._seen[0], self._seen[-1]
-        if last == first:
-            return "-"
-        seconds = (end - start) / (last - first) * (self.total - step)
-        return str(timedelta(seconds=round(seconds)))
-
     def close(self, failed: bool) -> None:
         if self._bar is not None:
             self._bar.stop()
 
 
-def _bar(start: RunStart) -> Any:
-    """The line that changes. A thread of its own reads the timers at each refresh: the training knows nothing of it."""
+class Eta:
+    """The time that is left: the median of the recent steps for each step, and that of the validations for each of
+    those that `trainer.test_freq` will bring. A step is the time between two rows without a validation.
+
+    The first step and the first validation of a start take longer, as engines start and models compile: each counts
+    only until there is a second one.
+    """
+
+    def __init__(self, start: RunStart) -> None:
+        self._step, self._total, self._test_freq = start.step, start.total_steps, start.trainer.test_freq
+        self._time = time.monotonic()  # of the last row
+        self._steps, self._validations = list[float](), list[float]()
+
+    def update(self, step: int, row: dict[str, float]) -> None:
+        """Take in a row that is logged now."""
+        now, validation = time.monotonic(), row.get("time/validation")
+        if validation is not None:
+            self._validations.append(validation)
+        if step > self._step:
+            self._steps.append((now - self._time - (validation or 0.0)) / (step - self._step))
+        self._step, self._time = step, now
+
+    def __str__(self) -> str:
+        """`h:mm:ss`; `-` before the first step has ended."""
+        seconds = self.seconds()
+        return "-" if seconds is None else str(timedelta(seconds=round(seconds)))
+
+    def seconds(self) -> float | None:
+        """The seconds that are left from now on; None before the first step has ended."""
+        if not self._steps:
+            return None
+        steps, validations = self._steps[1:] or self._steps, self._validations[1:] or self._validations
+        seconds = median(steps[-_ETA_STEPS:]) * (self._total - self._step)
+        if validations:
+            seconds += median(validations[-_ETA_STEPS:]) * self._validations_left()
+        return max(seconds - (time.monotonic() - self._time), 0.0)
+
+    def _validations_left(self) -> int:
+        if self._test_freq <= 0 or self._step >= self._total:
+            return 0
+        every = self._total // self._test_freq - self._step // self._test_freq
+        return every + (self._total % self._test_freq > 0)  # the last step has one as well
+
+
+def shown_keys(row: dict[str, float]) -> list[str]:
+    """The metrics of a row that its line shows: losses and CONSOLE_KEYS, but no ratio that cannot differ from 1.
+
+    With one optimizer step per rollout the weights that sampled are those that are trained: the ratio is 1, and none
+    is clipped.
+    """
+    keys = [key for key in row if LOSS.fullmatch(key)]
+    constant = set()
+    if row.get("actor/ratio_mean") == 1 and not row.get("actor/clipfrac"):
+        constant = {"actor/ratio_mean", "actor/clipfrac"}
+    return keys + [key for key in CONSOLE_KEYS if key in row and key not in constant]
+
+
+def _bar(start: RunStart, eta: Eta) -> Any:
+    """The line that changes. Its thread reads the timers at each refresh, without any call from the training."""
     from rich.console import Console as Screen
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -102,11 +158,12 @@ def _bar(start: RunStart) -> Any:
         BarColumn(20),
         TextColumn("{task.fields[timers].phase}"),
         TimeElapsedColumn(),
+        TextColumn("ETA {task.fields[eta]}"),
         console=Screen(stderr=True),
         redirect_stdout=sys.stdout.isatty(),  # what is printed stands above it; a file gets it as it is
         refresh_per_second=4,
     )
-    bar.add_task("training", total=start.total_steps, completed=start.step, timers=start.timers)
+    bar.add_task("training", total=start.total_steps, completed=start.step, timers=start.timers, eta=eta)
     return bar
 
 

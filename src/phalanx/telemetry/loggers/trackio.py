@@ -11,8 +11,7 @@ from phalanx.telemetry.records import SAMPLES, Record, kind_of
 class Trackio(Logger):
     """Metrics; validations as tables of texts or pictures, and mp4 files.
 
-    Trackio finds a run again by its name, so that this has an ending of its own; the group is
-    `trainer.experiment_name`.
+    Trackio identifies a run by its name, which therefore ends in random digits; the group is `trainer.experiment_name`.
     """
 
     extra = "trackio"
@@ -45,7 +44,8 @@ class Trackio(Logger):
         kind, rows = kind_of(records), []
         for record in records:
             row: dict[str, Any] = {"prompt": record.prompt, "reward": record.reward}
-            row |= {f"reward/{term}": score for term, score in record.scores.items()}
+            for term, score in record.scores.items():
+                row[f"reward/{term}"] = score
             if kind == SAMPLES:
                 rows.append(row | {"ground_truth": record.ground_truth, "text": record.output})
             else:

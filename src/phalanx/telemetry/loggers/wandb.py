@@ -39,13 +39,12 @@ class Wandb(Logger):
 
     def records(self, step: int, set_name: str, records: list[Record], folder: Path) -> None:
         if kind_of(records) == SAMPLES:
-            terms = list(records[0].scores)
-            rows = [
-                [step, r.prompt, r.output, r.ground_truth, r.reward, *(r.scores[term] for term in terms)]
-                for r in records
-            ]
-            columns = ["step", "prompt", "text", "ground_truth", "reward", *(f"reward/{term}" for term in terms)]
-            table = self._wandb.Table(columns=columns, data=rows)
+            columns = ["step", "prompt", "text", "ground_truth", "reward"]
+            columns += [f"reward/{term}" for term in records[0].scores]
+            table = self._wandb.Table(columns=columns)
+            for record in records:
+                row = [step, record.prompt, record.output, record.ground_truth, record.reward]
+                table.add_data(*row, *record.scores.values())
             self._run.log({f"{SAMPLES}/{set_name}": table}, step=step)
             return
         kind, shown = "videos" if records[0].is_video else IMAGES, []

@@ -1,0 +1,88 @@
+"""Warnings about a run, from the rows of its metrics: signs that it learns nothing, each reported once."""
+
+from typing import Any
+
+PATIENCE = 5  # steps in a row without a signal, until a warning reports them; fewer where the job is shorter
+SAME_STEPS = 10  # steps in a row with one mean reward, to the last bit
+
+
+class Advisor:
+    """Watches the rows of a run of `total_steps` training steps, each in turn.
+
+    `samples_per_prompt` is rollout.n: a single sample differs from no other. `max_response_length` is named in the
+    warning about responses that are cut.
+    """
+
+    def __init__(self, total_steps: int, samples_per_prompt: int, max_response_length: int | None) -> None:
+        self._total, self._samples_per_prompt, self._limit = total_steps, samples_per_prompt, max_response_length
+        self._streaks: dict[str, int] = {}
+        self._reported: set[str] = set()
+        self._last_reward: tuple[Any, Any] | None = None
+
+    def warnings(self, step: int, row: dict[str, Any]) -> list[str]:
+        """The warnings that this row gives rise to; none that an earlier row gave."""
+        lines = []
+        if row.get("response/truncated_ratio") == 1 and self._lasts("cut", True, 1):
+            limit = "data.max_response_length" + (f"={self._limit}" if self._limit else "")
+            lines.append(
+                f"all responses of step {step} are cut at {limit}, before their end of sequence: raise it, or reward "
+                "shorter responses"
+            )
+        if not is_training_row(row):
+            return lines
+        signal = self._missing_signal(step, row)
+        if signal is not None:
+            lines.append(signal)
+        reward = row.get("reward/mean"), row.get("reward/std")
+        is_same = reward == self._last_reward and bool(reward[1])
+        self._last_reward = reward
+        if self._lasts("same", is_same, SAME_STEPS - 1):  # equal to the one before: the first has none
+            lines.append(
+                f"reward/mean is {reward[0]:g} in each of the last {SAME_STEPS} steps, up to step {step}: either the "
+                "samples do not depend on the weights, or the reward does not depend on the samples"
+            )
+        return lines
+
+    def _missing_signal(self, step: int, row: dict[str, Any]) -> str | None:
+        """One warning about rewards that do not differ, or else about weights that do not change."""
+        # PPO's critic learns from a single sample per prompt, and its warm-up updates no policy
+        has_critic = any(key.startswith("critic/") for key in row)
+        high, low = row.get("reward/max"), row.get("reward/min")
+        no_group_differs = row.get("reward/zero_std_ratio") == 1 and self._samples_per_prompt > 1 and not has_critic
+        reason = None if has_critic else _why_nothing_was_updated(row)
+        patience = min(PATIENCE, self._total)
+        is_flat = self._lasts("flat", high is not None and high == low, patience)
+        is_even = self._lasts("even", no_group_differs, patience)
+        is_idle = self._lasts("idle", reason is not None, patience)
+        if not (is_flat or is_even or is_idle):
+            return None
+        self._reported |= {"flat", "even", "idle"}  # one has the others as its consequence
+        steps = f"the last {patience} steps, up to step {step}"
+        if is_flat:
+            return f"the reward is {high:g} for every sample of {steps}: there is nothing to learn from"
+        if is_even:
+            return f"no prompt's samples differ in reward in {steps}: there is nothing to learn from"
+        return f"no weight was updated in {steps}: {reason}"
+
+    def _lasts(self, kind: str, holds: bool, patience: int) -> bool:
+        """True once, when the condition has held in `patience` rows in a row."""
+        self._streaks[kind] = self._streaks.get(kind, 0) + 1 if holds else 0
+        if self._streaks[kind] < patience or kind in self._reported:
+            return False
+        self._reported.add(kind)
+        return True
+
+
+def is_training_row(row: dict[str, Any]) -> bool:
+    """True for a row of a training step; a validation before training has only val/, time/ and the clock."""
+    return any(not key.startswith(("val/", "time/", "perf/elapsed_s")) and key != "step" for key in row)
+
+
+def _why_nothing_was_updated(row: dict[str, Any]) -> str | None:
+    if "actor/updates_skipped" in row and "actor/grad_norm" not in row:
+        return "every sample was left out of the update"
+    if row.get("actor/grad_norm") == 0:
+        return "the gradient is 0"
+    if row.get("actor/lr") == 0:
+        return "the learning rate is 0"
+    return None

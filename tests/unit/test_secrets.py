@@ -1,0 +1,91 @@
+"""Values from the environment: in a configuration, wherever they stand, and in messages."""
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.cli import _Terminal
+from phalanx.config import load
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.load import ConfigError, save
+from phalanx.config.secrets import hide, public
+
+SECRET = "s3cret/of the test"
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("phalanx.config.secrets._names", {})
+    monkeypatch.setenv("PHALANX_TEST_KEY", SECRET)
+
+
+def with_kwargs(kwargs: str) -> tuple[Any, dict[str, Any]]:
+    """The kwargs of a reward as the job gets them, and the configuration as files and loggers get it."""
+    cfg = load(FlowRLConfig, None, [f"reward.functions=[{{name: ocr, kwargs: {kwargs}}}]", "model.path=base"])
+    return cfg.reward.functions[0].kwargs, public(cfg)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "value"),
+    [
+        ("{key: '${oc.env:PHALANX_TEST_KEY}'}", {"key": SECRET}),
+        ("{keys: ['x ${oc.env:PHALANX_TEST_KEY}', 1]}", {"keys": [f"x {SECRET}", 1]}),
+        ("""'${oc.create:"{key: ${oc.env:PHALANX_TEST_KEY}}"}'""", {"key": SECRET}),
+        ("""'${oc.create:"{a: {b: [1, ${oc.env:PHALANX_TEST_KEY}]}}"}'""", {"a": {"b": [1, SECRET]}}),
+        ("{key: '${trainer.project_name}'}", {"key": "phalanx"}),
+    ],
+)
+def test_no_value_is_in_files(kwargs: str, value: Any, tmp_path: Path) -> None:
+    used, shown = with_kwargs(kwargs)
+    assert used == value
+    assert SECRET not in str(shown)
+    cfg = load(FlowRLConfig, None, [f"reward.functions=[{{name: ocr, kwargs: {kwargs}}}]", "model.path=base"])
+    save(cfg, tmp_path / "config.yaml")
+    assert SECRET not in (tmp_path / "config.yaml").read_text()
+    again = load(FlowRLConfig, str(tmp_path / "config.yaml"), [])
+    assert again == cfg and again.reward.functions[0].kwargs == value
+
+
+def test_the_parts_of_a_variable_that_holds_a_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PHALANX_TEST_KEY", "{key: s3cret-part, n: 12345678}")
+    used, shown = with_kwargs("'${oc.decode:${oc.env:PHALANX_TEST_KEY}}'")
+    assert used == {"key": "s3cret-part", "n": 12345678}
+    assert "s3cret-part" not in str(shown) and "12345678" not in str(shown)
+    assert hide("refused s3cret-part, 12345678") == "refused ${oc.env:PHALANX_TEST_KEY}, ${oc.env:PHALANX_TEST_KEY}"
+
+
+def test_messages_show_no_value(capsys: pytest.CaptureFixture[str]) -> None:
+    with_kwargs("{key: '${oc.env:PHALANX_TEST_KEY}'}")
+    reference = "${oc.env:PHALANX_TEST_KEY}"
+    assert hide(f"401 for {SECRET}!") == f"401 for {reference}!"
+    assert hide("https://host?key=s3cret/of%20the%20test") == f"https://host?key={reference}"
+    assert hide("https://host?key=s3cret%2Fof%20the%20test") == f"https://host?key={reference}"
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "no answer to %s", (SECRET,), None)
+    assert _Terminal().format(record) == f"WARNING: no answer to {reference}"
+
+
+def test_a_mistake_in_a_value_is_told_without_it() -> None:
+    with pytest.raises(ConfigError) as error:
+        load(FlowRLConfig, None, ["optim.lr=${oc.env:PHALANX_TEST_KEY}", "model.path=base"])
+    assert SECRET not in hide(str(error.value))
+
+
+def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PHALANX_TEST_FOLDER", str(tmp_path))
+    monkeypatch.setenv("PHALANX_TEST_SHORT", "a")
+    monkeypatch.delenv("PHALANX_TEST_UNSET", raising=False)
+    words = [
+        "trainer.output_dir=${oc.env:PHALANX_TEST_FOLDER}/run",
+        "trainer.project_name=${oc.env:PHALANX_TEST_SHORT}",
+    ]
+    load(
+        FlowRLConfig,
+        None,
+        [*words, "trainer.experiment_name=${oc.env:PHALANX_TEST_UNSET,a-default}", "model.path=base"],
+    )
+    message = f"a disk is full: {tmp_path}/run of a-default"
+    assert hide(message) == message  # folders that are there, words of few letters, defaults
+    assert os.environ["PHALANX_TEST_KEY"] not in hide(message)
