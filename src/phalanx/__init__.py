@@ -1,3 +1,3 @@
-"""Phalanx: reinforcement learning of flow-matching image models under plain torchrun."""
+"""Phalanx: RL post-training of image, video, language and block-diffusion models by plain torchrun."""
 
 __version__ = "0.1.0"
