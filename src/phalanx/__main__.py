@@ -4,6 +4,7 @@ A command becomes `sh train.sh tasks/<task>.py config.yaml key=value ...`, with 
 one way, and the environment variables of train.sh mean the same.
 """
 
+import ast
 import difflib
 import os
 import sys
@@ -24,10 +25,17 @@ path of a YAML file. A rank is started on each visible GPU; the environment says
   NNODES=4 NODE_RANK=0 MASTER_ADDR=node0    node 0 of four, each of which runs the same command
 
 examples:
-  NPROC_PER_NODE=2 phalanx train flowgrpo --config quickstart trainer.seed=1
+  NPROC_PER_NODE=2 phalanx train flowgrpo --config quickstart trainer.seed=1    # images
+  NPROC_PER_NODE=2 phalanx train grpo --config grpo/quickstart                  # a language model
+  NPROC_PER_NODE=2 phalanx train block_diffusion --config words_sft             # block diffusion
   phalanx plan flowgrpo --config qwen_image_ocr_lora nnodes=1 nproc=8 gpu_memory_gb=80
   phalanx sample checkpoint=outputs/phalanx/quickstart prompt_file=assets/digits/held_out.txt n=2
   phalanx report outputs/phalanx/quickstart
+"""
+CONFIGS_HELP = """\
+usage: phalanx configs [NAME]
+
+List the shipped configurations, or print the one of this NAME, such as flowgrpo/quickstart.
 """
 
 
@@ -44,8 +52,8 @@ class Command:
 COMMANDS = {
     "train": Command("train a model: phalanx train TASK --config NAME [key=value ...]", "train_*"),
     "plan": Command("what a training job would need on a cluster; nothing is trained", "train_*", ("--plan",)),
-    "sample": Command("sample from a checkpoint or a model folder", "sample"),
-    "generate": Command("have a language model write, from a checkpoint or its folder", "generate", one_rank=True),
+    "sample": Command("sample images or videos from a checkpoint or a model folder", "sample"),
+    "generate": Command("sample texts of a language or block-diffusion model", "generate", one_rank=True),
     "export": Command("write a checkpoint for stock diffusers, or transformers", "export_checkpoint"),
     "check": Command("check, in a minute, that the machines are fit to train on", "check_cluster"),
     "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),
@@ -67,9 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     given, words = parser.parse_known_args(argv)
     wants_help = not {"-h", "--help"}.isdisjoint(words)
-    if given.command is None or ("task" in given and given.task is None and wants_help):
+    if given.command is None:
         return _print(parser.format_help())
     command = COMMANDS[given.command]
+    if "task" in given and given.task is None and wants_help:
+        return _print(_tasks_help(given.command, command))
+    if given.command == "configs" and wants_help:
+        return _print(CONFIGS_HELP)
     if given.command == "report":
         from phalanx.telemetry.report import main as report
 
@@ -99,7 +111,7 @@ def _parser() -> ArgumentParser:
     parser = _Parser(
         prog="phalanx",
         usage="phalanx COMMAND [--config NAME] [key=value ...]",
-        description="Reinforcement learning of diffusion models under plain torchrun.",
+        description="RL post-training of image, video, language and block-diffusion models by plain torchrun.",
         epilog=EPILOG,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -114,6 +126,23 @@ def _parser() -> ArgumentParser:
             if "*" in command.task:
                 words.add_argument("task", nargs="?")
     return parser
+
+
+def _tasks_help(name: str, command: Command) -> str:
+    """The help of a command that takes a task: its tasks, and a configuration of each to begin with."""
+    assert command.task is not None
+    lines = [
+        f"usage: phalanx {name} TASK [--config NAME] [key=value ...]",
+        "",
+        f"{command.help.partition(': ')[0].capitalize()}.",
+        "",
+        "tasks:",
+    ]
+    for path in sorted((ROOT / "tasks").glob(f"{command.task}.py")):
+        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        lines.append(f"  {path.stem.removeprefix(command.task[:-1]):16} {about.splitlines()[0]}")
+    lines += ["", f"`phalanx {name} TASK --help` lists a task's keys, and `phalanx configs` the configurations."]
+    return "\n".join(lines) + "\n"
 
 
 def _task(pattern: str, given: str | None) -> str:

@@ -1,5 +1,6 @@
 """`phalanx`: its table, and where it finds configurations and shipped files."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -107,10 +108,23 @@ def test_a_name_of_several_configurations(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_the_help_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], ["train", "--help"]):
-        assert command.main(argv) == 0
+    for argv in ([], ["--help"]):
+        with contextlib.suppress(SystemExit):
+            assert command.main(argv) == 0
         text = capsys.readouterr().out
         assert all(f"\n    {name} " in text for name in command.COMMANDS)
+        assert all(kind in text for kind in ("image", "video", "language", "block-diffusion"))
+    for name in ("train", "plan"):
+        assert command.main([name, "--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0] == f"usage: phalanx {name} TASK [--config NAME] [key=value ...]"
+        tasks = [line.split()[0] for line in lines[lines.index("tasks:") + 1 :] if line.startswith("  ")]
+        assert tasks == ["block_diffusion", "flow_matching", "flowgrpo", "grpo"]
+    assert command.main(["configs", "--help"]) == 0
+    assert capsys.readouterr().out == command.CONFIGS_HELP
+    with pytest.raises(SystemExit) as end:
+        command.main(["report", "--help"])
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("usage: phalanx report [-h]")
     assert command.main(["configs"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert len(listed) == len(list((ROOT / "configs").glob("*/*.yaml")))

@@ -1,4 +1,4 @@
-"""`python -m phalanx.telemetry.report RUN [RUN ...]`: a self-contained HTML page about a run, or several.
+"""`phalanx report RUN [RUN ...]`: a self-contained HTML page about a run, or several.
 
 Reads metrics.jsonl, config.yaml, images/ and samples/ of each `trainer.output_dir`; every piece but the first may be
 missing. Images, numbers, style and scripts are inlined, so that the page can be mailed and needs no network; without
@@ -53,7 +53,7 @@ def write_report(*run_dirs: str | Path, output: Path | None = None) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status (2 for a folder that is not a run's)."""
     parser = argparse.ArgumentParser(
-        prog="python -m phalanx.telemetry.report", description="Make a page about a run, or one that compares several."
+        prog="phalanx report", description="Make a page about a run, or one that compares several."
     )
     parser.add_argument("run_dir", metavar="RUN", nargs="+", help="trainer.output_dir of a run")
     parser.add_argument(
@@ -98,7 +98,7 @@ def _page(runs: list[Run]) -> str:
         f"<style>{_asset('uPlot.min.css')}{_asset('report.css')}</style></head>\n"
         f"<body><main><header><h1>{escape(name)}</h1>"
         f"<p>{escape(' · '.join(filter(None, facts)))}</p></header>\n{body}\n"
-        "<footer>Made by <code>python -m phalanx.telemetry.report</code> from "
+        "<footer>Made by <code>phalanx report</code> from "
         f"{METRICS_FILE}, config.yaml, images/ and samples/.</footer></main>\n"
         f'<script type="application/json" id="charts">{_json([chart.data() for chart in known + others])}</script>\n'
         f"<!-- uPlot: {_asset('uPlot.LICENSE')} -->\n"
