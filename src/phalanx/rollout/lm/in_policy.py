@@ -233,6 +233,6 @@ class LMRollout:
 
 
 def measured(prompt: Prompt, drawn: Drawn, how: Decoding) -> Prompt:
-    """The prompt as its reward sees it: with the tokens of the response, and their limit."""
-    lengths = {"response_length": len(drawn.response), "max_response_length": how.limit}
+    """The prompt as its reward sees it: with the tokens of the response, their limit, and whether that cut it."""
+    lengths = {"response_length": len(drawn.response), "max_response_length": how.limit, "truncated": drawn.truncated}
     return replace(prompt, meta=prompt.meta | lengths)
