@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from phalanx.telemetry.charts import charts_of, thin
+from phalanx.telemetry.charts import COLOURS, charts_of, thin
 from phalanx.telemetry.run_folder import Run
 
 
@@ -33,10 +33,17 @@ class TestCharts:
         assert "The band" not in reward.html()
         assert [(s.label, s.colour, s.dash) for s in clip.series] == [
             ("a · actor/clipfrac", 0, 0),
-            ("b · actor/clipfrac", 1, 0),
-            ("a · actor/clipfrac_lower", 0, 1),
-            ("b · actor/clipfrac_lower", 1, 1),
+            ("b · actor/clipfrac", 1, 1),
+            ("a · actor/clipfrac_lower", 2, 0),
+            ("b · actor/clipfrac_lower", 3, 1),
         ]
+
+    def test_no_two_curves_of_a_chart_look_the_same(self) -> None:
+        row = {f"reward/term_{k}": float(k) for k in range(11)}
+        for labels in ([""], ["a", "b"]):
+            (chart,), _ = charts_of([of_rows({"step": 1, **row}, label=label) for label in labels])
+            looks = {(series.colour % COLOURS, series.dash % 4) for series in chart.series}
+            assert len(looks) == len(chart.series) == 11 * len(labels)
 
     def test_phases_stand_in_their_order_with_all_steps(self) -> None:
         rows = [

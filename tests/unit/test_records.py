@@ -55,6 +55,10 @@ class TestImages:
         said = capsys.readouterr().out
         assert "    \\x1b[2Jp\n" in said and " […] " in said and said.endswith("aaaend\n") and len(said) < 800
 
+    def test_a_truncated_text_is_so_in_the_index(self, tmp_path: Path) -> None:
+        folder = save_records(tmp_path, 1, "math", [Record("p", 0.5, "a", 0, truncated=True), Record("p", 0.5, "b", 1)])
+        assert [row.get("truncated") for row in read_index(folder, "text")] == [True, None]
+
     def test_texts_stand_in_the_index(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         """And the first one on the console."""
         given = [Record("a", float("nan"), "", 9), *texts()]

@@ -8,20 +8,17 @@ import os
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from phalanx.config.run import TrainerConfig
 from phalanx.telemetry.charts import MAX_BARS, MAX_POINTS
-from phalanx.telemetry.metrics import RunLogger
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.report import main, write_report
 from phalanx.telemetry.samples import BEST, MAX_CARDS, MAX_SAMPLES
+from tests.pages import Page, logger, picture, run, steps_of
 
 SRC = Path(__file__).parents[2] / "src"
 KNOWN = [
@@ -34,84 +31,6 @@ KNOWN = [
     "Seconds by phase",
     "FLOPs utilisation",
 ]
-VOID = {"meta", "img", "br", "link", "input", "hr"}
-
-
-class Page(HTMLParser):
-    """The page's tags with their attributes and its text as a browser without scripts shows them; fails where tags do
-    not close in order.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str]]] = []
-        self.text = ""
-        self._open: list[str] = []
-        self.source = path.read_text(encoding="utf-8")
-        self.feed(self.source)
-        self.close()
-        assert self._open == []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if "template" not in self._open:
-            self.tags.append((tag, {key: value or "" for key, value in attrs}))
-        if tag not in VOID:
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, {key: value or "" for key, value in attrs}))
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self._open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not {"style", "title", "script", "template"} & set(self._open):
-            self.text += " " + data
-
-    def all(self, tag: str) -> list[dict[str, str]]:
-        return [attributes for name, attributes in self.tags if name == tag]
-
-    def words(self) -> str:
-        return " ".join(self.text.split())
-
-    def charts(self) -> list[dict[str, Any]]:
-        """What the script draws."""
-        (data,) = re.findall(r'<script type="application/json" id="charts">(.*?)</script>', self.source, re.DOTALL)
-        return json.loads(data)
-
-
-def picture(seed: int, height: int = 6, width: int = 12) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def logger(folder: Path) -> RunLogger:
-    return RunLogger(TrainerConfig(output_dir=str(folder), logger=[]), {}, {}, 0, 3, True)
-
-
-def run(folder: Path, steps: int = 3) -> Path:
-    """A run's folder as the loggers leave it."""
-    with logger(folder) as log:
-        log.log(0, {"val/ocr/reward/mean": 0.5, "val/easy/reward/mean": 0.9, "time/validation": 2.0})
-        log.records(0, "ocr", [Record(f'sign "{i}" & <more>', 0.25, picture(i), i) for i in range(2)])
-        for step in range(1, steps + 1):
-            row = {"reward/mean": 0.1 * step, "reward/std": 0.05, "reward/max": 1.0 + step, "reward/ocr": 0.1 * step}
-            row |= {
-                "actor/grad_norm": float("nan") if step == 2 else 0.25 * (step + 1),
-                "actor/ratio_mean": 1 + 0.1 * step,
-            }
-            row |= {
-                "time/rollout": 3.0,
-                "time/update": 1.0,
-                "perf/images_per_gpu_per_s": 18.0 + step,
-                "perf/mfu": 0.125 * step,
-            }
-            row |= {"val/ocr/reward/mean": 0.75, "val/easy/reward/mean": 0.8} if step == steps else {}
-            log.log(step, row)
-        log.records(steps, "ocr", [Record(f'sign "{i}" & <more>', 0.875, picture(10 + i), i) for i in range(2)])
-    (folder / "config.yaml").write_text(
-        "trainer:\n  experiment_name: my <run>\n  total_training_steps: 3\nmodel:\n  path: a/b\n"
-    )
-    return folder
 
 
 def test_it_says_what_the_files_say(tmp_path: Path) -> None:
@@ -150,7 +69,7 @@ def test_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:
         with Image.open(io.BytesIO(base64.b64decode(data))) as decoded:
             assert np.array_equal(np.asarray(decoded), picture(seed))
         assert image["class"] == "pixels"  # tiny images are not smoothed
-    assert 'Step 0 0.250 Step 3 0.875 sign "0" & <more>' in page.words()
+    assert 'sign "0" & <more> Step 0 0.250 Step 3 0.875' in page.words()  # the prompt stands above its answers
 
 
 def test_it_needs_no_network_and_describes_its_charts(tmp_path: Path) -> None:
@@ -177,9 +96,17 @@ def test_texts_stand_side_by_side_as_they_are(tmp_path: Path) -> None:
     page = Page(write_report(tmp_path))
     assert page.all("img") == page.all("b")[4:] == []  # only the rewards are bold
     assert "math: step 0 to 1" in page.words()
-    assert "Step 0 0.000 </pre> yes & done Step 1 0.750 What is 1 < 2?" in page.words()
+    assert "What is 1 < 2? <script>0</script> no Step 0 0.000 </pre> yes & done Step 1 0.750" in page.words()
     assert "<pre>&lt;script&gt;1&lt;/script&gt;\n  no</pre>" in page.source  # line breaks and spaces stay
     assert "No validation samples" not in page.words()
+
+
+def test_cut_and_empty_answers_are_marked(tmp_path: Path) -> None:
+    with logger(tmp_path) as log:
+        records = [Record("a", 0.5, "one two", 0, truncated=True), Record("b", 0.5, " \n", 1), Record("c", 0.5, "x", 2)]
+        log.records(0, "math", records)
+    words = Page(write_report(tmp_path)).words()
+    assert "a one two cut Step 0 0.500 b (no text) empty Step 0 0.500 c x Step 0 0.500" in words
 
 
 def test_ground_truths_of_texts_stand_below_their_prompts(tmp_path: Path) -> None:
@@ -188,7 +115,7 @@ def test_ground_truths_of_texts_stand_below_their_prompts(tmp_path: Path) -> Non
             log.records(step, "math", [Record("1 + 1?", 0.5, "two", 0, ground_truth="<2>\n#### 2")])
         log.log(1, {"reward/mean": 0.5})
     page = Page(write_report(tmp_path))
-    assert "two Step 0 0.500 two Step 1 0.500 1 + 1? ground truth: <2> #### 2" in page.words()
+    assert "1 + 1? ground truth: <2> #### 2 two Step 0 0.500 two Step 1 0.500" in page.words()
 
 
 def test_large_images_are_scaled(tmp_path: Path) -> None:
@@ -198,8 +125,27 @@ def test_large_images_are_scaled(tmp_path: Path) -> None:
     kind, data = image["src"].split(",")
     assert kind == "data:image/jpeg;base64"
     with Image.open(io.BytesIO(base64.b64decode(data))) as decoded:
-        assert decoded.size == (192, 384)
-    assert "class" not in image
+        assert decoded.size == (256, 512)
+    assert "class" not in image and image["tabindex"] == "0"  # it can be enlarged by the keyboard
+
+
+def test_pictures_are_shown_at_their_size(tmp_path: Path) -> None:
+    """Up to 256 pixels, as two of them stand in a card; tiny ones several times as large, by whole pixels."""
+    for name, width, shown in (("tiny", 32, 128), ("small", 160, 160), ("large", 1024, 256)):
+        with logger(tmp_path / name) as log:
+            log.records(0, "ocr", [Record("a", 0.5, picture(0, 32, width), 0)])
+        assert f'<div class="cards images" style="--w:{shown}px;--n:1">' in Page(write_report(tmp_path / name)).source
+
+
+@pytest.mark.parametrize(("losses", "columns"), [(0, 2), (1, 3), (2, 4), (3, 5), (4, 3), (5, 4), (6, 4)])
+def test_no_tile_is_left_over(losses: int, columns: int, tmp_path: Path) -> None:
+    keys = ("train/loss", "actor/flow_loss", "actor/dpo_loss", "actor/nll", "actor/teacher_kl", "actor/teacher_x")
+    with logger(tmp_path) as log:
+        log.log(1, dict.fromkeys(keys[:losses], 1.0) | {"actor/lr": 1.0})
+    page = Page(write_report(tmp_path))
+    (tiles,) = [tag["style"] for tag in page.all("section") if tag.get("class") == "tiles"]
+    assert tiles == f"--columns:{columns}"
+    assert sum(tag.get("class", "").split() == ["tile"] for tag in page.all("div")) == losses + 2
 
 
 def test_supervised_training_shows_its_loss(tmp_path: Path) -> None:
@@ -366,19 +312,6 @@ class TestHostileTexts:
         assert "uPlot (v1.6.32)" in scripts(Page(tmp_path / "report.html"))[0]
 
 
-def steps_of(folder: Path, name: str, steps: int, samples: int) -> Path:
-    """A run with a validation at each of its steps; sample i of step k scores k + i."""
-    with logger(folder) as log:
-        for step in range(steps):
-            rows = [
-                Record(f"p{i}", float(step + i), picture(i), i, scores={"ocr": i / 8, "clip": 2.0})
-                for i in range(samples)
-            ]
-            log.records(step, name, rows)
-            log.log(step, {"reward/mean": step / 10, "time/rollout": 1.0})
-    return folder
-
-
 class TestSteps:
     def test_a_slider_goes_through_the_validations(self, tmp_path: Path) -> None:
         page = Page(write_report(steps_of(tmp_path, "ocr", 4, 1)))
@@ -403,27 +336,27 @@ class TestSteps:
         best, worst = (
             words.split("best and worst of the 12 samples of step 1 Best ")[1].split("Curves")[0].split("Worst ")
         )
-        assert re.findall(r"Step 1 (\S+) ocr (\S+) · clip 2 p(\d+)", best) == [
-            ("12.000", "1.375", "11"),
-            ("11.000", "1.25", "10"),
-            ("10.000", "1.125", "9"),
+        assert re.findall(r"p(\d+) Step 1 (\S+) ocr (\S+) · clip 2", best) == [
+            ("11", "12.000", "1.375"),
+            ("10", "11.000", "1.25"),
+            ("9", "10.000", "1.125"),
         ]
-        assert re.findall(r"Step 1 (\S+) ocr (\S+) · clip 2 p(\d+)", worst) == [
-            ("1.000", "0", "0"),
-            ("2.000", "0.125", "1"),
-            ("3.000", "0.25", "2"),
+        assert re.findall(r"p(\d+) Step 1 (\S+) ocr (\S+) · clip 2", worst) == [
+            ("0", "1.000", "0"),
+            ("1", "2.000", "0.125"),
+            ("2", "3.000", "0.25"),
         ]
 
     def test_an_only_score_that_is_the_reward_is_not_said_twice(self, tmp_path: Path) -> None:
         with logger(tmp_path) as log:
             log.records(0, "a", [Record("p", 0.5, "text", i, scores={"ocr": 0.5 - 0.25 * i}) for i in range(2)])
-        assert "text Step 0 0.500 p text Step 0 0.500 ocr 0.25 p" in Page(write_report(tmp_path)).words()
+        assert "p text Step 0 0.500 p text Step 0 0.500 ocr 0.25" in Page(write_report(tmp_path)).words()
 
     def test_samples_without_a_reward_are_neither_best_nor_worst(self, tmp_path: Path) -> None:
         with logger(tmp_path) as log:
             log.records(0, "math", [Record(f"p{i}", float("nan") if i < 5 else i, "text", i) for i in range(9)])
         words = Page(write_report(tmp_path)).words()
-        assert "best and worst of the 4 samples of step 0 Best text Step 0 8.000 p8 Worst text Step 0 5.000 p5" in words
+        assert "best and worst of the 4 samples of step 0 Best p8 text Step 0 8.000 Worst p5 text Step 0 5.000" in words
         assert words.count("no reward") == 5
 
     def test_videos_play_where_they_are_small(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,46 +370,6 @@ class TestSteps:
         monkeypatch.setattr("phalanx.telemetry.samples.MAX_VIDEO_BYTES", len(data) - 1)
         page = Page(write_report(tmp_path))
         assert (len(page.all("video")), len(page.all("img"))) == (0, 1)
-
-
-class TestSeveralRuns:
-    def test_curves_share_charts_and_samples_stand_side_by_side(self, tmp_path: Path) -> None:
-        one, two = steps_of(tmp_path / "one", "ocr", 3, 2), steps_of(tmp_path / "two", "ocr", 5, 2)
-        (one / "config.yaml").write_text("optim: {lr: 0.1}\ntrainer: {n: 1}\n")
-        (two / "config.yaml").write_text("optim: {lr: 0.2, eps: 1}\ntrainer: {n: 1}\n")
-        path = write_report(one, two)
-        assert path == one / "comparison.html"
-        page = Page(path)
-        words = page.words()
-        assert "Comparison of 2 runs one · two" in words
-        reward = page.charts()[0]["series"]
-        assert [(series["label"], series["colour"], series["x"]) for series in reward] == [
-            ("one", 0, [0, 1, 2]),
-            ("two", 1, [0, 1, 2, 3, 4]),
-        ]
-        assert "Seconds by phase · one" in words and "Seconds by phase · two" in words
-        assert "one · 2 2.000 ocr 0 · clip 2 two · 4 4.000 ocr 0 · clip 2 p0" in words
-        (slider,) = [tag for tag in page.all("input") if "data-steps" in tag]
-        assert slider["data-steps"] == "0,1,2,3,4"
-        assert "Settings that differ setting one two optim.eps - 1 optim.lr 0.1 0.2 Resolved" in words
-
-    def test_the_same_name_twice_and_an_output_of_one_s_own(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        folders = [str(run(tmp_path / part / "run")) for part in "ab"]
-        page = tmp_path / "page.html"
-        assert main([*folders, "-o", str(page)]) == 0
-        assert capsys.readouterr().out == f"{page}\n"
-        labels = [series["label"] for series in Page(page).charts()[0]["series"]]
-        assert labels == folders
-        assert not list(tmp_path.rglob("comparison.html"))
-
-    def test_a_run_without_validation_beside_one_that_has_some(self, tmp_path: Path) -> None:
-        with logger(tmp_path / "bare") as log:
-            log.log(1, {"reward/mean": 0.5})
-        page = Page(write_report(tmp_path / "bare", run(tmp_path / "full")))
-        assert len(page.all("img")) == 2
-        assert "There is no config.yaml in bare." in page.words()
 
 
 def test_a_long_run_stays_small_and_says_that_it_averages(tmp_path: Path) -> None:

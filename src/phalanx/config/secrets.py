@@ -1,4 +1,4 @@
-"""What a configuration takes from the environment: jobs use the values, files, logs and messages see the references.
+"""Values from the environment in a configuration: jobs use them, files, logs and messages see the references.
 
 The resolver of `${oc.env:NAME}` notes every value that it hands out. A text of the configuration that came through an
 interpolation goes to files as the user wrote it; elsewhere such values are known by what they are and not by where they

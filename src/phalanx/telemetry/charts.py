@@ -9,11 +9,11 @@ from operator import itemgetter
 from typing import Any
 
 from phalanx.telemetry.loggers import ELAPSED, LOSS
-from phalanx.telemetry.run_folder import Point, Run
+from phalanx.telemetry.run_folder import VALIDATION, Point, Run
 
 MAX_POINTS = 1000  # of a curve; longer ones are averaged, which a screen can hardly tell from all of them
 MAX_BARS = 120
-VALIDATION = re.compile(r"val/(.+)/reward/mean")
+COLOURS = 8  # of page/report.css
 # the places of the usual phases in a stack, from its bottom
 _PHASES = {"rollout": 0, "judge": 1, "reward": 2, "update": 3, "checkpoint": 4, "validation": 5}
 
@@ -179,8 +179,11 @@ def constants_of(runs: Sequence[Run]) -> dict[str, float]:
 
 
 def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]:
-    """A curve for each metric and run. Of one run, metrics differ in colour; of several, runs do."""
-    curves = []
+    """A curve for each metric and run, each in a colour of its own; where colours come again, their dashes differ, and
+    of several metrics of several runs a run's curves have one dash.
+    """
+    curves = list[Series]()
+    is_crowded = len(names) * len(runs) > COLOURS
     for i, name in enumerate(names):
         match = re.fullmatch(chart.keys, name)
         assert match is not None
@@ -190,10 +193,12 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
             if not points:
                 continue
             if len(runs) == 1:
-                curves.append(Series(label, points, run.points(chart.band), colour=i))
+                curves.append(Series(label, points, run.points(chart.band), colour=i, dash=i // COLOURS))
             else:  # bands would hide the other runs, and the difference of their means
                 name_of = run.label if len(names) == 1 else f"{run.label} · {label}"
-                curves.append(Series(name_of, points, colour=k, dash=i))
+                colour = i * len(runs) + k
+                dash = colour // COLOURS if is_crowded or len(names) == 1 else k
+                curves.append(Series(name_of, points, colour=colour, dash=dash))
     return curves
 
 

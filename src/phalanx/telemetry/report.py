@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import median
 
 from phalanx.telemetry.advice import Advisor, is_training_row
-from phalanx.telemetry.charts import VALIDATION, Chart, charts_of, constants_of
-from phalanx.telemetry.loggers import ELAPSED, LOSS
+from phalanx.telemetry.charts import Chart, charts_of, constants_of
+from phalanx.telemetry.comparison import comparison_table
+from phalanx.telemetry.loggers import LOSS
 from phalanx.telemetry.metrics import METRICS_FILE
 from phalanx.telemetry.run_folder import Point, Run, flat, read_run
 from phalanx.telemetry.samples import notes_html, samples_html
@@ -88,7 +89,8 @@ def _page(runs: list[Run]) -> str:
         facts = [run.label for run in runs]
     known, others = charts_of(runs)
     scripts = [_asset("uPlot.iife.min.js"), _asset("report.js")]
-    parts = [*map(_headline, runs), samples_html(runs), _curves(known, others, constants_of(runs)), *map(_table, runs)]
+    headlines = [_headline(runs[0])] if len(runs) == 1 else [comparison_table(runs), *map(_run_notes, runs)]
+    parts = [*headlines, samples_html(runs), _curves(known, others, constants_of(runs)), *map(_table, runs)]
     body = "\n".join([*parts, _differences(runs), *map(_config, runs)])
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -127,12 +129,11 @@ def _json(value: object) -> str:
 
 
 def _headline(run: Run) -> str:
-    reward = run.points("reward/mean")
     tiles = []
-    validations = _validations(run)
-    for name, points in validations.items():
-        kind = "wide better" if points[-1][1] > points[0][1] else "wide"
+    for name, points in run.validations().items():
+        kind = "better" if points[-1][1] > points[0][1] else ""
         tiles.append(_change(f"Validation · {name}", points, kind))
+    reward = run.points("reward/mean")
     if reward:
         tiles.append(_change("Training reward", reward))
     for key in run.metrics():
@@ -141,22 +142,28 @@ def _headline(run: Run) -> str:
             tiles.append(_change(title, run.points(key)))
     planned = run.setting("trainer.total_training_steps")
     tiles.append(_tile("Training steps", str(run.last_step()), f"of {planned}" if planned is not None else ""))
-    seconds = _wall_seconds(run)
+    seconds = run.wall_seconds()
     if seconds is not None:
         tiles.append(_tile("Wall time", str(timedelta(seconds=round(seconds))), "h:mm:ss"))
     tiles += _pace(run)
+    columns = min(range(5, 2, -1), key=lambda count: -len(tiles) % count)  # with the fewest empty places
+    return (
+        f'<section class="tiles" style="--columns:{min(columns, len(tiles))}" aria-label="Headline figures">'
+        f"{''.join(tiles)}</section>{_run_notes(run)}"
+    )
+
+
+def _run_notes(run: Run) -> str:
+    """Notes on what a run's files lack, and the warnings of the job."""
     notes = []
     if not run.rows:
         notes.append(f"{METRICS_FILE} has no rows yet.")
-    if run.rows and not validations:
+    if run.rows and not run.validations():
         notes.append("No validation was logged, so there is no figure on held-out prompts.")
     if run.rows and not any(map(is_training_row, run.rows)):
         notes.append("No training step was logged.")
-    notes += _advice(run)
-    heading = f"<h3>{escape(run.label)}</h3>" if run.label else ""
-    return f'{heading}<section class="tiles" aria-label="Headline figures">{"".join(tiles)}</section>' + notes_html(
-        notes
-    )
+    prefix = f"{run.label}: " if run.label else ""
+    return notes_html([f"{prefix}{note}" for note in notes + _advice(run)])
 
 
 def _advice(run: Run) -> list[str]:
@@ -185,24 +192,6 @@ def _pace(run: Run) -> list[str]:
     if shares:
         tiles.append(_tile("Model FLOPs", f"{100 * median(shares):.1f} %", "of the device's peak"))
     return tiles
-
-
-def _validations(run: Run) -> dict[str, list[Point]]:
-    """The mean reward of every validation set over steps."""
-    validations = {}
-    for key in sorted(run.metrics()):
-        match, points = VALIDATION.fullmatch(key), run.points(key)
-        if match and points:
-            validations[match[1]] = points
-    return validations
-
-
-def _wall_seconds(run: Run) -> float | None:
-    elapsed = run.points(ELAPSED)
-    if elapsed:
-        return elapsed[-1][1]
-    seconds = run.values("perf/step_s")
-    return sum(seconds) if seconds else None
 
 
 def _change(title: str, points: list[Point], kind: str = "") -> str:

@@ -1,16 +1,18 @@
 """The files of a run that the report reads: metrics.jsonl and config.yaml of its trainer.output_dir."""
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from phalanx.telemetry.loggers import setting
+from phalanx.telemetry.loggers import ELAPSED, setting
 from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 
 Point = tuple[int, float]
+VALIDATION = re.compile(r"val/(.+)/reward/mean")
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,11 @@ class Run:
 
     def points(self, key: str) -> list[Point]:
         """(step, value) of all rows that have a finite value of `key`."""
-        return [(row["step"], row[key]) for row in self.rows if _is_finite(row.get(key))]
+        points = []
+        for row in self.rows:
+            if _is_finite(row.get(key)):
+                points.append((row["step"], row[key]))
+        return points
 
     def values(self, key: str) -> list[float]:
         """The finite values of `key`, in the order of the steps."""
@@ -43,6 +49,20 @@ class Run:
             keys |= dict.fromkeys(row)
         keys.pop("step", None)
         return list(keys)
+
+    def validations(self) -> dict[str, list[Point]]:
+        """The mean reward of each validation set over the steps."""
+        validations = {}
+        for key in sorted(self.metrics()):
+            match, points = VALIDATION.fullmatch(key), self.points(key)
+            if match and points:
+                validations[match[1]] = points
+        return validations
+
+    def wall_seconds(self) -> float | None:
+        """The time that the run took, earlier starts included; None where no row says it."""
+        elapsed, seconds = self.values(ELAPSED), self.values("perf/step_s")
+        return elapsed[-1] if elapsed else sum(seconds) if seconds else None
 
     def titled(self, title: str) -> str:
         """A title that names the run, if there are others."""

@@ -7,7 +7,9 @@ browser without scripts shows the last steps.
 import base64
 import io
 import itertools
+import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -21,10 +23,12 @@ from phalanx.telemetry.run_folder import Run
 
 CONTENT = {IMAGES: "file", SAMPLES: "text"}  # the key of the sample in an index.jsonl, by the run's folder
 MAX_CARDS = 24
-MAX_SAMPLES = 300  # in a page: 10 MB of JPEGs
+MAX_SAMPLES = 300  # in a page: about 15 MB of JPEGs
 MAX_VIDEO_BYTES = 16 << 20  # of a page's mp4s; where they are larger, the page shows their frames as pictures
 BEST = 4  # at most this many of the best, and of the worst
-INLINE_SIDE = 384  # pixels of an inlined image; larger ones are scaled down
+INLINE_SIDE = 512  # pixels of an inlined image; larger ones are scaled down
+CARD_SIDE = 256  # pixels of a picture beside others; the page shows it enlarged where it is clicked
+TINY_SIDE = 128  # pixels of a picture that is shown with whole pixels, several times as large
 
 Key = tuple[int, str]  # a sample's index and prompt: the same prompt and noise at each step
 
@@ -64,7 +68,10 @@ def samples_html(runs: Sequence[Run]) -> str:
             parts.append(_set(sets[name], share=len(sets)))
     none = "No validation samples were kept (trainer.log_val_generations, images/ or samples/)."
     parts = parts or [notes_html([none])]
-    return f"<section><h2>{title}</h2>{''.join(parts)}</section>"
+    hint = ""
+    if any((run.folder / IMAGES).is_dir() for run in runs):
+        hint = '<p class="n" hidden>Click a picture to enlarge it; a click then flips to the next one of its card.</p>'
+    return f"<section><h2>{title}</h2>{hint}{''.join(parts)}</section>"
 
 
 def notes_html(notes: Sequence[str]) -> str:
@@ -105,13 +112,13 @@ def _set(kept: list[Kept], share: int) -> str:
     stops = set[int]().union(*(chosen for _, chosen in sides if len(chosen) > 1))
     html = (
         f'<section class="set"><h3>{escape(_heading(kept))}</h3>{notes}{_slider(sorted(stops))}'
-        f'<div class="cards {first.folder.parent.name}">'
+        f'<div class="cards {first.folder.parent.name}" style="--w:{_width(first, keys)}px;--n:{len(sides)}">'
     )
     for key in keys:
-        html += '<figure><div class="pair">'
+        html += f'<figure>{_caption(first.steps[steps[-1]][key])}<div class="pair">'
         for each, chosen in sides:
             html += _side(each, chosen, key, movies)
-        html += f"</div>{_caption(first.steps[steps[-1]][key])}</figure>"
+        html += "</div></figure>"
     html += "</div></section>"
     for each in kept:
         html += _extremes(each, movies)
@@ -173,12 +180,13 @@ def _extremes(kept: Kept, movies: bool) -> str:
     if count == 0:
         return ""
     title = kept.run.titled(f"{kept.folder.name}: best and worst of the {len(order)} samples of step {kept.last}")
-    html = f"<h3>{escape(title)}</h3><div class='extremes {kept.folder.parent.name}'>"
+    width = _width(kept, order)
+    html = f"<h3>{escape(title)}</h3><div class='extremes {kept.folder.parent.name}' style='--w:{width}px;--n:1'>"
     for word, keys in ("Best", order[:count]), ("Worst", order[: -count - 1 : -1]):
         html += f"<div><h4>{word}</h4><div class='cards few'>"
         for key in keys:
             side = f'<div class="side">{_frame(kept, kept.last, key, movies)}</div>'
-            html += f"<figure>{side}{_caption(rows[key])}</figure>"
+            html += f"<figure>{_caption(rows[key])}{side}</figure>"
         html += "</div></div>"
     return f"{html}</div>"
 
@@ -193,7 +201,12 @@ def _frame(kept: Kept, step: int, key: Key, movies: bool) -> str:
     reward = "no reward" if row["reward"] is None else f"{row['reward']:.3f}"
     alt = escape(f"{label}, reward {reward}: {row['prompt']}")
     if "text" in row:
-        sample = f"<pre>{escape(row['text'])}</pre>"
+        is_empty = not row["text"].strip()
+        sample = '<p class="lost">(no text)</p>' if is_empty else f"<pre>{escape(row['text'])}</pre>"
+        if is_empty:
+            sample += '<span class="mark">empty</span>'
+        if row.get("truncated"):
+            sample += '<span class="mark">cut</span>'
     elif movies and "video" in row and (folder / row["video"]).is_file():
         source = _data_url("video/mp4", (folder / row["video"]).read_bytes())
         sample = f'<video controls loop muted playsinline aria-label="{alt}" src="{source}"></video>'
@@ -214,6 +227,16 @@ def _caption(row: dict[str, Any]) -> str:
     """The prompt, and its ground truth if there is one."""
     truth = f"<p class=n>ground truth: {escape(str(row['ground_truth']))}</p>" if "ground_truth" in row else ""
     return f"<figcaption>{escape(row['prompt'])}{truth}</figcaption>"
+
+
+def _width(kept: Kept, keys: Sequence[Key]) -> int:
+    """Pixels of a card's picture: its own, at most CARD_SIDE; of a tiny one a multiple."""
+    width = CARD_SIDE
+    if keys and kept.folder.parent.name == IMAGES:
+        row = kept.steps[kept.last][keys[0]]
+        with suppress(OSError), Image.open(kept.path(kept.last) / row["file"]) as image:
+            width = image.width // (4 if "video" in row else 1)  # a video's picture holds four frames
+    return min(width * math.ceil(TINY_SIDE / width), CARD_SIDE)
 
 
 def _movies(sides: list[tuple[Kept, list[int]]], keys: list[Key], share: int) -> bool:
@@ -238,8 +261,9 @@ def _image(path: Path, alt: str) -> str:
             buffer = io.BytesIO()
             scaled.save(buffer, "JPEG", quality=88)
             kind, data = "jpeg", buffer.getvalue()
-    pixels = " class='pixels'" if max(width, height) <= INLINE_SIDE // 2 else ""
-    return f'<img{pixels} width="{width}" height="{height}" alt="{alt}" src="{_data_url(f"image/{kind}", data)}">'
+    pixels = " class='pixels'" if max(width, height) <= TINY_SIDE else ""
+    size = f'width="{width}" height="{height}"'
+    return f'<img{pixels} tabindex="0" {size} alt="{alt}" src="{_data_url(f"image/{kind}", data)}">'
 
 
 def _data_url(kind: str, data: bytes) -> str:

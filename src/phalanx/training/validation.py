@@ -89,7 +89,7 @@ def validate(
     # ranks must do equal work, so the end is filled up with the last prompt and cut off again below
     local = [prompts[min(world.data_rank * share + j, len(prompts) - 1)] for j in range(share)]
     pictures: dict[int, Tensor] = {}  # of this rank's prompts, by their numbers
-    texts: dict[int, str] = {}
+    texts: dict[int, tuple[str, bool]] = {}  # and whether they are truncated
 
     def each(outputs: Outputs, sampled: list[Prompt]) -> None:
         for prompt, output in zip(sampled, outputs, strict=True):
@@ -98,7 +98,7 @@ def validate(
                 continue
             # a prompt's samples come one after the other, its first one first
             if isinstance(output, str):
-                texts.setdefault(number, output)
+                texts.setdefault(number, (output, prompt.meta.get("truncated", False)))
             elif number not in pictures:
                 # floats would take four times the memory until the end
                 pictures[number] = (output * 255).round_().byte().movedim(-3, -1).contiguous()
@@ -118,13 +118,13 @@ def validate(
         row[f"val/{name}/reward/{term}"] = values[scored].mean().item()
     kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
     records = []
-    for number, output in enumerate(kept):
+    for number, (output, truncated) in enumerate(kept):
         scores = {term: float(values[number * n]) for term, values in terms.items()}
         prompt, truth = prompts[number], None
         if isinstance(output, str) and "ground_truth" in prompt.meta:
             truth = str(prompt.meta["ground_truth"])
         value = float(reward[number * n])
-        records.append(Record(prompt.text, value, output, number, rollout.fps, scores, truth))
+        records.append(Record(prompt.text, value, output, number, rollout.fps, scores, truth, truncated))
     return row, records
 
 
@@ -133,8 +133,12 @@ def _holder(number: int, share: int, world: World) -> int:
     return number // share * world.context_size
 
 
-def _on_first(pictures: dict[int, Tensor], texts: dict[int, str], count: int, share: int, world: World) -> list[Output]:
-    """On rank 0 the `count` outputs that all ranks kept, in the order of prompts; else nothing."""
+def _on_first(
+    pictures: dict[int, Tensor], texts: dict[int, tuple[str, bool]], count: int, share: int, world: World
+) -> list[tuple[Output, bool]]:
+    """On rank 0 the `count` outputs that all ranks kept, in the order of prompts, and whether each is truncated; else
+    nothing.
+    """
     # pictures go one at a time, as a gather would hold room for those of every rank; texts are small
     if world.rank != 0:
         for number in sorted(pictures):
@@ -146,6 +150,7 @@ def _on_first(pictures: dict[int, Tensor], texts: dict[int, str], count: int, sh
         to_first(pictures[number], _holder(number, share, world))
     for part in gather_object(texts):
         texts |= part
-    outputs: dict[int, Output] = {number: picture.numpy() for number, picture in pictures.items()}
-    outputs |= texts
+    outputs: dict[int, tuple[Output, bool]] = {**texts}
+    for number, picture in pictures.items():
+        outputs[number] = picture.numpy(), False
     return [outputs[number] for number in range(len(outputs))]

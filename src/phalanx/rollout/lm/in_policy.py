@@ -248,6 +248,10 @@ class LMRollout:
 
 
 def measured(prompt: Prompt, drawn: Drawn, decoding: Decoding) -> Prompt:
-    """The prompt as its reward sees it: with the tokens of the response up to its end, and their limit."""
-    lengths = {"response_length": len(drawn.response) - drawn.behind, "max_response_length": decoding.limit}
+    """The prompt as its reward sees it: with the tokens of the response up to its end, their limit, whether it cut it."""
+    lengths = {
+        "response_length": len(drawn.response) - drawn.behind,
+        "max_response_length": decoding.limit,
+        "truncated": drawn.truncated,
+    }
     return replace(prompt, meta=prompt.meta | lengths)

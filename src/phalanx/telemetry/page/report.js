@@ -245,4 +245,59 @@
       }
     });
   }
+
+  // --- a picture, enlarged -----------------------------------------------------------------------------------------
+
+  // The pictures of a card that are shown now, such as those of the first and the last step, one in the place of the
+  // other: by its buttons, by the arrow keys, and by a click.
+  function enlarge(clicked) {
+    const card = clicked.closest("figure");
+    const images = [...card.querySelectorAll(".side img")];
+    const dialog = document.createElement("dialog");
+    const prompt = document.createElement("p");
+    const bar = document.createElement("div");
+    const image = document.createElement("img");
+    prompt.textContent = card.querySelector("figcaption").textContent;
+    bar.className = "bar";
+    let shown = 0;
+    const buttons = images.map((each, k) => {
+      const button = document.createElement("button");
+      const frame = each.closest(".frame");
+      button.textContent = [...frame.querySelectorAll(".cap > *")].map((part) => part.textContent).join(", reward ");
+      button.addEventListener("click", () => show(k));
+      return button;
+    });
+    const close = document.createElement("button");
+    close.textContent = "Close";
+    close.className = "close";
+    close.addEventListener("click", () => dialog.close());
+
+    function show(k) {
+      shown = (k + images.length) % images.length;
+      const source = images[shown];
+      image.src = source.src;
+      image.alt = source.alt;
+      image.className = source.className;
+      image.style.setProperty("--natural", `${source.naturalWidth}px`);
+      buttons.forEach((button, i) => button.setAttribute("aria-pressed", String(i === shown)));
+    }
+
+    image.addEventListener("click", () => (images.length > 1 ? show(shown + 1) : dialog.close()));
+    dialog.addEventListener("keydown", (event) => {
+      if (event.key === "ArrowRight") show(shown + 1);
+      if (event.key === "ArrowLeft") show(shown - 1);
+    });
+    dialog.addEventListener("click", (event) => event.target === dialog && dialog.close());
+    dialog.addEventListener("close", () => dialog.remove());
+    bar.append(...buttons, close);
+    dialog.append(prompt, bar, image);
+    document.body.append(dialog);
+    show(images.indexOf(clicked));
+    dialog.showModal();
+  }
+
+  document.addEventListener("click", (event) => event.target.matches(".side img") && enlarge(event.target));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && event.target.matches(".side img")) enlarge(event.target);
+  });
 })();

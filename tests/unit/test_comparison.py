@@ -1,0 +1,68 @@
+"""The report's page that compares several runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from phalanx.telemetry.report import main, write_report
+from tests.pages import Page, logger, run, steps_of
+
+
+class TestSeveralRuns:
+    def test_curves_share_charts_and_samples_stand_side_by_side(self, tmp_path: Path) -> None:
+        one, two = steps_of(tmp_path / "one", "ocr", 3, 2), steps_of(tmp_path / "two", "ocr", 5, 2)
+        (one / "config.yaml").write_text("optim: {lr: 0.1}\ntrainer: {n: 1}\n")
+        (two / "config.yaml").write_text("optim: {lr: 0.2, eps: 1}\ntrainer: {n: 1}\n")
+        path = write_report(one, two)
+        assert path == one / "comparison.html"
+        page = Page(path)
+        words = page.words()
+        assert "Comparison of 2 runs one · two" in words
+        reward = page.charts()[0]["series"]
+        assert [(series["label"], series["colour"], series["x"]) for series in reward] == [
+            ("one", 0, [0, 1, 2]),
+            ("two", 1, [0, 1, 2, 3, 4]),
+        ]
+        assert "Seconds by phase · one" in words and "Seconds by phase · two" in words
+        assert "p0 one · 2 2.000 ocr 0 · clip 2 two · 4 4.000 ocr 0 · clip 2" in words
+        (slider,) = [tag for tag in page.all("input") if "data-steps" in tag]
+        assert slider["data-steps"] == "0,1,2,3,4"
+        assert "Settings that differ setting one two optim.eps - 1 optim.lr 0.1 0.2 Resolved" in words
+
+    def test_it_begins_with_one_table_of_figures_and_differences(self, tmp_path: Path) -> None:
+        for name, gain, steps in (("one", 0.0, 2), ("two", 0.25, 3)):
+            with logger(tmp_path / name) as log:
+                for step in range(steps + 1):
+                    row = {"val/ocr/reward/mean": (0.5, 1.0, 0.75, 0.5)[step] + gain}
+                    row |= {"perf/peak_memory_gb": 8.0 + step, "perf/images_per_gpu_per_s": 4.0 + gain} if step else {}
+                    log.log(step, row | ({"reward/mean": 0.5 + gain} if step else {}))
+            rows = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+            rows[-1]["perf/elapsed_s"] = 100.0 * steps
+            (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        page = Page(write_report(tmp_path / "one", tmp_path / "two"))
+        assert page.words().startswith(
+            "Comparison of 2 runs one · two run ocr first ocr last ocr best training reward steps time "
+            "images/s per rank memory (GB) "
+            "one 0.5 0.75 1 0.5 2 0:03:20 4 10 "
+            "two 0.75 +0.25 0.75 +0 1.25 +0.25 0.75 +0.25 3 +1 0:05:00 +0:01:40 4.25 +0.25 11 +1 "
+        )
+        assert not any(tag.get("class", "").startswith("tile") for tag in page.all("div"))
+
+    def test_the_same_name_twice_and_an_output_of_one_s_own(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folders = [str(run(tmp_path / part / "run")) for part in "ab"]
+        page = tmp_path / "page.html"
+        assert main([*folders, "-o", str(page)]) == 0
+        assert capsys.readouterr().out == f"{page}\n"
+        labels = [series["label"] for series in Page(page).charts()[0]["series"]]
+        assert labels == folders
+        assert not list(tmp_path.rglob("comparison.html"))
+
+    def test_a_run_without_validation_beside_one_that_has_some(self, tmp_path: Path) -> None:
+        with logger(tmp_path / "bare") as log:
+            log.log(1, {"reward/mean": 0.5})
+        page = Page(write_report(tmp_path / "bare", run(tmp_path / "full")))
+        assert len(page.all("img")) == 2
+        assert "There is no config.yaml in bare." in page.words()
