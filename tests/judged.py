@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.media.pictures import pil_image
 from phalanx.rewards import RewardError
 from phalanx.rewards.judge.unified_reward import UnifiedReward

@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from tests.judged import process_state
 from tests.ranks import ROOT
 

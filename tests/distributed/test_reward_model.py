@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.data.prompts import load_prompts
 from phalanx.data.streams import PromptStream
 from phalanx.rewards import RewardError

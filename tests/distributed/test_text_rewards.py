@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from phalanx.config.load import ConfigError
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.rewards import RewardError
 from tests.jobs import rows
 from tests.judged_text import BASE, QUESTIONS, SHARES, ask, plain

@@ -14,6 +14,7 @@ from phalanx.config import ConfigError, load
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.config.messages import cut
 from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
 from phalanx.training import flow_rl
 from phalanx.training.minibatches import BatchPlan
 
@@ -415,7 +416,7 @@ def test_impossible_combinations(changes: dict[str, Any], message: str) -> None:
 def test_offload_needs_shards() -> None:
     cfg = config()
     cfg.parallel.param_offload, cfg.parallel.fsdp_size = True, 1
-    assert refusal(mesh.check, cfg, lambda roles: None) == (
+    assert refusal(mesh.check, cfg, lambda roles, launch: None, Launch.from_env()) == (
         "parallel.param_offload: true needs parallel.fsdp_size > 1; replicated weights stay on the device"
     )
 

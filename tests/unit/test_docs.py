@@ -21,7 +21,7 @@ from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.run import RewardConfig, RewardFunctionConfig
+from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import (
     CheckClusterConfig,
     ExportConfig,

@@ -8,7 +8,7 @@ import pytest
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRewardConfig
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.rewards import RewardOutput, RewardSet
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge.unified_reward import UnifiedReward

@@ -4,7 +4,7 @@ import pytest
 
 from phalanx.config import ConfigError
 from phalanx.config.lm import LMRLConfig
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.placement import Domain, judged_beside, place
 
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 import uvicorn
 
-from phalanx.config.run import RewardConfig, RewardFunctionConfig
+from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import ServeRewardConfig
 from phalanx.exit import place
 from phalanx.jobs.reward_server import RewardServer

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from phalanx.config.run import RewardConfig, RewardFunctionConfig
+from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import DeviceReward, Judge, RewardError, RewardOutput, RewardSet, RewardWithExtras
 from phalanx.rewards.judge.llm_judge import LlmJudge
 from phalanx.types import Prompt

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.run import RewardConfig, RewardFunctionConfig
+from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import RewardOutput, RewardSet
 from phalanx.rewards.text._answers import boxed, normalised, same
 from phalanx.rewards.text._process import Verifier, VerifierError

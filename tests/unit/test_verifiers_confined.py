@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.run import RewardConfig, RewardFunctionConfig
+from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import RewardSet
 from phalanx.rewards.text import _grammar, _sandbox
 from phalanx.rewards.text._process import Verifier

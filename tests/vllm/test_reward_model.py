@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from tests.judged import RAGGED, ask, converted, expected, mistake, refused

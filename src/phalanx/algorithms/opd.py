@@ -16,13 +16,13 @@ Deviations from the paper:
 """
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from phalanx.algorithms._group import GroupAlgorithm
-from phalanx.config.load import ConfigError, arg
+from phalanx.config.load import arg
 from phalanx.config.run import AlgorithmConfig
 from phalanx.functional.flow import FlowBatch, FlowReplay
 from phalanx.functional.sde import gaussian_kl
@@ -45,14 +45,6 @@ class Config(AlgorithmConfig):
         "KL divergence of the transitions, or mean square of the velocities' difference",
         choices=("kl", "velocity"),
     )
-
-    def check(self, rollout: Any) -> None:
-        """Raise ConfigError for weights of likelihood ratios."""
-        if rollout.correction not in ("rescore", "none"):
-            raise ConfigError(
-                f"rollout.correction: {rollout.correction} weighs a policy gradient, which algorithm.name={self.name} "
-                "does not have; set it to rescore or none"
-            )
 
 
 class Algorithm(GroupAlgorithm):

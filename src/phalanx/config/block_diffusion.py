@@ -6,7 +6,8 @@ from typing import Optional
 from phalanx.config.engines import check_engine_class
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig, LMRunConfig
 from phalanx.config.load import arg
-from phalanx.config.run import COUNT, EmaConfig
+from phalanx.config.ranges import COUNT
+from phalanx.config.run import EmaConfig
 
 # keys of `rollout` that are of samples for training
 OF_TRAINING_SAMPLES = (

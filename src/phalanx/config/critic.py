@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Optional
 
 from phalanx.config.load import arg
-from phalanx.config.run import DTYPES, LOSS_AGG_MODES, TIMES, OptimConfig
+from phalanx.config.ranges import DTYPES, TIMES
+from phalanx.config.run import LOSS_AGG_MODES, OptimConfig
 
 
 @dataclass

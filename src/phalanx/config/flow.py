@@ -5,17 +5,14 @@ from typing import ClassVar, Optional
 
 from phalanx.config.engines import FORMS, check_engine_class
 from phalanx.config.load import arg
+from phalanx.config.ranges import COUNT, SEEDS, TIMES
+from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.run import (
-    COUNT,
     SDE_TYPES,
-    SEEDS,
-    TIMES,
     ActorConfig,
     DataConfig,
     EmaConfig,
     ModelConfig,
-    RewardConfig,
-    RewardFunctionConfig,
     RLConfig,
     RolloutConfig,
     RunConfig,

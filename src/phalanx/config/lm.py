@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Optional
 from phalanx.config.critic import CriticConfig
 from phalanx.config.engines import FORMS, EngineMemory
 from phalanx.config.load import arg
+from phalanx.config.ranges import COUNT, TIMES
 from phalanx.config.run import (
-    COUNT,
-    TIMES,
     ActorConfig,
     AlgorithmConfig,
     DataConfig,

@@ -10,7 +10,8 @@ from omegaconf import OmegaConf
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.lm import ATTENTION, MOST_TOKENS
 from phalanx.config.load import ConfigError, arg, build
-from phalanx.config.run import COUNT, DTYPES, SDE_TYPES, SEEDS, TIMES, ParallelConfig, RunConfig
+from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
+from phalanx.config.run import SDE_TYPES, ParallelConfig, RunConfig
 
 T = TypeVar("T", bound=RunConfig)
 

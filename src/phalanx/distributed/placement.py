@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 from phalanx.config import ConfigError
 from phalanx.config.messages import near_divisors
-from phalanx.config.run import RewardModelConfig, RunConfig
+from phalanx.config.reward import RewardModelConfig
+from phalanx.config.run import RunConfig
 
 _FORMS = "colocate, or ranks of each node such as ranks 6-7"
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
 from phalanx.engines.loading import as_text, check_weights, loading, special_tokens

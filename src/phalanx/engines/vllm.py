@@ -9,7 +9,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.loading import as_text, special_tokens
 from phalanx.media.pictures import pil_image

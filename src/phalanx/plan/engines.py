@@ -11,7 +11,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from phalanx.config.run import RewardModelConfig, RunConfig
+from phalanx.config.reward import RewardModelConfig
+from phalanx.config.run import RunConfig
 from phalanx.distributed.placement import judged_beside
 from phalanx.models.flow.policy import DTYPES
 from phalanx.models.headers import read_json

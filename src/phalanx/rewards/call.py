@@ -82,21 +82,23 @@ class Call:
     def run(self) -> Rows:
         """Call the reward and check what it returns: the term's rows, its scores first."""
         assert self.subject is not None
-        subject, self.subject = self.subject, None  # freed as soon as they are scored
+        parts = self.term.per_sample and len(self.prompts) > self._frames
+        again = self.subject if parts else None
+        copy, self.subject = self.private(self.subject), None  # freed as soon as they are scored
         self.start = time.perf_counter()
         try:
-            rows = self._score(subject, self.prompts)
+            rows = self._score(copy, self.prompts)
         except Exception:
-            if not self.term.per_sample or len(self.prompts) == self._frames:
+            if again is None:
                 raise
-            rows = self._score_singly(subject)
+            rows = self._score_singly(again)
         self.end = time.perf_counter()
         return rows
 
     def _score(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
-        """The term's rows of all or some of the samples."""
+        """The term's rows of all or some of the samples; `subject` is a copy for only this."""
         metadata = [copied(prompt.meta) for prompt in prompts]
-        returned = self.term.function(self.private(subject), [prompt.text for prompt in prompts], metadata)
+        returned = self.term.function(subject, [prompt.text for prompt in prompts], metadata)
         output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned)
         self._problem = self._problem or output.problem
         return mean_of_frames(_rows(output, self.term, prompts, forgives=self._forgives), self._frames)
@@ -110,7 +112,7 @@ class Call:
         for first in range(0, len(prompts), self._frames):
             sample = slice(first, first + self._frames)
             try:
-                scored = self._score(subject[sample], prompts[sample])
+                scored = self._score(self.private(subject[sample]), prompts[sample])
             except Exception as error:  # whatever the reward raises
                 if not self._forgives or isinstance(error, RewardError):
                     self.prompts = prompts[sample]  # those that the error is about

@@ -15,7 +15,7 @@ from phalanx.config.flow import FlowRewardFunctionConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.messages import nearest, reason
 from phalanx.config.registry import known_modules, object_forms, resolve_object
-from phalanx.config.run import RewardFunctionConfig
+from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share
 from phalanx.rewards.base import UNJUDGED, DeviceReward, PolicyReward, RewardWithExtras
 from phalanx.rewards.judge._base import Judge, ParsedAnswers

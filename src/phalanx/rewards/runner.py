@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, wait
 import torch
 from torch import Tensor
 
-from phalanx.config.run import RewardConfig
+from phalanx.config.reward import RewardConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.frames import evenly_spaced

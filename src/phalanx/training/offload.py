@@ -28,7 +28,7 @@ class _Moment:
         """Let the state have it in `part`, uint8 [bytes], on whatever device that is."""
         size = self.shape.numel() * self.dtype.itemsize
         memory = part[self.start : self.start + size]
-        if memory.device.type == "cpu":
+        if memory.device.type == "cpu" and size > 0:
             # over the same memory, but as a separate storage: torch's async_save stages whole storages, and fails where
             # the local tensors of several DTensors share one
             memory = torch.from_numpy(memory.numpy())

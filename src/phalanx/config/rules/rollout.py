@@ -133,6 +133,10 @@ START_RULES = (
          lambda c, a: a.levels is not None and c.rollout.correction != "rescore",
          "rollout.correction: {c.rollout.correction} is of log-probs, which {c.algorithm.name} does not use; leave "
          "it out"),
+    Rule("rollout.correction algorithm.name", FLOW_RL, "Distillation has no policy gradient that could be weighed.",
+         lambda c, a: c.algorithm.name == "opd" and c.rollout.correction not in ("rescore", "none"),
+         "rollout.correction: {c.rollout.correction} weighs a policy gradient, which algorithm.name=opd does not have; "
+         "set it to rescore or none"),
     Rule("rollout.ode_compression algorithm.name", FLOW_RL,
          "Steps after a window are left out only for an algorithm that has a window.",
          lambda c, a: a.levels is not None and c.rollout.ode_compression < 1,

@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from phalanx.config import ConfigError
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.placement import place
 from phalanx.distributed.reward_group import DomainRank

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.messages import reason
-from phalanx.config.run import RewardModelConfig
+from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.media.pictures import to_uint8
 from phalanx.rewards.base import RewardError, copied

@@ -248,7 +248,7 @@ class LMRollout:
 
 
 def measured(prompt: Prompt, drawn: Drawn, decoding: Decoding) -> Prompt:
-    """The prompt as its reward sees it: with the tokens of the response up to its end, their limit, and whether it cut."""
+    """The prompt as its reward sees it: with the response's tokens up to its end, their limit, and whether it cut."""
     lengths = {
         "response_length": len(drawn.response) - drawn.behind,
         "max_response_length": decoding.limit,
