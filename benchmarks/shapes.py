@@ -172,6 +172,10 @@ class RandomSD3(sd3.Model):
         )
         self.adapt(self.transformer)
 
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """No tokens: embeddings are random, and of any text."""
+        return None, [[] for _ in texts], max_length
+
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         c = self.transformer.config
         length = 77 + max_length if self.shape.text_length is None else self.shape.text_length
@@ -195,6 +199,10 @@ class RandomQwenImage(qwen_image.Model):
             text_encoder=None,
             tokenizer=None,
         )
+
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """No tokens: embeddings are random, and of any text."""
+        return None, [[] for _ in texts], max_length
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         width, found = self.transformer.config.joint_attention_dim, []
