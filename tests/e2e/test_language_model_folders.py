@@ -159,13 +159,30 @@ def test_all_responses_may_be_left_out(keys: tuple[str, ...], lm_folder: Path, t
 def overflowing(cfg: Any) -> str:
     from phalanx.training.lm_rl import build
 
+    trainer = build(cfg)
+    with torch.no_grad():
+        next(p for name, p in trainer.policy.trained.module.named_parameters() if "model.norm" in name).mul_(3e38)
     with pytest.raises(JobError) as error:
-        build(cfg).fit()
+        trainer.fit()
     return str(error.value)
 
 
-def test_an_overflow_while_decoding_ends_the_job(folder: Path, tmp_path: Path) -> None:
+def refused(cfg: Any) -> str:
+    from phalanx.training.lm_rl import build
+
+    with pytest.raises(ValueError, match="NaN") as error:
+        build(cfg)
+    return str(error.value)
+
+
+def test_a_model_that_overflows_is_refused(folder: Path, tmp_path: Path) -> None:
     """The weights are finite, and what comes of them is not."""
     weights(lambda model: model.model.norm.weight.mul_(3e38))(folder)
+    (message,) = run_ranks(refused, 1, tiny_lm_config(folder, tmp_path, "model.dtype=bfloat16"))
+    assert message == f"model.path: {str(folder)!r}: log-probs of a Qwen3ForCausalLM are NaN or infinite"
+
+
+def test_an_overflow_while_decoding_ends_the_job(folder: Path, tmp_path: Path) -> None:
+    """As weights may grow in training."""
     (said,) = run_ranks(overflowing, 1, tiny_lm_config(folder, tmp_path, "model.dtype=bfloat16"))
     assert said.startswith("model.path: the logits of the model hold NaN or infinity while it decodes")

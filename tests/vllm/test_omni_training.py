@@ -32,6 +32,7 @@ def train(model: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
             *base_overrides(model, folder),
             f"data.val_files=[{folder / 'val.txt'}]",
             f"reward.functions=[{{path: {folder / 'reward.py'}:redness}}]",
+            "data.max_prompt_length=64",
             "actor.ema.decay=0.5",
             "optim.lr=1e-4",
             "trainer.total_training_steps=4",

@@ -60,6 +60,8 @@ def check_agreement(
             raise ValueError(
                 f"model.path: {config.path!r}: a {type(module.lm).__name__} fails in {path} ({reason(error)}); {hint}"
             ) from error
+    if not reference.isfinite().all():
+        raise ValueError(f"model.path: {config.path!r}: log-probs of a {type(module.lm).__name__} are NaN or infinite")
     for path, hint, value in zip(paths, advice, values, strict=True):
         expected = reference if len(value) == len(reference) else _responses(reference, lengths)
         difference = (value.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
