@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from phalanx.config.run import ParallelConfig, RunConfig
 from phalanx.distributed import mesh
@@ -77,6 +78,16 @@ def resizing(ledgers: list[Ledger]) -> Callable[..., Any]:
     return resized
 
 
+class OnMeta(TorchDispatchMode):
+    """Tensors that FSDP2's offload copies to the host stay on the meta device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].is_meta:
+            kwargs = kwargs | {"device": META}
+        return func(*args, **kwargs)
+
+
 def referee(cfg: RunConfig, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of the update at its peak, beside those that the rank holds throughout."""
     ledgers: list[Ledger] = []
@@ -90,7 +101,7 @@ def referee(cfg: RunConfig, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -
             return run()
 
     handle = _fsdp_param_group._get_device_handle
-    with monkeypatch.context() as patch, fake_ranks(cluster.ranks):
+    with monkeypatch.context() as patch, fake_ranks(cluster.ranks), OnMeta():
         for module in (_fsdp_param_group, _fsdp_collectives, _fsdp_state):
             patch.setattr(module, "_get_device_handle", lambda *_: handle("cpu"))
         patch.setattr(_fsdp_init, "_get_device_from_mesh", lambda _: META)
@@ -100,6 +111,7 @@ def referee(cfg: RunConfig, cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(_fsdp_param_group.FSDPParamGroup, "_validate_no_meta_params", lambda _: None)
         patch.setattr(torch.cpu.Stream, "record_event", lambda *_: torch.cpu.Event(), raising=False)
         patch.setattr(torch.UntypedStorage, "resize_", resizing(ledgers))
+        patch.setattr(_fsdp_param_group.FSDPParamGroup, "_validate_cpu_offload_params", lambda _: None)
         for module in (blueprint, lm):
             patch.setattr(module, "lone_world", world_of(cluster.ranks))
         patch.setattr(jobs, "Ledger", RealLedger)
