@@ -20,7 +20,7 @@ from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import FILES
 from phalanx.plan.pace import USED
-from phalanx.plan.rehearsal import LMRehearsal, Planned, RLRehearsal
+from phalanx.plan.rehearsal import Planned, RLRehearsal
 from phalanx.telemetry.flops import named_peak_flops
 
 HERE = Path(__file__).resolve().parent
@@ -67,7 +67,7 @@ def cost(figure: Published, p: Planned) -> float:
         trace = p.samples.trace
         return p.policy.forward_flops(trace) * (2 if trace.sampler.guided else 1)
     each = p.flops / p.plan.samples
-    return each / p.cfg.data.max_response_length if isinstance(p, LMRehearsal) else each
+    return each / p.cfg.data.max_response_length if isinstance(p.cfg, LMRLConfig) else each
 
 
 def main() -> None:
