@@ -176,6 +176,11 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (
         FlowRLConfig,
+        ("algorithm.name=opd", "algorithm.teacher_path=x", "rollout.engine=vllm_omni", "rollout.correction=rejection"),
+        "rollout.correction: rejection weighs a policy gradient",
+    ),
+    (
+        FlowRLConfig,
         ("algorithm.name=awm", "rollout.engine=vllm_omni", "rollout.correction=none"),
         "rollout.correction: none is of log-probs",
     ),
