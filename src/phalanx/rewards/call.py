@@ -1,8 +1,11 @@
-"""One call of a reward: what it is given, what it returns, checked, and the errors of both, in one line."""
+"""One call of a reward: what it is given, what it returns, checked, the errors of both in one line, and its thread."""
 
+import queue
+import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +18,8 @@ from phalanx.types import Outputs, Prompt
 
 _SHOWN = 120  # characters of a prompt in a message
 
+T = TypeVar("T")
+_Task = tuple[Future[Any], Callable[[], Any]]
 Rows = dict[str, Tensor]  # float32 [B] on the CPU, by the names in the logs
 
 
@@ -184,3 +189,40 @@ def mean_of_frames(rows: dict[str, Tensor], frames: int) -> dict[str, Tensor]:
     if frames == 1:
         return rows
     return {name: values.view(-1, frames).mean(1) for name, values in rows.items()}
+
+
+class DaemonPool:
+    """Daemon threads that take calls from one queue; they start with the first call, after any fork.
+
+    No exit waits for them: `ThreadPoolExecutor` waits at exit for its threads, and a reward that hangs
+    would then hang the job that its time limit has just ended.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._threads = threads
+        self._name = name
+        self._queue: queue.SimpleQueue[_Task] | None = None
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Queue a call; one thread runs calls in the order in which they came."""
+        if self._queue is None:
+            self._queue = queue.SimpleQueue()
+            for i in range(self._threads):
+                threading.Thread(target=_work, args=(self._queue,), name=f"{self._name}-{i}", daemon=True).start()
+        future: Future[T] = Future()
+        self._queue.put((future, function))
+        return future
+
+
+def _work(tasks: "queue.SimpleQueue[_Task]") -> None:
+    while True:
+        future, function = tasks.get()
+        try:
+            result = function()
+        except BaseException as error:
+            # Whatever a user's reward raises must reach whoever waits: this thread has nobody else to tell.
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+            del result
+        del future, function  # no images are kept while the thread waits

@@ -17,7 +17,7 @@ from phalanx.config.messages import nearest, reason
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share
-from phalanx.rewards.base import UNJUDGED, DeviceReward, PolicyReward, RewardWithExtras
+from phalanx.rewards.base import DeviceReward, PolicyReward, RewardWithExtras
 from phalanx.rewards.judge._base import Judge, ParsedAnswers
 from phalanx.rewards.protocol import complaint
 
@@ -44,11 +44,6 @@ class Term:
     frames: int = 1  # of a video, that are scored as images
     extras: tuple[str, ...] = ()  # that come with its scores; see RewardWithExtras
     per_sample: bool = False  # a call may be split: each score depends only on its own sample
-
-    @property
-    def limited(self) -> bool:
-        """True where each sample has a time limit, beyond which its answer counts as wrong."""
-        return UNJUDGED in self.extras
 
     @cached_property
     def rows(self) -> tuple[str, ...]:

@@ -17,12 +17,11 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.frames import evenly_spaced
 from phalanx.functional.rewards import combine
-from phalanx.rewards.base import PolicyReward, RewardError
-from phalanx.rewards.call import Call, Rows, on_prompts
+from phalanx.rewards.base import UNJUDGED, PolicyReward, RewardError
+from phalanx.rewards.call import Call, DaemonPool, Rows, on_prompts
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge._pool import JudgePool
 from phalanx.rewards.registry import Term, build_terms, judged_frames
-from phalanx.rewards.threads import DaemonPool
 from phalanx.types import Outputs, Policy, Prompt, Samples
 
 _POLL_S = 0.05  # seconds between checks for overdue calls
@@ -204,7 +203,7 @@ class RewardSet:
             return [range(count)]
         # twice as many as threads, as samples take unequal times, and a thread may still have an earlier micro-batch;
         # where each sample has a time limit, one each, so that no batch of them exceeds reward.timeout_s
-        pieces = count if term.limited else min(2 * self._workers, count) if self._workers > 1 else 1
+        pieces = count if UNJUDGED in term.extras else min(2 * self._workers, count) if self._workers > 1 else 1
         return [range(i * count // pieces, (i + 1) * count // pieces) for i in range(pieces)]
 
     def _start(self, call: Call) -> None:

@@ -111,7 +111,7 @@ def choose_cpu_linear(cfg: RunConfig, world: World) -> None:
             choice = saved_choice(root, cfg.trainer.resume, "cpu_linear") or preferred()
         choice = cfg.model.cpu_linear = broadcast_object(choice)
     if world.lead:
-        log.info("float32 linear layers by %s (model.cpu_linear)", choice)
+        log.debug("float32 linear layers by %s (model.cpu_linear)", choice)
 
 
 def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> RewardSet | None:

@@ -15,9 +15,9 @@ from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.media.pictures import to_uint8
 from phalanx.rewards.base import RewardError, copied
+from phalanx.rewards.call import DaemonPool
 from phalanx.rewards.judge._base import Judge
 from phalanx.rewards.judge._model import RewardModel
-from phalanx.rewards.threads import DaemonPool
 from phalanx.types import Outputs, Prompt
 
 Answers = dict[str, list[str]]  # by judge, an answer about each sample
