@@ -202,7 +202,7 @@ def test_a_reward_counts_a_response_up_to_its_end() -> None:
     """A response of 6 tokens with its end has 2 more behind it in its last block: overlong's limit of 8 is not reached."""
     drawn = Drawn([1], [5] * 8, "text", truncated=False, steps=[0] * 8, behind=2)
     meta = measured(Prompt("?", 0, {}), drawn, Decoding(8, 1.0, [0], 0)).meta
-    assert meta == {"response_length": 6, "max_response_length": 8}
+    assert meta == {"response_length": 6, "max_response_length": 8, "truncated": False}
     assert Overlong(4)(["text"], ["?"], [meta]) == [-0.5]
 
 
