@@ -17,7 +17,7 @@ CONSTRAINTS ?= constraints.txt
 ARGS ?=
 TESTS ?= tests
 # Files of tests that name nothing that starts a process, makes a model, or takes as long.
-STARTS = subprocess|multiprocessing|run_ranks|run_task|torchrun|serving|ReasoningGym|RunLogger|Verifier
+STARTS = subprocess|write_tool|multiprocessing|run_ranks|run_task|torchrun|serving|ReasoningGym|RunLogger|Verifier
 MAKES = World|tiny_\w+|\w+_folder: Path|Ocr|peak_flops|aliases
 FAST_TESTS = $(shell grep -LE '\b($(STARTS)|$(MAKES))\b' tests/numerics/test_*.py tests/unit/test_*.py)
 # Tests leave a core idle at times, so all of them go in two lanes, a file at a time; a part of them goes in one.

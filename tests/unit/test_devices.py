@@ -55,7 +55,8 @@ def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.fixture
 def debian(monkeypatch: pytest.MonkeyPatch) -> None:
     """A node whose name stands for 127.0.1.1, with two interfaces."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")  # so that what the function sets is unset after the test
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setenv("MASTER_ADDR", "node-a")
     monkeypatch.setattr(socket, "gethostbyname", lambda name: "127.0.1.1")
     monkeypatch.setattr(devices, "_interfaces", lambda names: {"10.0.0.2": "eth0", "10.1.0.2": "ib0"})
