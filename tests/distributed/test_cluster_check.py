@@ -255,7 +255,7 @@ def test_groups_that_cannot_be_made_say_what_to_look_at(tmp_path: Path) -> None:
     same, env = [["timeout_s=10", f"trainer.output_dir={tmp_path}"]] * 2, [{"GLOO_SOCKET_IFNAME": "none0"}] * 2
     results = run_ranks(whole, 2, free_port(), same, env, local_world=1, init=False)
     assert results[0][0][-1] == (
-        "FAIL     groups: ifa != nullptr. Unable to find address for: none0 "
+        f"FAIL     groups: GLOO_SOCKET_IFNAME=none0: {HOST} has {', '.join(name for _, name in socket.if_nameindex())} "
         f"(rank 0 on {HOST} (node 0) and rank 1 on {HOST} (node 1)); {check.NETWORK}"
     )
     assert "GLOO_SOCKET_IFNAME" in check.NETWORK and "MASTER_ADDR" in check.NETWORK

@@ -210,8 +210,11 @@ def test_time_is_linear_in_the_length(name: str, kwargs: dict[str, Any]) -> None
             seconds = []
             for length in (50_000, 100_000):
                 text = unit * (length // len(unit)) + ending
-                begin = time.process_time()
-                scored(reward, ([text], [Prompt("?", 0, {"ground_truth": "1"})]))
-                seconds.append(time.process_time() - begin)
+                tries = []
+                for _ in range(2):  # Python's collector may take a second in one of them
+                    begin = time.process_time()
+                    scored(reward, ([text], [Prompt("?", 0, {"ground_truth": "1"})]))
+                    tries.append(time.process_time() - begin)
+                seconds.append(min(tries))
             # a quarter of a second is noise beside the many seconds of a quadratic one
             assert seconds[1] < 3 * seconds[0] + 0.25, (label, ending[:10], seconds)
