@@ -300,8 +300,7 @@ def load_dataset(path: Path, place: str, absent: str) -> Any:
         return load_from_disk(str(path))
     except FileNotFoundError:
         raise DataError(absent) from None
-    # its JSON files are foreign, and `datasets` stumbles over them in whatever way
-    except Exception as error:
+    except Exception as error:  # its JSON files are foreign, and `datasets` stumbles over them in whatever way
         raise DataError(f"{place}: the dataset is damaged: {reason(error)}") from error
 
 

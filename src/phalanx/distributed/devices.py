@@ -23,8 +23,8 @@ def check_gpus(env: Mapping[str, str] = os.environ) -> None:
     hidden = env.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     if hidden or torch.cuda.is_available():
         return
-    listing = _nvidia_smi("-L")
-    count = sum(map(str.startswith, listing, ["GPU"] * len(listing))) or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    listed = sum(line.startswith("GPU") for line in _nvidia_smi("-L"))
+    count = listed or len(list(Path("/dev").glob("nvidia[0-9]*")))
     if count == 0:
         return
     driver = next(iter(_nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")), "unknown")

@@ -126,3 +126,14 @@ def _scores(
     log_prob = z.gather(1, tokens[:, None]).squeeze(1) - total
     entropy = total - (torch.softmax(z, -1) * z).sum(-1)
     return log_prob, entropy, total - mean
+
+
+def left_padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """ids and mask [P, longest], int64, of prompts that end together, as decoding wants them."""
+    longest = max(map(len, prompts))
+    ids = torch.full((len(prompts), longest), pad)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
+    for i, prompt in enumerate(prompts):
+        ids[i, longest - len(prompt) :] = torch.tensor(prompt)
+        mask[i, longest - len(prompt) :] = 1
+    return ids, mask

@@ -5,6 +5,7 @@ is scored, no weight is changed, and no file is read or written. The world is th
 messages are arithmetic (phalanx.plan.layout).
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
@@ -123,7 +124,7 @@ class PlannedUpdater(Updater):
         return {}
 
 
-class Rehearsal:
+class Rehearsal(ABC):
     """A job whose step runs on shapes. `role` is that of the planned rank, where ranks have roles.
 
     `samples_size` are the bytes of the step's samples on the device, `outputs_size` those of their images on the host.
@@ -142,13 +143,13 @@ class Rehearsal:
         self.ledger: Ledger = policy.ledger
         self.job = PlannedJob(cfg, policy, state)
 
+    @abstractmethod
     def run_step(self) -> None:
         """Sample and train; of a role, its part of that."""
-        raise NotImplementedError
 
+    @abstractmethod
     def train(self) -> None:
         """The step's updates, as a phase."""
-        raise NotImplementedError
 
     def train_again(self, recomputed: int) -> None:
         """The updates in place of those before, with `recomputed` blocks recomputed in backward passes."""
@@ -157,9 +158,9 @@ class Rehearsal:
         self.policy.recompute(recomputed)
         self.train()
 
+    @abstractmethod
     def operations(self, *, recomputed: bool) -> int:
         """Floating-point operations of a step on all ranks; `recomputed`: with those that checkpointing repeats."""
-        raise NotImplementedError
 
     @property
     def flops(self) -> int:

@@ -93,7 +93,7 @@ class Call:
         self.start = time.perf_counter()
         try:
             rows = self._score(copy, self.prompts)
-        except Exception:
+        except Exception:  # whatever the reward raises
             if again is None:
                 raise
             rows = self._score_singly(again)
@@ -194,8 +194,8 @@ def mean_of_frames(rows: dict[str, Tensor], frames: int) -> dict[str, Tensor]:
 class DaemonPool:
     """Daemon threads that take calls from one queue; they start with the first call, after any fork.
 
-    No exit waits for them: `ThreadPoolExecutor` waits at exit for its threads, and a reward that hangs
-    would then hang the job that its time limit has just ended.
+    No exit waits for them: `ThreadPoolExecutor` waits at exit for its threads, and a reward that hangs would then hang
+    the job that its time limit has just ended.
     """
 
     def __init__(self, threads: int, name: str) -> None:

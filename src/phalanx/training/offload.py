@@ -28,10 +28,10 @@ class _Moment:
         """Let the state have it in `part`, uint8 [bytes], on whatever device that is."""
         size = self.shape.numel() * self.dtype.itemsize
         memory = part[self.start : self.start + size]
-        if memory.device.type == "cpu" and size > 0:
+        if memory.device.type == "cpu":
             # over the same memory, but as a separate storage: torch's async_save stages whole storages, and fails where
-            # the local tensors of several DTensors share one
-            memory = torch.from_numpy(memory.numpy())
+            # the local tensors of several DTensors share one; an empty part of uneven shards has no memory
+            memory = torch.from_numpy(memory.numpy()) if size > 0 else torch.empty_like(memory)
         self.state[self.key] = memory.view(self.dtype).view(self.shape)
 
 

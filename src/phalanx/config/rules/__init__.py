@@ -14,8 +14,17 @@ from phalanx.config.rules import algorithm, batches, blocks, layout, rollout, ta
 from phalanx.config.rules.rule import Ranks, Rule
 
 __all__ = [
-    *("LAUNCH_RULES", "MODEL_RULES", "RULES", "START_RULES", "Ranks", "Rule"),
-    *("broken", "check", "check_launch", "check_model", "check_start"),
+    "LAUNCH_RULES",
+    "MODEL_RULES",
+    "RULES",
+    "START_RULES",
+    "Ranks",
+    "Rule",
+    "broken",
+    "check",
+    "check_launch",
+    "check_model",
+    "check_start",
 ]
 
 # in the order in which they are checked

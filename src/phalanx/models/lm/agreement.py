@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 from phalanx.config.lm import LMModelConfig
 from phalanx.config.messages import reason
+from phalanx.functional.tokens import left_padded
 from phalanx.models.lm.model import CACHE, CausalLM
 
 LENGTHS = (14, 9)  # tokens of the two samples
@@ -104,11 +105,8 @@ def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int]) -> Tensor:
     sample them: prompts padded in front, and samples selected in the cache.
     """
     prompts = [length - RESPONSE for length in lengths]
-    read = torch.zeros(2, max(prompts), dtype=torch.long, device=ids.device)
-    mask = torch.zeros_like(read)
-    for i, length in enumerate(prompts):
-        read[i, -length:] = ids[i, :length]
-        mask[i, -length:] = 1
+    read, mask = left_padded([ids[i, :length].tolist() for i, length in enumerate(prompts)], pad=0)
+    read, mask = read.to(ids.device), mask.to(ids.device)
     cache = DynamicCache(config=module.lm.config)
     out = module(
         input_ids=read,

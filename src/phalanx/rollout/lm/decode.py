@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from phalanx.functional.tokens import left_padded
 from phalanx.models.lm.model import CACHE
 from phalanx.types import JobError
 
@@ -45,7 +46,7 @@ def decode(
     `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
     """
     device = uniform.device
-    ids, mask = _left_padded(prompts, decoding.pad)
+    ids, mask = left_padded(prompts, decoding.pad)
     ids, mask = ids.to(device), mask.to(device)
     cache = DynamicCache(config=config)
     # a prompt is read once for all of its samples
@@ -100,17 +101,6 @@ def check_finite(finite: Tensor) -> None:
             "model.path: the logits of the model hold NaN or infinity while it decodes: its activations overflow; try "
             "model.dtype=float32 or, where they did not before, a lower optim.lr"
         )
-
-
-def _left_padded(prompts: list[list[int]], pad: int) -> tuple[Tensor, Tensor]:
-    """ids and mask [P, longest], int64."""
-    longest = max(map(len, prompts))
-    ids = torch.full((len(prompts), longest), pad)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.long)
-    for i, prompt in enumerate(prompts):
-        ids[i, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[i, longest - len(prompt) :] = 1
-    return ids, mask
 
 
 def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
