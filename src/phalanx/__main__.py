@@ -12,10 +12,11 @@ from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from phalanx import __version__
 from phalanx.config.shipped import ROOT
+from phalanx.exit import show
 
 EPILOG = """\
 After a command, --help shows all its keys, and key=value sets one. NAME is a configuration of `phalanx configs`, or the
@@ -69,42 +70,37 @@ class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}\n")
 
+    def print_help(self, file: Any = None) -> None:
+        show(self.format_help())
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns the exit status, unless a task takes this process over."""
     parser = _parser()
     given, words = parser.parse_known_args(argv)
     wants_help = not {"-h", "--help"}.isdisjoint(words)
+    if given.version:
+        return show(__version__)
     if given.command is None:
-        return _print(parser.format_help())
+        return show(parser.format_help())
     command = COMMANDS[given.command]
     if "task" in given and given.task is None and wants_help:
-        return _print(_tasks_help(given.command, command))
+        return show(_tasks_help(given.command, command))
     if given.command == "configs" and wants_help:
-        return _print(CONFIGS_HELP)
+        return show(CONFIGS_HELP)
     if given.command == "report":
         from phalanx.telemetry.report import main as report
 
         return report(words)
     try:
         if command.task is None:
-            return _print(f"{_configs(words)}\n")
+            return show(_configs(words))
         task = _task(command.task, given.task) if "*" in command.task else command.task
         if given.config is not None:
             words = [str(find_config(given.config, task.removeprefix("train_"))), *words]
     except ValueError as error:
         parser.error(str(error))
     return _launch(task, [*words, *command.options], one_rank=command.one_rank)
-
-
-def _print(text: str) -> int:
-    """Print to whoever still reads; returns the exit status."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:  # `phalanx configs | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed once more at the end
-    return 0
 
 
 def _parser() -> ArgumentParser:
@@ -116,7 +112,7 @@ def _parser() -> ArgumentParser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=__version__)
+    parser.add_argument("--version", action="store_true", help="show the version")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, command in COMMANDS.items():
         # what it does not know is for the task, --help too

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
 from phalanx.config.secrets import hide
-from phalanx.exit import Stopped, end, end_with_parent, hide_with, is_first, leads, place, rank, say
+from phalanx.exit import Stopped, end, end_with_parent, hide_with, is_first, leads, place, rank, say, show
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def parse(
             if rank() == 0:
                 known = (HELP, PLAN) if plan is not None else (HELP,)
                 # with the file and the words, since a named algorithm or reward adds its keys
-                print(help_text(schema, description, path, words, known))
+                show(help_text(schema, description, path, words, known))
             sys.exit(0)
         with uncollected():  # a named algorithm brings torch
             config = load(schema, path, words)
@@ -103,7 +103,7 @@ def parse(
     except ValueError as error:
         _tell(error, status=2)
     if rank() == 0:
-        print(text)
+        show(text)
     sys.exit(0)
 
 

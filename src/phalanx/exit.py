@@ -95,6 +95,15 @@ def say(words: str) -> None:
         os.write(2, f"{words}\n".encode(errors="backslashreplace"))
 
 
+def show(text: str) -> int:
+    """Print to stdout, to whoever still reads, as `head -1` does not; returns the exit status."""
+    try:
+        print(text.removesuffix("\n"), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left is flushed once more at the end
+    return 0
+
+
 def end(status: int, report: str | None = None, words: str | None = None) -> NoReturn:
     """End this process without waiting for its threads, some of which may never end.
 

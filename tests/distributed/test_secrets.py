@@ -1,5 +1,6 @@
 """What a configuration takes from the environment reaches the job, and no file, log or tracker."""
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from tests.ranks import run_ranks
 
 SECRET = "s3cret-of-the-test"
 REWARD = """
+import hashlib
+
 def needs_key(images, prompts, metadata, key):
-    assert key == {key!r}, "another key"
+    assert hashlib.sha256(key.encode()).hexdigest() == {digest!r}, "another key"
     return [float(i) for i in range(len(images))]
 """
 
@@ -29,13 +32,13 @@ def test_no_output_of_a_run_holds_a_secret(
 ) -> None:
     monkeypatch.setenv("PHALANX_TEST_KEY", SECRET)
     monkeypatch.setenv("WANDB_MODE", "offline")
-    (tmp_path / "reward.py").write_text(REWARD.format(key=f"Bearer {SECRET}"))
+    digest = hashlib.sha256(f"Bearer {SECRET}".encode()).hexdigest()
+    (tmp_path / "reward.py").write_text(REWARD.format(digest=digest))
     function = f"{{path: '{tmp_path}/reward.py:needs_key', kwargs: {kwargs}}}"
     steps = ("trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.logger=[console,tensorboard,wandb]")
     run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path, *steps, f"reward.functions=[{function}]"))
     said = capfd.readouterr()
     assert SECRET not in said.out + said.err
-    (tmp_path / "reward.py").unlink()
     files = [file for file in tmp_path.rglob("*") if file.is_file()]
     assert {"config.yaml", "metrics.jsonl"} <= {file.name for file in files}
     assert any("tfevents" in file.name for file in files) and any(file.suffix == ".wandb" for file in files)

@@ -136,12 +136,24 @@ def test_the_help_and_the_configurations(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out == Path(QUICKSTART).read_text()
 
 
-@pytest.mark.parametrize("words", [["configs"], ["--help"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["-m", "phalanx", "configs"],
+        ["-m", "phalanx", "--help"],
+        ["-m", "phalanx", "train", "--help"],
+        ["-m", "phalanx", "--version"],
+        ["tasks/train_flowgrpo.py", "--help"],
+    ],
+)
 def test_a_reader_that_leaves_early(words: list[str]) -> None:
-    """Such as `phalanx configs | head -1`."""
+    """Such as `phalanx configs | head -1`; of a buffer the rest is written as the interpreter ends."""
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "phalanx", *words], stdout=writer, stderr=subprocess.PIPE, check=False)
+    done = subprocess.run(
+        [sys.executable, *words], stdout=writer, stderr=subprocess.PIPE, check=False, env=env, cwd=ROOT
+    )
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
 
