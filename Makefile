@@ -42,7 +42,7 @@ help:
 	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in an environment of its own"
 	@echo "make quickstart-bd    GRPO of a tiny block-diffusion model on word problems, two CPU ranks, about 2 minutes"
 	@echo "make test-fast        tests of numbers and of single modules that start no process, under a minute on 2 cores"
-	@echo "make test             one test of each kind, 10 to 15 minutes on 2 cores"
+	@echo "make test             one test of each kind, 10 to 35 minutes on 2 cores"
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
 	@echo "make test-vllm        tests of vLLM on the CPU, in an environment of their own, about 15 minutes"
 	@echo "make test-trackers    tests of mlflow, swanlab and trackio, in an environment of their own, about 2 minutes"
