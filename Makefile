@@ -33,7 +33,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-newest faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -60,7 +60,8 @@ help:
 	@echo "make base-bd          make the tiny block-diffusion model again, out of that one, about 3 minutes"
 	@echo "make docs             build the documentation into site/"
 	@echo "make wheel            build the wheel into dist/"
-	@echo "make lock             write constraints.txt anew: the newest versions of all packages that work together"
+	@echo "make lock             write constraints*.txt anew: the newest versions of all packages that work together"
+	@echo "make test-locks       whether constraints*.txt have a solution on Python 3.11, 3.12 and 3.13, about a minute"
 	@echo "make clean            remove the environment, caches and the site; runs in outputs/ stay"
 
 quickstart: $(VENV)/.installed
@@ -176,13 +177,11 @@ wheel: $(VENV)/.installed
 	@$(PIP) build
 	@$(BIN)/python -m build --wheel
 
-# Without what follows a +, the name of a build of torch, which pins CUDA's libraries by itself.
-lock: $(VENV)/.installed
-	@$(PIP) --dry-run --ignore-installed --report $(VENV)/lock.json '.[all,base,docs,test]'
-	@{ echo '# The versions that CI installs, for Python 3.11 and newer on Linux. `make lock` writes them anew.'; \
-	  $(BIN)/python -c 'import json, sys; found = [i["metadata"] for i in json.load(sys.stdin)["install"]]; \
-	  pins = [m["name"].lower() + "==" + m["version"].partition("+")[0] for m in found if m["name"] != "phalanx"]; \
-	  print(*sorted(pins), sep="\n")' <$(VENV)/lock.json; } >constraints.txt
+lock: $(VENV)/.installed-lock
+	@$(IN_VENV) python scripts/lock_versions.py
+
+test-locks: $(VENV)/.installed-lock
+	@$(IN_VENV) python scripts/lock_versions.py --check
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(TRACKERS_VENV) $(NEWEST_VENV) site build dist .mypy_cache .pytest_cache .ruff_cache src/*.egg-info

@@ -62,7 +62,11 @@ def test_the_wheel(tmp_path: Path) -> None:
 def test_the_workflow_runs_what_a_developer_runs() -> None:
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
     commands = {name: [s["run"] for s in job["steps"] if "run" in s] for name, job in workflow["jobs"].items()}
-    assert commands == {"test": ["make check", "make test"], "newest": ["make test-newest"]}
+    assert commands == {
+        "test": ["make check", "make test"],
+        "newest": ["make test-newest"],
+        "locks": ["make test-locks"],
+    }
 
 
 def made(target: str, folder: Path, *variables: str) -> str:
@@ -97,7 +101,8 @@ def test_an_image(path: Path) -> None:
     """Its base is pinned, and what it copies is there and is all that an editable installation reads."""
     text = path.read_text()
     assert re.search(r"^FROM [\w/.-]+:\d[\w.-]+$", text, re.MULTILINE)
-    assert "--constraint constraints.txt --editable" in text
+    assert '--constraint "$CONSTRAINTS" --editable' in text
+    assert "\nARG CONSTRAINTS=constraints.txt\n" in text
     copied = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
     assert {name for name in copied if not (ROOT / name).exists()} == set()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -105,7 +110,7 @@ def test_an_image(path: Path) -> None:
         "pyproject.toml",
         "hatch_build.py",
         "src",
-        "constraints.txt",
+        *(file.name for file in ROOT.glob("constraints*.txt")),
         project["readme"],
         *project["license-files"],
     }

@@ -1,0 +1,72 @@
+"""Write the files of constraints, or check that each one has a solution on every version of Python.
+
+    python scripts/lock_versions.py            # the newest versions that work together
+    python scripts/lock_versions.py --check    # resolves as `pip install --constraint FILE 'phalanx[EXTRAS]'` would
+
+uv resolves from the metadata of the index, without downloading wheels.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PYTHONS = ("3.13", "3.12", "3.11")
+# File: the extras that it pins, and other sets of extras that are installed with it.
+LOCKS = {
+    "constraints.txt": ("all,base,docs,lock,test", ("ocr", "all")),
+    "constraints-vllm.txt": ("all,vllm", ("vllm", "ocr,vllm")),
+    "constraints-vllm-omni.txt": ("all,vllm-omni", ("vllm-omni",)),
+}
+# uv prefers the newest versions of other packages, whose combination only an older vLLM allows.
+NEWEST = {"constraints-vllm.txt": "vllm==0.32.*\n"}
+HEADER = "# Versions for Python 3.11 to 3.13 on Linux with the extras {}. `make lock` writes them anew.\n"
+
+
+def resolve(extras: str, python: str, *options: str) -> str:
+    """uv's solution, one `name==version` per line. Where there is none, uv says why and this script ends."""
+    command = ["uv", "pip", "compile", "pyproject.toml", "--quiet", "--no-annotate", "--no-header", *options]
+    command += ["--python-version", python, "--python-platform", "linux"]
+    for extra in extras.split(","):
+        command += ["--extra", extra]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    if done.returncode != 0:
+        sys.exit(f"{Path(sys.argv[0]).name}: no solution for the extras {extras} on Python {python}")
+    return done.stdout
+
+
+def write(name: str) -> None:
+    """Resolve for each Python, from the newest on; none takes a newer version of a package than those before it."""
+    extras, _ = LOCKS[name]
+    bounds = NEWEST.get(name, "")
+    for python in PYTHONS:
+        with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+            file.write(bounds)
+            file.flush()
+            versions = resolve(extras, python, "--constraint", file.name)
+        # Without what follows a +, the name of a build of torch: the file serves all of its builds.
+        versions = re.sub(r"\+\w+$", "", versions, flags=re.MULTILINE)
+        bounds = NEWEST.get(name, "") + versions.replace("==", "<=")
+    (ROOT / name).write_text(HEADER.format(extras) + versions)
+
+
+def check(name: str) -> None:
+    extras, others = LOCKS[name]
+    for python in PYTHONS:
+        for chosen in (extras, *others):
+            resolve(chosen, python, "--constraint", name)
+            print(f"{name}: [{chosen}] has a solution on Python {python}", flush=True)
+
+
+def main() -> None:
+    checks = sys.argv[1:] == ["--check"]
+    for name in LOCKS:
+        if not checks:
+            write(name)
+        check(name)
+
+
+if __name__ == "__main__":
+    main()
