@@ -20,8 +20,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, TextIO, TypeVar
 
 from phalanx.config import ConfigError, help_text, load
+from phalanx.config.messages import reason
 from phalanx.config.secrets import hide
-from phalanx.exit import Stopped, end, end_with_parent, hide_with, is_first, leads, place, rank, say, show
+from phalanx.exit import Stopped, begin, end, end_with_parent, hide_with, is_first, leads, place, rank, say, show
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -88,6 +89,7 @@ def parse(
                 # with the file and the words, since a named algorithm or reward adds its keys
                 show(help_text(schema, description, path, words, known))
             sys.exit(0)
+        begin()
         with uncollected():  # a named algorithm brings torch
             config = load(schema, path, words)
         if checking:
@@ -157,13 +159,13 @@ def run(build: Callable[[T], Callable[[], None]], config: T) -> NoReturn:
     try:
         with uncollected():  # or until the job has a world
             job = build(config)
-    except ValueError as error:
+    except (ValueError, SystemExit) as error:  # nothing of ours leaves by sys.exit
         _tell(error, status=2)
     # Not ValueError again: what `build` let pass and training stumbles over is an error of ours,
     # which needs its traceback.
     try:
         job()
-    except JobError as error:
+    except (JobError, SystemExit) as error:
         _tell(error, status=1)
     except Stopped as stop:
         end(128 + stop.number, str(stop), str(stop) if leads() else None)
@@ -191,11 +193,11 @@ def _one_line(message: str) -> str:
     return shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…"
 
 
-def _tell(error: Exception, status: int) -> NoReturn:
+def _tell(error: BaseException, status: int) -> NoReturn:
     """End with a mistake of the user's."""
     if os.environ.get("PHALANX_TRACEBACK") == "1":
         say(traceback.format_exc())
-    fail(str(error), status)
+    fail(reason(error) if isinstance(error, SystemExit) else str(error), status)
 
 
 def _crash(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -10,9 +10,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
+MARKS = "PHALANX_MARKS"  # a folder of the launcher's, in which a rank has a file from `begin` to `end`
+_mark: Path | None = None
 _printed: set[str] = set()  # lines that this process has printed
 _role = ""  # of this process, where ranks have roles
 _leads: bool | None = None  # None: as rank 0 does
@@ -80,6 +83,15 @@ def end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def begin() -> None:
+    """Leave a mark for the launcher until `end`: a rank that ends with status 0 and leaves it has not done its job."""
+    global _mark
+    folder = os.environ.pop(MARKS, None)  # what this process starts is no rank
+    if folder is not None:
+        _mark = Path(folder, os.environ["LOCAL_RANK"])  # a rank that is started again may have another number
+        _mark.write_text(os.environ["RANK"])
+
+
 def hide_with(function: Callable[[str], str]) -> None:
     """Let a function take secrets out of every line and report."""
     global hide
@@ -125,6 +137,8 @@ def end(status: int, report: str | None = None, words: str | None = None) -> NoR
                 json.dump({"message": message}, file)
         except OSError as error:  # a full disk must not hide the error itself
             say(f"{place()}: {path}: {error}")
+    if _mark is not None:
+        _mark.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # os._exit flushes nothing
     os._exit(status)

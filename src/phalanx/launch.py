@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx.exit import end_with_parent, place_of, say
+from phalanx.exit import MARKS, end_with_parent, place_of, say
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -54,18 +54,28 @@ def main(argv: list[str]) -> NoReturn:
         logging.disable()
         os.environ["TORCH_CPP_LOG_LEVEL"] = "FATAL"  # read once, as torch is loaded
     with uncollected():
-        from torch.distributed import DistError, run
-        from torch.distributed.elastic.multiprocessing.api import SignalException
-        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-        from torch.distributed.elastic.rendezvous import RendezvousError
+        from torch.distributed import run
 
     args = run.parse_args(argv)
     _check(args.training_script, args.training_script_args)
     find_node_0(args)
     _announce(args)
-    if verbose:
-        run.main(argv)
-        sys.exit(0)
+    with tempfile.TemporaryDirectory(prefix="phalanx-launch-") as folder:
+        os.environ[MARKS] = folder
+        if verbose:
+            run.main(argv)
+        else:
+            _run(args)
+        sys.exit(_unfinished(folder))
+
+
+def _run(args: Namespace) -> None:
+    """Run torchrun; exit where that fails."""
+    from torch.distributed import DistError, run
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' own is another matter
     if args.nnodes != "1" and args.max_restarts > 0:
         threading.Thread(target=_tell_of_waiting, args=(args.nnodes,), daemon=True).start()
@@ -78,7 +88,16 @@ def main(argv: list[str]) -> NoReturn:
     except (DistError, RendezvousError, OSError) as error:
         say(f"error: {_first_line(error)}")
         sys.exit(1)
-    sys.exit(0)
+
+
+def _unfinished(folder: str) -> int:
+    """The exit status of ranks that all ended with status 0: 1 where some of them left a mark (see `exit.begin`)."""
+    ranks = sorted(int(mark.read_text()) for mark in Path(folder).iterdir())
+    if ranks:
+        numbers = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        ended = f"ended with status 0 before {'their' if len(ranks) > 1 else 'its'} job was done"
+        say(f"error: {numbers} on {socket.gethostname()} {ended}, as by os._exit in a reward")
+    return 1 if ranks else 0
 
 
 def _run_alone(command: list[str]) -> NoReturn:
@@ -103,14 +122,18 @@ def _run_alone(command: list[str]) -> NoReturn:
     for number in (signal.SIGTERM, signal.SIGALRM):
         signal.signal(number, stop)
     with tempfile.TemporaryDirectory(prefix="phalanx-launch-") as folder:
+        marks = Path(folder, "marks")
+        marks.mkdir()
         report = Path(folder, "error.json")
-        environment = os.environ | place | {"TORCHELASTIC_ERROR_FILE": str(report)}
+        environment = os.environ | place | {"TORCHELASTIC_ERROR_FILE": str(report), MARKS: str(marks)}
         ranks.append(subprocess.Popen([sys.executable, "-u", *command], env=environment))
         if stopped:
             ranks[0].terminate()
         status = ranks[0].wait()
+        if status == 0:
+            sys.exit(_unfinished(str(marks)))
         told = report.is_file()
-    if not told and status and not stopped:
+    if not told and not stopped:
         _say_end(0, status)
     sys.exit(status if status >= 0 else 128 - status)
 

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ class Empty:
 
 phalanx.cli.parse(Empty, "", [])
 def job():
+    {each}
     if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
         {what}
     open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(str(os.getpid()))
@@ -43,10 +45,10 @@ class Slow:
 """
 
 
-def script(folder: Path, what: str) -> Path:
-    """A task whose last rank does `what`; a rank that goes on leaves its process number in a file of its number."""
+def script(folder: Path, what: str, each: str = "pass") -> Path:
+    """A task whose ranks do `each`, and the last one `what`; a rank that goes on leaves its process number in a file of its number."""
     path = folder / "task.py"
-    path.write_text(SCRIPT.format(what=what, folder=str(folder)))
+    path.write_text(SCRIPT.format(what=what, each=each, folder=str(folder)))
     return path
 
 
@@ -98,6 +100,22 @@ def test_a_rank_that_ends_without_a_word(what: str, status: int, message: str, n
     assert done.returncode == status
     assert mistakes(done.stderr).startswith(f"error: rank {nproc - 1} on ") and done.stderr.endswith(f" {message}\n")
     assert len(mistakes(done.stderr).splitlines()) == 1
+
+
+@pytest.mark.parametrize("nproc", [1, pytest.param(2, marks=pytest.mark.full)])
+def test_ranks_that_end_before_their_job_is_done_fail_it(nproc: int, tmp_path: Path) -> None:
+    """All of them, with a status that launchers take for success."""
+    done = torchrun([script(tmp_path, "pass", each="os._exit(0)")], nproc=nproc)
+    ranks, their = ("rank 0", "its") if nproc == 1 else ("ranks 0, 1", "their")
+    line = f"ended with status 0 before {their} job was done, as by os._exit in a reward"
+    assert mistakes(done.stderr) == f"error: {ranks} on {socket.gethostname()} {line}\n"
+    assert done.returncode == 1
+
+
+def test_called_code_that_exits_is_one_line_with_its_place(tmp_path: Path) -> None:
+    done = torchrun([script(tmp_path, "sys.exit(0)")])
+    assert mistakes(done.stderr) == f"error: SystemExit: 0 at {tmp_path}/task.py:14\n"
+    assert done.returncode == 1
 
 
 def test_everything_is_shown_where_that_is_asked_for() -> None:

@@ -64,7 +64,7 @@ EXIT = """
 import os
 
 def leave(images, prompts, metadata, rank, status):
-    if int(os.environ["RANK"]) == rank:
+    if rank in (-1, int(os.environ["RANK"])):
         os._exit(status)
     return [0.0] * len(prompts)
 """
@@ -76,9 +76,10 @@ def leave(images, prompts, metadata, rank, status):
         (1, 3, 3, "error: rank 1 on {host} ended with status 3, without a word"),
         (0, 0, 1, "lost rank 0 on {host}: no sign of life for "),  # its launcher takes that for success
         (1, 0, 1, "lost rank 1 on {host}: no sign of life for "),
+        (-1, 0, 1, "error: ranks 0, 1 on {host} ended with status 0 before their job was done"),
     ],
 )
-def test_a_reward_that_ends_its_rank(
+def test_a_reward_that_ends_its_rank(  # -1: all ranks
     rank: int, status: int, ends: int, last: str, sd3_folder: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "rewards.py").write_text(EXIT)

@@ -162,7 +162,8 @@ def leaves(images: Tensor, prompts: list[str], metadata: Meta) -> list[float]:
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_whatever_a_reward_raises_is_named(overlap: bool) -> None:
-    for name, said in (("raises_mute", "Mute: (str() of it raised OSError)"), ("leaves", "SystemExit: 0")):
+    left = f"SystemExit: 0 at {__file__}:{leaves.__code__.co_firstlineno + 1}"
+    for name, said in (("raises_mute", "Mute: (str() of it raised OSError)"), ("leaves", left)):
         reward = rewards(mine(name), overlap=overlap)
         reward.submit(*some("a"))
         with pytest.raises(RewardError) as error:
@@ -181,7 +182,8 @@ class Gone:
 def test_a_reward_that_leaves_as_it_is_made() -> None:
     with pytest.raises(ConfigError) as error:
         rewards(mine("Gone"))
-    assert str(error.value) == "reward.functions[0] (Gone): SystemExit: 0"
+    line = Gone.__init__.__code__.co_firstlineno + 1
+    assert str(error.value) == f"reward.functions[0] (Gone): SystemExit: 0 at {__file__}:{line}"
     with pytest.raises(ConfigError) as error:
         rewards(entry(path="builtins:int"))
     assert str(error.value) == "reward.functions[0].kwargs: int has no signature; expected what is written in Python"

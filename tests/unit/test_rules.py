@@ -77,6 +77,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         "algorithm.old_decay_flat: 3 has no effect with algorithm.old_decay=zero; set old_decay to slow or late",
     ),
     (BlockDiffusionTaskConfig, (), "model.block_size is missing"),
+    (
+        LMRLConfig,
+        ("rollout.engine=vllm", "reward.model.path=x"),
+        "reward.model.sleep: true beside rollout.sleep=true: vLLM lets only one engine of a process sleep; set one of ",
+    ),
     (LMRLConfig, ("rollout.threshold=0.5",), "rollout.threshold: 0.5 is of block diffusion"),
     (LMRLConfig, ("actor.log_prob_estimate=elbo",), "actor.log_prob_estimate: elbo is of block diffusion"),
     (LMRLConfig, (IN_BLOCKS,), "rollout.engine: phalanx.rollout.lm.in_blocks:BlockDiffusionRollout is of block"),

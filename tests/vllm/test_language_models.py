@@ -83,7 +83,12 @@ def test_the_mismatch_is_handled(lm_folder: Path, tmp_path: Path, correction: st
 def test_a_judge_has_groups_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
     """Four ranks: replicas of two sample, and all four together judge what they drew, in an engine of their own."""
     judge = ("reward.model.path=" + str(BASE), "reward.model.dtype=float32", "reward.model.tensor_parallel_size=4")
-    short = ("reward.model.max_model_len=512", "reward.model.max_tokens=8", "trainer.total_training_steps=2")
+    short = (
+        "reward.model.sleep=false",
+        "reward.model.max_model_len=512",
+        "reward.model.max_tokens=8",
+        "trainer.total_training_steps=2",
+    )
     lengths = (
         "{name: llm_judge, kwargs: {template: 'Ann has {completion} books. How many?', read: last, highest: 1000}}"
     )

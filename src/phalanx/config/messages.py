@@ -1,6 +1,7 @@
 """Values and types in words, for messages about a configuration."""
 
 import difflib
+import traceback
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin
 
@@ -22,12 +23,19 @@ def cut(text: str, most: int = MOST_SHOWN) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """The class and message of an exception of the user's code, in one line."""
+    """The class and message of an exception of the user's code, in one line; of `sys.exit` also the file and line."""
     try:
         text = str(error)
     except Exception as failure:  # it is the user's code as well
         text = f"(str() of it raised {type(failure).__name__})"
-    return f"{type(error).__name__}: {cut(' '.join(text.split()), MOST_SAID)}"
+    return f"{type(error).__name__}: {cut(' '.join(text.split()), MOST_SAID)}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """Where an exception that says nothing of itself was raised."""
+    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, SystemExit) else []
+    places = [f" at {frame.filename}:{frame.lineno}" for frame in frames if "_sitebuiltins" not in frame.filename]
+    return places[-1] if places else ""
 
 
 def shown(value: Any) -> str:

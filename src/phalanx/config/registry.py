@@ -110,7 +110,7 @@ def _import_error(error: BaseException) -> str:
     """The reason why a module cannot be imported, after the line of the user's that asked for it."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{error.filename}:{error.lineno}: {error.msg}"
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = [] if isinstance(error, SystemExit) else traceback.extract_tb(error.__traceback__)
     where = ""
     for frame in frames:
         if frame.filename not in (__file__, importlib.__file__) and "<frozen" not in frame.filename:

@@ -5,8 +5,10 @@ done; its `meta.json`, written last, lists all files with sizes and checksums. O
 the optimizer's state, the moving average, and the run's counters. Nothing in it depends on the number of ranks.
 """
 
+import errno
 import json
 import logging
+import os
 import shutil
 import threading
 import zlib
@@ -30,6 +32,7 @@ from phalanx.training.checkpoint_reader import Reader
 log = logging.getLogger(__name__)
 ADDED = ("cpu_linear", "lora_alpha")  # to signatures, since checkpoints were first written
 MOST = 10**15  # of any count
+FULL = 2**20  # bytes of space that are none to a checkpoint
 IN_FLIGHT = "in_flight.safetensors"  # behind the rank, in the names of files
 
 
@@ -187,6 +190,13 @@ def _unseen(folder: Path) -> str | None:
     return None
 
 
+def _cause(error: BaseException) -> str:
+    """The root cause of an error in one line: torch's own text begins with the frames of each rank."""
+    if isinstance(error, CheckpointException):
+        error, _ = next(iter(error.failures.values()))  # of the ranks' failures
+    return " ".join(str(error).split())[:300]
+
+
 def _first(problems: list[str | None]) -> str | None:
     return next(filter(None, problems), None)
 
@@ -257,9 +267,7 @@ class Checkpointer:
         try:
             dcp.load(state, storage_reader=Reader(folder), process_group=self.world.checkpoint_group)
         except CheckpointException as error:
-            first, _ = next(iter(error.failures.values()))  # of the ranks' failures
-            reason = " ".join(str(first).split())[:300]
-            raise ValueError(f"trainer.resume: {folder} cannot be loaded: {reason}") from error
+            raise ValueError(f"trainer.resume: {folder} cannot be loaded: {_cause(error)}") from error
         return Progress(**read_meta(folder)["progress"])
 
     def save(self, state: dict[str, Any], progress: Progress, in_flight: Tensor | None = None) -> None:
@@ -297,7 +305,10 @@ class Checkpointer:
             response.result()
             checksums = {f.name: _checksum(f) for f in part.glob(f"__{self.world.rank}_*")}
         except (CheckpointException, OSError, RuntimeError) as error:
-            problem = " ".join(str(error).split())[:500]
+            problem, full = _cause(error), os.strerror(errno.ENOSPC)
+            # torch says only that its file is too short, and the system's error does not reach other ranks
+            if full not in problem and part.is_dir() and shutil.disk_usage(part).free < FULL:
+                problem = f"{full} ({problem})"
         # a rank that failed takes part too: the others would wait for it until the time limit
         per_rank: list[Any] = [None] * self.world.size
         done = [False]

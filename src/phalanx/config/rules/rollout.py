@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.config.engines import EngineFacts
-from phalanx.config.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, LM, RL, RUN, Rule
+from phalanx.config.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, LM, LM_RL, RL, RUN, Rule
 
 
 def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
@@ -34,6 +34,12 @@ def _needless_correction(c: Any) -> str | None:
     if r.correction == "rescore" or r.schedule == "one_step_off" or not r.facts.exact:
         return None
     return "its images have no log-probs" if r.facts.columns else "its log-probs are exact"
+
+
+def _two_sleep(c: Any) -> bool:
+    """Whether the rollout's vLLM and the reward model's, in the same processes, both give memory back."""
+    model = c.reward.model
+    return bool(c.rollout.engine_memory.sleeps and model.path is not None and model.engine == "vllm" and model.sleep)
 
 
 def _trains_on_whole_steps(c: Any, a: Any) -> bool:
@@ -81,6 +87,11 @@ RULES = (
          lambda c: not c.parallel.rollout_unsharded and c.rollout.facts.weights == "policy",
          "parallel.rollout_unsharded: false would gather weights for each token, and ranks decode different numbers "
          "of tokens; set it to true"),
+    Rule("rollout.sleep reward.model.sleep rollout.engine reward.model.engine", LM_RL,
+         "Of the rollout and the reward model, both in vLLM, only one sleeps: vLLM allows no more in a process.",
+         _two_sleep,
+         "reward.model.sleep: true beside rollout.sleep=true: vLLM lets only one engine of a process sleep; set one of "
+         "the two to false, or reward.model.engine=transformers"),
     Rule("rollout.schedule rollout.max_staleness", RL,
          "One step off-policy needs samples that may be one step older than the weights.",
          lambda c: c.rollout.schedule == "one_step_off" and c.rollout.max_staleness == 0,
