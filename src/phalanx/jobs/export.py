@@ -216,7 +216,13 @@ class Export:
         if self.base is not None:
             tensors = _without_start(tensors, _trained_parameters(self.base))
             rank, alpha = 2 * rank, 2 * alpha
-        layers = {name.replace(".default.", "."): t.to(self.dtype or t.dtype) for name, t in tensors.items()}
+        scale = 1.0
+        if isinstance(self.model, FlowModelConfig):  # ComfyUI knows no alpha but that of a tensor beside the matrices
+            scale, alpha = alpha / rank, rank
+        layers = {}
+        for name, t in tensors.items():
+            exact = t.float() * scale if ".lora_B." in name else t
+            layers[name.replace(".default.", ".")] = exact.to(self.dtype or t.dtype)
         self.family.export_lora(folder, self.model, layers, rank, alpha)
 
 

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.media.pictures import Picture
@@ -306,17 +305,29 @@ class FlowModel:
         return diffusers.AutoModel.from_pretrained(str(base), subfolder="transformer", torch_dtype=dtype)
 
     @classmethod
+    def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
+        """Names of a LoRA's layers in its file, by those in the transformer."""
+        return {layer: f"transformer.{layer}" for layer in layers}
+
+    @classmethod
     def export_lora(
         cls, folder: Path, config: FlowModelConfig, layers: dict[str, Tensor], rank: int, alpha: float
     ) -> None:
         """Write the stock pipeline's file of a LoRA; `layers` have peft's names without an adapter."""
-        metadata: dict[str, Any] = {
-            "r": rank,
-            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-            "target_modules": sorted({name.partition(".lora_")[0] for name in layers}),
-        }
-        getattr(diffusers, cls.pipeline_class).save_lora_weights(
-            folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+        names = cls.lora_names(sorted({name.partition(".lora_")[0] for name in layers}))
+        metadata: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": list(names)}
+        tensors = {}
+        for name, tensor in layers.items():
+            layer = name.partition(".lora_")[0]
+            tensors[names[layer] + name.removeprefix(layer)] = tensor
+        getattr(diffusers, cls.pipeline_class).write_lora_layers(
+            tensors,
+            folder,
+            is_main_process=True,
+            weight_name=None,
+            save_function=None,
+            safe_serialization=True,
+            lora_adapter_metadata={f"transformer.{key}": value for key, value in metadata.items()},
         )
 
     @classmethod
@@ -372,21 +383,6 @@ class PackedModel(FlowModel):
 def to_pixels(decoded: Tensor) -> Tensor:
     """A VAE's output in -1..1, as float32 in 0..1."""
     return (decoded.float() / 2 + 0.5).clamp(0, 1)
-
-
-def pooled_embeds(embeds: Tensor, pooled: Tensor) -> list[Embeds]:
-    """A pipeline's embeddings [N, L, D] of texts, and those that CLIP pools [N, P], text by text."""
-    result = []
-    for text, vector in zip(embeds.cpu(), pooled.cpu(), strict=True):
-        # cloned: a view would keep the whole batch in memory
-        result.append({"prompt_embeds": text.clone(), "pooled": vector.clone()})
-    return result
-
-
-def padded_texts(embeds: list[Embeds], length: int) -> Tensor:
-    """`prompt_embeds` of all, [N, length, D], padded with zeros."""
-    texts = [e["prompt_embeds"] for e in embeds]
-    return torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts])
 
 
 def check_size(height: int, width: int, unit: int, limit: int | None = None) -> None:
