@@ -25,9 +25,11 @@ from phalanx.models.flow.folder import (
     dtype_on_disk,
     load_text_encoder,
     model_index,
+    read_lora,
 )
 from phalanx.models.flow.gelu import use_sigmoid
 from phalanx.models.flow.headers import absent_components, component_names
+from phalanx.models.lora import Layers
 from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 from phalanx.telemetry.flops import forward_flops
 
@@ -58,8 +60,7 @@ class Instruction:
 class FlowModel:
     """A model that makes images of texts, some with an image beside the text.
 
-    Its parts are of diffusers' own classes. N rows are samples, noise levels and guidance branches
-    alike.
+    Its parts are of diffusers' own classes. N rows are samples, noise levels and guidance branches alike.
     """
 
     pipeline_class: str  # by which a folder is recognised: that of diffusers' class
@@ -157,8 +158,7 @@ class FlowModel:
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         """Text embeddings of each prompt, on the CPU: `prompt_embeds` [L, D] and others.
 
-        There is no padding that attention would have to mask; what the model attends to as it was
-        trained stays.
+        There is no padding that attention would have to mask; what the model attends to as it was trained stays.
         """
         raise AssertionError
 
@@ -203,9 +203,7 @@ class FlowModel:
         return self.transformer_class._cp_plan
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        """Lengths of the sequences of a sample that the plan splits, except those of texts, by a description of each;
-        `max_length` is that of texts.
-        """
+        """Lengths of a sample's sequences that the plan splits, but those of texts, by a description of each."""
         return {f"an image of {height} x {width}": self.tokens(height, width)}
 
     def shift(self, height: int, width: int) -> float:
@@ -303,6 +301,11 @@ class FlowModel:
         base = base_folder(config)
         dtype = dtype or dtype_on_disk(base / "transformer")
         return diffusers.AutoModel.from_pretrained(str(base), subfolder="transformer", torch_dtype=dtype)
+
+    @classmethod
+    def read_lora(cls, path: str) -> Layers:
+        """See phalanx.models.flow.folder.read_lora."""
+        return read_lora(path, getattr(diffusers, cls.pipeline_class))
 
     @classmethod
     def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
