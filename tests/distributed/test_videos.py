@@ -19,6 +19,7 @@ from phalanx.jobs.sample import Generator
 from phalanx.telemetry.records import read_index
 from phalanx.types import Prompt
 from tests.checks import refused
+from tests.comfy import add_as_comfy, wan_name
 from tests.distributed.test_layouts import assert_same_step, together
 from tests.jobs import PROMPTS, base_overrides, one_step, tiny_config
 from tests.pairs import write_jsonl
@@ -150,6 +151,9 @@ def test_the_exported_lora_is_played_by_stock_diffusers(
     pipeline = load_pipeline(wan_folder)
     assert (stock_videos(pipeline) - videos).abs().max() > 0.05
     pipeline.load_lora_weights(tmp_path / "export")
+    torch.testing.assert_close(stock_videos(pipeline), videos, rtol=0, atol=1e-4)
+    pipeline.unload_lora_weights()
+    add_as_comfy(pipeline.transformer, tmp_path / "export", wan_name)
     torch.testing.assert_close(stock_videos(pipeline), videos, rtol=0, atol=1e-4)
 
 

@@ -23,6 +23,7 @@ from phalanx.config.tasks import ExportConfig
 from phalanx.distributed.seed import fold_in, normal
 from phalanx.jobs.export import Export
 from phalanx.types import JobError, Prompt
+from tests.comfy import add_as_comfy, diffusers_name
 from tests.jobs import tiny_config
 from tests.ranks import free_port, run_ranks
 from tests.tasks import run_task
@@ -159,6 +160,8 @@ def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     assert distance(stock_images(pipeline), run.images[weights]) < 1e-4
     pipeline.unload_lora_weights()
     assert distance(stock_images(pipeline), run.images["start"]) < 1e-4
+    add_as_comfy(pipeline.transformer, folder, diffusers_name)
+    assert distance(stock_images(pipeline), run.images[weights]) < 1e-4
 
 
 def test_lora_file(trained: Runs, tmp_path: Path) -> None:
@@ -166,7 +169,7 @@ def test_lora_file(trained: Runs, tmp_path: Path) -> None:
     file = export(tmp_path / "a", run.folder) / "pytorch_lora_weights.safetensors"
     with safe_open(file, framework="pt") as opened:
         metadata = json.loads(opened.metadata()["lora_adapter_metadata"])
-    assert metadata["transformer.r"] == 4 and metadata["transformer.lora_alpha"] == 6
+    assert metadata["transformer.r"] == metadata["transformer.lora_alpha"] == 4
     blocks = [f"transformer_blocks.{i}" for i in range(2)]
     leaves = ["attn.to_out.0", "attn.to_q", "ff.net.2", "norm1.linear"]
     assert metadata["transformer.target_modules"] == [f"{block}.{leaf}" for block in blocks for leaf in leaves]

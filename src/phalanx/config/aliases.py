@@ -65,6 +65,7 @@ RENAMED = {
     "critic.ppo_mini_batch_size": "actor.ppo_mini_batch_size, of policy and critic",
     "critic.ppo_micro_batch_size_per_gpu": "actor.ppo_micro_batch_size_per_gpu, of policy and critic",
     "actor_rollout_ref.model.algorithm": "algorithm.name",
+    "actor_rollout_ref.model.lora_adapter_path": "model.lora_path",
     "actor_rollout_ref.model.lora_init_weights": "model.lora_init",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "model.gradient_checkpointing",
     "actor_rollout_ref.actor.fsdp_config.model_dtype": "model.dtype",
@@ -93,7 +94,7 @@ RENAMED = {
     "train.clip_range": "algorithm.clip_ratio",
     "train.ema": "actor.ema.decay",
     "train.learning_rate": "optim.lr",
-    "train.lora_path": "trainer.resume",
+    "train.lora_path": "model.lora_path",
     "train.max_grad_norm": "optim.grad_clip",
 }
 

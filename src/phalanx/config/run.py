@@ -33,6 +33,12 @@ class ModelConfig:
     target_modules: Optional[list[str]] = arg(
         None, "module name suffixes that get a LoRA, or all-linear; null: the family's default"
     )
+    lora_path: Optional[str] = arg(
+        None,
+        "LoRA to start from, a file or folder of diffusers or peft, such as an export: it is added to the weights, and "
+        "the KL's reference has it as well",
+        path=True,
+    )
     lora_dtype: str = arg("float32", "dtype in which LoRA weights are kept and optimized", choices=DTYPES)
     gradient_checkpointing: bool = arg(False, "recompute activations block by block in the backward pass")
     gradient_checkpointing_blocks: Optional[int] = arg(

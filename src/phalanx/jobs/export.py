@@ -28,7 +28,7 @@ from phalanx.distributed.launch import Launch
 from phalanx.models.flow.policy import DTYPES, family_of
 from phalanx.models.lm import export as language_models
 from phalanx.models.lm.blocks import adds_mask
-from phalanx.models.lora import add_lora, merge_lora
+from phalanx.models.lora import Layers, add_lora, joined, lora_alpha, merge_lora, plain_layers, start_from_lora
 from phalanx.training.checkpoint import complete, damaged, find, read_meta
 from phalanx.training.checkpoint_reader import Reader
 from phalanx.types import JobError
@@ -91,6 +91,8 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
             f"checkpoint: {folder} was trained with lora_rank {held_rank}, but the config.yaml of its run says "
             f"{run.model.lora_rank}; put the checkpoint back into its own run"
         )
+    if held_rank == 0:
+        run.model.lora_path = None  # of which the checkpoint has all weights already
     entries = Reader(folder).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     has_average = any(name.startswith("ema.") for name in tensors)
@@ -137,6 +139,9 @@ class Family(Protocol):
     def load_base(self, config: Any, dtype: torch.dtype | None) -> nn.Module:
         """The module that is trained, from the base folder, on the CPU."""
 
+    def read_lora(self, path: str) -> Layers:
+        """The LoRA of model.lora_path, by the names of the module's layers."""
+
     def export_model(self, folder: Path, config: Any, module: Any) -> None:
         """Write the whole model."""
 
@@ -158,6 +163,8 @@ class Export:
         folder, model = self.trained.folder, self.trained.run.model
         self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path, revision=None)
         self.family = _family(self.model)
+        path = self.model.lora_path
+        self.start: Layers = {} if path is None else self.family.read_lora(path)
         if cfg.merge_lora and isinstance(self.model, FlowModelConfig):
             raise ValueError("merge_lora: only a language model's LoRA is merged; leave it out")
         if self.model.lora_rank > 0 and not cfg.merge_lora and _embeds_more(self.model):
@@ -179,6 +186,7 @@ class Export:
         """The module that was trained as the base model has it, with the LoRA that the run began with, if any."""
         lora = self.model.lora_rank > 0
         base = self.family.load_base(self.model, DTYPES[self.model.dtype] if lora else self.dtype)
+        start_from_lora(base, self.model.lora_path, self.family.read_lora)
         if lora:
             exact = replace(self.model, lora_dtype="float32")
             add_lora(base, exact, self.family.lora_targets, self.trained.run.trainer.seed)
@@ -208,15 +216,22 @@ class Export:
             print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
 
     def _write_lora(self, folder: Path) -> None:
-        """Write the LoRA in `dtype`, or as it was trained."""
-        entries, rank = self.trained.entries, self.model.lora_rank
+        """Write the LoRA in `dtype`, or as it was trained; with the one that the run started from, if any."""
+        entries, rank, alpha = self.trained.entries, self.model.lora_rank, lora_alpha(self.model)
         tensors = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in entries.items()}
+        dtype = self.dtype or next(iter(tensors.values())).dtype
         self.trained.read_into(tensors)
-        alpha = self.model.lora_alpha if self.model.lora_alpha is not None else 2.0 * rank
         if self.base is not None:
             tensors = _without_start(tensors, _trained_parameters(self.base))
             rank, alpha = 2 * rank, 2 * alpha
-        layers = {name.replace(".default.", "."): t.to(self.dtype or t.dtype) for name, t in tensors.items()}
+        if self.base is not None or self.start:
+            dtype = self.dtype or torch.float32
+        layers = {name.replace(".default.", "."): t for name, t in tensors.items()}
+        if self.start or isinstance(self.model, FlowModelConfig):
+            # alpha is in B: ComfyUI reads none but that of a tensor beside the matrices
+            rank, layers = joined(self.start, plain_layers(layers, {"lora_alpha": alpha}))
+            alpha = rank
+        layers = {name: t.to(dtype) for name, t in layers.items()}
         self.family.export_lora(folder, self.model, layers, rank, alpha)
 
 

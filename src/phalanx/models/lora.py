@@ -1,17 +1,26 @@
-"""LoRA through peft: adding it, and switching it off without touching requires_grad."""
+"""LoRA through peft: adding it, switching it off without touching requires_grad, and starting from one in a file."""
 
+import math
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import pad
 
 from phalanx.config.run import ModelConfig
 
 ALL_LINEAR = "all-linear"  # as in peft
+ADAPTER = "adapter_model.safetensors"  # peft's name of the file, and diffusers'
+WEIGHTS = "pytorch_lora_weights.safetensors"
+
+Layers = dict[str, tuple[Tensor, Tensor]]  # of a LoRA: A [rank, in], and B [out, rank] with the scale in it, in float32
 
 
 def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[str], seed: int) -> None:
@@ -150,6 +159,102 @@ def adapter_config(rank: int, alpha: float, targets: Sequence[str], base: str, r
         revision=revision,
         inference_mode=True,
     )
+
+
+def lora_file(path: str) -> Path:
+    """The file that model.lora_path means; ValueError where there is none."""
+    given = Path(path).expanduser()
+    for file in (given, given / ADAPTER, given / WEIGHTS):
+        if file.is_file():
+            return file
+    if not given.exists():
+        raise ValueError(f"model.lora_path: {path!r}: no such file or folder")
+    raise ValueError(
+        f"model.lora_path: {path!r} has neither {ADAPTER} nor {WEIGHTS}; expected a LoRA of peft or diffusers, such as "
+        "tasks/export_checkpoint.py writes"
+    )
+
+
+def read_adapter(file: Path) -> Layers:
+    """A LoRA of peft, with its adapter_config.json beside the file, by the model's names of layers."""
+    from peft import PeftConfig
+
+    settings = PeftConfig.from_pretrained(str(file.parent)).to_dict()
+    start = settings.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(("pissa", "olora", "corda", "loftq")):
+        raise ValueError(f"init_lora_weights: {start!r} changes the base weights; convert it to a plain LoRA")
+    tensors = {name.removeprefix("base_model.model."): t for name, t in load_file(file).items()}
+    return plain_layers(tensors, settings)
+
+
+def plain_layers(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Layers:
+    """The layers of a LoRA of peft's names, without an adapter in them; `settings` are those of its LoraConfig.
+
+    Without a lora_alpha, it is the `alpha` beside a layer's matrices, or else the rank. Raises ValueError for what a
+    plain LoRA has not, such as biases or DoRA's magnitudes.
+    """
+    from peft.utils.other import get_pattern_key
+
+    parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"(.+)\.(lora_A|lora_B|alpha)(\.weight)?", name)
+        if match is None:
+            raise ValueError(f"{name} is no matrix of a plain LoRA")
+        parts[match[1]][match[2]] = tensor.float()
+    patterns = settings.get("alpha_pattern") or {}
+    layers = {}
+    for layer, part in parts.items():
+        if not part.keys() >= {"lora_A", "lora_B"}:
+            raise ValueError(f"{layer} has only {', '.join(part)} and not both matrices of a LoRA")
+        rank = len(part["lora_A"])
+        alpha = settings.get("lora_alpha", float(part.get("alpha", rank)))
+        alpha = patterns.get(get_pattern_key(list(patterns), layer), alpha)
+        scale = alpha / (math.sqrt(rank) if settings.get("use_rslora") else rank)
+        layers[layer] = part["lora_A"], part["lora_B"] * scale
+    return layers
+
+
+@torch.no_grad()
+def start_from_lora(
+    module: nn.Module, path: str | None, read: Callable[[str], Layers], kept: torch.dtype | None = None
+) -> None:
+    """Add the LoRA at model.lora_path, if any, to the weights of a module, in float32; each sum is rounded once, to
+    `kept` or to the dtype that the weight has. Raises ValueError for a LoRA of another model.
+    """
+    if path is None:
+        return
+    layers = read(path)
+    uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    linear = set(linear_layers(module))
+    for name, (down, up) in layers.items():
+        weight = module.get_submodule(name).weight if name in linear else torch.empty(0)
+        if weight.shape != (len(up), down.shape[1]):
+            held = list(weight.shape) if name in linear else "no such linear layer"
+            raise ValueError(
+                f"model.lora_path: {path!r} is of another model: its {name} adds {[len(up), down.shape[1]]}, the model "
+                f"has {held}"
+            )
+        if uses[id(weight)] > 1:
+            raise ValueError(f"model.lora_path: {path!r} has {name}, whose weights another layer of the model shares")
+        total = weight.float() + up.to(weight.device) @ down.to(weight.device)
+        weight.data = total.to(kept or weight.dtype)
+
+
+def joined(one: Layers, other: Layers) -> tuple[int, dict[str, Tensor]]:
+    """The rank, and the tensors by peft's names, of the LoRA with alpha = rank that adds what both add. All of its
+    layers have that rank.
+    """
+    pairs: Layers = {}
+    for name in dict.fromkeys([*one, *other]):
+        both = [layers[name] for layers in (one, other) if name in layers]
+        pairs[name] = torch.cat([down for down, _ in both]), torch.cat([up for _, up in both], 1)
+    rank = max(len(down) for down, _ in pairs.values())
+    tensors = {}
+    for name, (down, up) in pairs.items():
+        missing = rank - len(down)
+        tensors[f"{name}.lora_A.weight"] = pad(down, (0, 0, 0, missing))
+        tensors[f"{name}.lora_B.weight"] = pad(up, (0, missing))
+    return rank, tensors
 
 
 def lora_alpha(config: ModelConfig) -> float:

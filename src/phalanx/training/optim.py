@@ -249,6 +249,7 @@ class TrainState:
             "trained parameters": sum(p.numel() for p in self.model.parameters.values()),
             "lora_rank": self.model.config.lora_rank,
             "lora_alpha": lora_alpha(self.model.config),
+            "lora_path": self.model.config.lora_path,
             "moving average": self.ema is not None,
             "other weights": ", ".join(sorted(self.averages)) or "none",
             "optimizer": self.optim_name,

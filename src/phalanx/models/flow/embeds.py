@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from safetensors.torch import load, load_file, save, save_file
+from torch import Tensor
+from torch.nn.functional import pad
 
 from phalanx.distributed.node import Node
 from phalanx.models.flow.family import Embeds
@@ -153,3 +155,18 @@ def _unpack(parcel: bytes) -> dict[int, Embeds]:
 
 def _size(embeds: Embeds) -> int:
     return sum(t.numel() * t.element_size() for t in embeds.values())
+
+
+def pooled_embeds(embeds: Tensor, pooled: Tensor) -> list[Embeds]:
+    """A pipeline's embeddings [N, L, D] of texts, and those that CLIP pools [N, P], text by text."""
+    result = []
+    for text, vector in zip(embeds.cpu(), pooled.cpu(), strict=True):
+        # cloned: a view would keep the whole batch in memory
+        result.append({"prompt_embeds": text.clone(), "pooled": vector.clone()})
+    return result
+
+
+def padded_texts(embeds: list[Embeds], length: int) -> Tensor:
+    """`prompt_embeds` of all, [N, length, D], padded with zeros."""
+    texts = [e["prompt_embeds"] for e in embeds]
+    return torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts])

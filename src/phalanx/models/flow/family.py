@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.media.pictures import Picture
@@ -26,9 +25,11 @@ from phalanx.models.flow.folder import (
     dtype_on_disk,
     load_text_encoder,
     model_index,
+    read_lora,
 )
 from phalanx.models.flow.gelu import use_sigmoid
 from phalanx.models.flow.headers import absent_components, component_names
+from phalanx.models.lora import Layers
 from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 from phalanx.telemetry.flops import forward_flops
 
@@ -59,8 +60,7 @@ class Instruction:
 class FlowModel:
     """A model that makes images of texts, some with an image beside the text.
 
-    Its parts are of diffusers' own classes. N rows are samples, noise levels and guidance branches
-    alike.
+    Its parts are of diffusers' own classes. N rows are samples, noise levels and guidance branches alike.
     """
 
     pipeline_class: str  # by which a folder is recognised: that of diffusers' class
@@ -158,8 +158,7 @@ class FlowModel:
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         """Text embeddings of each prompt, on the CPU: `prompt_embeds` [L, D] and others.
 
-        There is no padding that attention would have to mask; what the model attends to as it was
-        trained stays.
+        There is no padding that attention would have to mask; what the model attends to as it was trained stays.
         """
         raise AssertionError
 
@@ -204,9 +203,7 @@ class FlowModel:
         return self.transformer_class._cp_plan
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
-        """Lengths of the sequences of a sample that the plan splits, except those of texts, by a description of each;
-        `max_length` is that of texts.
-        """
+        """Lengths of a sample's sequences that the plan splits, but those of texts, by a description of each."""
         return {f"an image of {height} x {width}": self.tokens(height, width)}
 
     def shift(self, height: int, width: int) -> float:
@@ -306,17 +303,34 @@ class FlowModel:
         return diffusers.AutoModel.from_pretrained(str(base), subfolder="transformer", torch_dtype=dtype)
 
     @classmethod
+    def read_lora(cls, path: str) -> Layers:
+        """See phalanx.models.flow.folder.read_lora."""
+        return read_lora(path, getattr(diffusers, cls.pipeline_class))
+
+    @classmethod
+    def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
+        """Names of a LoRA's layers in its file, by those in the transformer."""
+        return {layer: f"transformer.{layer}" for layer in layers}
+
+    @classmethod
     def export_lora(
         cls, folder: Path, config: FlowModelConfig, layers: dict[str, Tensor], rank: int, alpha: float
     ) -> None:
         """Write the stock pipeline's file of a LoRA; `layers` have peft's names without an adapter."""
-        metadata: dict[str, Any] = {
-            "r": rank,
-            "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
-            "target_modules": sorted({name.partition(".lora_")[0] for name in layers}),
-        }
-        getattr(diffusers, cls.pipeline_class).save_lora_weights(
-            folder, transformer_lora_layers=layers, transformer_lora_adapter_metadata=metadata
+        names = cls.lora_names(sorted({name.partition(".lora_")[0] for name in layers}))
+        metadata: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": list(names)}
+        tensors = {}
+        for name, tensor in layers.items():
+            layer = name.partition(".lora_")[0]
+            tensors[names[layer] + name.removeprefix(layer)] = tensor
+        getattr(diffusers, cls.pipeline_class).write_lora_layers(
+            tensors,
+            folder,
+            is_main_process=True,
+            weight_name=None,
+            save_function=None,
+            safe_serialization=True,
+            lora_adapter_metadata={f"transformer.{key}": value for key, value in metadata.items()},
         )
 
     @classmethod
@@ -372,21 +386,6 @@ class PackedModel(FlowModel):
 def to_pixels(decoded: Tensor) -> Tensor:
     """A VAE's output in -1..1, as float32 in 0..1."""
     return (decoded.float() / 2 + 0.5).clamp(0, 1)
-
-
-def pooled_embeds(embeds: Tensor, pooled: Tensor) -> list[Embeds]:
-    """A pipeline's embeddings [N, L, D] of texts, and those that CLIP pools [N, P], text by text."""
-    result = []
-    for text, vector in zip(embeds.cpu(), pooled.cpu(), strict=True):
-        # cloned: a view would keep the whole batch in memory
-        result.append({"prompt_embeds": text.clone(), "pooled": vector.clone()})
-    return result
-
-
-def padded_texts(embeds: list[Embeds], length: int) -> Tensor:
-    """`prompt_embeds` of all, [N, length, D], padded with zeros."""
-    texts = [e["prompt_embeds"] for e in embeds]
-    return torch.stack([pad(t, (0, 0, 0, length - len(t))) for t in texts])
 
 
 def check_size(height: int, width: int, unit: int, limit: int | None = None) -> None:

@@ -14,10 +14,11 @@ from torch import nn
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.config.messages import cut, shown
-from phalanx.engines.loading import check_weights
+from phalanx.engines.loading import check_weights, loading
 from phalanx.models.flow import headers
 from phalanx.models.flow.headers import check_index, component_names
 from phalanx.models.headers import read_json
+from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter
 
 _ENDINGS = ("json", "txt", "model", "jinja", "safetensors")  # of the files of a component that are read
 # by their names in safetensors
@@ -60,6 +61,24 @@ def check_layers(path: str, transformer: nn.Module) -> None:
             extra = sorted(name for name in tensors.keys() if _block(name) not in known)  # noqa: SIM118
         if extra:
             raise ValueError(f"model.path: {file} holds {extra[0]}, for which its config.json has no layer")
+
+
+def read_lora(path: str, pipeline: Any) -> Layers:
+    """The LoRA of model.lora_path, by diffusers' names of the transformer's layers; peft's, or in any form that the
+    pipeline's class reads. ValueError, in one line, for what is none.
+    """
+    file = lora_file(path)
+    with loading(f"model.lora_path: {path!r} does not load"):
+        if file.name == ADAPTER:
+            return read_adapter(file)
+        tensors, *alphas, metadata = pipeline.lora_state_dict(
+            str(file.parent), weight_name=file.name, use_safetensors=True, return_alphas=True, return_lora_metadata=True
+        )
+        for beside in alphas:  # of FLUX
+            tensors |= beside or {}
+        named = {name.removeprefix("transformer."): t for name, t in tensors.items()}
+        settings = {name.removeprefix("transformer."): value for name, value in (metadata or {}).items()}
+        return plain_layers(named, settings)
 
 
 def _block(tensor: str) -> str | None:

@@ -26,6 +26,7 @@ from phalanx.models.flow.context import share_tokens
 from phalanx.models.flow.embeds import EmbedsCache
 from phalanx.models.flow.family import Embeds, FlowModel, Instruction
 from phalanx.models.flow.folder import model_index
+from phalanx.models.lora import start_from_lora
 from phalanx.models.recompute import recompute
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import step_flops
@@ -87,9 +88,9 @@ class FlowPolicy:
         kept: torch.dtype | None = None,
     ) -> None:
         """`frozen`: nothing is trained; `kept`: see Sharded. Raises ValueError for what the model refuses."""
-        self.model, self.world, self.config = model, world, config
-        self.detach_uncond = detach_uncond
+        self.model, self.world, self.config, self.detach_uncond = model, world, config, detach_uncond
         model.check_length(data.max_prompt_length)
+        start_from_lora(model.transformer, config.lora_path, model.read_lora, kept)
         for module in (model.vae, *model.text_encoders):
             module.requires_grad_(False).eval()
         if config.gradient_checkpointing:
@@ -216,8 +217,7 @@ class FlowPolicy:
         """Guided velocity [N, ...] float32 of latents [N, ...] at timesteps [N]; `rows` [N] index
         into `embeds`, which holds P prompts and, under guidance, their P negatives.
 
-        Both branches of guidance go through one forward pass, unless the unconditional one is to be
-        detached.
+        Both branches of guidance go through one forward pass, unless the unconditional one is to be detached.
         """
 
         def unguided(latents: Tensor, timesteps: Tensor, rows: Tensor) -> Tensor:

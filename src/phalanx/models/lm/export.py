@@ -13,9 +13,11 @@ from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import loading
 from phalanx.models.headers import read_json
 from phalanx.models.lm.blocks import load_blocks, mask_tokenizer
-from phalanx.models.lm.model import DTYPES, CausalLM, load_model
+from phalanx.models.lm.model import DTYPES, CausalLM, load_model, read_lora
 from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import ALL_LINEAR, adapter_config
+
+__all__ = ["export_lora", "export_model", "load_base", "lora_targets", "read_lora"]  # of a Family, see jobs/export.py
 
 lora_targets = LORA_TARGETS
 # files of the base folder that training does not change
@@ -62,7 +64,9 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}
     named = config.target_modules
-    targets = sorted(leaves) if named is None or ALL_LINEAR in named else named
+    # the LoRA that the run started from may have other layers
+    all_leaves = named is None or ALL_LINEAR in named or config.lora_path is not None
+    targets = sorted(leaves) if all_leaves else named
     adapter_config(rank, alpha, targets, config.path, config.revision).save_pretrained(folder)
     _copy_kept(_base_folder(config), folder)
 

@@ -15,6 +15,7 @@ from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import token_scores
 from phalanx.models.lm import experts, llada2, packing
 from phalanx.models.lm.headers import check_folder
+from phalanx.models.lora import Layers, lora_file, read_adapter
 from phalanx.models.stored import cast_weights, computes_alike, dtype_to_read, widen_buffers
 
 log = logging.getLogger(__name__)
@@ -174,6 +175,13 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
     model = CausalLM(lm, chunk)
     model.recomputes = config.recomputed(len(model.blocks()))
     return model
+
+
+def read_lora(path: str) -> Layers:
+    """The LoRA of model.lora_path, by the names of a CausalLM's layers; ValueError, in one line, for what is none."""
+    file = lora_file(path)
+    with loading(f"model.lora_path: {path!r} does not load"):
+        return {f"lm.{name}": layer for name, layer in read_adapter(file).items()}
 
 
 def positions(config: Any) -> int | None:

@@ -16,8 +16,8 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.agreement import check_agreement
-from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer, positions
-from phalanx.models.lora import ALL_LINEAR
+from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer, positions, read_lora
+from phalanx.models.lora import ALL_LINEAR, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
 from phalanx.types import Prompt, Samples
@@ -59,6 +59,7 @@ class LMPolicy:
         self._weights = sum(p.numel() for p in model.parameters())
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
         self._check(model)
+        start_from_lora(model, config.lora_path, read_lora, kept)
         self.trained = TrainedModel(
             model,
             model.blocks(),

@@ -12,7 +12,8 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, PackedModel, pooled_embeds
+from phalanx.models.flow.embeds import pooled_embeds
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, PackedModel
 
 
 class Model(PackedModel):

@@ -8,7 +8,8 @@ from diffusers import QwenImageTransformer2DModel
 from torch import Tensor
 
 from phalanx.models.flow.attention import use_real_rotations
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, PackedModel, padded_texts, to_pixels
+from phalanx.models.flow.embeds import padded_texts
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, PackedModel, to_pixels
 
 
 class Model(PackedModel):

@@ -7,7 +7,8 @@ from diffusers import SD3Transformer2DModel
 from torch import Tensor
 
 from phalanx.models.flow.attention import DispatchedJointAttention
-from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, pooled_embeds
+from phalanx.models.flow.embeds import pooled_embeds
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size
 
 CLIP_TOKENS = 77
 

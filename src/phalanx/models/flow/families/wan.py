@@ -1,6 +1,8 @@
 """Wan 2.1 and Wan 2.2 TI2V-5B (arXiv 2503.20314), text to video: latents of a causal VAE."""
 
 import logging
+import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, padded_texts, to_pixels
+from phalanx.models.flow.embeds import padded_texts
+from phalanx.models.flow.family import Embeds, FlowModel, check_size, to_pixels
 from phalanx.models.flow.folder import model_index
 from phalanx.models.flow.headers import component_names
 
@@ -18,6 +21,18 @@ MULTISTEP = "UniPCMultistepScheduler"  # the folders' own; its noise levels are 
 TRAINED_LENGTH = 512  # tokens of a text, padding included
 # frames per second of the videos that Wan 2.1 and TI2V-5B were trained on
 FPS, FPS_PER_TOKEN = 16, 24
+# the model's own names of layers, by those of diffusers: in a block, and beside the blocks
+NATIVE = {
+    "attn1.to_q": "self_attn.q", "attn1.to_k": "self_attn.k", "attn1.to_v": "self_attn.v",
+    "attn1.to_out.0": "self_attn.o",
+    "attn2.to_q": "cross_attn.q", "attn2.to_k": "cross_attn.k", "attn2.to_v": "cross_attn.v",
+    "attn2.to_out.0": "cross_attn.o", "ffn.net.0.proj": "ffn.0", "ffn.net.2": "ffn.2",
+    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
+    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
+    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
+    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
+    "condition_embedder.time_proj": "time_projection.1", "proj_out": "head.head",
+}  # fmt: skip
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +71,16 @@ class Model(FlowModel):
         # its angles were rounded to weights_dtype, and are in no file
         rope = self.transformer.rope
         self.transformer.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
+
+    @classmethod
+    def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
+        """The model's own: ComfyUI reads no others, and diffusers reads them as well, where a block is among them."""
+        names = super().lora_names(layers)
+        if any(layer.startswith("blocks.") for layer in layers):
+            for layer in layers:
+                block, leaf = re.fullmatch(r"(blocks\.\d+\.)?(.+)", layer).groups(default="")
+                names[layer] = f"diffusion_model.{block}{NATIVE[leaf]}"
+        return names
 
     def components(self, path: str) -> dict[str, Any]:
         """None; a second transformer is told before anything is loaded."""

@@ -7,7 +7,8 @@ from diffusers import ZImageTransformer2DModel
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from phalanx.models.flow.family import Embeds, FlowModel, check_size, padded_texts
+from phalanx.models.flow.embeds import padded_texts
+from phalanx.models.flow.family import Embeds, FlowModel, check_size
 
 PATCH = 2  # latents a side of an image token, of a single frame
 # texts and images are filled up to a multiple of this many tokens, with learned ones that are

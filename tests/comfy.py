@@ -1,0 +1,31 @@
+"""A reader of LoRA files by ComfyUI's rules: a layer's prefix, lora_B lora_A, and alpha / rank only beside an alpha."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+
+def diffusers_name(layer: str) -> str:
+    """The prefix that ComfyUI looks for where it knows diffusers' names of a model's layers: SD3, FLUX, Qwen-Image."""
+    return f"transformer.{layer}"
+
+
+def wan_name(layer: str) -> str:
+    """The prefix of an attention layer of Wan, of which ComfyUI knows only the model's own names."""
+    for name, native in (("attn1", "self_attn"), ("attn2", "cross_attn"), ("to_out.0", "o"), ("to_", "")):
+        layer = layer.replace(name, native)
+    return f"diffusion_model.{layer}"
+
+
+@torch.no_grad()
+def add_as_comfy(transformer: Any, folder: Path, prefix: Callable[[str], str]) -> None:
+    """Add a LoRA to the weights of diffusers' transformer; a KeyError is a key that ComfyUI would not load."""
+    tensors = load_file(folder / "pytorch_lora_weights.safetensors")
+    layers = {prefix(name): part for name, part in transformer.named_modules() if isinstance(part, torch.nn.Linear)}
+    for key in {name.partition(".lora_")[0] for name in tensors}:
+        down, up = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
+        scale = float(tensors[f"{key}.alpha"]) / len(down) if f"{key}.alpha" in tensors else 1.0
+        layers[key].weight += scale * (up.float() @ down.float())
