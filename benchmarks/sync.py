@@ -6,7 +6,7 @@
 Ranks are forked processes over gloo. A sync is the job's own: whole tensors in buckets, a checksum of each, and a copy
 into the receiver's tensors. In turns with it, the wire: the same bytes in one broadcast of as large buckets, without
 anything else. Tensors have the shapes of the models that are named. Models that are too large to be measured here are
-planned, as all are for GPUs: bytes over the network of a node (NETWORK of phalanx.plan.roles). The table goes to
+planned, as all are for GPUs: bytes over the network of a node (NETWORK of phalanx.plan.text). The table goes to
 docs/performance.md.
 """
 
@@ -33,7 +33,7 @@ from learning import insert  # noqa: E402
 from phalanx.config.run import ParallelConfig  # noqa: E402
 from phalanx.distributed import link as links  # noqa: E402
 from phalanx.distributed import mesh  # noqa: E402
-from phalanx.plan.roles import NETWORK  # noqa: E402
+from phalanx.plan.text import NETWORK  # noqa: E402
 from tests.ranks import free_port, run_ranks  # noqa: E402
 
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]

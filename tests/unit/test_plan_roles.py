@@ -11,12 +11,12 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, roles_of
 from phalanx.plan import plan_job
-from phalanx.plan.jobs import planned
+from phalanx.plan.jobs import planned, planned_role
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.rehearsal import RLRehearsal
-from phalanx.plan.roles import drawn
-from phalanx.plan.split import best_splits, step_seconds
+from phalanx.plan.schedules import best_splits, step_seconds
+from phalanx.plan.text import drawn
 from phalanx.plan.traffic import messages
 from tests.jobs import tiny_config
 from tests.lm import tiny_lm_config
@@ -75,9 +75,7 @@ def test_splits_cover_the_world() -> None:
 
 def part(cfg: LMRLConfig, placement: dict[str, str], role: str, ranks: int = 4) -> RLRehearsal:
     cluster = Cluster(1, ranks)
-    job = planned(cfg, cluster, roles_of(placement, cluster.launch), role)
-    assert isinstance(job, RLRehearsal)
-    return job
+    return planned_role(cfg, cluster, roles_of(placement, cluster.launch), role)
 
 
 def names(memory: Memory) -> list[str]:
@@ -147,8 +145,7 @@ def test_flow_models(sd3_folder: Path, tmp_path: Path) -> None:
     phases = {phase.name: phase for phase in count(together).phases}
     memory, flops = {}, 0
     for role in APART:
-        job = planned(cfg, cluster, roles_of(APART, cluster.launch), role)
-        assert isinstance(job, RLRehearsal)
+        job = planned_role(cfg, cluster, roles_of(APART, cluster.launch), role)
         memory[role], flops = count(job), flops + job.flops_of_role
     assert flops == pytest.approx(together.flops, rel=1e-9)
     assert names(memory[ROLLOUT])[:3] == ["encode prompts", "weights from the actor", "rollout: sample"]

@@ -8,8 +8,6 @@ import os
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,16 +18,14 @@ from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import RLConfig
 from phalanx.distributed.launch import Launch
 from phalanx.plan.blueprint import family_name, fetch, tidy
-from phalanx.plan.jobs import planned
+from phalanx.plan.jobs import planned, planned_role
 from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import FILES
 from phalanx.plan.pace import Gpu
-from phalanx.plan.roles import describe_roles
-from phalanx.plan.schedules import given_seconds, schedules
-from phalanx.plan.split import Split
+from phalanx.plan.schedules import assumed_seconds, given_seconds, schedules
 from phalanx.plan.tables import listed
 from phalanx.plan.tasks import task_of
-from phalanx.plan.text import describe, roles_on, sizes
+from phalanx.plan.text import OF_A_RANK, describe, describe_parts, roles_on, sizes
 from phalanx.telemetry.flops import known_gpus, named_peak_flops
 
 
@@ -67,8 +63,7 @@ def plan_job(cfg: FlowRunConfig | LMRunConfig, words: Mapping[str, str]) -> str:
 
 def _described(cfg: FlowRunConfig | LMRunConfig, cluster: Cluster, gpu: Gpu, words: Mapping[str, str]) -> str:
     """The plan of one size."""
-    roles = roles_on(cfg, cluster)
-    numbers = {}
+    roles, numbers = roles_on(cfg, cluster), {}
     for name in PLAN_SECONDS:
         number = _number(name, words, "seconds of the phase if all ranks did it, such as 30")
         if number is not None:
@@ -76,26 +71,18 @@ def _described(cfg: FlowRunConfig | LMRunConfig, cluster: Cluster, gpu: Gpu, wor
     given = given_seconds(numbers, cfg, roles)
     if not isinstance(cfg, RLConfig):  # then all ranks train, and given_seconds refuses seconds
         return describe(planned(cfg, cluster), gpu)
-    refusal = partial(_refusal, cfg, cluster)
     if not roles.collocated:
-        return describe_roles(cfg, cluster, roles, gpu, given, refusal)
+        parts = []
+        for role in OF_A_RANK:
+            if role in roles.ranks:
+                parts.append(planned_role(cfg, cluster, roles, role))
+        time = schedules(cfg, cluster, roles, given or assumed_seconds(parts, gpu), gpu)
+        return describe_parts(parts, cluster, roles, gpu, time)
     text = describe(planned(cfg, cluster), gpu)
     if given is not None:
-        title, rows = schedules(cfg, roles, given, refusal, gpu)
+        title, rows = schedules(cfg, cluster, roles, given, gpu)
         text = "\n".join([text, "", title, *listed(rows)])
     return text
-
-
-def _refusal(cfg: RLConfig, cluster: Cluster, schedule: str, split: Split) -> str | None:
-    """Why the job cannot run by this schedule with this split of the ranks; None: it can."""
-    staleness = max(cfg.rollout.max_staleness, schedule == "one_step_off")
-    rollout: Any = replace(cfg.rollout, schedule=schedule, max_staleness=staleness)
-    placement = {role: f"{ranks} ranks" for role, ranks in split.items()}
-    try:
-        task_of(cfg).check(replace(cfg, rollout=rollout, placement=placement), cluster.launch)
-    except ConfigError as error:
-        return str(error)
-    return None
 
 
 def clusters(words: Mapping[str, str], env: Mapping[str, str]) -> list[Cluster]:

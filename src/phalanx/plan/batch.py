@@ -3,21 +3,46 @@
 from collections.abc import Callable
 from typing import Any
 
-from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRunConfig
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm import LMRunConfig
 from phalanx.plan.blocks import PER_LOOK, PlannedBlockRollout
 from phalanx.plan.blueprint import PlannedFlowPolicy
 from phalanx.plan.pace import Rows
 from phalanx.plan.phases import kinds
-from phalanx.plan.rehearsal import Planned, SupervisedRehearsal
-from phalanx.plan.tasks import by_task
-from phalanx.training.minibatches import BatchPlan
+from phalanx.plan.rehearsal import Planned, RLRehearsal, SupervisedRehearsal
+from phalanx.plan.tasks import by_task, task_of
 
 
 def batch(p: Planned) -> Rows:
     """The arithmetic of a step."""
-    return by_task(_BATCHES, p.cfg)(p, p.cfg)
+    trainer, samples, part = p.cfg.trainer, task_of(p.cfg).samples, "step"
+    noun, total = samples.removesuffix("s"), trainer.total_training_steps
+    updates_of, inputs_of = by_task(_OF_MODELS, p.cfg)
+    run = "" if total is None else counted(total, "step")
+    if isinstance(p, SupervisedRehearsal):
+        shares, source = p.task.shares, samples
+        rows = [
+            ("a step", f"{shares.batch_size} {samples}, {shares.per_rank} a rank, one optimizer step"),
+            ("update", f"{counted(p.state.micro_batches, 'micro-batch')} of {counted(shares.micro, noun)}"),
+        ]
+    else:
+        plan, n, source, in_parts = p.plan, p.cfg.rollout.n, "prompts", ""
+        prompts = len({prompt.group_id for prompt in p.samples.prompts})
+        if plan.parts > 1:
+            part, in_parts = "part", f", in each of {plan.parts} parts"
+        rows = [
+            ("a step", f"{plan.samples // n} prompts x {n} {samples} = {plan.samples} {samples}"),
+            ("a rank", f"{counted(plan.per_rank, noun)} of {counted(prompts, 'prompt')}{in_parts}"),
+            *updates_of(p, p.cfg),
+        ]
+        if total is not None:
+            run += f", {counted(total * plan.updates * plan.epochs, 'optimizer step')}"
+    return [
+        *rows,
+        *inputs_of(p, p.cfg),
+        ("forward passes", f"{_forward(p)}, a rank and {part}"),
+        ("run", run or f"as many steps as trainer.total_epochs={trainer.total_epochs} and the {source} make"),
+    ]
 
 
 def _forward(p: Planned) -> str:
@@ -30,97 +55,58 @@ def _forward(p: Planned) -> str:
     return ", ".join(texts)
 
 
-def _lm_batch(p: Planned, cfg: LMRLConfig) -> Rows:
-    """The arithmetic of a step of a language model."""
-    plan, total = p.plan, cfg.trainer.total_training_steps
-    assert plan is not None and p.samples.tokens is not None, "samples of tokens have lengths"
-    longest, n, what = int(p.samples.tokens[0]), cfg.rollout.n, "tokens"
-    engine = "" if cfg.rollout.facts.weights == "policy" else f", in {cfg.rollout.engine}"
-    states: Rows = []
+def _lm_updates(p: RLRehearsal, cfg: LMRunConfig) -> Rows:
+    """The rollout and the updates of a language model."""
+    plan, facts = p.plan, cfg.rollout.facts
+    assert p.samples.tokens is not None, "samples of tokens have lengths"
+    longest, what = int(p.samples.tokens[0]), "tokens"
+    engine = "" if facts.weights == "policy" else f", in {cfg.rollout.engine}"
     if isinstance(p.rollout, PlannedBlockRollout):
-        what, size, most, each = "positions", p.rollout.policy.size, p.rollout.most, p.rollout.per_look
-        clean, assumed = longest - most * size, " (assumed, for the time)" if each == PER_LOOK else ""
-        states = [("states", f"{most} of {size} tokens behind {clean} of a sample, the most that there can be")]
-        engine = f", {each:.3g} tokens a look at a block{assumed}"
+        what, each = "positions", p.rollout.per_look
+        engine = f", {each:.3g} tokens a look at a block{' (assumed, for the time)' * (each == PER_LOOK)}"
     inner = f"{counted(plan.first(1), 'response')} of {longest} {what}"
     if plan.budget is not None:
         inner = f"at most {plan.budget} {what}, {plan.budget // longest} of the longest responses"
-    run = f"as many steps as trainer.total_epochs={cfg.trainer.total_epochs} and the prompts make"
-    if total is not None:
-        run = f"{counted(total, 'step')}, {counted(total * plan.updates * plan.epochs, 'optimizer step')}"
-    prompts = len({prompt.group_id for prompt in p.samples.prompts})
     return [
-        ("a step", f"{plan.samples // n} prompts x {n} responses = {plan.samples} responses"),
-        ("a rank", f"{counted(plan.per_rank, 'response')} of {counted(prompts, 'prompt')}{_in_parts(plan)}"),
         ("rollout", f"{plan.rollout_micro} responses together{engine}"),
         ("updates", f"{plan.updates * plan.epochs} a step, of {counted(p.state.micro_batches, 'micro-batch')} in all"),
         ("micro-batch", f"{inner}{', in one row' if plan.packed else ''}"),
-        ("tokens", f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length}, the most that there can be"),
-        *states,
-        ("forward passes", f"{_forward(p)}, a rank and {'step' if plan.parts == 1 else 'part'}"),
-        ("run", run),
     ]
 
 
-def _block_batch(p: Planned, cfg: BlockDiffusionTaskConfig) -> Rows:
-    """The arithmetic of a step of supervised block diffusion."""
-    assert isinstance(p, SupervisedRehearsal), "it is supervised"
-    shares, total = p.task.shares, cfg.trainer.total_training_steps
-    run = f"as many steps as trainer.total_epochs={cfg.trainer.total_epochs} and the samples make"
-    return [
-        ("a step", f"{shares.batch_size} samples, {shares.per_rank} a rank, one optimizer step"),
-        ("update", f"{counted(p.state.micro_batches, 'micro-batch')} of {counted(shares.micro, 'sample')}"),
-        ("tokens", f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length}, the most that there can be"),
-        ("states", f"one of each block of a response, {cfg.model.block_size} tokens"),
-        ("forward passes", f"{_forward(p)}, a rank and step"),
-        ("run", run if total is None else counted(total, "step")),
-    ]
+def _tokens(p: Planned, cfg: LMRunConfig) -> Rows:
+    """The lengths of a language model's samples, and the states of their blocks."""
+    rows = [("tokens", f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length}, the most that there can be")]
+    if isinstance(p, SupervisedRehearsal):
+        rows.append(("states", f"one of each block of a response, {cfg.model.block_size} tokens"))
+    elif isinstance(p.rollout, PlannedBlockRollout) and p.samples.tokens is not None:
+        size, most = p.rollout.policy.size, p.rollout.most
+        clean = int(p.samples.tokens[0]) - most * size
+        rows.append(("states", f"{most} of {size} tokens behind {clean} of a sample, the most that there can be"))
+    return rows
 
 
-def _flow_batch(p: Planned, cfg: FlowRunConfig) -> Rows:
-    """The arithmetic of a step of a flow model."""
+def _flow_updates(p: RLRehearsal, cfg: FlowRunConfig) -> Rows:
+    """The rollout and the updates of a flow model."""
     assert isinstance(p.policy, PlannedFlowPolicy), "of a flow model"
-    model, forward = p.policy.model, _forward(p)
-    ranks = cfg.parallel.data_ranks(p.policy.layout.cluster.ranks)
-    size, total = cfg.data.batch_size(ranks), cfg.trainer.total_training_steps
-    length = model.most_tokens(cfg.data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)
-    texts = [
-        ("texts", f"{counted(length, 'token')}, the most that there can be"),
-        ("forward passes", f"{forward}, a rank and step"),
-    ]
-    run, what = "" if total is None else counted(total, "step"), "images" if p.plan is None else "prompts"
-    endless = f"as many steps as trainer.total_epochs and the {what} make"
-    if p.plan is None:
-        share, micro = size // ranks, p.state.micro_batches
-        return [
-            ("a step", f"{size} images, {share} a rank, one optimizer step"),
-            ("update", f"{counted(micro, 'micro-batch')} of {counted(share // micro, 'image')}"),
-            *texts,
-            ("run", run or endless),
-        ]
-    plan, sampler = p.plan, p.samples.trace.sampler
-    together = 2 if sampler.guided and not p.policy.detach_uncond else 1  # branches that share a forward pass
+    plan, images = p.plan, p.plan.first(1)
+    # branches that share a forward pass
+    together = 2 if p.samples.trace.sampler.guided and not p.policy.detach_uncond else 1
     both = f" x {together} branches of guidance" if together > 1 else ""
-    images, prompts = plan.first(1), len({prompt.group_id for prompt in p.samples.prompts})
     inner = f"{counted(images, 'image')} x {counted(plan.actions, 'trained step')}{both}"
-    if total is not None:
-        run += f", {counted(total * plan.updates * plan.epochs, 'optimizer step')}"
+    drawn = counted(plan.per_rank // plan.rollout_micro, "micro-batch")
     return [
-        ("a step", f"{size} prompts x {cfg.rollout.n} images = {plan.samples} images"),
-        ("a rank", f"{counted(plan.per_rank, 'image')} of {counted(prompts, 'prompt')}{_in_parts(plan)}"),
-        (
-            "rollout",
-            f"{counted(plan.per_rank // plan.rollout_micro, 'micro-batch')} of {plan.rollout_micro} images{both}",
-        ),
+        ("rollout", f"{drawn} of {plan.rollout_micro} images{both}"),
         ("updates", f"{plan.updates * plan.epochs} a step, each of {counted(plan.passes, 'micro-batch')}"),
         ("micro-batch", f"{inner} = {counted(images * plan.actions * together, 'row')}"),
-        *texts,
-        ("run", run or endless),
     ]
 
 
-def _in_parts(plan: BatchPlan) -> str:
-    return f", in each of {plan.parts} parts" if plan.parts > 1 else ""
+def _texts(p: Planned, cfg: FlowRunConfig) -> Rows:
+    """The length of a flow model's texts."""
+    assert isinstance(p.policy, PlannedFlowPolicy), "of a flow model"
+    length = p.policy.model.most_tokens(cfg.data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)
+    return [("texts", f"{counted(length, 'token')}, the most that there can be")]
 
 
 def counted(number: int, noun: str) -> str:
@@ -129,8 +115,8 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{plural}"
 
 
-_BATCHES: dict[type, Callable[[Planned, Any], Rows]] = {
-    FlowRunConfig: _flow_batch,
-    LMRLConfig: _lm_batch,
-    BlockDiffusionTaskConfig: _block_batch,
+# lines about updates on drawn samples, and about the inputs of the model
+_OF_MODELS: dict[type, tuple[Callable[[RLRehearsal, Any], Rows], Callable[[Planned, Any], Rows]]] = {
+    FlowRunConfig: (_flow_updates, _texts),
+    LMRunConfig: (_lm_updates, _tokens),
 }

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,28 +37,42 @@ from phalanx.training.minibatches import BatchPlan
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.types import Teacher
 
+AnyJob = TypeVar("AnyJob", bound=Planned)
 
-def planned(cfg: RunConfig, cluster: Cluster, roles: Roles | None = None, role: str = "") -> Planned:
-    """The job on a cluster that it can run on, after a step; seconds. With `roles`, the part of the ranks that have
-    this one.
+
+def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
+    """The job on a cluster that it can run on, after a step; seconds.
 
     `cfg.model.path` is a local folder (`fetch`); of a flow model, `cfg.model.family` is set (`family_name`). Raises
     ValueError for a model folder that cannot be read.
     """
-    due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
+    plan, ranks = task_of(cfg).plan, cfg.parallel.data_ranks(cluster.ranks)
     with _alone(cfg):
-        if roles is None:
-            plan = task_of(cfg).plan
-            ranks = cfg.parallel.data_ranks(cluster.ranks)
-            job = by_task(_JOBS, cfg)(cfg, cluster, None if plan is None else plan(cfg, ranks), True)
-        else:
-            assert isinstance(cfg, RLConfig), "only samples are drawn elsewhere"
-            job = _part(cfg, cluster, roles, role)
-        with job.ledger:
-            if due and cfg.data.val_files and cfg.reward.functions and job.role in ("", ROLLOUT):
-                few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
-                job.run_validation(_prompts(job.policy, few).batch(0))
-            job.run_step()
+        return _run(by_task(_JOBS, cfg)(cfg, cluster, None if plan is None else plan(cfg, ranks), True))
+
+
+def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> RLRehearsal:
+    """The part of the job that the ranks of a role have, which are a separate world."""
+    with _alone(cfg):
+        width = mesh.role_width(cfg.parallel, roles.launch(role, cluster.launch), role)
+        of_role = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
+        plan = role_plan(cfg, roles, role)
+        job = by_task(_JOBS, cfg)(of_role, cluster.of_role(roles, role), plan, role == ACTOR)
+        assert isinstance(job, RLRehearsal), "it has a plan of batches"
+        job.role = role
+        job.rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
+        return _run(job)
+
+
+def _run(job: AnyJob) -> AnyJob:
+    """The job after its validation, where one is due, and a step."""
+    cfg = job.cfg
+    due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
+    with job.ledger:
+        if due and cfg.data.val_files and cfg.reward.functions and job.role in ("", ROLLOUT):
+            few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
+            job.run_validation(_prompts(job.policy, few).batch(0))
+        job.run_step()
     return job
 
 
@@ -81,17 +95,6 @@ def role_plan(cfg: RLConfig, roles: Roles, role: str) -> BatchPlan:
     assert plan is not None, "only samples are drawn elsewhere"
     whole = plan(cfg, len(roles.ranks[ACTOR]))
     return whole if role == ACTOR else of_role(whole, cfg, roles, role)
-
-
-def _part(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> RLRehearsal:
-    """The part of a role, whose ranks are a separate world."""
-    width = mesh.role_width(cfg.parallel, roles.launch(role, cluster.launch), role)
-    cfg_of_role = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
-    job = by_task(_JOBS, cfg)(cfg_of_role, cluster.of_role(roles, role), role_plan(cfg, roles, role), role == ACTOR)
-    assert isinstance(job, RLRehearsal), "it has a plan of batches"
-    job.role = role
-    job.rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
-    return job
 
 
 def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:

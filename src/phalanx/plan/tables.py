@@ -1,10 +1,13 @@
 """Tables of a plan, the unit of their sizes, and groups of ranks in words."""
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from phalanx.plan.pace import Rows
 
-SHOWN = 4  # groups, or nodes, that are written out
+GROUPS = 4  # groups, and ranks of a group, that are written out
+
+T = TypeVar("T")
 
 
 class Scale:
@@ -12,6 +15,12 @@ class Scale:
 
     def __init__(self, largest: int) -> None:
         self.unit, self._bytes = ("GB", 1e9) if largest >= 1e9 else ("MB", 1e6)
+
+    @classmethod
+    def of(cls, size: int) -> str:
+        """One size with its unit."""
+        scale = cls(size)
+        return f"{scale.plain(size)} {scale.unit}"
 
     def __call__(self, size: int) -> str:
         """In a table, where a size that rounds to 0.00 is a dash."""
@@ -24,7 +33,7 @@ class Scale:
 
 def listed(rows: Rows) -> Iterator[str]:
     """Lines of a name and a text, in two columns."""
-    longest = max(len(name) for name, _ in rows)
+    longest = max((len(name) for name, _ in rows), default=0)
     for name, text in rows:
         yield f"  {name:<{longest}}  {text}"
 
@@ -37,20 +46,21 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
         yield "  ".join([f"  {first:<{widths[0]}}", *cells]).rstrip()
 
 
+def shortened(items: list[T], most: int, gap: T) -> list[T]:
+    """At most so many items, with a gap in place of the last ones but one."""
+    return items if len(items) <= most else [*items[: most - 1], gap, items[-1]]
+
+
 def groups(ranks: Sequence[range]) -> str:
     """Groups of ranks, the middle ones left out where there are many."""
-    shown = list(map(span, ranks))
-    if len(shown) > SHOWN:
-        shown[SHOWN - 1 : -1] = [".."]
-    return " | ".join(shown)
+    return " | ".join(shortened(list(map(_span, ranks)), GROUPS, ".."))
 
 
-def span(ranks: range) -> str:
-    """The ranks of a group."""
+def _span(ranks: range) -> str:
     if len(ranks) == 1:
         return str(ranks[0])
     if ranks.step == 1:
         return f"{ranks[0]}-{ranks[-1]}"
-    if len(ranks) <= SHOWN:
+    if len(ranks) <= GROUPS:
         return " ".join(map(str, ranks))
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"

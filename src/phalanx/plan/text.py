@@ -1,55 +1,68 @@
-"""The plan in words and tables."""
+"""The plan in words and tables: of a job, or of each role of its ranks, where roles are separate worlds."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.placement import judged_beside, place
-from phalanx.distributed.roles import Roles, roles_of, span
+from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, roles_of, span
 from phalanx.plan.batch import batch, counted
 from phalanx.plan.blueprint import shipped
 from phalanx.plan.layout import Cluster, Weight
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu, Rows, arithmetic
 from phalanx.plan.recompute import fewer_blocks
-from phalanx.plan.rehearsal import Planned
-from phalanx.plan.tables import Scale, groups, listed, table
+from phalanx.plan.rehearsal import Planned, RLRehearsal
+from phalanx.plan.tables import GROUPS, Scale, groups, listed, shortened, table
 from phalanx.plan.tasks import task_of
-from phalanx.plan.traffic import Traffic, messages
+from phalanx.plan.traffic import messages
 from phalanx.plan.warnings import ALLOWED, crossing, warnings
+
+NETWORK = 50e9  # assumed bytes per second between nodes: a link of 400 Gbit/s
+SLOW = 0.01  # seconds; shorter transfers are not mentioned
+SHOWN = 8  # kinds of nodes, one after the other, and groups of a role that are written out
+# lines of a batch about a rank of each role; the others are about the step
+OF_A_RANK = {
+    ROLLOUT: ("a rank", "rollout", "forward passes"),
+    INFERENCE: ("a rank", "forward passes"),
+    ACTOR: ("a rank", "updates", "micro-batch", "forward passes"),
+}
 
 
 def describe(p: Planned, gpu: Gpu) -> str:
-    """The plan of one size."""
-    memory, layout = count(p, gpu.memory), p.policy.layout
-    trained, total = numbers(layout.trained), numbers(layout.weights)
-    title, rows = arithmetic(p, gpu)
-    across = crossing(layout, range(layout.cluster.ranks), layout.cluster.per_node)
+    """The plan of a job on one size, whose ranks all do everything."""
+    cluster = p.policy.layout.cluster
+    return describe_parts([p], cluster, roles_of({}, cluster.launch), gpu, arithmetic(p, gpu))
+
+
+def describe_parts(parts: Sequence[Planned], cluster: Cluster, roles: Roles, gpu: Gpu, time: tuple[str, Rows]) -> str:
+    """The same of the parts that a job has by roles, in the order of OF_A_RANK. `time`: a title and rows."""
+    memories = [(p, count(p, gpu.memory)) for p in parts]
+    shapes: dict[str, None] = {}
+    of_ranks: list[list[str]] = []
+    warned = []
+    for p, memory in memories:
+        ranks, layout, role = roles.ranks[p.role or ACTOR], p.policy.layout, f"{p.role}: " if p.role else ""
+        shapes |= dict.fromkeys(_shipped_shapes(p, memory))
+        of_ranks += _of_a_rank(p, memory, len(ranks), gpu)
+        across = crossing(layout, ranks, cluster.per_node)
+        warned += [f"warning: {role}{warning}" for warning in (*across, *warnings(p, memory, gpu))]
+    topology, within = "Topology", ""
+    if not roles.collocated:
+        topology, within = "Placement", " within a role"
+    title, rows = time
     sections = [
-        [*header(layout.cluster), *shipped_shapes(p, memory)],
-        ["Topology", *listed(_topology(p))],
-        ["Batch", *listed(batch(p))],
-        [f"Memory of a rank ({total / 1e9:.3g} B weights, {trained / 1e9:.3g} B of them trained)", *held(memory)],
-        [*phases(memory, gpu), *checkpointing(p, gpu), *judging(p, memory)],
-        ["In the host's memory", *listed(_host(p, memory))],
-        ["Messages of a step: what a rank receives, and sends as much of", *_messages(messages(p))],
+        [f"Plan of {words(cluster)}; no GPU, process group or weights were used", *shapes],
+        [topology, *listed([*_ranks(parts, roles, cluster), *_rewards(parts[0].cfg, roles, cluster)])],
+        ["Batch", *listed(_batch(parts))],
+        *of_ranks,
+        ["In the host's memory", *listed(_host(memories, roles, cluster.per_node))],
+        _across(parts, roles),
+        [f"Messages of a step{within}: what a rank receives, and sends as much of", *_messages(parts)],
         [title, *listed(rows)],
-        [f"warning: {warning}" for warning in (*across, *warnings(p, memory, gpu))],
+        warned,
     ]
-    return joined(sections)
-
-
-def numbers(weights: Iterable[Weight]) -> int:
-    """Elements of all of these."""
-    return sum(w.numel for w in weights)
-
-
-def header(c: Cluster) -> list[str]:
-    """The first line."""
-    return [f"Plan of {words(c)}; no GPU, process group or weights were used"]
-
-
-def joined(sections: Iterable[Sequence[str]]) -> str:
-    """The sections that have lines."""
     return "\n\n".join("\n".join(lines) for lines in sections if lines)
 
 
@@ -80,7 +93,7 @@ def words(c: Cluster) -> str:
     return f"{counted(c.nodes, 'node')} x {c.per_node} = {counted(c.ranks, 'rank')}"
 
 
-def shipped_shapes(p: Planned, memory: Memory) -> Iterator[str]:
+def _shipped_shapes(p: Planned, memory: Memory) -> Iterator[str]:
     """The models whose files were not within reach."""
     folders = [policy.config.path for policy in (p.policy, *p.frozen.values())]
     if memory.reward is not None and memory.reward.folder is not None:
@@ -90,28 +103,39 @@ def shipped_shapes(p: Planned, memory: Memory) -> Iterator[str]:
         yield f"Shapes of {' and '.join(models)} as shipped with Phalanx: no hub has them within reach"
 
 
-# -- topology -----------------------------------------------------------------------------------------------------
+# -- ranks and batches --------------------------------------------------------------------------------------------
 
 
-def _topology(p: Planned) -> Rows:
-    cluster, width, model = p.policy.layout.cluster, p.policy.layout.width, p.cfg.reward.model
-    names = ", ".join(f.name or f.path or "" for f in p.cfg.reward.functions)
+def _ranks(parts: Sequence[Planned], roles: Roles, cluster: Cluster) -> Rows:
+    """Groups of ranks, by what they share, or by their roles."""
+    if not roles.collocated:
+        rows = drawn(roles, cluster.per_node)
+        for p in parts:
+            ranks, layout = roles.ranks[p.role], p.policy.layout
+            here = f"{counted(len(ranks), 'rank')}, {span(ranks)}; {copies(layout.cluster, layout.width)}"
+            rows.append((p.role, f"{p.role[0]}: {here}"))
+        return rows
+    width, shared = parts[0].policy.layout.width, parts[0].cfg.parallel.ulysses_sequence_parallel_size
     rows = [("nodes", groups(cluster.shard_groups(cluster.per_node))), ("weights", copies(cluster, width))]
     if width > 1:
         rows.append(("shard groups", groups(cluster.shard_groups(width))))
     if 1 < width < cluster.ranks:
         rows.append(("replicate groups", groups(cluster.replicate_groups(width))))
-    shared = p.cfg.parallel.ulysses_sequence_parallel_size
     if shared > 1:
         rows.append(("context groups", f"{groups(cluster.shard_groups(shared))}: each has samples of its own"))
-    rows.append(("rewards", f"{names}: on every rank, for its own {task_of(p.cfg).samples}" if names else "none"))
-    if model.path is not None:  # a replica never crosses a node: `place` refuses it
-        domains = place(model, cluster.ranks, cluster.per_node)
-        replicas = []
-        for domain in domains:
-            replicas += [range(ranks[0], ranks[-1] + 1) for ranks in domain.replicas]
-        rows.append(("reward groups", f"{groups(replicas)}: each holds reward.model, for the judges"))
     return rows
+
+
+def drawn(roles: Roles, per_node: int) -> Rows:
+    """The ranks of each node as the first letters of their roles; neighbouring nodes that are alike in one line."""
+    letters = "".join(roles.of(rank)[0] for rank in range(roles.world_size))
+    nodes = [letters[first : first + per_node] for first in range(0, len(letters), per_node)]
+    rows, first = [], 0
+    for node, alike in groupby(nodes):
+        last = first + len(list(alike)) - 1
+        rows.append((f"node {first}" if first == last else f"nodes {first}-{last}", node))
+        first = last + 1
+    return shortened(rows, SHOWN, ("..", ""))
 
 
 def copies(cluster: Cluster, width: int) -> str:
@@ -122,33 +146,77 @@ def copies(cluster: Cluster, width: int) -> str:
     return f"{copies} cop{'y' if copies == 1 else 'ies'} of the weights, each over {width} ranks"
 
 
+def _rewards(cfg: RunConfig, roles: Roles, cluster: Cluster) -> Rows:
+    """Where samples are scored."""
+    names = ", ".join(f.name or f.path or "" for f in cfg.reward.functions)
+    where, shown = "the ranks of the rollout, each for its own", SHOWN
+    if roles.collocated:
+        where, shown = "every rank, for its own", GROUPS
+    rows = [("rewards", f"{names}: on {where} {task_of(cfg).samples}" if names else "none")]
+    if cfg.reward.model.path is not None:  # a replica never crosses a node: `place` refuses it
+        launch, ranks = roles.launch(ROLLOUT, cluster.launch), roles.ranks[ROLLOUT]
+        replicas = []
+        for domain in place(cfg.reward.model, launch.world_size, launch.local_world_size):
+            replicas += [span(tuple(ranks[i] for i in replica)) for replica in domain.replicas]
+        holders = " | ".join(shortened(replicas, shown, ".."))
+        rows.append(("reward groups", f"{holders}: each holds reward.model, for the judges"))
+    return rows
+
+
+def _batch(parts: Sequence[Planned]) -> Rows:
+    """The arithmetic of a step; of all roles, where ranks have roles."""
+    p = parts[-1]  # the actor's
+    rows = batch(p)
+    if not p.role:
+        return rows
+    of_a_rank, r = set().union(*OF_A_RANK.values()), p.cfg.rollout
+    schedule = f"{r.schedule}, in {r.parts} parts" if r.schedule == "pipelined" else r.schedule
+    return [*(row for row in rows if row[0] not in of_a_rank), ("schedule", schedule)]
+
+
 # -- memory -------------------------------------------------------------------------------------------------------
 
 
-def held(memory: Memory) -> Iterator[str]:
+def _of_a_rank(p: Planned, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[list[str]]:
+    """The memory of a rank; of a role with its work, a rank of `ranks`."""
+    layout, title, work = p.policy.layout, "Memory of a rank", []
+    trained = f"{_numbers(layout.trained)} B of them trained"
+    if p.role:
+        title = f"{p.role.capitalize()}, a rank of {ranks}"
+        work = [row for row in batch(p) if row[0] in OF_A_RANK[p.role] and not row[1].startswith(", ")]
+    if p.role not in ("", ACTOR):
+        trained = "without gradients and optimizer"
+    yield [f"{title} ({_numbers(layout.weights)} B weights, {trained})", *listed(work), *_held(memory)]
+    fewer = () if p.role else _checkpointing(p, gpu)
+    yield [*_phases(memory, gpu), *fewer, *_judging(p, memory)]
+
+
+def _numbers(weights: Iterable[Weight]) -> str:
+    """Billions of elements of all of these."""
+    return f"{sum(w.numel for w in weights) / 1e9:.3g}"
+
+
+def _held(memory: Memory) -> Iterator[str]:
     scale = Scale(memory.peak)
     rows = [("held throughout", scale.unit)]
     rows += [(f"  {name}", scale(size)) for name, size in memory.held.items()]
     return table(rows)
 
 
-def phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
+def _phases(memory: Memory, gpu: Gpu) -> Iterator[str]:
     scale, held = Scale(memory.peak), sum(memory.held.values())
     rows: list[Sequence[str]] = [("phase", "held", "gathered", "activations", "gradients", "other", "together")]
     for q in memory.phases:
         name = f"{q.name} (peak)" if q is memory.largest else q.name
-        parts = (held, q.gathered, q.activations, q.gradients, q.other, held + q.total)
-        rows.append((name, *map(scale, parts)))
+        sizes = (held, q.gathered, q.activations, q.gradients, q.other, held + q.total)
+        rows.append((name, *map(scale, sizes)))
     yield from table(rows)
     if gpu.memory is not None:
-        scale = Scale(gpu.memory)
-        yield (
-            f"  peak: {scale.plain(memory.peak)} and {scale.plain(ALLOWED)} for CUDA and NCCL, of "
-            f"{scale.plain(gpu.memory)} {scale.unit}"
-        )
+        plain, unit = Scale(gpu.memory).plain, Scale(gpu.memory).unit
+        yield f"  peak: {plain(memory.peak)} and {plain(ALLOWED)} for CUDA and NCCL, of {plain(gpu.memory)} {unit}"
 
 
-def checkpointing(p: Planned, gpu: Gpu) -> Iterator[str]:
+def _checkpointing(p: Planned, gpu: Gpu) -> Iterator[str]:
     """The fewest blocks to recompute, where the job recomputes more than fit."""
     fewer = fewer_blocks(p, gpu)
     if fewer is None:
@@ -161,7 +229,7 @@ def checkpointing(p: Planned, gpu: Gpu) -> Iterator[str]:
     yield f"  fits too: {key}; backward passes then repeat {after:.0f} instead of {before:.0f} % of a step's arithmetic"
 
 
-def judging(p: Planned, memory: Memory) -> Iterator[str]:
+def _judging(p: Planned, memory: Memory) -> Iterator[str]:
     """The meaning of the reward model's figures."""
     reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
@@ -182,50 +250,76 @@ def judging(p: Planned, memory: Memory) -> Iterator[str]:
     yield f"  {name}{where}: {what}; {between}"
 
 
-def _host(p: Planned, memory: Memory) -> Rows:
-    ranks, kept, judges = p.policy.layout.cluster.per_node, sum(memory.host.values()), 0
-    if memory.reward is not None:
-        domains = place(p.cfg.reward.model, ranks, ranks)
-        judges = sum(len(replica) for domain in domains for replica in domain.replicas)
-    node = kept * ranks
-    if memory.reward is not None:
-        node -= memory.reward.asleep * (ranks - judges)
-    least = memory.loading_of_a_node(ranks, judges, cast=False)
-    most = memory.loading_of_a_node(ranks, judges, cast=True)
-    scale = Scale(max(node, most))
-    return [
-        ("a rank", host_parts(memory, scale, "")),
-        ("a node", f"{scale(node)} {scale.unit}"),
-        ("loading", loading_range(least, most, scale)),
-    ]
-
-
-def host_parts(memory: Memory, scale: Scale, per: str) -> str:
-    """The sum of a rank's bytes in the host's memory, `per` such as " a rank", and its parts."""
-    if not memory.host:
-        return "nothing that counts"
-    parts = ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
-    return f"{scale(sum(memory.host.values()))} {scale.unit}{per}: {parts}"
-
-
-def loading_range(least: int, most: int, scale: Scale) -> str:
-    """The most bytes of a node while its ranks load; `most`: if each rank casts files that are not here."""
-    text = f"up to {scale.plain(least)} {scale.unit} a node"
+def _host(memories: Sequence[tuple[Planned, Memory]], roles: Roles, per_node: int) -> Rows:
+    """Of a rank of each part, and of the fullest node, whatever roles its ranks have."""
+    full = least = most = 0
+    for first in range(0, roles.world_size, per_node):
+        on_node = Counter(map(roles.of, range(first, first + per_node)))
+        kept = known = cast = 0
+        for p, memory in memories:
+            ranks = judges = on_node[p.role or ACTOR]
+            if not ranks:
+                continue
+            if memory.reward is not None and not p.role:  # of a role, each rank counts as one that holds a part of it
+                domains = place(p.cfg.reward.model, per_node, per_node)
+                judges = sum(len(replica) for domain in domains for replica in domain.replicas)
+                kept -= memory.reward.asleep * (ranks - judges)
+            kept += ranks * sum(memory.host.values())
+            known += memory.loading_of_a_node(ranks, judges, cast=False)
+            cast += memory.loading_of_a_node(ranks, judges, cast=True)
+        full, least, most = max(full, kept), max(least, known), max(most, cast)
+    scale = Scale(max(full, most))
+    rows = []
+    for p, memory in memories:
+        text = "nothing that counts"
+        if memory.host:
+            text = f"{scale(sum(memory.host.values()))} {scale.unit}{' a rank' * bool(p.role)}: "
+            text += ", ".join(f"{name} {scale(size)}" for name, size in memory.host.items())
+        rows.append((p.role or "a rank", text))
+    loading = f"up to {scale.plain(least)} {scale.unit} a node"
     if most > least:
-        text += f"; {scale.plain(most)} if files that are not here hold other dtypes, for each rank casts its own"
-    return text
+        loading += f"; {scale.plain(most)} if files that are not here hold other dtypes, for each rank casts its own"
+    bound = "" if roles.collocated else "up to "
+    return [*rows, ("a node", f"{bound}{scale(full)} {scale.unit}"), ("loading", loading)]
 
 
 # -- messages -----------------------------------------------------------------------------------------------------
 
 
-def _messages(items: Sequence[Traffic]) -> Iterable[str]:
+def _across(parts: Sequence[Planned], roles: Roles) -> list[str]:
+    """The weights that the actor sends, and the samples that it gets, where ranks have roles."""
+    rollout, actor, ranks = parts[0], parts[-1], roles.ranks
+    if roles.collocated:
+        return []
+    assert isinstance(rollout, RLRehearsal) and actor.plan is not None, "only samples are drawn elsewhere"
+    cfg, scores = rollout.cfg, INFERENCE in ranks
+    weights = sum(w.numel * w.kept.itemsize for w in actor.policy.layout.trained)
+    samples = rollout.sent * len(ranks[ROLLOUT]) * rollout.plan.parts
+    what = "only the LoRA" if cfg.model.lora_rank > 0 else "all trained tensors"
+    others = roles.world_size - len(ranks[ACTOR])
+    to = f"from rank {ranks[ACTOR][0]} to each of {others} that sample{' or score' * scores}"
+    again = ", and again for a validation" if "validation: sample" in rollout.ledger.phases else ""
+    way = "to inference, and on to the actor" if scores else "to the actor"
+    time = f"; {weights / NETWORK:.2g} s at {NETWORK / 1e9:.0f} GB/s" if weights >= SLOW * NETWORK else ""
+    drawn = f"{actor.plan.samples} {task_of(cfg).samples}"
+    rows = [
+        ("weights", f"{Scale.of(weights)}, {what}, {to}{again}{time}"),
+        ("samples", f"{Scale.of(samples)} of {drawn}, from the rollout {way}"),
+    ]
+    return ["What crosses roles in a step", *listed(rows)]
+
+
+def _messages(parts: Sequence[Planned]) -> Iterable[str]:
+    items = [(p.role, item) for p in parts for item in messages(p)]
     if not items:
         return ["  none"]
-    scale = Scale(max(item.size for item in items))
-    rows = [(scale.unit, "within a node", "across nodes")]
+    scale = Scale(max(item.size for _, item in items))
+    rows: list[Sequence[str]] = [(scale.unit, "within a node", "across nodes")]
     within = across = 0
-    for item in items:
-        rows.append((item.what, scale(item.size * (not item.nodes)), scale(item.size * item.nodes)))
-        within, across = within + item.size * (not item.nodes), across + item.size * item.nodes
-    return table([*rows, ("together", scale(within), scale(across))])
+    for role, item in items:
+        sizes = item.size * (not item.nodes), item.size * item.nodes
+        rows.append((f"{role}: {item.what}" if role else item.what, *map(scale, sizes)))
+        within, across = within + sizes[0], across + sizes[1]
+    if not parts[0].role:
+        rows.append(("together", scale(within), scale(across)))
+    return table(rows)
