@@ -47,7 +47,8 @@ def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
     """
     lm = model.lm
     if model.places:
-        lm, _ = load_class(transformers.AutoModelForImageTextToText, config, model.lm.dtype)
+        with loading(f"model.path: {config.path!r} does not load"):
+            lm, _ = load_class(transformers.AutoModelForImageTextToText, config, model.lm.dtype)
         for inner, outer in model.places.items():
             lm.get_submodule(outer).load_state_dict(model.lm.get_submodule(inner).state_dict())
     lm.generation_config = transformers.GenerationConfig()  # the base's may not pass the check before it is saved
