@@ -143,10 +143,14 @@ def test_an_export_writes_as_the_checkpoint_does(trained: Runs, tmp_path: Path) 
     assert done.stderr.splitlines()[-1] == "error: output_file: '/dev/full' cannot be written: No space left on device"
 
 
-def test_validation_is_written_again(lm_folder: Path, tmp_path: Path) -> None:
-    """A checkpoint with its run's settings repeats what the run's validation kept."""
+def test_validation_is_written_again(lm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint with its run's settings repeats what the run's validation kept, from another folder than the run's,
+    for which model.path was relative.
+    """
     keys = ("trainer.save_freq=2", "trainer.test_freq=2", f"data.val_files=[{tmp_path / 'prompts.jsonl'}]")
-    (_,) = run_ranks(train, 1, lm_folder, tmp_path, keys)
+    monkeypatch.chdir(lm_folder.parent)
+    (_,) = run_ranks(train, 1, Path(lm_folder.name), tmp_path, keys)
+    monkeypatch.undo()
     (kept,) = (tmp_path / "out" / "samples").glob("*/step_000002")
     file = tmp_path / "texts.jsonl"
     words = [f"checkpoint={tmp_path / 'out'}", f"prompt_file={tmp_path / 'prompts.jsonl'}", f"output_file={file}"]

@@ -26,6 +26,7 @@ from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.distributed.launch import Launch
 from phalanx.jobs.outputs import check_place, writing
+from phalanx.models.flow.folder import how_to_load
 from phalanx.models.flow.policy import DTYPES, family_of
 from phalanx.models.lm import export as language_models
 from phalanx.models.lm.blocks import adds_mask
@@ -195,6 +196,10 @@ class Export:
             self._write()
         what = "the moving average" if self.trained.weights == "ema" else "the weights"
         print(f"{what} of {self.trained.folder} -> {self.output_dir}", flush=True)
+        if isinstance(self.model, FlowModelConfig) and self.model.lora_rank == 0:
+            call = how_to_load(self.output_dir)
+            if call is not None:
+                print(f"the folder leaves parts out, as its base does; diffusers loads it by {call}", flush=True)
         if self.cfg.push_to_hub is not None:
             print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
 
