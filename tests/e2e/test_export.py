@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import create_autospec
 
+import diffusers
 import huggingface_hub
 import pytest
 import torch
@@ -206,7 +207,11 @@ def test_command_line_and_dtype(trained: Runs, tmp_path: Path) -> None:
     job = run_task(["tasks/export_checkpoint.py", f"checkpoint={run.folder}", "weights=model", "dtype=bfloat16"])
     assert job.returncode == 0, job.stderr
     written = run.folder / "export" / "step_000002"
-    assert job.stdout == f"the weights of {run.folder / 'checkpoints' / 'step_000002'} -> {written}\n"
+    lines = job.stdout.splitlines()
+    assert lines[0] == f"the weights of {run.folder / 'checkpoints' / 'step_000002'} -> {written}"
+    said, call = lines[1].split("; diffusers loads it by ")
+    assert said == "the folder leaves parts out, as its base does" and len(lines) == 2
+    assert eval(call, vars(diffusers)).text_encoder_3 is None
     exact = load_file(export(tmp_path / "model", run.folder, "weights=model") / "transformer" / WEIGHTS)
     rounded = load_file(written / "transformer" / WEIGHTS)
     assert rounded.keys() == exact.keys()

@@ -138,12 +138,19 @@ def test_an_export_writes_as_the_checkpoint_does(trained: Runs, tmp_path: Path) 
         assert "--- prompt 1, response 0: Bo\n" in done.stdout
         texts.append([row["text"] for row in rows])
     assert texts[0] == texts[1] and len(set(texts[0])) > 2
+    done = run_task(["tasks/generate.py", source, prompts, *words, "output_file=/dev/full"])
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "error: output_file: '/dev/full' cannot be written: No space left on device"
 
 
-def test_validation_is_written_again(lm_folder: Path, tmp_path: Path) -> None:
-    """A checkpoint with its run's settings repeats what the run's validation kept."""
+def test_validation_is_written_again(lm_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint with its run's settings repeats what the run's validation kept, from another folder than the run's,
+    for which model.path was relative.
+    """
     keys = ("trainer.save_freq=2", "trainer.test_freq=2", f"data.val_files=[{tmp_path / 'prompts.jsonl'}]")
-    (_,) = run_ranks(train, 1, lm_folder, tmp_path, keys)
+    monkeypatch.chdir(lm_folder.parent)
+    (_,) = run_ranks(train, 1, Path(lm_folder.name), tmp_path, keys)
+    monkeypatch.undo()
     (kept,) = (tmp_path / "out" / "samples").glob("*/step_000002")
     file = tmp_path / "texts.jsonl"
     words = [f"checkpoint={tmp_path / 'out'}", f"prompt_file={tmp_path / 'prompts.jsonl'}", f"output_file={file}"]
@@ -157,6 +164,8 @@ def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
     from phalanx.jobs.sample import Generator
 
     run = trained("full")
+    with pytest.raises(ValueError, match=r"output_dir: '/dev/full/x' cannot be made: '/dev/full' is not a folder"):
+        export(Path("/dev/full/x"), run.folder)
     with pytest.raises(ValueError, match=r"is of a language model; use tasks/generate\.py"):
         Generator(load(SampleConfig, None, [f"checkpoint={run.folder}", "prompts=[a]"]))
     with pytest.raises(ValueError, match=r"holds \[[0-9, ]+\], the model has \[[0-9, ]+\]; give the base model"):
@@ -178,6 +187,10 @@ def test_mistakes_of_an_export(trained: Runs, tmp_path: Path) -> None:
         (["model.path=MODEL", "prompts=[a]", "max_response_length=4096"], "max_response_length: 4096 tokens behind a"),
         (["model.path=MODEL", "prompts=[LONG]"], "prompt 0 has "),
         (["model.path=MODEL", "prompts=[a]", "output_file=/tmp"], "output_file: '/tmp' is a folder; give a file"),
+        (
+            ["model.path=MODEL", "prompts=[a]", "output_file=/dev/full/x"],
+            "output_file: '/dev/full/x' cannot be made: '/dev/full' is not a folder",
+        ),
         (["model.path=/nowhere", "prompts=[a]"], "model.path: '/nowhere': no such folder"),
         (["checkpoint=/nowhere", "prompts=[a]"], "checkpoint: '/nowhere': no such folder"),
     ],

@@ -56,6 +56,14 @@ def another(make: Callable[[], Any]) -> Change:
     return change
 
 
+def setting(name: str, value: Any) -> Change:
+    def change(folder: Path) -> None:
+        file = folder / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {name: value}))
+
+    return change
+
+
 def ends_at_once(model: Any) -> None:
     """The likeliest first token, by far, is the end."""
     model.model.embed_tokens.weight.fill_(1e-3)
@@ -102,6 +110,16 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
             (),
             ": the layers of a BertLMHeadModel are not where others are",
         ),
+        (
+            setting("num_attention_heads", 0),
+            (),
+            " does not load: ZeroDivisionError: integer division or modulo by zero",
+        ),
+        (
+            setting("num_hidden_layers", "two"),
+            (),
+            "model.path: the tokenizer of '",  # which reads the configuration, too
+        ),
         (lambda folder: (folder / "model_index.json").write_text("{}"), (), " is a diffusers pipeline; expected a"),
         (
             lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
@@ -119,7 +137,19 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
             "model.target_modules: no linear layer ends in 'c_attn'; in a block: mlp.down_proj, mlp.gate_proj, ",
         ),
     ],
-    ids=["no-eos", "few-embeddings", "bert", "bert-lm", "bert-decoder", "pipeline", "adapter", "gpt2-lora", "targets"],
+    ids=[
+        "no-eos",
+        "few-rows",
+        "bert",
+        "bert-lm",
+        "bert-decoder",
+        "no-heads",
+        "layers-text",
+        "pipeline",
+        "adapter",
+        "gpt2-lora",
+        "targets",
+    ],
 )
 def test_it_is_refused(change: Change, keys: tuple[str, ...], message: str, folder: Path, tmp_path: Path) -> None:
     from phalanx.training.lm_rl import build

@@ -248,9 +248,9 @@ def test_a_file_that_is_no_algorithm(text: str, message: str, tmp_path: Path) ->
     assert refusal(f"algorithm.name={file}") == "algorithm.name: " + message.replace("{file}", str(file))
 
 
-@pytest.mark.parametrize("name", ["flow_gpro", "zzz", "no_such.module", ".flow_grpo"])
+@pytest.mark.parametrize("name", ["flow_gpro", "zzz", "no_such.module", ".flow_grpo", "../etc/passwd"])
 def test_an_algorithm_that_is_unknown(name: str) -> None:
-    near = "; did you mean flow_grpo?" if name.startswith((".", "flow")) else ";"
+    near = "; did you mean flow_grpo?" if "flow" in name else ";"
     assert refusal(f"algorithm.name={name}") == (
         f"algorithm.name: {name!r} is unknown{near} known: awm, cispo, cps, dance_grpo, diffusion_dpo, diffusion_nft, "
         "distillation, flow_dppo, flow_grpo, grpo, grpo_guard, mix_grpo, opd, ppo, raft, reinforce_plus_plus, rloo, rwr, "

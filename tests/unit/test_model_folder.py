@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.families.sd3 import Model
-from phalanx.models.flow.folder import base_folder, model_index
+from phalanx.models.flow.folder import base_folder, how_to_load, model_index
 from phalanx.models.flow.policy import build_policy
 from tests.checks import refused
 
@@ -50,6 +50,11 @@ def pickled(folder: Path) -> None:
     (folder / ENCODER).unlink()
 
 
+def variant(folder: Path) -> None:
+    for file in (folder / "text_encoder").glob("*.safetensors"):
+        file.rename(file.with_suffix(".fp16.safetensors"))
+
+
 def piped(folder: Path) -> None:
     (folder / CONFIG).unlink()
     os.mkfifo(folder / CONFIG)
@@ -80,6 +85,8 @@ FILES: list[tuple[Change, str]] = [
      "each tensor"),
     (pickled, "{folder}/text_encoder has no weights (*.safetensors); pytorch_model.bin is a pickle, which is not read: save it with "
      "safe_serialization"),
+    (variant, "{folder}/text_encoder has weights only of the variant fp16; write the folder anew without it, by from_pretrained(..., "
+     "variant='fp16').save_pretrained(...) of the model's class"),
     (tensors(TRANSFORMER, lambda all: {name: t.to(torch.int8) for name, t in all.items()}),
      f"{{folder}}/{TRANSFORMER}: context_embedder.bias is of dtype I8; expected floating point"),
 ]  # fmt: skip
@@ -90,6 +97,26 @@ def test_told_by_the_files_alone(folder: Path, change: Change, message: str) -> 
     change(folder)
     with refused("model.path: " + message.format(folder=folder)):
         model_index(str(folder))
+
+
+def test_a_single_file_is_no_folder(folder: Path) -> None:
+    with refused(
+        f"model.path: '{folder}/{TRANSFORMER}' is a single file; expected a diffusers model folder, such as "
+        "from_single_file(file).save_pretrained(folder) of the pipeline's class writes"
+    ):
+        model_index(f"{folder}/{TRANSFORMER}")
+
+
+def test_an_older_folder_without_t5(folder: Path) -> None:
+    """Its model_index.json does not name what it leaves out."""
+    content = json.loads((folder / INDEX).read_text())
+    assert content.pop("text_encoder_3") == content.pop("tokenizer_3") == [None, None]
+    (folder / INDEX).write_text(json.dumps(content))
+    model = Model(FlowModelConfig(path=str(folder), dtype="float32"), torch.float32, torch.float32)
+    assert model.pipeline.text_encoder_3 is None
+    assert how_to_load(folder) == (
+        f"StableDiffusion3Pipeline.from_pretrained('{folder}', text_encoder_3=None, tokenizer_3=None)"
+    )
 
 
 def without(name: str) -> Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]:

@@ -14,6 +14,7 @@ from phalanx.jobs import prepare_data
 from phalanx.jobs.prepare_data import PrepareData
 from phalanx.rewards.text.gsm8k import Gsm8k
 from phalanx.rewards.text.reasoning_gym import ReasoningGym
+from phalanx.types import JobError
 from tests.rewards import told
 from tests.unit.test_data import write_parquet
 
@@ -129,4 +130,4 @@ def test_mistakes(tmp_path: Path) -> None:
     folder = tmp_path / "file"
     folder.write_text("")
     job = PrepareData(load(PrepareDataConfig, None, [f"source={source}", "val_size=1", f"output_dir={folder}/x"]))
-    assert told(ConfigError, job.run) == f"output_dir: {folder}/x cannot be written: Not a directory"
+    assert told(JobError, job.run) == f"output_dir: '{folder}/x' cannot be written: Not a directory"

@@ -65,6 +65,8 @@ def resolve_object(path: str, key: str, noun: str) -> Any:
 def import_dotted(name: str, key: str) -> Any:
     """A dotted module. Raises ModuleNotFoundError where there is none, and ConfigError where it cannot be imported."""
     try:
+        if name.startswith("."):  # importlib would want to know relative to what
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         if isinstance(error, ModuleNotFoundError) and f"{name}.".startswith(f"{error.name}."):

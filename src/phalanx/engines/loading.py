@@ -4,9 +4,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 
-_MISFITS = (ImportError, KeyError, OSError, RuntimeError, SafetensorError, TypeError, ValueError)
+# whatever classes raise that are built with settings which they do not expect
+_MISFITS = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    StrictDataclassError,
+    TypeError,
+    ValueError,
+)
 
 
 @contextmanager
@@ -21,8 +34,12 @@ def loading(what: str) -> Iterator[None]:
         # tokenizers defines no class of errors: it raises Exception itself
         if not isinstance(error, _MISFITS) and type(error) is not Exception:
             raise
-        named = [] if type(error) in (Exception, OSError, ValueError) else [type(error).__name__]
-        raise ValueError(": ".join([what, *named, *str(error).strip().splitlines()[:1]])) from error
+        plain = type(error) in (Exception, OSError, ValueError) or isinstance(error, StrictDataclassError)
+        named = [] if plain else [type(error).__name__]
+        first, *more = [line.strip() for line in str(error).strip().splitlines()] or [""]
+        if first.endswith(":") and more:  # of a setting's type the second line says what is wrong
+            first = f"{first} {more[0]}"
+        raise ValueError(": ".join([what, *named, *([first] if first else [])])) from error
 
 
 def check_weights(info: dict[str, Any], what: str) -> None:

@@ -25,6 +25,8 @@ from phalanx.config.lm import LMModelConfig, LMRunConfig
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.distributed.launch import Launch
+from phalanx.jobs.outputs import check_place, writing
+from phalanx.models.flow.folder import how_to_load
 from phalanx.models.flow.policy import DTYPES, family_of
 from phalanx.models.lm import export as language_models
 from phalanx.models.lm.blocks import adds_mask
@@ -175,6 +177,7 @@ class Export:
         self.output_dir = Path(cfg.output_dir or folder.parent.parent / "export" / folder.name).expanduser()
         if self.output_dir.exists():
             raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
+        check_place(self.output_dir, "output_dir")
         self.dtype: torch.dtype | None = None if cfg.dtype is None else getattr(torch, cfg.dtype)
         # needs nothing of the base
         plain_lora = self.model.lora_rank > 0 and self.model.lora_init != "pissa" and not cfg.merge_lora
@@ -197,6 +200,18 @@ class Export:
         """Write the export, upload it where asked, and print where it is. The folder appears at once, complete."""
         if self.idle:
             return
+        with writing(self.output_dir, "output_dir"):
+            self._write()
+        what = "the moving average" if self.trained.weights == "ema" else "the weights"
+        print(f"{what} of {self.trained.folder} -> {self.output_dir}", flush=True)
+        if isinstance(self.model, FlowModelConfig) and self.model.lora_rank == 0:
+            call = how_to_load(self.output_dir)
+            if call is not None:
+                print(f"the folder leaves parts out, as its base does; diffusers loads it by {call}", flush=True)
+        if self.cfg.push_to_hub is not None:
+            print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
+
+    def _write(self) -> None:
         part = self.output_dir.with_name(self.output_dir.name + ".part")
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
@@ -210,10 +225,6 @@ class Export:
                 merge_lora(self.base)
             self.family.export_model(part, self.model, self.base)
         part.rename(self.output_dir)
-        what = "the moving average" if self.trained.weights == "ema" else "the weights"
-        print(f"{what} of {self.trained.folder} -> {self.output_dir}", flush=True)
-        if self.cfg.push_to_hub is not None:
-            print(f"uploaded: {upload(self.output_dir, self.cfg.push_to_hub, self.trained.folder.name)}", flush=True)
 
     def _write_lora(self, folder: Path) -> None:
         """Write the LoRA in `dtype`, or as it was trained; with the one that the run started from, if any."""

@@ -21,6 +21,7 @@ from phalanx.data.prompts import load_prompts, numbered
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.jobs.export import open_checkpoint
+from phalanx.jobs.outputs import check_place, writing
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
 from phalanx.models.lm.policy import LMPolicy, prompt_tokens
@@ -48,6 +49,8 @@ class Generation:
         self.file = None if cfg.output_file is None else Path(cfg.output_file).expanduser()
         if self.file is not None and self.file.is_dir():
             raise ConfigError(f"output_file: {cfg.output_file!r} is a folder; give a file")
+        if self.file is not None:
+            check_place(self.file, "output_file")
         given = _given(**asdict(cfg.model))
         if "path" in given:  # the run's revision is for the run's model
             given = {"revision": None} | given
@@ -112,6 +115,7 @@ class Generation:
         with ExitStack() as stack:
             file = None
             if self.file is not None:
+                stack.enter_context(writing(self.file, "output_file"))
                 self.file.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(self.file.open("w", encoding="utf-8"))
             stack.enter_context(self.rollout.awake())

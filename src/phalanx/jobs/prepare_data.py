@@ -15,6 +15,7 @@ from phalanx.config.rules import check
 from phalanx.config.tasks import PrepareDataConfig
 from phalanx.data.prompts import PromptRow, load_prompts
 from phalanx.exit import rank
+from phalanx.jobs.outputs import writing
 from phalanx.rewards.text._answers import boxed, marked
 
 PROMPT_KEYS = ("prompt", "question", "problem", "messages")  # looked for in this order
@@ -47,13 +48,11 @@ class PrepareData:
         if rank() != 0:
             return
         folder = Path(self.cfg.output_dir)
-        try:
+        with writing(folder, "output_dir"):
             folder.mkdir(parents=True, exist_ok=True)
             for name, rows in self.files.items():
                 lines = [json.dumps(self._instructed(row), default=str) + "\n" for row in rows]
                 (folder / name).write_text("".join(lines), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"output_dir: {folder} cannot be written: {error.strerror}") from None
         counts = [f"{folder / name}: {len(rows)} prompts" for name, rows in self.files.items()]
         print(", ".join(counts))
         print(f"instruction: {self.instruction or 'none'}")

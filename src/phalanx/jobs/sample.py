@@ -26,6 +26,7 @@ from phalanx.distributed.collectives import broadcast_object, gather_object
 from phalanx.distributed.launch import Launch
 from phalanx.functional.frames import evenly_spaced
 from phalanx.jobs.export import open_checkpoint
+from phalanx.jobs.outputs import check_place, writing
 from phalanx.media.grids import STRIP, fit, pictures, sheet, side_by_side, standing
 from phalanx.media.videos import write_video
 from phalanx.models.flow.family import FlowModel
@@ -51,6 +52,7 @@ class Generator:
         self.output_dir = Path(cfg.output_dir).expanduser()
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
+        check_place(self.output_dir, "output_dir")
         self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights)
         run = self.trained.run if self.trained is not None else FlowRunConfig()
         if not isinstance(run, FlowRunConfig):
@@ -105,7 +107,8 @@ class Generator:
             self.policy.trained.sharded.copy_to_module()
         fps = self.policy.model.fps
         seed = self.rollout.config.val.seed
-        writer = Writer(self.output_dir, self.cfg.n, fps, seed=seed) if self.world.rank == 0 else None
+        with writing(self.output_dir, "output_dir"):
+            writer = Writer(self.output_dir, self.cfg.n, fps, seed=seed) if self.world.rank == 0 else None
         share = -(-len(self.prompts) // self.world.size)
         first = self.world.rank * share
         # ranks must do equal work, so the end is filled up with the last prompt; those images are dropped
@@ -123,10 +126,11 @@ class Generator:
                     if writer is not None and index < len(self.prompts) * self.cfg.n:
                         writer.add(index, text, image)
 
-        with self.rollout.awake():
-            self.rollout.sample_validation(local_prompts, each=each)
-        if writer is not None:
-            writer.finish(self.cfg.columns)
+        with writing(self.output_dir, "output_dir"):
+            with self.rollout.awake():
+                self.rollout.sample_validation(local_prompts, each=each)
+            if writer is not None:
+                writer.finish(self.cfg.columns)
         mesh.stop()
 
 

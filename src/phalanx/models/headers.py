@@ -3,6 +3,7 @@ told of within a second.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from phalanx.config.files import kind, parse_json, read_bytes
 
 MOST = 1e8  # of any number in a configuration
 MOST_LAYERS = 10_000
+_VARIANT = re.compile(r"[^.]+\.(\w+)(-\d+-of-\d+)?\.safetensors")  # as in model.fp16.safetensors
 
 
 def read_json(file: Path, key: str = "model.path") -> Any:
@@ -50,6 +52,13 @@ def check_weights(part: Path, key: str = "model.path") -> None:
         pickles = sorted(part.glob("*.bin"))
         hint = f"; {pickles[0].name} is a pickle, which is not read: save it with safe_serialization" if pickles else ""
         raise ValueError(f"{key}: {part} has no weights (*.safetensors){hint}")
+    variants = [_VARIANT.fullmatch(file.name) for file in files]
+    if variants[0] is not None and all(variants):
+        name = variants[0][1]
+        raise ValueError(
+            f"{key}: {part} has weights only of the variant {name}; write the folder anew without it, by "
+            f"from_pretrained(..., variant={name!r}).save_pretrained(...) of the model's class"
+        )
     for file in files:
         try:
             if kind(file) != "file":

@@ -146,14 +146,16 @@ def merge_lora(module: nn.Module) -> None:
             module.set_submodule(name, layer.get_base_layer())
 
 
-def adapter_config(rank: int, alpha: float, targets: Sequence[str], base: str, revision: str | None) -> Any:
-    """The LoraConfig with which peft loads a LoRA of a language model; its `save_pretrained` writes the file."""
+def adapter_config(rank: int, alpha: float, targets: Sequence[str] | str, base: str, revision: str | None) -> Any:
+    """The LoraConfig with which peft loads a LoRA of a language model; its `save_pretrained` writes the file. `targets`
+    may be a pattern of whole names.
+    """
     from peft import LoraConfig
 
     return LoraConfig(
         r=rank,
         lora_alpha=int(alpha) if alpha == int(alpha) else alpha,
-        target_modules=list(targets),
+        target_modules=targets if isinstance(targets, str) else list(targets),
         task_type="CAUSAL_LM",
         base_model_name_or_path=base,
         revision=revision,

@@ -20,7 +20,7 @@ from phalanx.engines.loading import loading
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
-from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm
+from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm, text_part
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.stored import cast_weights
 from phalanx.plan.layout import Cluster
@@ -162,7 +162,9 @@ def planned_lm_policy(
     with loading(f"model.path: {model.path!r} does not load"):
         settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
     with META:
-        lm = transformers.AutoModelForCausalLM.from_config(settings, dtype=kept, trust_remote_code=False)
+        lm = transformers.AutoModelForCausalLM.from_config(
+            text_part(settings) or settings, dtype=kept, trust_remote_code=False
+        )
         cast_weights(lm, kept)
         module: CausalLM = causal_lm(lm, config, chunk)
         lm.config._experts_implementation = experts.SHAPES

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -98,7 +99,7 @@ class Job:
         if first:
             self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            save(cfg, self.output_dir / "config.yaml")
+            save(_with_whole_path(cfg), self.output_dir / "config.yaml")
             with suppress(OSError):  # nobody reads it
                 print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
@@ -293,6 +294,12 @@ class Job:
         if self.world.rank == 0:
             log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
         return progress
+
+
+def _with_whole_path(cfg: RunConfig) -> RunConfig:
+    """The configuration with the model's folder as it is found from everywhere: exports and samples need it, too."""
+    folder = Path(cfg.model.path).expanduser()
+    return replace(cfg, model=replace(cfg.model, path=str(folder.absolute()))) if folder.is_dir() else cfg
 
 
 def validation_summary(folder: Path) -> list[str]:

@@ -16,7 +16,7 @@ from phalanx.config.flow import FlowModelConfig
 from phalanx.config.messages import cut, shown
 from phalanx.engines.loading import check_weights, loading
 from phalanx.models.flow import headers
-from phalanx.models.flow.headers import check_index, component_names
+from phalanx.models.flow.headers import absent_components, check_index, component_names
 from phalanx.models.headers import read_json
 from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter
 
@@ -40,6 +40,15 @@ def _check_classes(index: dict[str, Any], folder: str) -> dict[str, Any]:
         if kind not in known and not (kind.endswith("TokenizerFast") and kind.removesuffix("Fast") in known):
             raise ValueError(f"model.path: '{folder}' has a {cut(kind)}, which the installed {library} lacks")
     return index
+
+
+def how_to_load(folder: Path) -> str | None:
+    """The call by which diffusers loads a folder, where from_pretrained by itself misses what the folder leaves out."""
+    index = read_index(folder)
+    name = index["_class_name"]
+    optional = getattr(importlib.import_module("diffusers"), name)._optional_components
+    absent = [f"{part}=None" for part in absent_components(index) if part not in optional]
+    return f"{name}.from_pretrained({str(folder)!r}, {', '.join(absent)})" if absent else None
 
 
 def check_tensors(path: str, **parts: nn.Module) -> None:

@@ -15,6 +15,8 @@ _SHIFTS = {"shift", "flow_shift", "base_shift", "max_shift", "base_image_seq_len
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 # whose noise levels its family knows how to take
 OTHER_SCHEDULERS = {"WanPipeline": "UniPCMultistepScheduler"}
+# components that folders may lack and that older ones do not name, by the class of the pipeline
+_UNNAMED = {"StableDiffusion3Pipeline": ("text_encoder_3", "tokenizer_3")}
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")
 
 
@@ -24,10 +26,15 @@ def local_index(path: str) -> dict[str, Any] | None:
     Raises ValueError for what is neither, and for a folder that lacks something or holds something damaged.
     """
     try:
-        is_folder = kind(Path(path)) == "folder"
+        form = kind(Path(path))
     except OSError as error:
         raise ValueError(f"model.path: {cut(path)}: {error.strerror}") from None
-    if is_folder:
+    if form == "file":
+        raise ValueError(
+            f"model.path: {path!r} is a single file; expected a diffusers model folder, such as "
+            "from_single_file(file).save_pretrained(folder) of the pipeline's class writes"
+        )
+    if form == "folder":
         folder = Path(path).expanduser()
         index = read_index(folder)
         check_components(folder, index)
@@ -65,7 +72,7 @@ def check_index(index: Any, folder: str) -> dict[str, Any]:
             raise ValueError(
                 f"model.path: '{folder}' has its {name} from {cut(library)}; known: {', '.join(LIBRARIES)}"
             )
-    return index
+    return {name: [None, None] for name in _UNNAMED.get(index["_class_name"], ())} | index
 
 
 def component_names(index: dict[str, Any]) -> list[str]:

@@ -205,6 +205,10 @@ def load_blocks(
     stored = stored and not adds_mask(config)
     model, tokenizer = load_model(config, dtype, chunk, stored=stored), mask_tokenizer(config, add_mask=add_mask)
     lm, mask_id = model.lm, tokenizer.mask_token_id
+    if model.places:
+        raise ValueError(
+            f"model.block_size: {config.path!r} is a language model beside other parts; expected one alone"
+        )
     check_layers(lm, config.path)
     rows = lm.get_input_embeddings().num_embeddings
     if mask_id >= rows + 1:

@@ -1,6 +1,7 @@
 """Export of a trained language model: a folder for transformers and vLLM, or an adapter for peft."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,16 @@ from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import loading
 from phalanx.models.headers import read_json
 from phalanx.models.lm.blocks import load_blocks, mask_tokenizer
-from phalanx.models.lm.model import DTYPES, CausalLM, load_model, read_lora
+from phalanx.models.lm.model import (
+    DTYPES,
+    CausalLM,
+    load_class,
+    load_model,
+    name_in_whole,
+    places_of,
+    read_lora,
+    text_part,
+)
 from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import ALL_LINEAR, adapter_config
 
@@ -30,6 +40,7 @@ _KEPT = (
     "added_tokens.json",
     "chat_template*",
     "generation_config.json",
+    "*processor_config.json",  # of pictures and videos, in composite models
     "*.py",  # code that auto_map in config.json names; it is not run here
 )
 
@@ -42,16 +53,25 @@ def load_base(config: LMModelConfig, dtype: torch.dtype | None) -> CausalLM:
 
 
 def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
-    """Write a folder of transformers: the base's, with the trained weights."""
-    model.lm.generation_config = transformers.GenerationConfig()  # the base's may not pass the check before it is saved
-    model.lm.save_pretrained(folder)
+    """Write a folder of transformers: the base's, with the trained weights. The parts of a composite model that were
+    not trained are as they were.
+    """
+    lm = model.lm
+    if model.places:
+        with loading(f"model.path: {config.path!r} does not load"):
+            lm, _ = load_class(transformers.AutoModelForImageTextToText, config, model.lm.dtype)
+        for inner, outer in model.places.items():
+            lm.get_submodule(outer).load_state_dict(model.lm.get_submodule(inner).state_dict())
+    lm.generation_config = transformers.GenerationConfig()  # the base's may not pass the check before it is saved
+    lm.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     # Its own config.json, too: this transformers writes keys that older ones do not read, and they would take their
     # defaults in silence.
     base = _base_folder(config)
     settings = read_json(base / "config.json")
-    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = str(model.lm.dtype).removeprefix("torch.")
-    settings["vocab_size"] = model.lm.config.vocab_size  # block diffusion may have added the mask token
+    settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = str(lm.dtype).removeprefix("torch.")
+    if not model.places:
+        settings["vocab_size"] = lm.config.vocab_size  # block diffusion may have added the mask token
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     _copy_kept(base, folder)
     if config.block_size is not None:
@@ -60,15 +80,31 @@ def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
 
 def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
     """Write peft's folder of a LoRA, with the tokenizer; `layers` have peft's names without an adapter."""
-    tensors = {f"base_model.model.{name.removeprefix('lm.')}": t.contiguous() for name, t in layers.items()}
+    places, tensors = _places(config), {}
+    for name, t in layers.items():
+        tensors[f"base_model.model.{name_in_whole(name.removeprefix('lm.'), places)}"] = t.contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}
     named = config.target_modules
     # the LoRA that the run started from may have other layers
     all_leaves = named is None or ALL_LINEAR in named or config.lora_path is not None
     targets = sorted(leaves) if all_leaves else named
+    if places:  # the vision tower may have layers of the same names
+        inside = "|".join(re.escape(name) for name in places.values())
+        targets = rf"({inside})\.(.*\.)?({'|'.join(re.escape(target) for target in targets)})"
     adapter_config(rank, alpha, targets, config.path, config.revision).save_pretrained(folder)
     _copy_kept(_base_folder(config), folder)
+
+
+def _places(config: LMModelConfig) -> dict[str, str]:
+    """Those of the folder's language model in the composite model that has it; see places_of."""
+    settings = transformers.AutoConfig.from_pretrained(config.path, revision=config.revision, trust_remote_code=False)
+    text = text_part(settings)
+    if text is None:
+        return {}
+    with torch.device("meta"):
+        whole = transformers.AutoModelForImageTextToText.from_config(settings)
+        return places_of(whole, transformers.AutoModelForCausalLM.from_config(text))
 
 
 def _base_folder(config: LMModelConfig) -> Path:

@@ -8,14 +8,16 @@ from safetensors import safe_open
 
 from phalanx.models.headers import check_weights, read_json, require
 
-_CAUSAL = ("ForCausalLM", "LMHeadModel", "MoeModelLM")  # how the classes of causal language models end
+CAUSAL = ("ForCausalLM", "LMHeadModel", "MoeModelLM")  # how the classes of causal language models end
 
 
 def check_folder(path: str, key: str = "model.path") -> None:
-    """Raise ValueError, in one line that begins with `key`, for a path that is neither a causal language model's folder
-    nor a hub id.
+    """Raise ValueError, in one line that begins with `key`, for a path that is neither a hub id nor the folder of a
+    causal language model, or of a model that has one beside other parts.
     """
     folder = Path(path).expanduser()
+    if folder.is_file():
+        raise ValueError(f"{key}: {path!r} is a single file; expected a folder, with config.json and *.safetensors")
     if not folder.is_dir():
         if path.count("/") != 1 or path.startswith((".", "/", "~")):
             raise ValueError(f"{key}: {path!r}: no such folder")
@@ -27,7 +29,8 @@ def check_folder(path: str, key: str = "model.path") -> None:
     require(folder, "config.json", key=key)
     settings = read_json(folder / "config.json", key)
     names = settings.get("architectures") if isinstance(settings, dict) else None
-    if isinstance(names, list) and names and not any(str(name).endswith(_CAUSAL) for name in names):
+    text = settings.get("text_config") if isinstance(settings, dict) else None
+    if isinstance(names, list) and names and not any(str(name).endswith(CAUSAL) for name in names) and not text:
         raise ValueError(f"{key}: {path!r} is a {names[0]}; expected a causal language model")
     check_weights(folder, key)
     _check_experts(folder, key)

@@ -14,7 +14,7 @@ from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import check_weights, loading
 from phalanx.functional.tokens import token_scores
 from phalanx.models.lm import experts, llada2, packing
-from phalanx.models.lm.headers import check_folder
+from phalanx.models.lm.headers import CAUSAL, check_folder
 from phalanx.models.lora import Layers, lora_file, read_adapter
 from phalanx.models.stored import cast_weights, computes_alike, dtype_to_read, widen_buffers
 
@@ -38,6 +38,7 @@ class CausalLM(nn.Module):
     def __init__(self, lm: Any, chunk: int, *, recomputes: int = 0) -> None:
         super().__init__()
         self.lm, self.chunk, self.recomputes = lm, chunk, recomputes
+        self.places: dict[str, str] = {}  # in the composite model that it was loaded from; see places_of
 
     def forward(
         self,
@@ -101,6 +102,39 @@ def decoder_of(lm: Any) -> Any:
     return lm.get_decoder()
 
 
+def text_part(settings: Any) -> Any:
+    """The configuration of the language model in a composite model, such as one with a vision tower, from the
+    configuration of the whole; None for a language model by itself.
+    """
+    names = settings.architectures or []
+    if "text_config" not in settings.sub_configs or any(name.endswith(CAUSAL) for name in names):
+        return None
+    text = settings.text_config
+    text.tie_word_embeddings = settings.tie_word_embeddings  # the class of the whole goes by its own
+    return text
+
+
+def places_of(whole: Any, lm: Any) -> dict[str, str]:
+    """Names of the decoder and the head of a language model -> their names in the composite model that has them."""
+    places = {}
+    parts = (
+        (decoder_of(lm), decoder_of(whole.get_decoder())),
+        (lm.get_output_embeddings(), whole.get_output_embeddings()),
+    )
+    for inner, outer in parts:
+        [name] = [name for name, module in lm.named_modules() if module is inner]
+        [places[name]] = [name for name, module in whole.named_modules() if module is outer]
+    return places
+
+
+def name_in_whole(name: str, places: dict[str, str]) -> str:
+    """The name in the composite model of a language model's tensor."""
+    for inner, outer in places.items():
+        if name.startswith(f"{inner}."):
+            return outer + name.removeprefix(inner)
+    return name
+
+
 def outputs_at(decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None) -> Any:
     """The decoder's output, whose last_hidden_state is the last layer's states [N, H] at the positions `predicting`
     [B, T - 1] of ids [B, T]; see CausalLM.
@@ -131,25 +165,53 @@ def load_model(
     log.info("loading the model %s", config.path)
     with loading(f"{key}: {config.path!r} does not load"):
         read = dtype_to_read(Path(config.path).expanduser(), dtype) if stored else dtype
-        lm, info = _from_files(config, read)
+        lm, info, places = _from_files(config, read)
         if read is not dtype:
             if computes_alike(lm):
                 widen_buffers(lm, dtype)
                 lm.config.dtype = dtype
             else:
-                lm, info = _from_files(config, dtype)
+                lm, info, places = _from_files(config, dtype)
     if not any(isinstance(child, nn.ModuleList) for child in decoder_of(lm).children()):
         # GPT-NeoX has this setting as well, and its layers are causal whatever it says
         if lm.config.to_dict().get("is_decoder") is False:
             raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
         raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
     check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
-    return causal_lm(lm, config, chunk, key)
+    model = causal_lm(lm, config, chunk, key)
+    model.places = places
+    return model
 
 
-def _from_files(config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
-    """The model, the weights of whose layers are in `dtype`, and what transformers tells of loading it."""
-    lm, info = transformers.AutoModelForCausalLM.from_pretrained(
+def _from_files(config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any], dict[str, str]]:
+    """The model, the weights of whose layers are in `dtype`, what transformers tells of loading it, and its places in a
+    composite model.
+    """
+    settings = transformers.AutoConfig.from_pretrained(config.path, revision=config.revision, trust_remote_code=False)
+    text = text_part(settings)
+    if text is None:
+        return *load_class(transformers.AutoModelForCausalLM, config, dtype), {}
+    kind = settings.architectures[0] if settings.architectures else type(settings).__name__
+    if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(
+            f"the text part of a {kind}, a {text.model_type}, has no causal language model in transformers"
+        )
+    # The class of the whole reads the files, whose names of tensors are its own; the other parts are dropped.
+    whole, info = load_class(transformers.AutoModelForImageTextToText, config, dtype)
+    with torch.device("meta"):
+        lm = transformers.AutoModelForCausalLM.from_config(text)
+    places = places_of(whole, lm)
+    for inner, outer in places.items():
+        lm.set_submodule(inner, whole.get_submodule(outer))
+    lm.config, lm.generation_config = whole.config.text_config, whole.generation_config
+    lm.config.tie_word_embeddings = whole.config.tie_word_embeddings
+    log.info("of a %s only the text part, a %s, is trained", kind, type(lm).__name__)
+    return lm, info, places
+
+
+def load_class(kind: Any, config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """The folder's model by one of transformers' auto classes; see _from_files."""
+    lm, info = kind.from_pretrained(
         config.path,
         revision=config.revision,
         trust_remote_code=False,

@@ -16,7 +16,16 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.agreement import check_agreement
-from phalanx.models.lm.model import DTYPES, CausalLM, end_tokens, load_model, load_tokenizer, positions, read_lora
+from phalanx.models.lm.model import (
+    DTYPES,
+    CausalLM,
+    end_tokens,
+    load_model,
+    load_tokenizer,
+    name_in_whole,
+    positions,
+    read_lora,
+)
 from phalanx.models.lora import ALL_LINEAR, start_from_lora
 from phalanx.models.trained import TrainedModel
 from phalanx.telemetry.flops import forward_flops, step_flops
@@ -209,14 +218,15 @@ class LMPolicy:
     # -- weights ----------------------------------------------------------------------------------
 
     def engine_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights under transformers' own names, one whole tensor after the other, for an engine's copy.
+        """All weights under transformers' own names, those of the whole where the model is a part of it, one whole
+        tensor after the other, for an engine's copy.
 
         All ranks must draw all of them, in step.
         """
         tied = self.settings.tie_word_embeddings
         for name, tensor in self.trained.whole_weights():
             if not (tied and name == "lm.lm_head.weight"):
-                yield name.removeprefix("lm."), tensor
+                yield name_in_whole(name.removeprefix("lm."), self.trained.module.places), tensor
 
     def unsharded(self) -> AbstractContextManager[None]:
         """See TrainedModel.unsharded."""
