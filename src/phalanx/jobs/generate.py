@@ -22,8 +22,9 @@ from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.jobs.export import open_checkpoint
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
+from phalanx.models.lm.chat import prompt_tokens
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
-from phalanx.models.lm.policy import LMPolicy, prompt_tokens
+from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.telemetry.loggers.console import plain
@@ -53,10 +54,12 @@ class Generation:
             given = {"revision": None} | given
         config = replace(run.model, gradient_checkpointing=False, use_remove_padding=False, **given)
         check_model(cfg, config)
-        data = replace(run.data, **_given(system_prompt=cfg.system_prompt), overlong_prompts="error")
+        variables = run.data.chat_template_kwargs | cfg.chat_template_kwargs
+        data = replace(run.data, overlong_prompts="error", chat_template_kwargs=variables)
+        data = replace(data, **_given(system_prompt=cfg.system_prompt))
         # supervised training adds the mask token that its base lacks
         model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig))
-        lengths = [len(prompt_tokens(tokenizer, prompt, data.system_prompt)) for prompt in self.prompts]
+        lengths = [len(tokens) for tokens in prompt_tokens(tokenizer, self.prompts, data, config.path)]
         limit = self._limit(run, lengths, positions(model.lm.config) or 2**20, config.block_size or 1)
         data = replace(data, max_prompt_length=max(lengths), max_response_length=limit)
         settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)

@@ -109,6 +109,7 @@ def fitting(
     response, or one that has the mask token.
     """
     data, key, examples = policy.data, "data.train_files", []
+    policy.encode_ahead([question(numbered(row, 0)) for row in rows])
     for number, row in enumerate(rows):
         example = encoded(row, policy, response_key, f"{key}, sample {number}")
         lengths = {"prompt": (len(example.prompt), data.max_prompt_length)}
