@@ -28,7 +28,8 @@ from phalanx.distributed.mesh import World
 from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
-ADDED = ("cpu_linear", "lora_alpha")  # to signatures, since checkpoints were first written
+# to signatures, since checkpoints were first written
+ADDED = ("chat_template_date", "chat_template_kwargs", "cpu_linear", "lora_alpha")
 MOST = 10**15  # of any count
 IN_FLIGHT = "in_flight.safetensors"  # behind the rank, in the names of files
 
