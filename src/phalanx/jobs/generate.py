@@ -17,7 +17,7 @@ from phalanx.config.lm import LMModelConfig, LMRunConfig
 from phalanx.config.rules import check, check_model
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
-from phalanx.data.prompts import load_prompts, numbered
+from phalanx.data.prompts import load_prompts, numbered, question
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.jobs.export import open_checkpoint
@@ -158,8 +158,9 @@ def load(config: LMModelConfig, *, add_mask: bool) -> tuple[CausalLM, Any]:
 def read_prompts(cfg: GenerateConfig, key: str) -> list[Prompt]:
     """The prompts of the task, numbered from 0; raises ValueError for a file that cannot be read."""
     if cfg.prompt_file is not None:
-        rows = load_prompts([cfg.prompt_file], "prompt_file", prompt=key, quoted=False)
-        return [numbered(row, i) for i, row in enumerate(rows)]
+        # a file of supervised training holds the answers as well
+        rows = load_prompts([cfg.prompt_file], "prompt_file", prompt=key, quoted=False, answered=True)
+        return [question(numbered(row, i)) for i, row in enumerate(rows)]
     return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]
 
 

@@ -67,7 +67,8 @@ def _rendered(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig, pat
     chats = []
     for number, prompt in enumerate(prompts):
         tools = prompt.meta.get("tools")
-        chat = {"messages": _messages(prompt, data.system_prompt), "tools": tools if isinstance(tools, list) else None}
+        schemas = isinstance(tools, list) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
+        chat = {"messages": _messages(prompt, data.system_prompt), "tools": tools if schemas else None}
         chats.append(chat)
         try:
             template = tokenizer.get_chat_template(None, chat["tools"])
@@ -131,8 +132,8 @@ def _day(data: LMDataConfig) -> str:
 
 
 def _ask(template: str, day: str, chats: Sequence[dict[str, Any]]) -> tuple[list[str] | None, list[str], str | None]:
-    """Render chats in a process, by one template: the variables that it reads (None: it cannot be used), the texts of the
-    chats up to the first that fails, and the problem with that one.
+    """Render chats in a process, by one template: the variables that it reads (None: it cannot be used), the texts of
+    the chats up to the first that fails, and the problem with that one.
     """
     lines = [json.dumps(line) for line in ([template, day], *chats)]
     command = [sys.executable, "-P", str(_CHILD), str(sandbox.__file__), str(SECONDS)]
