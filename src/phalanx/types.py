@@ -40,7 +40,7 @@ class Prompt:
     group_id: int
     meta: dict[str, Any]
     negative: str | None = None
-    messages: list[dict[str, str]] | None = None
+    messages: list[dict[str, Any]] | None = None
 
 
 class Trace(Protocol):

@@ -1,5 +1,6 @@
 """Language models in the loop: the layout is no part of the result, and a resumed run is the run."""
 
+import shutil
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,27 @@ def test_a_resumed_run_keeps_its_alpha_and_its_library(lm_folder: Path, tmp_path
             Exception, match=rf"holds {key} {saved}(\.0)?, this run has {given}; give another trainer\.out"
         ):
             run_ranks(fit, 1, job(3, f"model.{key}={given}"))
+
+
+@pytest.mark.full
+def test_a_resumed_run_keeps_its_prompts(lm_folder: Path, tmp_path: Path) -> None:
+    """A template that writes today's date writes the day on which the run began; other variables of it are refused."""
+    model, template = Path(shutil.copytree(lm_folder, tmp_path / "model")), tmp_path / "model" / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }} {{ tone }} {{ messages[0].content }}")
+
+    def job(folder: str, steps: int, *keys: str) -> LMRLConfig:
+        own = ("trainer.save_freq=1", f"trainer.total_training_steps={steps}", *keys)
+        return tiny_lm_config(model, tmp_path / folder, *own)
+
+    kind, day = "data.chat_template_kwargs={tone: kind}", "data.chat_template_date=2024-07-26"
+    run_ranks(fit, 1, job("whole", 2, kind, day))
+    run_ranks(fit, 1, job("parts", 1, kind, day))
+    run_ranks(fit, 1, job("parts", 2, kind))
+    assert rows(tmp_path / "parts" / "out") == rows(tmp_path / "whole" / "out")
+    with pytest.raises(Exception, match="holds chat_template_date 2024-07-26, this run has 2024-07-27; give another"):
+        run_ranks(fit, 1, job("parts", 3, kind, "data.chat_template_date=2024-07-27"))
+    with pytest.raises(Exception, match=r"holds chat_template_kwargs {'tone': 'kind'}, this run has {}; give another"):
+        run_ranks(fit, 1, job("parts", 3))
 
 
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:

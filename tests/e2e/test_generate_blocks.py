@@ -20,7 +20,12 @@ def train(base: Path, folder: Path) -> None:
     """Two steps of supervised training of a folder without a mask token, in blocks of four."""
     from phalanx.training.block_diffusion import build
 
-    rows = [{"question": f"Ann has {i} books.", "answer": f"{i} and {i} is {2 * i}."} for i in range(8)]
+    rows: list[dict[str, Any]] = []
+    for i in range(8):
+        question, answer = f"Ann has {i} books.", f"{i} and {i} is {2 * i}."
+        chats = [[{"role": role, "content": text}] for role, text in (("user", question), ("assistant", answer))]
+        # texts, and chats as TRL has them
+        rows.append(dict(zip(("question", "answer"), chats if i % 2 else (question, answer), strict=True)))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     keys = [
         f"model.path={base}",

@@ -31,7 +31,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"media"}),
     frozenset({"distributed"}),
     frozenset({"functional"}),
-    frozenset({"types", "exit", "garbage"}),
+    frozenset({"types", "exit", "garbage", "sandbox"}),
     frozenset({"config"}),
 )
 

@@ -98,7 +98,7 @@ def test_rows_of_language_models(tmp_path: Path) -> None:
     ):
         load_prompts([write(tmp_path / "q.jsonl", broken + "\n")], KEY, prompt="question", quoted=False)
     broken = lines({"question": [{"role": "user", "content": "x"}, {"role": "user", "content": ["y"]}]})
-    with pytest.raises(DataError, match=r"question is of type list; expected text, or a chat of texts"):
+    with pytest.raises(DataError, match=r"question holds a part of a message that is not \{type: text, text\}"):
         load_prompts([write(tmp_path / "q.jsonl", broken + "\n")], KEY, prompt="question", quoted=False)
     broken = lines({"question": [{"role": "system"}, {"role": "user", "content": "y"}]})
     with pytest.raises(DataError, match=r"question holds a message that is not \{role, content\}, both texts"):
@@ -268,7 +268,7 @@ BAD = {
         ":1: not JSON (Exceeds the limit (4300 digits) for integer string conversion: value has 6000 digits); "
         'expected one object per line, {"prompt": "..."}',
     ),
-    "long.txt": (b"a" * 10**7, ":1: prompt has 10000000 characters; expected at most 100000"),
+    "long.txt": (b"a" * 10**7, ":1: prompt has 10000000 characters; expected at most 4194304"),
     "list.jsonl": (b'["a"]\n', ':1: JSON of type list; expected one object per line, {"prompt": "..."}'),
     "caption.jsonl": (b'{"text": "a", "id": 1}\n', ":1: no 'prompt'; it has text, id"),
     "number.jsonl": (b'{"prompt": 7}\n', ":1: prompt is of type number; expected text, or a chat of texts"),
@@ -279,8 +279,8 @@ BAD = {
         ":1: prompt is a list without a user message; expected text or [{role, content}]",
     ),
     "parts.jsonl": (
-        b'{"prompt": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}\n',
-        ":1: prompt is of type list; expected text, or a chat of texts",
+        b'{"prompt": [{"role": "user", "content": [{"type": "image", "text": "x"}]}]}\n',
+        ":1: prompt holds a part of a message that is not {type: text, text}",
     ),
     "negative.jsonl": (
         b'{"prompt": "a", "negative_prompt": true}\n',
@@ -434,8 +434,12 @@ def test_validation_sets(tmp_path: Path) -> None:
     assert len(validation_sets([first])["ocr.test"]) == 3
     assert validation_sets([]) == {}
     twin = write(tmp_path / "other" / "hard.txt", "x")
-    with refused(f"data.val_files: {second} and {twin} would both be the validation set 'hard'; rename one of them"):
-        validation_sets([second, twin])
+    assert set(validation_sets([second, twin])) == {f"{tmp_path.name}_hard", "other_hard"}
+    same = f"{tmp_path.name}_hard"
+    with refused(
+        f"data.val_files: {second} and {second} would both be the validation set '{same}'; rename one of them"
+    ):
+        validation_sets([second, second])
 
 
 def test_overlap_is_counted_and_told(caplog: pytest.LogCaptureFixture) -> None:

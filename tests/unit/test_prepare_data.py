@@ -60,6 +60,21 @@ def test_gsm8k(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert Gsm8k()([f"#### {row.meta['ground_truth']}"], ["?"], [row.meta]) == [1]
 
 
+def test_proofs_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No answer can equal one: where most solutions mark their answers, any that does not; otherwise long ones."""
+    boxed = [{"problem": f"What is {i}+1?", "solution": f"It is \\boxed{{{i + 1}}}."} for i in range(4)]
+    proofs = [{"problem": f"Show {i}.", "solution": "It holds. " * n} for i, n in enumerate((1, 90))]
+    source = jsonl(tmp_path / "most.jsonl", [proofs[0], *boxed, proofs[1]])
+    (rows,) = prepared(tmp_path / "out", f"source={source}", "val_size=0").values()
+    assert [row["ground_truth"] for row in rows] == ["1", "2", "3", "4"]
+    told = f"source: {source}: 2 of 6 solutions mark no answer, first prompt 0: left out"
+    assert told in capsys.readouterr().out.splitlines()
+    plain = [{"problem": f"How many {i}?", "solution": str(i)} for i in range(5)]
+    source = jsonl(tmp_path / "few.jsonl", [*boxed, *plain, proofs[1]])
+    (rows,) = prepared(tmp_path / "out2", f"source={source}", "val_size=0").values()
+    assert [row["ground_truth"] for row in rows] == ["1", "2", "3", "4", "0", "1", "2", "3", "4"]
+
+
 def test_math_and_verl(tmp_path: Path) -> None:
     """Solutions in boxes; chats, whose last message gets the instruction; answers beside a solution."""
     rows = [

@@ -125,6 +125,7 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         "rollout.num_frames: 5 needs rollout.engine=policy; dataset samples images and no videos",
     ),
     (FlowMatchingTaskConfig, ("rollout.num_frames=5",), "rollout.num_frames: 5: flow matching trains on images"),
+    (LMRLConfig, ("data.chat_template_date=today",), "data.chat_template_date: 'today'; expected a day such as"),
     (LMRLConfig, ("parallel.rollout_unsharded=false",), "parallel.rollout_unsharded: false would gather"),
     (LMRLConfig, ("rollout.schedule=one_step_off", "rollout.max_staleness=0"), "rollout.schedule: one_step_off trains"),
     (LMRLConfig, (PIPELINED, "actor.ppo_epochs=2"), "rollout.schedule: pipelined trains each sample once"),

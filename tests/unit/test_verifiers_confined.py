@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from phalanx import sandbox
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.rewards import RewardSet
-from phalanx.rewards.text import _grammar, _sandbox
+from phalanx.rewards.text import _grammar
 from phalanx.rewards.text._process import Verifier
 from phalanx.rewards.text.reasoning_gym import ReasoningGym
 from phalanx.types import Prompt
@@ -129,7 +130,7 @@ print(sum(range(10)))
 
 def test_the_confinement(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("s")
-    command = [sys.executable, "-P", "-c", ATTEMPTS, str(_sandbox.__file__), str(tmp_path)]
+    command = [sys.executable, "-P", "-c", ATTEMPTS, str(sandbox.__file__), str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     missing, *lines = result.stdout.splitlines()
     if missing != "[]":

@@ -33,6 +33,7 @@ RENAMED = {
     "trainer.resume_mode": "trainer.resume",
     "trainer.resume_from_path": "trainer.resume",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_checkpoints",
+    "data.apply_chat_template_kwargs": "data.chat_template_kwargs",
     "algorithm.adv_estimator": "algorithm.name",
     "algorithm.use_kl_in_reward": "algorithm.kl_reward_coef of ppo and reinforce_plus_plus, 0 without a KL",
     "algorithm.kl_penalty": "algorithm.kl_reward_type of ppo and reinforce_plus_plus",

@@ -60,6 +60,12 @@ class LMDataConfig(DataConfig):
         choices=("error", "filter", "truncate"),
     )
     system_prompt: Optional[str] = arg(None, "system message of prompts that have none; null: none")
+    chat_template_kwargs: dict[str, Any] = arg(
+        {}, "variables that the chat template reads, such as Qwen3's {enable_thinking: false}"
+    )
+    chat_template_date: Optional[str] = arg(
+        None, "day for chat templates that write today's date, as 2026-01-31; null: the day on which the run began"
+    )
 
 
 @dataclass

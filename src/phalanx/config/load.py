@@ -254,8 +254,10 @@ def _assign(base: DictConfig, root: type, hint: Any, value: Any, key: str) -> No
             for i, item in enumerate(value):
                 _assign(base, root, element, item, f"{key}[{i}]")
         else:
-            # peft has one word for a list of names
-            OmegaConf.update(base, key, [value] if key.endswith("target_modules") and value == "all-linear" else value)
+            # peft has one word for a list of names, and verl one file for a list of files
+            alone = key.endswith("target_modules") and value == "all-linear"
+            alone |= key in ("data.train_files", "data.val_files") and isinstance(value, str)
+            OmegaConf.update(base, key, [value] if alone else value)
     except OmegaConfBaseException:
         example = f"; write [{value}]" if type(value) is element else ""
         raise ConfigError(f"{key}: expected {expected(hint)}, got {shown(value)}{example}") from None

@@ -93,9 +93,11 @@ class DataConfig:
     """Sources of the prompts."""
 
     train_files: list[str] = arg(
-        [], "training prompts: .txt, .jsonl, .csv, .parquet or a Hugging Face dataset folder", path=True
+        [],
+        "training prompts: files, folders or patterns of .txt, .jsonl, .csv and .parquet, Hugging Face dataset folders",
+        path=True,
     )
-    val_files: list[str] = arg([], "held-out prompts, one validation set per file", path=True)
+    val_files: list[str] = arg([], "held-out prompts, one validation set per entry", path=True)
     prompt_key: str = arg("prompt", "column of the prompts in these files")
     train_batch_size: int = arg(32, "prompts per training step, across all ranks", **COUNT)
     train_batch_size_per_gpu: Optional[int] = arg(

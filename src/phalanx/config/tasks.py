@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Optional, TypeVar
+from typing import Any, Optional, TypeVar
 
 import yaml
 from omegaconf import OmegaConf
@@ -127,6 +127,9 @@ class GenerateConfig:
     )
     prompt_key: Optional[str] = arg(None, "column of the prompts in prompt_file; null: the run's, or prompt")
     system_prompt: Optional[str] = arg(None, "system message of prompts that have none; null: the run's, or none")
+    chat_template_kwargs: dict[str, Any] = arg(
+        {}, "variables that the chat template reads, in addition to the run's data.chat_template_kwargs"
+    )
     n: Optional[int] = arg(None, "responses per prompt; null: the run's, or 1", **COUNT)
     temperature: Optional[float] = arg(None, "temperature; 0 takes the likeliest token; null: the run's, or 0", ge=0)
     top_p: Optional[float] = arg(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from phalanx.config.files import kind
 from phalanx.config.messages import cut
-from phalanx.data.prompts import DataError, json_objects, load_dataset
+from phalanx.data.files import DataError, json_objects, load_dataset
 from phalanx.media.pictures import to_size, upright
 
 TEXT_COLUMNS = ("prompt", "text", "caption")

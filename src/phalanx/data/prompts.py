@@ -1,33 +1,19 @@
 """Prompts: reading them from files."""
 
-import csv
-import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
-from functools import partial
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from phalanx.config.files import kind, parse_json, read_bytes
-from phalanx.config.messages import cut, reason
-from phalanx.media.pictures import Picture
+from phalanx.config.files import parse_json
+from phalanx.data.files import FORMATS, DataError, Source, kind_of, locate, read, without_number
 from phalanx.types import Prompt
 
-FORMATS = "a .txt, .jsonl, .csv or .parquet file, or the folder of a Hugging Face dataset (folder:split for one split)"
-LONGEST = 100_000  # characters of a prompt: far beyond any encoder, and a tokenizer is not at it for minutes
-_Located = tuple[str, dict[str, Any]]  # a row's place, for messages, and its columns
-_KINDS = {
-    bool: "boolean",
-    int: "number",
-    float: "number",
-    dict: "object",
-    list: "list",
-    str: "text",
-    type(None): "null",
-}
+LONGEST = 2**22  # characters of a prompt: a tokenizer is not at it for minutes
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
+_PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # of the image in texts of VeRL-Omni, whose place is the model's
 
 
 @dataclass(frozen=True)
@@ -37,11 +23,7 @@ class PromptRow:
     text: str
     negative: str | None
     meta: dict[str, Any]
-    messages: list[dict[str, str]] | None = None
-
-
-class DataError(ValueError):
-    """A data file that cannot be used; the message is one line, with the file and line or row."""
+    messages: list[dict[str, Any]] | None = None
 
 
 def load_prompts(
@@ -63,10 +45,12 @@ def load_prompts(
     - `.csv`: the same as columns, which the first line names; an empty cell is no value.
     - `.parquet` and Hugging Face datasets: the same as columns; VeRL-Omni's files need no changes.
 
-    Of a chat (a list of `{role, content}`) the last user message is the prompt. All other columns go into `meta`;
+    An entry may also be a folder or a pattern of such files. Of a chat (a list of `{role, content}`, a content being a
+    text or parts `{type: text, text}`) the last user message is the prompt. All other columns go into `meta`;
     `meta["ground_truth"]` is, in this order, the column `ground_truth`, `reward_model.ground_truth`, with `quoted` the
     first span of the prompt in double quotes (straight or typographic), otherwise the column `answer`, or absent.
-    Without `quoted`, for language models, a chat is kept whole; it may end with the assistant's answer if `answered`.
+    Without `quoted`, for language models, a chat is kept whole, with its tool calls; it may end with the assistant's
+    answer if `answered`. Columns of images are then left out.
 
     Raises DataError for a file or row that cannot be used. Lines are counted from 1, rows from 0.
     """
@@ -74,14 +58,32 @@ def load_prompts(
         raise DataError(f"{key} is empty; give a list of files, each {FORMATS}")
     rows: list[PromptRow] = []
     for file in files:
-        path, split = _locate(file, key)
-        read = _read(path, split, f"{key}: {file}", images, prompt)
-        column = "prompt" if path.suffix == ".txt" else prompt
-        before = len(rows)
-        for where, columns in read:
-            rows.append(_row(columns, where, column, quoted, answered))
-        if len(rows) == before:
-            raise DataError(f"{key}: {file} has no prompts")
+        for place, source in _places(file, key):
+            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered)
+    return rows
+
+
+def _places(file: str, key: str) -> list[tuple[str, Source]]:
+    """The files of an entry, with what messages call each."""
+    sources = locate(file, key)
+    places = []
+    for path, split in sources:
+        alone = split is not None or path == Path(file).expanduser()
+        places.append((file if alone else str(path), (path, split)))
+    return places
+
+
+def _rows(
+    source: Source, place: str, images: Sequence[str], prompt: str, quoted: bool, answered: bool
+) -> list[PromptRow]:
+    """The rows of one file."""
+    path, split = source
+    column = "prompt" if path.suffix == ".txt" else prompt
+    rows = []
+    for where, columns in read(path, split, place, images, prompt, texts=not quoted):
+        rows.append(_row(columns, where, column, bool(images), quoted, answered))
+    if not rows:
+        raise DataError(f"{place} has no prompts")
     return rows
 
 
@@ -94,27 +96,60 @@ def validation_sets(
     quoted: bool = True,
     answered: bool = False,
 ) -> dict[str, list[Prompt]]:
-    """The rows of each file of `data.val_files`, at most `limit`, by the file's name without ending.
+    """The rows of each entry of `data.val_files`, at most `limit`, by the file's name without ending.
 
-    A split of a dataset folder is named `folder_split`. `group_id` is the row's number. For the others see
+    A split of a folder is named `folder_split`. Files of a pattern are a set each, but for the parts of one. Sets that
+    would have one name have that of their folder before it. `group_id` is the row's number. For the others see
     `load_prompts`.
     """
     key = "data.val_files"
+    entries: list[_Set] = []
+    for file in files:
+        entries += _sets(file, key)
+    counts = Counter(entry.name for entry in entries)
     sets: dict[str, list[Prompt]] = {}
     origin: dict[str, str] = {}
-    for file in files:
-        path, split = _locate(file, key)
-        name = path.stem if path.is_file() else path.resolve().name
-        if split is not None:
-            name += f"_{split}"
+    for entry in entries:
+        name = entry.name if counts[entry.name] == 1 else f"{entry.parent}_{entry.name}"
         if name in sets:
             raise DataError(
-                f"{key}: {origin[name]} and {file} would both be the validation set {name!r}; rename one of them"
+                f"{key}: {origin[name]} and {entry.file} would both be the validation set {name!r}; rename one of them"
             )
-        origin[name] = file
-        rows = load_prompts([file], key, images, prompt, quoted=quoted, answered=answered)[:limit]
-        sets[name] = [numbered(row, i) for i, row in enumerate(rows)]
+        origin[name] = entry.file
+        rows: list[PromptRow] = []
+        for place, source in entry.places:
+            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered)
+        sets[name] = [numbered(row, i) for i, row in enumerate(rows[:limit])]
     return sets
+
+
+@dataclass
+class _Set:
+    """A validation set: its name, that of the folder which it is in, the entry that lists it, and its files."""
+
+    name: str
+    parent: str
+    file: str
+    places: list[tuple[str, Source]]
+
+
+def _sets(file: str, key: str) -> list[_Set]:
+    """The validation sets of an entry."""
+    places = _places(file, key)
+    path = Path(file).expanduser()
+    if path.exists():
+        path = path if path.is_file() else path.resolve()
+        return [_Set(path.stem if path.is_file() else path.name, path.resolve().parent.name, file, places)]
+    folder, _, split = file.rpartition(":")
+    if folder and Path(folder).expanduser().is_dir():
+        path = Path(folder).expanduser().resolve()
+        return [_Set(f"{path.name}_{split}", path.parent.name, file, places)]
+    sets: dict[tuple[Path, str], _Set] = {}
+    for place, source in places:
+        within = source[0].resolve().parent
+        name = without_number(source[0]) or within.name
+        sets.setdefault((within, name), _Set(name, within.name, file, [])).places.append((place, source))
+    return list(sets.values())
 
 
 def numbered(row: PromptRow, group_id: int) -> Prompt:
@@ -122,220 +157,94 @@ def numbered(row: PromptRow, group_id: int) -> Prompt:
     return Prompt(row.text, group_id, row.meta, row.negative, row.messages)
 
 
-def _locate(file: str, key: str) -> tuple[Path, str | None]:
-    """The path, and the split of `folder:split`."""
-    path = Path(file)
-    try:
-        if kind(path) is not None:
-            return path.expanduser(), None
-        folder, _, split = file.rpartition(":")
-        if folder and kind(Path(folder)) == "folder":
-            return Path(folder).expanduser(), split
-    except OSError as error:
-        raise DataError(f"{key}: {cut(file)} cannot be read: {error.strerror}") from None
-    path = path.expanduser()
-    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-    near = get_close_matches(path.name, siblings, 1)
-    hint = f"did you mean {path.parent / near[0]}?" if near else f"expected {FORMATS}"
-    raise DataError(f"{key}: {file} does not exist; {hint}")
+def question(prompt: Prompt) -> Prompt:
+    """The prompt of a chat without the answer that it may end with."""
+    messages = prompt.messages or []
+    answered = messages and messages[-1]["role"] == "assistant"
+    return replace(prompt, messages=messages[:-1]) if answered else prompt
 
 
-def _read(path: Path, split: str | None, place: str, images: Sequence[str], prompt: str) -> Iterator[_Located]:
-    """The rows of a file, of which messages say that it is at `place`."""
-    if path.is_dir():
-        return _dataset_rows(path, split, place, images, prompt)
-    if path.suffix == ".txt":
-        if images:
-            raise DataError(f"{place} is plain text; images ({', '.join(images)}) come in the other formats")
-        return ((where, {"prompt": line}) for where, line in _lines(path, place))
-    if path.suffix == ".jsonl":
-        return _json_rows(path, place, images)
-    if path.suffix == ".csv":
-        return _csv_rows(path, place, images, prompt)
-    if path.suffix == ".parquet":
-        return _parquet_rows(path, place, images, prompt)
-    ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
-    raise DataError(f"{place} {ending}; expected {FORMATS}")
+def answer_of(value: Any, name: str, where: str) -> str | None:
+    """A response: a text, or a chat of one message of the assistant, as TRL has it; None where there is none."""
+    if not isinstance(value, list):
+        return value if isinstance(value, str) else None
+    messages = _messages(value, name, where, answered=True) if value else []
+    if messages is None or [message["role"] for message in messages] != ["assistant"] or "content" not in messages[0]:
+        raise DataError(f"{where}: {name} is a chat of {len(value)} messages; expected one of the assistant, or a text")
+    return str(messages[0]["content"])
 
 
-def _lines(path: Path, place: str) -> Iterator[tuple[str, str]]:
-    """Lines that are not blank, each with its place."""
-    try:
-        content = read_bytes(path).removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise DataError(f"{place} cannot be read: {error.strerror}") from None
-    # not str.splitlines: only newlines end a line, and other separators may be part of a prompt
-    for number, raw in enumerate(content.split(b"\n"), 1):
-        where = f"{place}:{number}"
-        try:
-            line = raw.decode("utf-8").strip()
-        except UnicodeDecodeError as error:
-            byte = f"byte 0x{raw[error.start]:02x}"
-            raise DataError(f"{where}: not UTF-8 ({byte}); save the file as UTF-8") from None
-        if line:
-            yield where, line
-
-
-def json_objects(path: Path, place: str) -> Iterator[_Located]:
-    """The objects of a file of JSON lines, each with its place; raises DataError for a line that holds none."""
-    expected = 'expected one object per line, {"prompt": "..."}'
-    for where, line in _lines(path, place):
-        try:
-            value = parse_json(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{where}: not JSON ({error.msg} at column {error.colno}); {expected}") from None
-        except ValueError as error:
-            raise DataError(f"{where}: not JSON ({error}); {expected}") from None
-        if not isinstance(value, dict):
-            raise DataError(f"{where}: JSON of type {_kind(value)}; {expected}")
-        yield where, value
-
-
-def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[_Located]:
-    for where, value in json_objects(path, place):
-        for name in images:
-            if name not in value:
-                raise DataError(f"{where}: no {name!r}; it has {', '.join(value) or 'no keys'}")
-            value[name] = Picture(partial(_given, value[name]), path.parent, f"{where}: {name}")
-        yield where, value
-
-
-def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Iterator[_Located]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            _check_columns(reader.fieldnames or [], place, (prompt, *images))
-            for row in reader:
-                where = f"{place}:{reader.line_num}"
-                if None in row:
-                    raise DataError(f"{where}: more cells than the header has columns; expected quotes around commas")
-                value: dict[str, Any] = {name: cell or None for name, cell in row.items()}
-                value[prompt] = row[prompt] or ""
-                for name in images:
-                    value[name] = Picture(partial(_given, value[name]), path.parent, f"{where}: {name}")
-                yield where, value
-    except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
-    except csv.Error as error:
-        raise DataError(f"{place}:{reader.reader.line_num}: not CSV ({error})") from None
-
-
-def _given(value: Any) -> Any:
-    return value
-
-
-def _parquet_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Iterator[_Located]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        source = pq.ParquetFile(path)
-        _check_columns(source.schema_arrow.names, place, (prompt, *images))
-        rows = _mapped(path) if images else source.read().to_pylist()
-    # UnicodeDecodeError, a ValueError, comes from a text column
-    except (pa.ArrowException, OSError, ValueError) as error:
-        if isinstance(error, DataError):
-            raise
-        first = next(iter(str(error).splitlines()), type(error).__name__)
-        raise DataError(f"{place} is not a Parquet file: {first}") from error
-    return _with_pictures(rows, path.parent, place, images) if images else _numbered(rows, place)
-
-
-def _mapped(path: Path) -> Any:
-    """A Parquet file as a dataset that stays on disk.
-
-    `datasets` keeps a copy in its cache, from which it can read a single row.
-    """
-    import datasets
-
-    datasets.disable_progress_bars()  # every rank would draw its own
-    return datasets.Dataset.from_parquet(str(path))
-
-
-def _numbered(rows: Iterable[dict[str, Any]], place: str) -> Iterator[_Located]:
-    return ((f"{place}, row {number}", row) for number, row in enumerate(rows))
-
-
-def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]) -> Iterator[_Located]:
-    """The rows of a dataset on disk, with Pictures in place of images."""
-    from datasets import Image
-
-    columns = {name: dataset.select_columns([name]) for name in images}
-    for name, column in columns.items():
-        if isinstance(column.features[name], Image):
-            columns[name] = column.cast_column(name, Image(decode=False))
-
-    def cell(name: str, number: int) -> Any:
-        return columns[name][number][name]
-
-    for number, (where, texts) in enumerate(_numbered(dataset.remove_columns(list(images)), place)):
-        pictures = {name: Picture(partial(cell, name, number), folder, f"{where}: {name}") for name in images}
-        yield where, {**texts, **pictures}
-
-
-def _dataset_rows(path: Path, split: str | None, place: str, images: Sequence[str], prompt: str) -> Iterator[_Located]:
-    from datasets import DatasetDict
-
-    dataset = load_dataset(
-        path, place, f"{place} is a folder, but not a dataset written by save_to_disk; expected {FORMATS}"
-    )
-    if isinstance(dataset, DatasetDict):
-        splits = list(dataset)
-        if split is None and len(splits) > 1:
-            raise DataError(f"{place} has the splits {', '.join(splits)}; name one, e.g. {path}:{splits[0]}")
-        if split is not None and split not in splits:
-            raise DataError(f"{place}: there is no split {split!r}; it has {', '.join(splits)}")
-        dataset = dataset[split if split is not None else splits[0]]
-    elif split is not None:
-        raise DataError(f"{place}: the dataset has no splits; expected {path}")
-    _check_columns(dataset.column_names, place, (prompt, *images))
-    return _with_pictures(dataset, path, place, images) if images else _numbered(dataset, place)
-
-
-def load_dataset(path: Path, place: str, absent: str) -> Any:
-    """A Hugging Face dataset folder. Raises DataError: `absent` where it is none, and for a damaged one."""
-    from datasets import load_from_disk
-
-    try:
-        return load_from_disk(str(path))
-    except FileNotFoundError:
-        raise DataError(absent) from None
-    except Exception as error:  # its JSON files are foreign, and `datasets` stumbles over them in whatever way
-        raise DataError(f"{place}: the dataset is damaged: {reason(error)}") from error
-
-
-def _check_columns(columns: Sequence[str], place: str, wanted: Sequence[str]) -> None:
-    for name in wanted:
-        if name not in columns:
-            raise DataError(f"{place} has no column {name!r}; it has {', '.join(columns) or 'none'}")
-
-
-def _row(columns: dict[str, Any], where: str, prompt: str, quoted: bool, answered: bool) -> PromptRow:
+def _row(
+    columns: dict[str, Any], where: str, prompt: str, about_image: bool, quoted: bool, answered: bool
+) -> PromptRow:
     if prompt not in columns:
         raise DataError(f"{where}: no {prompt!r}; it has {', '.join(columns) or 'no keys'}")
     text = _text(columns[prompt], prompt, where)
-    if not text.strip():
-        raise DataError(f"{where}: the prompt is empty")
     negative = columns.get("negative_prompt")
     if negative is not None:
         negative = _text(negative, "negative_prompt", where)
+    if about_image:
+        text, negative = (text and _PLACEHOLDER.sub("", text) for text in (text, negative))
+    if not text.strip():
+        raise DataError(f"{where}: the prompt is empty")
     meta = {name: value for name, value in columns.items() if name not in (prompt, "negative_prompt", "ground_truth")}
     truth = _ground_truth(columns, text, quoted)
     if truth is not None:
         meta["ground_truth"] = truth
-    return PromptRow(text, negative, meta, None if quoted else _messages(columns[prompt], prompt, where, answered))
+    if quoted:
+        return PromptRow(text, negative, meta)
+    if "tools" in meta:
+        meta["tools"] = _tools(meta["tools"])
+    return PromptRow(text, negative, meta, _messages(columns[prompt], prompt, where, answered))
 
 
-def _messages(value: Any, name: str, where: str, answered: bool) -> list[dict[str, str]] | None:
-    """A chat's messages, None for a plain text."""
+def _messages(value: Any, name: str, where: str, answered: bool) -> list[dict[str, Any]] | None:
+    """A chat's messages with texts as contents, and what else they have (`tool_calls`); None for a plain text."""
     if not isinstance(value, list):
         return None
-    for message in value:
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+    messages = []
+    for given in value:
+        message = _without_nulls(given)
+        if isinstance(message, dict) and isinstance(message.get("content"), list):
+            message["content"] = _joined(message["content"], name, where)
+        calls = isinstance(message, dict) and "content" not in message and "tool_calls" in message
+        keys = ("role",) if calls else ("role", "content")
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):
             raise DataError(f"{where}: {name} holds a message that is not {{role, content}}, both texts")
-    if value[-1]["role"] == "assistant" and not answered:
+        messages.append(message)
+    if messages[-1]["role"] == "assistant" and not answered:
         raise DataError(f"{where}: {name} ends in an answer of the assistant; expected a message that it is to answer")
-    return [{"role": message["role"], "content": message["content"]} for message in value]
+    return messages
+
+
+def _joined(parts: list[Any], name: str, where: str) -> str:
+    """The text of a message in parts, {type: text, text} each."""
+    texts = []
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise DataError(f"{where}: {name} holds a part of a message that is not {{type: text, text}}")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without keys that are null: files with columns have those of all rows in each."""
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return value
+
+
+def _tools(value: Any) -> Any:
+    """Tools for the chat template, a list of JSON schemas or the JSON text of one; any other value as it is."""
+    if isinstance(value, str):
+        try:
+            parsed = parse_json(value)
+        except ValueError:
+            return value
+        value = parsed if isinstance(parsed, list) else value
+    return _without_nulls(value)
 
 
 def _ground_truth(columns: dict[str, Any], text: str, quoted: bool) -> Any:
@@ -357,14 +266,11 @@ def _text(value: Any, name: str, where: str) -> str:
         messages = [m for m in value if isinstance(m, dict) and m.get("role") == "user"]
         if not messages:
             raise DataError(f"{where}: {name} is a list without a user message; expected text or [{{role, content}}]")
-        value = messages[-1].get("content")  # a message with parts has a list there: reported below
+        value = messages[-1].get("content")
+        if isinstance(value, list):
+            value = _joined(value, name, where)
     if not isinstance(value, str):
-        raise DataError(f"{where}: {name} is of type {_kind(value)}; expected text, or a chat of texts")
+        raise DataError(f"{where}: {name} is of type {kind_of(value)}; expected text, or a chat of texts")
     if len(value) > LONGEST:
         raise DataError(f"{where}: {name} has {len(value)} characters; expected at most {LONGEST}")
     return value
-
-
-def _kind(value: Any) -> str:
-    """The JSON name of a value's type."""
-    return _KINDS.get(type(value), type(value).__name__)

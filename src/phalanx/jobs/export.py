@@ -87,7 +87,10 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
     """
     folder = _locate(checkpoint)
     run = read_run(folder.parent.parent / "config.yaml", LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig)
-    held_rank = read_meta(folder)["signature"]["lora_rank"]
+    signature = read_meta(folder)["signature"]
+    if isinstance(run, LMRunConfig):
+        run.data.chat_template_date = run.data.chat_template_date or signature.get("chat_template_date")
+    held_rank = signature["lora_rank"]
     if held_rank != run.model.lora_rank:
         raise ValueError(
             f"checkpoint: {folder} was trained with lora_rank {held_rank}, but the config.yaml of its run says "

@@ -17,14 +17,15 @@ from phalanx.config.lm import LMModelConfig, LMRunConfig
 from phalanx.config.rules import check, check_model
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
-from phalanx.data.prompts import load_prompts, numbered
+from phalanx.data.prompts import load_prompts, numbered, question
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.jobs.export import open_checkpoint
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
+from phalanx.models.lm.chat import prompt_tokens
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
-from phalanx.models.lm.policy import LMPolicy, prompt_tokens
+from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.telemetry.loggers.console import plain
@@ -56,10 +57,12 @@ class Generation:
             given = {"revision": None} | given
         config = replace(run.model, gradient_checkpointing=False, use_remove_padding=False, **given)
         check_model(cfg, config)
-        data = replace(run.data, **_given(system_prompt=cfg.system_prompt), overlong_prompts="error")
+        variables = run.data.chat_template_kwargs | cfg.chat_template_kwargs
+        data = replace(run.data, overlong_prompts="error", chat_template_kwargs=variables)
+        data = replace(data, **_given(system_prompt=cfg.system_prompt))
         # supervised training adds the mask token that its base lacks
         model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig))
-        lengths = [len(prompt_tokens(tokenizer, prompt, data.system_prompt)) for prompt in self.prompts]
+        lengths = [len(tokens) for tokens in prompt_tokens(tokenizer, self.prompts, data, config.path)]
         limit = self._limit(run, lengths, positions(model.lm.config) or 2**20, config.block_size or 1)
         data = replace(data, max_prompt_length=max(lengths), max_response_length=limit)
         settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
@@ -159,8 +162,9 @@ def load(config: LMModelConfig, *, add_mask: bool) -> tuple[CausalLM, Any]:
 def read_prompts(cfg: GenerateConfig, key: str) -> list[Prompt]:
     """The prompts of the task, numbered from 0; raises ValueError for a file that cannot be read."""
     if cfg.prompt_file is not None:
-        rows = load_prompts([cfg.prompt_file], "prompt_file", prompt=key, quoted=False)
-        return [numbered(row, i) for i, row in enumerate(rows)]
+        # a file of supervised training holds the answers as well
+        rows = load_prompts([cfg.prompt_file], "prompt_file", prompt=key, quoted=False, answered=True)
+        return [question(numbered(row, i)) for i, row in enumerate(rows)]
     return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]
 
 

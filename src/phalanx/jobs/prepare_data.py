@@ -26,6 +26,7 @@ INSTRUCTIONS = {
     "answer": "Think first, then give the final answer between <answer> and </answer>.",
     "none": "",
 }
+LONGEST_ANSWER = 100  # characters
 Row = dict[str, Any]  # of an output file
 
 
@@ -34,6 +35,7 @@ class PrepareData:
 
     def __init__(self, cfg: PrepareDataConfig) -> None:
         self.cfg = cfg
+        self.proofs: list[str] = []  # counts of them, in words
         check(cfg)
         if cfg.source is None:
             rows, form = list(self._made()), "answer"
@@ -58,6 +60,8 @@ class PrepareData:
         print(f"instruction: {self.instruction or 'none'}")
         if self.repeated:
             print(f"{self.repeated} prompts of the source occur again: left out")
+        for text in self.proofs:
+            print(f"{text}: left out")
         if self.leaked:
             print(f"{self.leaked} prompts of the source are prompts of test_source: left out")
 
@@ -84,7 +88,7 @@ class PrepareData:
 
     def _read(self, file: str, key: str) -> tuple[list[Row], str]:
         """The rows of a file, and the form in which its answers are written."""
-        rows, form = [], "none"
+        rows, form, plain = [], "none", list[int]()  # `plain`: rows whose answer is the whole text of its column
         for number, row in enumerate(self._prompts(file, key)):
             answers = row.meta.get("ground_truth"), row.meta.get("solution")
             raw = answers[0] if answers[0] is not None else answers[1]
@@ -100,12 +104,29 @@ class PrepareData:
                 answer, form = boxed(text), "boxed"
             else:
                 answer = text.strip()
+                plain.append(number)
                 form = "boxed" if "\\boxed" in str(row.meta.get("solution")) else form
             if not answer:
                 raise ConfigError(f"{key}: {file}: prompt {number} has a solution without an answer: {text[-80:]!r}")
             others = {name: value for name, value in row.meta.items() if name not in ("ground_truth", "reward_model")}
             rows.append({"prompt": row.messages or row.text, "ground_truth": answer, **others})
-        return rows, form
+        return self._without_proofs(rows, plain, f"{key}: {file}"), form
+
+    def _without_proofs(self, rows: list[Row], plain: list[int], place: str) -> list[Row]:
+        """The rows without those that no answer can equal: where solutions mark their answers, one without a mark that
+        is as long as a solution, or stands among a few, is a proof.
+        """
+        marked_rows = len(rows) - len(plain)
+        if marked_rows == 0:
+            return rows
+        proofs = set(plain)
+        if marked_rows < len(plain):
+            proofs = {number for number in plain if len(rows[number]["ground_truth"]) > LONGEST_ANSWER}
+        if proofs:
+            self.proofs.append(
+                f"{place}: {len(proofs)} of {len(rows)} solutions mark no answer, first prompt {min(proofs)}"
+            )
+        return [row for number, row in enumerate(rows) if number not in proofs]
 
     def _prompts(self, file: str, key: str) -> list[PromptRow]:
         if self.cfg.prompt_key is not None:
@@ -171,5 +192,5 @@ class PrepareData:
 def _name(row: Row) -> str:
     """The prompt without case and spacing, which two rows that ask the same have in common."""
     prompt = row["prompt"]
-    text = prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
+    text = prompt if isinstance(prompt, str) else "\n".join(message.get("content", "") for message in prompt)
     return " ".join(text.split()).casefold()

@@ -22,7 +22,7 @@ class Picture:
     """An image of a data file. `where` names its place in messages.
 
     `source()` returns what the file, which is in `folder`, holds of it: bytes, a path, or, as
-    Hugging Face stores images, {"bytes": ..., "path": ...} with one of them.
+    Hugging Face stores images, {"bytes": ..., "path": ...} with one of them; or a list of one of these.
     """
 
     source: Callable[[], Any]
@@ -61,13 +61,16 @@ class Picture:
 
     def _file(self, value: Any) -> Path | BytesIO:
         """The argument for Image.open."""
-        if isinstance(value, dict) and value.keys() == {"bytes", "path"}:
-            value = value["path"] if value["bytes"] is None else value["bytes"]
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, dict) and value and value.keys() <= {"bytes", "path"}:
+            value = value.get("path") if value.get("bytes") is None else value["bytes"]
         if isinstance(value, bytes):
             return BytesIO(value)
         if isinstance(value, str):
             return self.folder / value
-        raise ValueError(f"{self.where} is of type {type(value).__name__}; expected {FORMS}")
+        form = f"a list of {len(value)}" if isinstance(value, list) else f"of type {type(value).__name__}"
+        raise ValueError(f"{self.where} is {form}; expected {FORMS}")
 
 
 def upright(image: Image.Image) -> Image.Image:

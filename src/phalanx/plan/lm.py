@@ -137,9 +137,6 @@ class _Tokenizer:
     def __len__(self) -> int:
         return 1
 
-    def apply_chat_template(self, *args: Any, **kwargs: Any) -> dict[str, list[int]]:
-        return {"input_ids": [0]}
-
 
 def planned_lm_policy(
     cfg: LMRunConfig,

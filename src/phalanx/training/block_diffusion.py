@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
-from phalanx.data.prompts import DataError, PromptRow, load_prompts, numbered, validation_sets
+from phalanx.data.files import DataError
+from phalanx.data.prompts import PromptRow, answer_of, load_prompts, numbered, question, validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.launch import Launch
@@ -28,7 +29,6 @@ from phalanx.training import batch_plan
 from phalanx.training.components import JobComponents, build_rewards, start
 from phalanx.training.lm_rl import fitting_sets
 from phalanx.training.supervised import Shares, SupervisedTrainer, share_of_rank, supervised_trainer
-from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -109,6 +109,7 @@ def fitting(
     response, or one that has the mask token.
     """
     data, key, examples = policy.data, "data.train_files", []
+    policy.encode_ahead([question(numbered(row, 0)) for row in rows])
     for number, row in enumerate(rows):
         example = encoded(row, policy, response_key, f"{key}, sample {number}")
         lengths = {"prompt": (len(example.prompt), data.max_prompt_length)}
@@ -138,10 +139,10 @@ def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | No
     """The tokens of a row; the response ends with an end token."""
     prompt = question(numbered(row, 0))
     if response_key is not None:
-        text = row.meta.get(response_key)
+        text = answer_of(row.meta.get(response_key), response_key, where)
     else:
-        last = row.messages[-1] if row.messages else {"role": None, "content": None}
-        text = last["content"] if last["role"] == "assistant" else None
+        last = row.messages[-1] if row.messages else {"role": None}
+        text = last.get("content") if last["role"] == "assistant" else None
     if not isinstance(text, str):
         column = "the last message of its chat is not the assistant's" if response_key is None else f"no {response_key}"
         raise DataError(f"{where} has no response ({column}); see data.prompt_key and data.response_key")
@@ -151,13 +152,6 @@ def encoded(row: PromptRow, policy: BlockDiffusionPolicy, response_key: str | No
     if policy.mask_id in response:
         raise DataError(f"{where}: its response holds the mask token {policy.tokenizer.mask_token!r}")
     return Example(policy.encode(prompt), [*response, policy.tokenizer.eos_token_id])
-
-
-def question(prompt: Prompt) -> Prompt:
-    """The prompt of a chat without the answer that it may end with."""
-    messages = prompt.messages or []
-    answered = messages and messages[-1]["role"] == "assistant"
-    return replace(prompt, messages=messages[:-1]) if answered else prompt
 
 
 class BlockDiffusion:

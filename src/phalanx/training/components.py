@@ -2,15 +2,17 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object
@@ -99,19 +101,28 @@ def start(cfg: RunConfig) -> World:
         folder_lock.hold(Path(cfg.trainer.output_dir), world)
     if world.device.type == "cpu":
         choose_cpu_linear(cfg, world)
+    if isinstance(cfg, LMRunConfig):
+        given, name = cfg.data.chat_template_date, "chat_template_date"
+        cfg.data.chat_template_date = chosen(cfg, world, name, given, lambda: date.today().isoformat())
     return world
 
 
 def choose_cpu_linear(cfg: RunConfig, world: World) -> None:
-    """Set model.cpu_linear where it is null, the same on all ranks: hosts may differ, and libraries in last bits."""
-    choice = cfg.model.cpu_linear
-    if choice is None:
-        if world.rank == 0:
-            root = Path(cfg.trainer.output_dir) / "checkpoints"
-            choice = saved_choice(root, cfg.trainer.resume, "cpu_linear") or preferred()
-        choice = cfg.model.cpu_linear = broadcast_object(choice)
+    """Set model.cpu_linear where it is null: hosts may differ, and libraries in last bits."""
+    choice = cfg.model.cpu_linear = chosen(cfg, world, "cpu_linear", cfg.model.cpu_linear, preferred)
     if world.lead:
         log.debug("float32 linear layers by %s (model.cpu_linear)", choice)
+
+
+def chosen(cfg: RunConfig, world: World, name: str, given: str | None, choose: Callable[[], str]) -> str:
+    """A choice that a run makes once: as given, as the checkpoint has it that is resumed, or anew by rank 0."""
+    if given is None:
+        if world.rank == 0:
+            root = Path(cfg.trainer.output_dir) / "checkpoints"
+            given = saved_choice(root, cfg.trainer.resume, name) or choose()
+        given = broadcast_object(given)
+    assert given is not None, "rank 0 chooses"
+    return given
 
 
 def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> RewardSet | None:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.config import save
+from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import RunConfig
 from phalanx.config.secrets import public
 from phalanx.distributed import mesh
@@ -280,6 +281,10 @@ class Job:
         signature = self.state.signature()
         for name, state in self.beside.items():
             signature |= {f"{name}: {key}": value for key, value in state.signature().items()}
+        if isinstance(self.cfg, LMRunConfig):
+            data = self.cfg.data
+            signature["chat_template_date"] = data.chat_template_date
+            signature["chat_template_kwargs"] = data.chat_template_kwargs
         return signature
 
     def _resume(self) -> Progress:

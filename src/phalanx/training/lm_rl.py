@@ -135,9 +135,10 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     where none is left.
     """
     limit, overlong = policy.data.max_prompt_length, policy.data.overlong_prompts
-    kept = []
+    kept, prompts = [], [numbered(row, 0) for row in rows]
+    policy.encode_ahead(prompts)
     for number, row in enumerate(rows):
-        length = len(policy.encode(numbered(row, 0)))
+        length = len(policy.encode(prompts[number]))
         if length <= limit:
             kept.append(row)
         elif overlong == "error":

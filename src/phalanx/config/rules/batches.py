@@ -1,8 +1,20 @@
 """Rules of batch sizes, prompts, and the run."""
 
+from datetime import date
 from typing import Any
 
-from phalanx.config.rules.rule import BLOCK_DIFFUSION, FLOW_MATCHING, LM_RL, RL, RUN, Rule, beside_per_gpu, not_betas
+from phalanx.config.messages import cut
+from phalanx.config.rules.rule import (
+    BLOCK_DIFFUSION,
+    FLOW_MATCHING,
+    LM,
+    LM_RL,
+    RL,
+    RUN,
+    Rule,
+    beside_per_gpu,
+    not_betas,
+)
 
 
 def _budget(c: Any) -> tuple[int, str] | None:
@@ -10,6 +22,15 @@ def _budget(c: Any) -> tuple[int, str] | None:
     if not c.actor.use_dynamic_bsz or c.actor.ppo_max_token_len_per_gpu >= c.longest_row:
         return None
     return c.longest_row, ", and rollout.denoising_steps_per_block times it" if c.model.block_size else ""
+
+
+def _no_date(text: str | None) -> str | None:
+    """The text, quoted, where it is no date."""
+    try:
+        date.fromisoformat(text or "2000-01-01")
+    except ValueError:
+        return cut(repr(text))
+    return None
 
 
 RULES = (
@@ -23,6 +44,9 @@ RULES = (
          lambda c: c.actor.ppo_mini_batch_size_per_gpu is not None and c.data.train_batch_size_per_gpu is None,
          "actor.ppo_mini_batch_size_per_gpu: {c.actor.ppo_mini_batch_size_per_gpu} follows the ranks, and "
          "data.train_batch_size does not; set data.train_batch_size_per_gpu, or actor.ppo_mini_batch_size"),
+    Rule("data.chat_template_date", LM, "The day of chat templates is a date.",
+         lambda c: _no_date(c.data.chat_template_date),
+         "data.chat_template_date: {x}; expected a day such as 2026-01-31"),
     Rule("data.train_batch_size_per_gpu data.train_batch_size", RUN,
          "A batch is given for all ranks or per rank, not both.",
          lambda c: beside_per_gpu(c.data, "train_batch_size"),

@@ -1,6 +1,9 @@
 """The policy: a causal language model over the mesh, and the replay of what it sampled."""
 
 import copy
+import hashlib
+import json
+from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,6 +19,7 @@ from phalanx.distributed.mesh import World
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
 from phalanx.models.lm.agreement import check_agreement
+from phalanx.models.lm.chat import prompt_tokens
 from phalanx.models.lm.model import (
     DTYPES,
     CausalLM,
@@ -64,6 +68,7 @@ class LMPolicy:
         self.settings = model.lm.config
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+        self._tokens: dict[bytes, array[int]] = {}  # of prompts, with the chat template
         self._cost: tuple[float, float] | None = None  # see forward_flops
         self._weights = sum(p.numel() for p in model.parameters())
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
@@ -110,13 +115,24 @@ class LMPolicy:
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt with the chat template, behind which a response begins."""
-        tokens = prompt_tokens(self.tokenizer, prompt, self.data.system_prompt)
-        if self.data.overlong_prompts == "truncate":
-            tokens = tokens[-self.data.max_prompt_length :]
-        if max(tokens, default=0) >= self.rows:
-            token = self.tokenizer.convert_ids_to_tokens(max(tokens))
-            raise ValueError(f"data: the prompt {cut(prompt.text)!r} holds {token!r}, which the model does not embed")
-        return tokens
+        key = _key(prompt)
+        if key not in self._tokens:
+            self.encode_ahead([prompt])
+        return self._tokens[key].tolist()
+
+    def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
+        """Render and tokenize prompts, all at once, and keep their tokens: a step then only looks them up."""
+        new = {_key(prompt): prompt for prompt in prompts}
+        every = prompt_tokens(self.tokenizer, list(new.values()), self.data, self.config.path)
+        for (key, prompt), tokens in zip(new.items(), every, strict=True):
+            if self.data.overlong_prompts == "truncate":
+                tokens = tokens[-self.data.max_prompt_length :]
+            if max(tokens, default=0) >= self.rows:
+                token = self.tokenizer.convert_ids_to_tokens(max(tokens))
+                raise ValueError(
+                    f"data: the prompt {cut(prompt.text)!r} holds {token!r}, which the model does not embed"
+                )
+            self._tokens[key] = tokens
 
     def decode(self, tokens: list[int]) -> str:
         """The text of a response, without its special tokens."""
@@ -237,16 +253,10 @@ class LMPolicy:
         return self.trained.using(weights)
 
 
-def prompt_tokens(tokenizer: Any, prompt: Prompt, system: str | None) -> list[int]:
-    """Tokens of a prompt with the chat template, however many; `system`: see data.system_prompt."""
-    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-    if system is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system}, *messages]
-    if tokenizer.chat_template is None:
-        encoded = tokenizer("\n\n".join(m["content"] for m in messages))
-    else:
-        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    return list(encoded["input_ids"])
+def _key(prompt: Prompt) -> bytes:
+    """A digest of all that the tokens of a prompt depend on."""
+    chat = json.dumps([prompt.messages or prompt.text, prompt.meta.get("tools")], default=str)
+    return hashlib.blake2b(chat.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
 def build_policy(

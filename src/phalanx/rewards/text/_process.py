@@ -6,7 +6,6 @@ regular expression keeps Python's lock for as long as it runs.
 
 import json
 import logging
-import os
 import queue
 import signal
 import subprocess
@@ -20,12 +19,10 @@ from typing import Any
 from phalanx.config.messages import cut
 from phalanx.exit import place
 from phalanx.rewards.base import UNJUDGED, RewardOutput
+from phalanx.sandbox import environment
 
 log = logging.getLogger(__name__)
 _CHILD = Path(__file__).with_name("_child.py")
-# Variables of the environment that a verifier gets, beside those that begin with LC_ or PYTHON: no token is among them.
-_VARIABLES = ("PATH", "LANG", "LD_LIBRARY_PATH")
-_FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 class VerifierError(RuntimeError):
@@ -108,13 +105,8 @@ class Verifier:
 
     def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-P", str(_CHILD), self._name, str(self._timeout_s)]
-        environment = dict(_FIXED)
-        for name, value in os.environ.items():
-            if name in _VARIABLES or name.startswith(("LC_", "PYTHON")):
-                environment.setdefault(name, value)
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment
-        )
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return subprocess.Popen(command, **pipes, text=True, encoding="utf-8", env=environment())
 
     def _end(self, child: "subprocess.Popen[str]") -> str:
         """The end of a process, as a part of a line."""

@@ -1,8 +1,8 @@
-"""Confine a process that runs a third party's verifier: no network, no other process, no file to write.
+"""Confine a process that runs foreign code, such as a verifier: no network, no other process, no file to write.
 
 Three layers, which need no privileges: limits of resources, a seccomp filter that only allows the system calls of a
 computing Python, and Landlock, which only allows files of Python and its packages to be read. Only the standard library
-is imported: _child.py runs this file in a process without phalanx.
+is imported: the children run this file in processes without phalanx.
 """
 
 import ctypes
@@ -14,7 +14,10 @@ import struct
 import sys
 from pathlib import Path
 
-MEMORY = 4 * 2**30  # bytes of address space
+# Variables of the environment that such a process gets, beside those that begin with LC_ or PYTHON: no token is among
+# them.
+_VARIABLES = ("PATH", "LANG", "LD_LIBRARY_PATH")
+_FIXED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 
 # System calls that a computing Python needs, by their numbers in Linux' tables of each machine: memory, clocks, signals
 # to itself, reading of files. The last entry: open calls, whose argument of that index must not ask for writing.
@@ -43,10 +46,21 @@ _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # Landlock's system 
 _READ = 1 << 2 | 1 << 3  # LANDLOCK_ACCESS_FS_READ_FILE and READ_DIR
 
 
-def confine() -> list[str]:
-    """Confine this process for good; the layers that this machine does not have, in words."""
+def environment() -> dict[str, str]:
+    """The variables of the environment for such a process."""
+    variables = dict(_FIXED)
+    for name, value in os.environ.items():
+        if name in _VARIABLES or name.startswith(("LC_", "PYTHON")):
+            variables.setdefault(name, value)
+    return variables
+
+
+def confine(memory: int = 4 * 2**30) -> list[str]:
+    """Confine this process for good, to that many bytes of address space; the layers that this machine does not have,
+    in words.
+    """
     for limit, value in (
-        (resource.RLIMIT_AS, MEMORY),
+        (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, 0),

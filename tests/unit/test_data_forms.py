@@ -1,0 +1,208 @@
+"""Forms of data that other trainers and hubs have: each is read as it is, or refused in one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from datasets import Dataset, Features, Image, List, Value
+
+from phalanx.config import load
+from phalanx.config.lm import LMRLConfig
+from phalanx.data.files import DataError
+from phalanx.data.prompts import answer_of, load_prompts, validation_sets
+from tests.checks import refused
+from tests.pairs import write_parquet
+
+KEY = "data.train_files"
+USER = {"role": "user", "content": "What is 1+1?"}
+
+
+def write(path: Path, *rows: Any) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def texts(files: list[str], **form: Any) -> list[str]:
+    return [row.text for row in load_prompts(files, KEY, quoted=False, **form)]
+
+
+def shards(folder: Path, split: str = "train", ending: str = "jsonl") -> list[str]:
+    names = [folder / f"{split}-0000{i}-of-00002.{ending}" for i in range(2)]
+    return [write(path, {"prompt": f"{split} {i}"}) for i, path in enumerate(names)]
+
+
+def test_validation_files_of_one_name_in_two_folders(tmp_path: Path) -> None:
+    """As verl's recipes list them: gsm8k/test.parquet and math/test.parquet."""
+    files = []
+    for name in ("gsm8k", "math"):
+        (tmp_path / name).mkdir()
+        write_parquet(tmp_path / name / "test.parquet", [{"prompt": [{**USER, "content": name}]}])
+        files.append(str(tmp_path / name / "test.parquet"))
+    own = write(tmp_path / "own.jsonl", {"prompt": "own"})
+    sets = validation_sets([*files, own], quoted=False)
+    assert {name: prompts[0].text for name, prompts in sets.items()} == {
+        "gsm8k_test": "gsm8k",
+        "math_test": "math",
+        "own": "own",
+    }
+    with refused(
+        f"data.val_files: {own} and {own} would both be the validation set '{tmp_path.name}_own'; rename one of them"
+    ):
+        validation_sets([own, own])
+
+
+def test_folders_and_patterns_of_files(tmp_path: Path) -> None:
+    shards(tmp_path / "one")
+    (tmp_path / "one" / "README.md").write_text("x")
+    assert texts([f"{tmp_path}/one"]) == texts([f"{tmp_path}/one/*.jsonl"]) == ["train 0", "train 1"]
+    assert texts([f"{tmp_path}/one:train"]) == ["train 0", "train 1"]
+    for split in ("train", "test"):  # as a snapshot of a hub has it
+        shards(tmp_path / "hub" / "data", split)
+    assert texts([f"{tmp_path}/hub:test"]) == ["test 0", "test 1"]
+    data = f"{tmp_path}/hub/data"
+    for file, message in {
+        f"{tmp_path}/hub": f" has the splits test, train; name one, e.g. {tmp_path}/hub:test, or all, {data}/*.jsonl",
+        f"{tmp_path}/hub:val": ": there is no split 'val'; it has test, train",
+        f"{tmp_path}/one/*.parquet": " matches no file",
+    }.items():
+        with refused(f"{KEY}: {file}{message}"):
+            texts([file])
+    write(tmp_path / "mixed" / "a.jsonl", {"prompt": "a"})
+    (tmp_path / "mixed" / "a.csv").write_text("prompt\na\n")
+    with refused(
+        f"{KEY}: {tmp_path}/mixed has .csv and .jsonl files; name those of one kind, e.g. {tmp_path}/mixed/*.csv"
+    ):
+        texts([f"{tmp_path}/mixed"])
+    broken = write(tmp_path / "one" / "train-00002-of-00002.jsonl", {"text": "x"})
+    with refused(f"{KEY}: {broken}:1: no 'prompt'; it has text"):
+        texts([f"{tmp_path}/one"])
+
+
+def test_validation_sets_of_folders_and_patterns(tmp_path: Path) -> None:
+    shards(tmp_path / "hub" / "data", "test")
+    write(tmp_path / "sets" / "aime.jsonl", {"prompt": "a"})
+    write(tmp_path / "sets" / "math500.jsonl", {"prompt": "b"})
+    sets = validation_sets([f"{tmp_path}/hub:test", f"{tmp_path}/sets/*.jsonl", f"{tmp_path}/hub/data/test-*"])
+    assert {name: [p.text for p in prompts] for name, prompts in sets.items()} == {
+        "hub_test": ["test 0", "test 1"],
+        "aime": ["a"],
+        "math500": ["b"],
+        "test": ["test 0", "test 1"],
+    }
+    assert [p.group_id for p in sets["hub_test"]] == [0, 1]
+    assert [p.text for p in validation_sets([f"{tmp_path}/hub"], limit=1)["hub"]] == ["test 0"]
+
+
+def test_one_file_needs_no_list() -> None:
+    cfg = load(LMRLConfig, None, ["model.path=x", "data.train_files=a.parquet", "data.val_files=[b.parquet]"])
+    assert (cfg.data.train_files, cfg.data.val_files) == (["a.parquet"], ["b.parquet"])
+
+
+def test_a_long_prompt_is_for_overlong_prompts_to_judge(tmp_path: Path) -> None:
+    file = write(tmp_path / "p.jsonl", {"prompt": "a" * 120_000}, {"prompt": "b" * 2**22})
+    assert [len(text) for text in texts([file])] == [120_000, 2**22]
+    file = write(tmp_path / "q.jsonl", {"prompt": "b" * (2**22 + 1)})
+    with refused(f"{KEY}: {file}:1: prompt has 4194305 characters; expected at most 4194304"):
+        texts([file])
+
+
+def test_messages_in_parts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "1+1?"}]
+    system = {"role": "system", "content": [{"type": "text", "text": "Be brief."}]}
+    file = write(tmp_path / "p.jsonl", {"prompt": [system, {"role": "user", "content": parts}]})
+    (row,) = load_prompts([file], KEY, quoted=False)
+    assert (row.text, row.messages) == ("What is 1+1?", [{"role": "system", "content": "Be brief."}, USER])
+    assert load_prompts([file], KEY)[0].text == "What is 1+1?"
+    file = write(tmp_path / "q.jsonl", {"prompt": [{"role": "user", "content": [{"type": "image"}, *parts]}]})
+    with refused(f"{KEY}: {file}:1: prompt holds a part of a message that is not {{type: text, text}}"):
+        texts([file])
+
+
+def test_chats_with_tools(tmp_path: Path) -> None:
+    """Tool calls, answers of tools, and the tools are kept; a Parquet file has all keys in all messages."""
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": "{}"}}]}
+    answer = {"role": "tool", "name": "add", "content": "2"}
+    talk = [USER, call, answer]
+    lines = write(
+        tmp_path / "p.jsonl", {"prompt": talk, "tools": [schema]}, {"prompt": talk, "tools": json.dumps([schema])}
+    )
+    columns = write_parquet(
+        tmp_path / "p.parquet", [{"prompt": talk, "tools": [schema]}, {"prompt": [USER], "tools": None}]
+    )
+    rows = load_prompts([lines, str(columns)], KEY, quoted=False)
+    assert [(row.text, row.messages) for row in rows] == [("What is 1+1?", talk)] * 3 + [("What is 1+1?", [USER])]
+    assert [row.meta["tools"] for row in rows] == [[schema]] * 3 + [None]
+    other = write(tmp_path / "q.jsonl", {"prompt": "saw it", "tools": "hammer"}, {"prompt": "x", "tools": ["saw"]})
+    assert [row.meta["tools"] for row in load_prompts([other], KEY, quoted=False)] == ["hammer", ["saw"]]
+
+
+def test_completions_of_trl() -> None:
+    assert answer_of([{"role": "assistant", "content": "2"}], "completion", "x") == "2"
+    assert answer_of([{"role": "assistant", "content": [{"type": "text", "text": "2"}]}], "completion", "x") == "2"
+    assert answer_of("2", "completion", "x") == "2" and answer_of(None, "completion", "x") is None
+    for value in ([USER], [], [{"role": "assistant", "content": "2"}, USER], [{"role": "assistant", "tool_calls": []}]):
+        message = f"x: completion is a chat of {len(value)} messages; expected one of the assistant, or a text"
+        with refused(message):
+            answer_of(value, "completion", "x")
+
+
+@pytest.mark.parametrize("form", ["folder", "parquet"])
+def test_columns_of_images_stay_on_disk_for_texts(form: str, tmp_path: Path) -> None:
+    """Decoded, they would be 400 times as large as the file."""
+    picture = tmp_path / "picture.png"
+    from PIL import Image as Pictures
+
+    Pictures.new("RGB", (1000, 1000)).save(picture)
+    stored, n = {"bytes": picture.read_bytes(), "path": None}, 100
+    columns = {"prompt": ["what?"] * n, "answer": ["5"] * n, "images": [[stored]] * n, "image": [stored] * n}
+    features = Features(
+        {"prompt": Value("string"), "answer": Value("string"), "images": List(Image()), "image": Image()}
+    )
+    data = Dataset.from_dict(columns, features=features)
+    path = tmp_path / f"rows.{form}"
+    data.save_to_disk(str(path)) if form == "folder" else data.to_parquet(str(path))
+    load_prompts([str(path)], KEY, quoted=False)  # what is imported for it
+    before = psutil.Process().memory_info().rss
+    rows = load_prompts([str(path)], KEY, quoted=False)
+    assert [set(row.meta) for row in rows] == [{"answer", "ground_truth"}] * n
+    assert psutil.Process().memory_info().rss - before < 50e6
+
+
+def edits(folder: Path, **more: Any) -> Path:
+    """VeRL-Omni's rows of image editing."""
+    from PIL import Image as Pictures
+
+    rows = []
+    for i, color in enumerate(("red", "blue")):
+        Pictures.new("RGB", (8 + i, 8), color).save(folder / "x.png")
+        system = {"role": "system", "content": "s"}
+        prompt = [system, {"role": "user", "content": f"Picture 1: <image>make it {color}"}]
+        negative = [system, {"role": "user", "content": "Picture 1: <image> "}]
+        row = {"data_source": "image_edit", "prompt": prompt, "negative_prompt": negative}
+        row |= {"images": [{"bytes": (folder / "x.png").read_bytes()}], "reward_model": {"ground_truth": color}}
+        rows.append(row | more)
+    return write_parquet(folder / "edit.parquet", rows)
+
+
+def test_image_editing_of_verl_omni(tmp_path: Path) -> None:
+    rows = load_prompts([str(edits(tmp_path))], KEY, images=["image"])
+    assert [(row.text, row.negative) for row in rows] == [("make it red", " "), ("make it blue", " ")]
+    assert [row.meta["image"].pil().getpixel((0, 0)) for row in rows] == [(255, 0, 0), (0, 0, 255)]
+    assert rows[1].meta["image"].pil().size == (9, 8)
+    assert [row.meta["ground_truth"] for row in rows] == ["red", "blue"]
+    lines = write(tmp_path / "p.jsonl", {"prompt": "<image>make it red", "images": ["x.png"]})
+    (row,) = load_prompts([lines], KEY, images=["image"])
+    assert row.text == "make it red" and row.meta["image"].pil().size == (9, 8)
+    (row,) = load_prompts([lines], KEY)  # of a model that takes no image, it is a text
+    assert row.text == "<image>make it red"
+    two = load_prompts(
+        [write(tmp_path / "q.jsonl", {"prompt": "p", "images": ["x.png", "x.png"]})], KEY, images=["image"]
+    )
+    with pytest.raises(ValueError, match=r"q\.jsonl:1: image is a list of 2; expected the bytes of an image file"):
+        two[0].meta["image"].pil()
+    with pytest.raises(DataError, match=r"has no column 'image'; it has prompt$"):
+        load_prompts([str(write_parquet(tmp_path / "r.parquet", [{"prompt": "p"}]))], KEY, images=["image"])
