@@ -270,7 +270,7 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a reward that raises",
         lambda p: [p.reward("boom")],
-        f"reward 'boom' raised KeyError: 'no such\\nthing' on the prompt \"{FIRST}\"",
+        f"reward 'boom' raised KeyError: 'no such\\nthing' on the prompt \"{FIRST}\", at {{folder}}/rewards.py:6",
     ),
     (
         "a reward of NaN",
@@ -292,7 +292,7 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a reward that leaves the process",
         lambda p: [p.reward("leaves")],
-        f"reward 'leaves' raised SystemExit: 0 at {{folder}}/rewards.py:18 on the prompt \"{FIRST}\"",
+        f"reward 'leaves' raised SystemExit: 0 on the prompt \"{FIRST}\", at {{folder}}/rewards.py:18",
     ),
     (
         "a reward that hangs",
@@ -366,7 +366,7 @@ TWO_RANKS: list[tuple[str, Arguments, str]] = [
     (
         "a reward that raises on one rank",
         lambda p: [p.reward("boom_on_rank_1")],
-        "rank 1: reward 'boom_on_rank_1' raised KeyError: 'no such thing' on the prompt \"{prompt}\"",
+        "rank 1: reward 'boom_on_rank_1' raised KeyError: 'no such thing' on the prompt \"{prompt}\", at {folder}/rewards.py:30",
     ),
     (
         "a reward that hangs on one rank",

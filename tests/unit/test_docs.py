@@ -314,27 +314,24 @@ def score(functions: str, images: torch.Tensor, metadata: list[dict[str, Any]]) 
 def test_reward_examples(examples: Path) -> None:
     red, grey = torch.tensor([1.0, 0, 0]), torch.tensor([0.5, 0.5, 0.5])
     images = torch.stack([red, grey])[:, :, None, None].expand(2, 3, 4, 4)
-    wanted = [{"colour": [1.0, 0.0, 0.0], "data_source": "x"}] * 2
-    terms = score(
-        "[{path: 'rewards/colour.py:redness'}, {path: 'rewards/colour.py:Palette'}, {path: 'rewards/adapted.py:adapted'}]",
-        images,
-        wanted,
-    )
+    wanted = [{"colour": [1.0, 0.0, 0.0]}] * 2
+    terms = score("[{path: 'rewards/colour.py:redness'}, {path: 'rewards/colour.py:Palette'}]", images, wanted)
     assert terms["redness"] == pytest.approx([1.0, 1 / 3], abs=1e-5)
     assert terms["Palette"] == pytest.approx([1.0, torch.exp(torch.tensor(-(0.75**0.5) / 0.5)).item()])
-    assert terms["adapted"] == pytest.approx([1 / 3, 0.5])
     motion = "[{path: 'rewards/videos.py:motion'}]"
     assert score(motion, images, wanted)["motion"] == [0.0, 0.0]
     videos = torch.stack([torch.stack([i, 1 - i, 1 - i]) for i in images])  # the grey one stays grey
     assert score(motion, videos, wanted)["motion"] == pytest.approx([0.5, 0.0])
 
 
-def test_the_reward_example_of_text(examples: Path) -> None:
-    functions = [RewardFunctionConfig(path="rewards/answers.py:exact")]
+def test_the_reward_examples_of_text(examples: Path) -> None:
+    paths = ("rewards/answers.py:exact", "rewards/ported.py:accuracy", "rewards/ported.py:compute_score")
+    functions = [RewardFunctionConfig(path=path) for path in paths]
     reward = RewardSet(RewardConfig(functions=functions), "cpu", outputs="completions")
-    prompts = [Prompt("6 x 7?", i, {"ground_truth": "42"}) for i in range(3)]
-    reward.submit(["Let me think.\n42\n", "42, I think", ""], prompts)
-    assert reward.collect()["exact"].tolist() == [1, 0, 0]
+    prompts = [Prompt("6 x 7?", i, {"ground_truth": "42", "solution": "42"}) for i in range(3)]
+    reward.submit(["Let me think.\n42\n", "42\n", "42"], prompts)
+    rows = {name: scores.tolist() for name, scores in reward.collect().items()}
+    assert rows == {"exact": [1, 1, 1], "accuracy": [0, 0, 1], "compute_score": [0, 1, 1]}
 
 
 @pytest.mark.parametrize(

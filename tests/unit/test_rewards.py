@@ -1,5 +1,6 @@
 """Running rewards beside the rollout, and how their failures end the job."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -20,6 +21,7 @@ from tests.ranks import ROOT
 from tests.rewards import entry, rewards, scored, told
 
 HERE = __name__
+SOURCE = Path(__file__).read_text().splitlines()
 
 Meta = list[dict[str, Any]]
 
@@ -168,7 +170,8 @@ def test_whatever_a_reward_raises_is_named(overlap: bool) -> None:
         reward.submit(*some("a"))
         with pytest.raises(RewardError) as error:
             reward.collect()
-        assert str(error.value) == f"reward '{name}' raised {said} on the prompt \"a\""
+        line = str(error.value).removeprefix(f"reward '{name}' raised {said} on the prompt \"a\", at {__file__}:")
+        assert "raise" in SOURCE[int(line) - 1] or "exit" in SOURCE[int(line) - 1]
 
 
 class Gone:
@@ -296,14 +299,14 @@ def test_a_reward_that_raises_is_named_with_its_prompts() -> None:
         reward.collect()
     shown = ("x " * 100)[:120]
     problem = f"KeyError: 'no\\nsuch thing' on the prompts \"{shown}…\" (+2 more)"
-    assert str(error.value) == f"reward 'fragile' raised {problem}"
+    assert re.fullmatch(re.escape(f"reward 'fragile' raised {problem}, at {__file__}:") + r"\d+", str(error.value))
     assert isinstance(error.value, JobError)
     assert isinstance(error.value.__cause__, KeyError) and error.value.__cause__.__traceback__ is not None
 
 
 def test_a_failure_is_seen_at_the_next_micro_batch_and_not_only_at_the_end() -> None:
     reward = rewards(mine("boom"))
-    with pytest.raises(RewardError, match=r"^reward 'boom' raised KeyError: .* on the prompt \"bad\"$"):
+    with pytest.raises(RewardError, match=r"^reward 'boom' raised KeyError: .* on the prompt \"bad\", at .*:\d+$"):
         reward.submit(*some("bad"))
         time.sleep(0.2)
         reward.submit(*some("fine"))
@@ -353,7 +356,8 @@ def test_what_is_forgiven_has_no_score_and_a_reason() -> None:
     found = scored(reward, some("fine", "bad"), some("fine"))
     assert np.isfinite(found["brightness"]).all()
     assert np.isnan(found["boom"]).tolist() == [True, True, False]  # the call's own samples alone
-    assert reward.problem == "reward 'boom' raised KeyError: 'no\\nsuch thing' on the prompts \"fine\" (+1 more)"
+    problem = "reward 'boom' raised KeyError: 'no\\nsuch thing' on the prompts \"fine\" (+1 more), at "
+    assert reward.problem is not None and reward.problem.startswith(problem)
     assert scored(reward, some("fine"))["boom"] == [0.0] and reward.problem is None  # of the last collection
     reward = rewards(mine("gives", value=[0.5, float("inf"), float("nan")]), on_error="zero")
     found = scored(reward, some("a", "b", "c"))

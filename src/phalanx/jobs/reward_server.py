@@ -35,7 +35,7 @@ from phalanx.distributed.launch import Launch
 from phalanx.exit import Stopped
 from phalanx.functional.rewards import combine
 from phalanx.jobs.memory_budget import MemoryBudget
-from phalanx.rewards.call import Call, Rows
+from phalanx.rewards.call import Call, Rows, without_folders
 from phalanx.rewards.http import read_token
 from phalanx.rewards.protocol import ScoreRequest, Texts, complaint
 from phalanx.rewards.registry import build_terms
@@ -283,7 +283,7 @@ class RewardServer:
             if failure is not None:
                 if failure.__cause__ is not None:
                     log.error("%s", failure, exc_info=failure.__cause__)
-                raise HTTPException(500, hide(str(failure)))
+                raise HTTPException(500, without_folders(hide(str(failure))))
         scores = {}
         for term, call in zip(self.terms, calls, strict=True):
             if call.cancelled() or not call.done():
@@ -306,6 +306,10 @@ class RewardServer:
 
 class _Turn(Call):
     """A call whose images wait for it as uint8 [B, H, W, 3]: as floats they are four times that."""
+
+    def line_of(self, error: BaseException) -> str:
+        """None: files are no business of a client's, and the log has the traceback."""
+        return ""
 
     def private(self, subject: Outputs) -> Outputs:
         """As floats in 0..1."""

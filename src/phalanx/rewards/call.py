@@ -1,10 +1,14 @@
 """One call of a reward: what it is given, what it returns, checked, the errors of both in one line, and its thread."""
 
 import queue
+import re
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +21,8 @@ from phalanx.rewards.registry import Term
 from phalanx.types import Outputs, Prompt
 
 _SHOWN = 120  # characters of a prompt in a message
+_FOLDERS = re.compile(r"""(?<![\w.:/])/(?:[^/\s"']+/)+""")
+_PACKAGE, _LIBRARY = Path(__file__).parents[1], Path(sysconfig.get_path("stdlib"))
 
 T = TypeVar("T")
 _Task = tuple[Future[Any], Callable[[], Any]]
@@ -76,9 +82,14 @@ class Call:
 
     def _wrapped(self, error: BaseException) -> RewardError:
         """The error of the function, in one line and with its cause."""
-        failure = RewardError(f"reward {self.term.name!r} raised {reason(error)} on {on_prompts(self.prompts)}")
+        where = f"on {on_prompts(self.prompts)}{self.line_of(error)}"
+        failure = RewardError(f"reward {self.term.name!r} raised {reason(error)} {where}")
         failure.__cause__ = error
         return failure
+
+    def line_of(self, error: BaseException) -> str:
+        """The file and line of what the function raised, as the end of a message."""
+        return place(error)
 
     def private(self, subject: Outputs) -> Outputs:
         """A copy for this call: whatever a reward does to it, other rewards and the logs see what was sampled."""
@@ -103,7 +114,10 @@ class Call:
     def _score(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
         """The term's rows of all or some of the samples; `subject` is a copy for only this."""
         metadata = [copied(prompt.meta) for prompt in prompts]
-        returned = self.term.function(subject, [prompt.text for prompt in prompts], metadata)
+        texts: list[Any] = [prompt.text for prompt in prompts]
+        if self.term.chats:
+            texts = [prompt.text if prompt.messages is None else copied(prompt.messages) for prompt in prompts]
+        returned = self.term.function(subject, texts, metadata)
         output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned)
         self._problem = self._problem or output.problem
         return mean_of_frames(_rows(output, self.term, prompts, forgives=self._forgives), self._frames)
@@ -122,7 +136,7 @@ class Call:
                 if not self._forgives or isinstance(error, RewardError):
                     self.prompts = prompts[sample]  # those that the error is about
                     raise
-                self._problem = self._problem or reason(error)
+                self._problem = self._problem or reason(error) + self.line_of(error)
                 scored = dict.fromkeys(self.term.rows, torch.full((1,), torch.nan))
             for row, values in scored.items():
                 rows[row].append(values)
@@ -175,6 +189,21 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: s
             f"{f' up to {LARGEST:g}' if values[bad[0]].isfinite() else ''}"
         )
     return values
+
+
+def place(error: BaseException) -> str:
+    """`, at /home/me/colour.py:12`: the last line of the user's own code that was reached, nothing without one."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        installed = "site-packages" in path.parts or "dist-packages" in path.parts
+        if path.is_file() and not (installed or path.is_relative_to(_PACKAGE) or path.is_relative_to(_LIBRARY)):
+            return f", at {path}:{frame.lineno}"
+    return ""
+
+
+def without_folders(text: str) -> str:
+    """A text for others than this machine's users: of each absolute path only its last name."""
+    return _FOLDERS.sub("", text)
 
 
 def on_prompts(prompts: list[Prompt]) -> str:

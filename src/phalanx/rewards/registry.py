@@ -18,6 +18,7 @@ from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share
 from phalanx.rewards.base import DeviceReward, PolicyReward, RewardWithExtras
+from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, form_of, verl_arguments
 from phalanx.rewards.judge._base import Judge, ParsedAnswers
 from phalanx.rewards.protocol import complaint
 
@@ -44,6 +45,7 @@ class Term:
     frames: int = 1  # of a video, that are scored as images
     extras: tuple[str, ...] = ()  # that come with its scores; see RewardWithExtras
     per_sample: bool = False  # a call may be split: each score depends only on its own sample
+    chats: bool = False  # prompts that are chats are given as lists of messages
 
     @cached_property
     def rows(self) -> tuple[str, ...]:
@@ -99,10 +101,14 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
     of_policy = isinstance(reward, type) and issubclass(reward, PolicyReward)
     arguments = ("policy", "samples", "micro") if of_policy else (takes, "prompts", "metadata")
     on_device = isinstance(reward, type) and issubclass(reward, DeviceReward)
+    form = None if is_judge or of_policy else form_of(_call_signature(reward, key, label))
     function: Callable[..., Any]
     if not isinstance(reward, type):
-        _check_arguments(reward, arguments, cfg.kwargs, f"{key}.kwargs", label)
-        function = functools.partial(reward, **cfg.kwargs)
+        if form is None:
+            _check_arguments(reward, arguments, cfg.kwargs, f"{key}.kwargs", label)
+            function = functools.partial(reward, **cfg.kwargs)
+        else:
+            function = _adapted(form, reward, cfg.kwargs, f"{key}.kwargs", label)
     elif is_judge and inspect.isabstract(reward):
         raise ConfigError(f"{key}: the judge {label} has no method parse(answer, prompt, metadata)")
     else:
@@ -117,8 +123,10 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
                 raise ConfigError(f"{key}: {label} is a judge, which asks reward.model: training jobs have one")
             function = ParsedAnswers(function, unparseable_score)
         elif not callable(function):
-            form = f"__call__({', '.join(arguments)})"
-            raise ConfigError(f"{key}: {label} is a class without __call__; expected {form}")
+            call = f"__call__({', '.join(arguments)})"
+            raise ConfigError(f"{key}: {label} is a class without __call__; expected {call}")
+        elif form is not None:
+            function = _adapted(form, function, {}, key, label)
         else:
             _check_arguments(function, arguments, {}, key, label)
     frames = cfg.frames if isinstance(cfg, FlowRewardFunctionConfig) else 1
@@ -127,9 +135,20 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         raise ConfigError(
             f"{key}.per_sample: {label} does not run on the threads that could share a call; leave it out"
         )
-    cut = cfg.path is None and label not in TOGETHER if cfg.per_sample is None else cfg.per_sample
-    per_sample = cut and not together
-    return Term(name, function, _share(cfg, key), on_device, takes, frames, _extras(function, label), per_sample)
+    alone = form is VerlReward or (cfg.path is None and label not in TOGETHER)
+    per_sample = (alone if cfg.per_sample is None else cfg.per_sample) and not together
+    extras, chats = _extras(function, label), form is TrlReward
+    return Term(name, function, _share(cfg, key), on_device, takes, frames, extras, per_sample, chats)
+
+
+def _adapted(
+    form: type[TrlReward] | type[VerlReward], function: Callable[..., Any], kwargs: dict[str, Any], key: str, label: str
+) -> Callable[..., Any]:
+    """A function of another trainer as a reward; ConfigError where it cannot be called as there."""
+    if form is VerlReward:
+        names = verl_arguments(_signature(function, key, label))
+        _check_arguments(function, (), {**dict.fromkeys(names), **kwargs}, key, label)
+    return form(function, kwargs)
 
 
 def _extras(function: Callable[..., Any], label: str) -> tuple[str, ...]:
@@ -146,8 +165,11 @@ def _takes(reward: Callable[..., Any], key: str, label: str, outputs: str) -> st
     """
     if isinstance(reward, type) and issubclass(reward, Judge | PolicyReward):
         return reward.takes
-    names = _signature(reward.__call__ if isinstance(reward, type) else reward, key, label).parameters
-    first = next((name for name in names if name != "self"), "")
+    signature = _call_signature(reward, key, label)
+    names = signature.parameters
+    if form_of(signature) is not None:
+        return next((takes for name, takes in OUTPUTS.items() if name in names), "completions")
+    first = next(iter(names), "")
     if first == EITHER:
         return outputs
     return first if first in TAKES else "images"
@@ -220,6 +242,15 @@ def _check_arguments(
         takes = ", ".join(n for n in names if n != "device") or "none"
         call = ", ".join((*args, "**kwargs"))
         raise ConfigError(f"{key}: {label}({call}): {error}; its kwargs: {takes}") from None
+
+
+def _call_signature(reward: Callable[..., Any], key: str, label: str) -> inspect.Signature:
+    """The parameters of a reward's call, of a class without `self`."""
+    if not isinstance(reward, type):
+        return _signature(reward, key, label)
+    signature = _signature(reward.__call__, key, label)
+    parameters = [each for name, each in signature.parameters.items() if name != "self"]
+    return signature.replace(parameters=parameters)
 
 
 def _signature(function: Callable[..., Any], key: str, label: str) -> inspect.Signature:

@@ -1,0 +1,104 @@
+"""Reward functions of other trainers, which are called as they were written there.
+
+TRL calls a function by keyword, on a batch: `prompts`, `completions` and each column of the data by its name. verl
+calls `compute_score(data_source, solution_str, ground_truth, extra_info)` on each sample, VeRL-Omni `solution_image`.
+"""
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+OUTPUTS = {"solution_str": "completions", "solution_image": "images"}  # by the parameter of verl and VeRL-Omni
+_OWN = ("metadata", "meta")  # the third parameter of a reward in the form of phalanx.rewards.base
+
+
+class TrlReward:
+    """A function of TRL. Where a prompt is a chat, it is given as a list of messages, and so is its completion."""
+
+    def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        self._function, self._kwargs = function, dict(kwargs)
+
+    def __call__(self, completions: list[str], prompts: list[Any], metadata: list[dict[str, Any]]) -> Any:
+        """B texts, and B prompts, each a text or a chat -> what the function returns: B numbers or None."""
+        columns = {}
+        for name in dict.fromkeys(name for meta in metadata for name in meta):
+            columns[name] = [meta.get(name) for meta in metadata]
+        answers: list[Any] = []
+        for prompt, completion in zip(prompts, completions, strict=True):
+            chat = isinstance(prompt, list)
+            answers.append([{"role": "assistant", "content": completion}] if chat else completion)
+        arguments = {**columns, **self._kwargs, "prompts": prompts, "completions": answers}
+        return _results([self._function(**arguments)])[0]
+
+
+class VerlReward:
+    """A function of verl. Of a dict that it returns, `score` counts."""
+
+    def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+        self._function, self._kwargs = function, dict(kwargs)
+        self._names = verl_arguments(inspect.signature(function))
+
+    def __call__(
+        self, outputs: list[str] | Tensor, prompts: list[str], metadata: list[dict[str, Any]]
+    ) -> list[float | None]:
+        """B completions, or images [B, 3, H, W] -> B numbers."""
+        results = []
+        for output, meta in zip(outputs, metadata, strict=True):
+            values = {
+                **dict.fromkeys(OUTPUTS, output),
+                "data_source": meta.get("data_source", ""),
+                "ground_truth": meta.get("ground_truth", ""),
+                "extra_info": meta.get("extra_info") or {},
+            }
+            arguments = {name: values[name] for name in self._names}
+            results.append(self._function(**{**arguments, **self._kwargs}))
+        return [_score(result) for result in _results(results)]
+
+
+def form_of(signature: inspect.Signature) -> type[TrlReward] | type[VerlReward] | None:
+    """The trainer's form that a reward's parameters have; None for the form of this package."""
+    names = list(signature.parameters)
+    if OUTPUTS.keys() & set(names):
+        return VerlReward
+    # TRL hands over every column of the data, so that each of its functions takes any keyword
+    if not _takes_any(signature) or (len(names) > 2 and names[2] in _OWN):
+        return None
+    return TrlReward if "completions" in names else None
+
+
+def verl_arguments(signature: inspect.Signature) -> list[str]:
+    """The names by which verl's arguments are given to a function."""
+    output = [name for name in OUTPUTS if name in signature.parameters]
+    others = [name for name in ("data_source", "ground_truth", "extra_info") if _takes(signature, name)]
+    return output + others
+
+
+def _takes_any(signature: inspect.Signature) -> bool:
+    return any(each.kind is inspect.Parameter.VAR_KEYWORD for each in signature.parameters.values())
+
+
+def _takes(signature: inspect.Signature, name: str) -> bool:
+    return name in signature.parameters or _takes_any(signature)
+
+
+def _score(result: Any) -> float | None:
+    """The score of what a function of verl returned."""
+    if not isinstance(result, Mapping):
+        return result
+    if "score" not in result:
+        raise ValueError(f"a dict without score was returned; it has {', '.join(map(str, result)) or 'no keys'}")
+    return result["score"]
+
+
+def _results(returned: list[Any]) -> list[Any]:
+    """The values that calls returned; those of functions that are `async` are awaited at the same time."""
+    if not returned or not inspect.isawaitable(returned[0]):
+        return returned
+
+    async def together() -> list[Any]:
+        return await asyncio.gather(*returned)
+
+    return asyncio.run(together())
