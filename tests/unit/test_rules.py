@@ -91,6 +91,7 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (LMRLConfig, (*BLOCKS, "rollout.val.denoising_steps_per_block=5"), "rollout.val.denoising_steps_per_block: 5 is"),
     (LMRLConfig, (*BLOCKS, "algorithm.name=ppo"), "algorithm.name: ppo trains a critic"),
     (LMRLConfig, (*BLOCKS, "rollout.engine=vllm"), "rollout.engine: vllm does not go with block diffusion"),
+    (LMRLConfig, (*BLOCKS, "rollout.stop=[a]"), "rollout.stop: ['a'] does not go with block diffusion"),
     (LMRLConfig, (*BLOCKS, "model.use_remove_padding=true"), "model.use_remove_padding: true does not go"),
     (LMRLConfig, (*BLOCKS, "model.attn_implementation=flash_attention_2"), "model.attn_implementation: flash_att"),
     (
@@ -126,6 +127,9 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (FlowMatchingTaskConfig, ("rollout.num_frames=5",), "rollout.num_frames: 5: flow matching trains on images"),
     (LMRLConfig, ("data.chat_template_date=today",), "data.chat_template_date: 'today'; expected a day such as"),
+    (LMRLConfig, ("rollout.stop=['']",), "rollout.stop: an empty text"),
+    (GenerateConfig, ("prompts=[a]", "stop=['']"), "stop: an empty text"),
+    (LMRLConfig, ("rollout.stop_token_ids=[3,-1]",), "rollout.stop_token_ids: [3, -1] should be numbers of tokens"),
     (LMRLConfig, ("parallel.rollout_unsharded=false",), "parallel.rollout_unsharded: false would gather"),
     (LMRLConfig, ("rollout.schedule=one_step_off", "rollout.max_staleness=0"), "rollout.schedule: one_step_off trains"),
     (LMRLConfig, (PIPELINED, "actor.ppo_epochs=2"), "rollout.schedule: pipelined trains each sample once"),
@@ -235,6 +239,7 @@ LAUNCHED: list[tuple[type, tuple[str, ...], Ranks, str]] = [
 MODELS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
     (("threshold=0.5",), {}, "threshold: 0.5 is of block diffusion"),
     (("max_response_length=7",), {"block_size": 4}, "max_response_length: 7 tokens are no whole number of blocks"),
+    (("stop=[a]",), {"block_size": 4}, "stop: ['a'] does not go with block diffusion"),
     (("denoising_steps_per_block=5",), {"block_size": 4}, "denoising_steps_per_block: 5 is more than"),
     ((), {"block_size": 4, "attn_implementation": "flash_attention_2"}, "model.attn_implementation: flash_attention_2"),
 ]

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from phalanx.types import JobError
+from phalanx.types import JobError, Prompt
 from tests.jobs import rows
 from tests.judged_text import BASE
 from tests.lm import fit, tiny_lm_config
@@ -96,3 +96,27 @@ def test_a_judge_has_groups_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
     run_ranks(fit, 4, tiny_lm_config(lm_folder, tmp_path, *keys), timeout=280)
     for row in rows(tmp_path / "out"):
         assert row["rollout/sync_error"] < 1e-4 and row["reward/llm_judge_unparseable"] < 1
+
+
+def test_texts_end_responses_alike(lm_folder: Path, tmp_path: Path) -> None:
+    """Greedy responses of both engines are the same, and shorter than those that no text ends."""
+    texts: dict[str, list[tuple[str, bool]]] = {}
+    for name, keys in (("plain", ()), ("stops", ("rollout.stop=['e','at']", "rollout.stop_token_ids=[70]"))):
+        for engine in ("policy", "vllm"):
+            cfg = tiny_lm_config(lm_folder, tmp_path / name, *VLLM, f"rollout.engine={engine}", *keys)
+            (texts[f"{name} {engine}"],) = run_ranks(validated, 1, cfg, timeout=200)
+    assert texts["plain policy"] == texts["plain vllm"] and texts["stops policy"] == texts["stops vllm"]
+    pairs = zip(texts["plain policy"], texts["stops policy"], strict=True)
+    assert any(len(ended[0]) < len(plain[0]) for plain, ended in pairs)
+
+
+def validated(cfg: Any) -> list[tuple[str, bool]]:
+    """Greedy responses to 16 prompts, and whether each was truncated."""
+    from phalanx.training.lm_rl import build
+
+    rollout = build(cfg).collector.rollout
+    prompts = [Prompt(f"Ann has {i} books", i, {}) for i in range(16)]
+    with rollout.awake():
+        return [
+            (drawn.text, drawn.truncated) for drawn in rollout.draw_validation(prompts, each=lambda texts, asked: None)
+        ]

@@ -130,6 +130,8 @@ class LMRolloutConfig(RolloutConfig):
         "token drawn there (LLaDA2), which makes old log-probs inexact",
         choices=("distribution", "token"),
     )
+    stop: list[str] = arg([], "texts that end a response, in validation too; the token that completes one is its last")
+    stop_token_ids: list[int] = arg([], "tokens that end a response, in validation too, beside those of the model")
     mask_truncated: bool = arg(False, "do not train on responses that max_response_length cut (DAPO's overlong filter)")
     micro_batch_size_per_gpu: Optional[int] = arg(None, "responses decoded together; null: all of the rank", **COUNT)
     val: LMValRolloutConfig = field(default_factory=LMValRolloutConfig)

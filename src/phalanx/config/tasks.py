@@ -135,6 +135,7 @@ class GenerateConfig:
     top_p: Optional[float] = arg(
         None, "sample among the likeliest tokens of this probability in all; null: the run's, or 1", gt=0, le=1
     )
+    stop: Optional[list[str]] = arg(None, "texts that end a response; null: the run's, or none")
     max_response_length: Optional[int] = arg(
         None, "longest response, in tokens; null: the run's, or 1024 where the model has room for them", **MOST_TOKENS
     )

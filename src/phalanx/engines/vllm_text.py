@@ -14,12 +14,15 @@ from phalanx.engines.vllm import CPU_KV_CACHE, executor
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings of a call: at most `limit` tokens, fewer where one of `ends` is drawn; temperature 0 is greedy."""
+    """Settings of a call: at most `limit` tokens, fewer where one of `ends` is drawn or one of the texts `stop` is
+    complete; temperature 0 is greedy.
+    """
 
     limit: int
     temperature: float
     top_p: float
     ends: Sequence[int]
+    stop: Sequence[str]
 
 
 @dataclass(frozen=True)
@@ -129,7 +132,9 @@ class TextEngine:
                 ignore_eos=not sampling.ends,
                 logprobs=0,
                 seed=seed % 2**63,
-                detokenize=False,
+                stop=list(sampling.stop),
+                include_stop_str_in_output=True,
+                detokenize=bool(sampling.stop),
             )
             for seed in seeds
         ]

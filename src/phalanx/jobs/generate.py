@@ -27,7 +27,7 @@ from phalanx.models.lm.chat import prompt_tokens
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
-from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout, check_stops
 from phalanx.telemetry.loggers.console import plain
 from phalanx.types import Prompt
 
@@ -71,7 +71,8 @@ class Generation:
         self.world = mesh.start(ParallelConfig())
         parts = tokenizer, self.world, config, ParallelConfig(), data
         options: dict[str, Any] = {"temperature": 1.0, "seed": run.trainer.seed}
-        arguments = replace(run.rollout, val=self.val), self.world, cfg.micro_batch_size_per_gpu, None
+        sampled = replace(run.rollout, **_given(stop=cfg.stop), val=self.val)
+        arguments = sampled, self.world, cfg.micro_batch_size_per_gpu, None
         self.tokens = self.forwards = 0  # of block diffusion
         if isinstance(model, BlockDiffusionLM):
             assert config.block_size is not None, "such models have one"
@@ -81,6 +82,7 @@ class Generation:
         else:
             self.policy = LMPolicy(model, *parts, **options)
             self.policy.check_agreement(decodes=True)
+            check_stops(self.policy, sampled)
             self.rollout = LMRollout(self.policy, *arguments)
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.config.engines import EngineFacts
-from phalanx.config.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, LM, LM_RL, RL, RUN, Rule
+from phalanx.config.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, GENERATE, LM, LM_RL, RL, RUN, Rule
 
 
 def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
@@ -82,6 +82,15 @@ RULES = (
     Rule("rollout.num_frames", FLOW_MATCHING, "Supervised flow matching trains on images.",
          lambda c: c.rollout.num_frames > 1,
          "rollout.num_frames: {c.rollout.num_frames}: flow matching trains on images; set it to 1"),
+    Rule("rollout.stop", LM, "A text that ends a response is not empty.",
+         lambda c: "" in c.rollout.stop,
+         "rollout.stop: an empty text would end each response at once; leave it out"),
+    Rule("stop", GENERATE, "A text that ends a response is not empty.",
+         lambda c: "" in (c.stop or ()),
+         "stop: an empty text would end each response at once; leave it out"),
+    Rule("rollout.stop_token_ids", LM, "Tokens that end a response are numbers from 0.",
+         lambda c: min(c.rollout.stop_token_ids, default=0) < 0,
+         "rollout.stop_token_ids: {c.rollout.stop_token_ids} should be numbers of tokens, from 0"),
     Rule("parallel.rollout_unsharded rollout.engine", LM,
          "A language model that samples in the policy's modules has its weights gathered for the whole rollout.",
          lambda c: not c.parallel.rollout_unsharded and c.rollout.facts.weights == "policy",

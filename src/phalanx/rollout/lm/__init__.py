@@ -10,6 +10,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.models.lm.policy import LMPolicy
+from phalanx.rollout.lm.in_policy import check_stops
 from phalanx.rollout.registry import check_class, check_installed, made
 from phalanx.types import Rollout
 
@@ -38,5 +39,6 @@ def build_rollout(cfg: LMRunConfig, policy: LMPolicy, world: World, decoded: int
     together; `passes` are those of the training. Raises ValueError where an engine refuses the model.
     """
     engine, names = cfg.rollout.engine, BLOCK_ENGINES if isinstance(policy, BlockDiffusionPolicy) else ENGINES
+    check_stops(policy, cfg.rollout)
     rollout: Rollout = made(engine_class(engine, names), engine, policy, cfg.rollout, world, decoded, passes=passes)
     return rollout

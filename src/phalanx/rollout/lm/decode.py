@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -32,6 +33,33 @@ class Decoding:
     top_p: float = 1.0
 
 
+class StopTexts:
+    """Says token by token whether responses hold one of `texts`, as vLLM does: in the text without special tokens."""
+
+    def __init__(self, tokenizer: Any, texts: Sequence[str], prompts: Sequence[list[int]]) -> None:
+        """`prompts` [B]: the tokens before each response; the tokenizer is one of the tokenizers library."""
+        self._tokenizer, self._texts = tokenizer.backend_tokenizer, texts
+        self._streams = [DecodeStream(ids=prompt, skip_special_tokens=True) for prompt in prompts]
+        self._tails = [""] * len(prompts)  # what a text that is not complete may begin with
+        self._kept = max(map(len, texts)) - 1
+
+    def complete(self, sample: int, token: int) -> bool:
+        """Whether the next token of a sample completes one of the texts."""
+        text = self._tails[sample] + self._next(sample, token)
+        self._tails[sample] = text[max(len(text) - self._kept, 0) :]
+        return any(stop in text for stop in self._texts)
+
+    def _next(self, sample: int, token: int) -> str:
+        try:
+            return self._streams[sample].step(self._tokenizer, token) or ""
+        except Exception as error:  # the library has no type of its own
+            if not str(error).startswith("Invalid prefix"):
+                raise
+            # bytes that are no text have confused the stream: begin anew, as vLLM does
+            self._streams[sample] = DecodeStream(skip_special_tokens=True)
+            return self._streams[sample].step(self._tokenizer, token) or ""
+
+
 @torch.no_grad()
 def decode(
     forward: Callable[..., Any],
@@ -40,8 +68,10 @@ def decode(
     rows: list[int],
     uniform: Tensor,
     decoding: Decoding,
+    stops: StopTexts | None = None,
 ) -> list[list[int]]:
-    """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, limit].
+    """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, limit]. It ends with the token
+    that completes one of `stops` as well.
 
     `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
     """
@@ -72,6 +102,8 @@ def decode(
         for sample, token, over in zip(alive.tolist(), drawn.tolist(), ended[alive].tolist(), strict=True):
             if not over:
                 responses[sample].append(token)
+                if stops is not None and stops.complete(sample, token):
+                    ended[sample] = True
         ended[alive] |= torch.isin(drawn, ends)
         going = ~ended[alive]
         if t + 1 == decoding.limit or not going.any():

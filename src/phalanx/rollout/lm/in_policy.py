@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 from phalanx.config.engines import EngineFacts
@@ -17,7 +18,7 @@ from phalanx.distributed.seed import fold_in
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace
 from phalanx.models.lm.policy import LMPolicy
-from phalanx.rollout.lm.decode import Decoding, decode
+from phalanx.rollout.lm.decode import Decoding, StopTexts, decode
 from phalanx.types import Each, Prompt, Samples
 
 
@@ -143,7 +144,7 @@ class LMRollout:
     def _settings(self) -> tuple[Decoding, Decoding]:
         """Of samples, and of a validation's."""
         config, val, limit = self.config, self.config.val, self.data.max_response_length
-        ends, pad = self.policy.ends, self.policy.pad
+        ends, pad = [*self.policy.ends, *config.stop_token_ids], self.policy.pad
         decoding = Decoding(limit, config.temperature, ends, pad)
         return decoding, Decoding(val.max_response_length or limit, val.temperature, ends, pad, val.top_p)
 
@@ -169,12 +170,24 @@ class LMRollout:
         """
         tokens, rows = self._encoded(prompts)  # P different prompts, and the one of each of the B responses
         uniform = self._uniform(names, decoding.limit, decoding)  # [B, limit]: one number per token
-        forward = self.policy.trained.module
-        responses = decode(forward, self.policy.settings, tokens, rows, uniform, decoding)
+        forward, settings = self.policy.trained.module, self.policy.settings
+        stops = self._stops([tokens[row] for row in rows])
+        responses = decode(forward, settings, tokens, rows, uniform, decoding, stops)
         return [
-            Drawn(tokens[row], response, self.policy.decode(response), response[-1] not in decoding.ends)
+            Drawn(tokens[row], response, self.policy.decode(response), self._cut(tokens[row], response, decoding))
             for row, response in zip(rows, responses, strict=True)
         ]
+
+    def _stops(self, prompts: list[list[int]]) -> StopTexts | None:
+        """What follows the texts of responses to these prompts, where some text ends them."""
+        return StopTexts(self.policy.tokenizer, self.config.stop, prompts) if self.config.stop else None
+
+    def _cut(self, prompt: list[int], response: list[int], decoding: Decoding) -> bool:
+        """Whether only the limit has ended a response."""
+        if len(response) < decoding.limit or response[-1] in decoding.ends:
+            return False
+        stops = self._stops([prompt])
+        return stops is None or not any(stops.complete(0, token) for token in response)
 
     def _encoded(self, prompts: list[Prompt]) -> tuple[list[list[int]], list[int]]:
         """The tokens of different prompts, and the number among these of each prompt."""
@@ -245,6 +258,18 @@ class LMRollout:
         replays = [self.policy.replay(trace.select(part.to(trace.ids.device))) for part in parts]
         log_prob = in_order([replay.log_prob for replay in replays], parts)
         return replace(samples, log_prob=log_prob, trace=trace.rescored(replays, parts))
+
+
+def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:
+    """Raise ValueError, in one line, for what would end no response of this policy."""
+    path, last = policy.config.path, max(config.stop_token_ids, default=0)
+    if last >= policy.rows:
+        raise ValueError(f"rollout.stop_token_ids: {last} is no token of {path!r}, which has {policy.rows}")
+    if config.stop and not isinstance(policy.tokenizer, transformers.PreTrainedTokenizerFast):
+        raise ValueError(
+            f"rollout.stop: the tokenizer of {path!r} is none of the tokenizers library, by which the text is followed "
+            "token by token; expected rollout.stop_token_ids instead"
+        )
 
 
 def measured(prompt: Prompt, drawn: Drawn, decoding: Decoding) -> Prompt:

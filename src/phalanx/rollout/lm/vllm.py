@@ -68,7 +68,7 @@ class VllmRollout(LMRollout):
 
     def check(self) -> None:
         """Compare engine and policy on the probe; raises JobError, on all ranks, where they are not one model."""
-        greedy = Sampling(PROBE_RESPONSE, 0.0, 1.0, [])
+        greedy = Sampling(PROBE_RESPONSE, 0.0, 1.0, [], [])
         responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), greedy)
         rows = [prompt + response for prompt, response in zip(self._probe, responses, strict=True)]
         lengths = torch.tensor([len(response) for response in responses])
@@ -107,11 +107,11 @@ class VllmRollout(LMRollout):
             for asked, seed in everyone[rank]:
                 tokens.append(asked)
                 seeds.append(seed)
-        sampling = Sampling(decoding.limit, decoding.temperature, decoding.top_p, decoding.ends)
+        sampling = Sampling(decoding.limit, decoding.temperature, decoding.top_p, decoding.ends, self.config.stop)
         responses, log_probs = self.engine.generate(tokens, seeds, sampling)
         drawn = []
         for i in range(first, first + len(prompts)):
-            text, cut = self.policy.decode(responses[i]), responses[i][-1] not in decoding.ends
+            text, cut = self.policy.decode(responses[i]), self._cut(tokens[i], responses[i], decoding)
             drawn.append(Drawn(tokens[i], responses[i], text, cut, tuple(log_probs[i])))
         return drawn
 

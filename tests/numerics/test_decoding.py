@@ -1,0 +1,88 @@
+"""Texts and tokens that end responses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from phalanx.config.lm import LMRolloutConfig
+from phalanx.models.lm.model import CausalLM
+from phalanx.rollout.lm.decode import Decoding, StopTexts, decode
+from phalanx.rollout.lm.in_policy import check_stops
+from tests.lm import one_step, tiny_lm_config
+from tests.ranks import run_ranks
+
+PROMPTS, ROWS = [[5, 9, 11, 40], [7]], [0, 0, 0, 1, 1, 1]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(lm_folder: Path) -> Any:
+    return AutoTokenizer.from_pretrained(lm_folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "expected"),
+    [
+        ("ab</a>cd", ["</a>"], "ab</a>"),
+        ("ab</a>cd", ["</b>", "c", "</a>"], "ab</a>"),
+        ("aab", ["ab"], "aab"),
+        ("x\u20acy", ["\u20ac"], "x\u20ac"),
+        ("Ann has", ["nn"], "Ann"),
+        ("Ann has", ["An"], "Ann"),
+        ("abc", ["abcd"], None),
+    ],
+)
+def test_the_token_that_completes_a_text_is_the_last(
+    tokenizer: Any, text: str, stops: list[str], expected: str | None
+) -> None:
+    """Also where a text spans tokens, a token holds more than the text, and a character is several tokens."""
+    stop_texts, tokens = StopTexts(tokenizer, stops, [[5, 9]]), tokenizer(text).input_ids
+    complete = [stop_texts.complete(0, token) for token in tokens]
+    assert (tokenizer.decode(tokens[: complete.index(True) + 1]) if any(complete) else None) == expected
+
+
+def test_responses_end_with_a_text(lm_folder: Path, tokenizer: Any) -> None:
+    """Each is what it would be without the text, up to its first one, whatever the others of the batch do."""
+    model = CausalLM(AutoModelForCausalLM.from_pretrained(lm_folder, dtype=torch.float32).eval(), chunk=1024)
+    uniform = torch.rand(6, 16, generator=torch.Generator().manual_seed(0))
+    settings = model.lm.config, PROMPTS, ROWS, uniform, Decoding(16, 1.0, [], 0)
+    whole = decode(model, *settings)
+    stop = tokenizer.decode(whole[0][1:3])
+    ended = decode(model, *settings, StopTexts(tokenizer, [stop], [PROMPTS[row] for row in ROWS]))
+    assert ended[0] == whole[0][:3]
+    for response, longer in zip(ended, whole, strict=True):
+        assert response == longer[: len(response)]
+        assert (len(response) < 16) == (stop in tokenizer.decode(longer))
+
+
+def test_a_step_with_stops(lm_folder: Path, tokenizer: Any, tmp_path: Path) -> None:
+    """Responses that a text or a token ends were not truncated, and are trained up to it."""
+    (plain,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "plain", "rollout.mask_truncated=true"))
+    letter = tokenizer.convert_tokens_to_ids("s")
+    stops = ("rollout.stop=[e]", f"rollout.stop_token_ids=[{letter}]", "rollout.mask_truncated=true")
+    (step,) = run_ranks(one_step, 1, tiny_lm_config(lm_folder, tmp_path / "stops", *stops))
+    shorter = 0
+    for text, longer, mask in zip(step["texts"], plain["texts"], step["mask"], strict=True):
+        assert longer.startswith(text) and "e" not in text[:-8]
+        shorter += len(text) < len(longer)
+        assert mask.any() or len(tokenizer(text).input_ids) >= 12
+    assert shorter and step["mask"].any(1).sum() > plain["mask"].any(1).sum()
+    assert step["row"]["actor/first_ratio_error"] == 0
+
+
+def test_stops_that_end_nothing_are_refused(lm_folder: Path, tokenizer: Any) -> None:
+    class Policy:
+        rows = 512
+
+        class config:
+            path = "folder"
+
+    Policy.tokenizer = tokenizer  # type: ignore[attr-defined]
+    check_stops(Policy, LMRolloutConfig(stop=["x"], stop_token_ids=[511]))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^rollout.stop_token_ids: 512 is no token of 'folder', which has 512$"):
+        check_stops(Policy, LMRolloutConfig(stop_token_ids=[512]))  # type: ignore[arg-type]
+    Policy.tokenizer = object()  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"^rollout.stop: the tokenizer of 'folder' is none of the tokenizers library"):
+        check_stops(Policy, LMRolloutConfig(stop=["x"]))  # type: ignore[arg-type]
