@@ -16,7 +16,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.token_budget import in_order
-from phalanx.functional.tokens import TokenTrace
+from phalanx.functional.tokens import TokenTrace, Truncation
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding, StopTexts, decode
 from phalanx.types import Each, Prompt, Samples
@@ -145,8 +145,9 @@ class LMRollout:
         """Of samples, and of a validation's."""
         config, val, limit = self.config, self.config.val, self.data.max_response_length
         ends, pad = [*self.policy.ends, *config.stop_token_ids], self.policy.pad
-        decoding = Decoding(limit, config.temperature, ends, pad)
-        return decoding, Decoding(val.max_response_length or limit, val.temperature, ends, pad, val.top_p)
+        decoding = Decoding(limit, config.temperature, ends, pad, Truncation.of(config))
+        val_limit = val.max_response_length or limit
+        return decoding, Decoding(val_limit, val.temperature, ends, pad, Truncation.of(val))
 
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
