@@ -144,4 +144,4 @@ def test_layouts_agree(lm_folder: Path, tmp_path: Path) -> None:
     keys = (*keys, "algorithm.clip_ratio=0.2", "model.gradient_checkpointing=true", "actor.log_prob_chunk_size=5")
     run_ranks(fit, 1, tiny_lm_config(lm_folder, tmp_path / "3", *keys))
     for row in rows(tmp_path / "3" / "out"):
-        assert row["actor/first_ratio_error"] == 0 and math.isfinite(row["actor/kl_ref"])
+        assert row["actor/first_ratio_error"] < 1e-6 and math.isfinite(row["actor/kl_ref"])
