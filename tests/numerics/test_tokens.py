@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from phalanx.functional.token_losses import clipped_tokens, kl_estimate
-from phalanx.functional.tokens import TokenTrace, token_scores
+from phalanx.functional.tokens import TokenTrace, Truncation, token_scores
 from phalanx.models.lm.model import CausalLM
 from phalanx.rollout.lm.decode import Decoding, decode
 
@@ -63,7 +63,7 @@ def test_tokens_are_drawn_from_the_models_distribution(model: CausalLM) -> None:
     logits = model.lm(torch.tensor([PROMPTS[0]])).logits[0, -1].float()
     p = torch.softmax(logits / 0.3, -1)
     for top_p in (1.0, 0.5):
-        how = Decoding(limit=1, temperature=0.3, ends=[], pad=0, top_p=top_p)
+        how = Decoding(limit=1, temperature=0.3, ends=[], pad=0, truncation=Truncation(top_p=top_p))
         found = decode(model, model.lm.config, PROMPTS, [0] * 4000, uniform, how)
         share = torch.bincount(torch.tensor(found).flatten(), minlength=len(p)) / 4000
         ordered, order = p.sort(descending=True)

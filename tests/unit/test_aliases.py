@@ -44,6 +44,8 @@ def test_every_key_of_another_trainers_recipe_says_what_it_is_called_here(key: s
 VERL = {
     "actor_rollout_ref.rollout.n": "rollout.n",
     "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "actor_rollout_ref.rollout.top_k": "rollout.top_k",
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel_size",
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",

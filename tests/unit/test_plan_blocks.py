@@ -10,6 +10,7 @@ import torch
 from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import ESTIMATES, LMRLConfig
+from phalanx.functional.tokens import Truncation
 from phalanx.plan import plan_job
 from phalanx.plan.blocks import PlannedBlockPolicy
 from phalanx.plan.jobs import planned
@@ -76,7 +77,7 @@ def test_flex_attention_holds_no_dense_mask(lm_folder: Path, tmp_path: Path) -> 
 
 def test_a_draw_from_many_words_is_bounded() -> None:
     """64 blocks of LLaDA2, whose logits alone are 1.3 GB in float32."""
-    ledger, how = Ledger(), Denoising(256, 0.7, (1,), 0, top_p=0.9, size=32, steps=32, mask_id=5)
+    ledger, how = Ledger(), Denoising(256, 0.7, (1,), 0, Truncation(top_p=0.9), size=32, steps=32, mask_id=5)
     with ledger, torch.no_grad():
         logits = torch.empty(64, 32, 157184, dtype=torch.bfloat16, device=META)
         masked, uniform = torch.ones(64, 32, dtype=torch.bool, device=META), torch.empty(64, 32, device=META)

@@ -98,16 +98,18 @@ def test_a_judge_has_groups_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
         assert row["rollout/sync_error"] < 1e-4 and row["reward/llm_judge_unparseable"] < 1
 
 
-def test_texts_end_responses_alike(lm_folder: Path, tmp_path: Path) -> None:
-    """Greedy responses of both engines are the same, and shorter than those that no text ends."""
-    texts: dict[str, list[tuple[str, bool]]] = {}
-    for name, keys in (("plain", ()), ("stops", ("rollout.stop=['e','at']", "rollout.stop_token_ids=[70]"))):
-        for engine in ("policy", "vllm"):
-            cfg = tiny_lm_config(lm_folder, tmp_path / name, *VLLM, f"rollout.engine={engine}", *keys)
-            (texts[f"{name} {engine}"],) = run_ranks(validated, 1, cfg, timeout=200)
-    assert texts["plain policy"] == texts["plain vllm"] and texts["stops policy"] == texts["stops vllm"]
-    pairs = zip(texts["plain policy"], texts["stops policy"], strict=True)
-    assert any(len(ended[0]) < len(plain[0]) for plain, ended in pairs)
+def test_texts_end_responses_alike(tmp_path: Path) -> None:
+    """Greedy responses of both engines are the same, up to the sum that a text ends."""
+
+    def drawn(engine: str) -> list[tuple[str, bool]]:
+        keys = (f"rollout.engine={engine}", "rollout.stop=['0=','=3']")
+        return run_ranks(validated, 1, tiny_lm_config(BASE, tmp_path / engine, *VLLM, *keys), timeout=200)[0]
+
+    responses = drawn("policy")
+    assert responses == drawn("vllm")
+    ended = [text for text, cut in responses if not cut]
+    assert any(text.endswith(("0=", "=3")) for text in ended)
+    assert all("0=" not in text[:-2] and "=3" not in text[:-2] for text, _ in responses)
 
 
 def validated(cfg: Any) -> list[tuple[str, bool]]:
@@ -115,8 +117,17 @@ def validated(cfg: Any) -> list[tuple[str, bool]]:
     from phalanx.training.lm_rl import build
 
     rollout = build(cfg).collector.rollout
-    prompts = [Prompt(f"Ann has {i} books", i, {}) for i in range(16)]
+    prompts = [Prompt(f"Jack has {i} boxes with 8 pens each. How many pens are left?", i, {}) for i in range(16)]
     with rollout.awake():
         return [
             (drawn.text, drawn.truncated) for drawn in rollout.draw_validation(prompts, each=lambda texts, asked: None)
         ]
+
+
+def test_truncated_distributions_agree(lm_folder: Path, tmp_path: Path) -> None:
+    """The engine's log-probs, of the tokens that it keeps, are the policy's of those that it does, in two updates."""
+    keys = ("rollout.temperature=0.7", "rollout.top_k=20", "rollout.top_p=0.9", "rollout.min_p=0.02")
+    run_ranks(fit, 1, tiny_lm_config(lm_folder, tmp_path, *VLLM, *keys, "optim.lr=1e-2"), timeout=200)
+    for row in rows(tmp_path / "out"):
+        assert row["rollout/logprob_abs_diff_max"] < 1e-3 and row["actor/first_ratio_error"] == 0
+        assert 0 < row["actor/entropy"] < 3  # log 20

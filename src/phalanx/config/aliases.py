@@ -117,7 +117,6 @@ OF_LANGUAGE_MODELS = {
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tensor_parallel_size",
-    "actor_rollout_ref.rollout.top_p": "rollout.val.top_p; training samples from the whole distribution",
     "actor_rollout_ref.rollout.val_kwargs.do_sample": "rollout.val.temperature, 0 takes the likeliest token",
     "algorithm.rollout_correction.rollout_is": "rollout.correction",
     "algorithm.rollout_correction.rollout_is_threshold": "rollout.correction_limit",

@@ -73,7 +73,9 @@ class LMValRolloutConfig(ValRolloutConfig):
     """Sampling in validation."""
 
     temperature: float = arg(0.0, "temperature; 0 takes the likeliest token", ge=0)
+    top_k: int = arg(-1, "sample among this many of the likeliest tokens; -1 and 0: all", ge=-1)
     top_p: float = arg(1.0, "sample among the likeliest tokens of this probability in all", gt=0, le=1)
+    min_p: float = arg(0.0, "sample among tokens of at least this share of the largest probability", ge=0, le=1)
     max_response_length: Optional[int] = arg(None, "longest response; null: data.max_response_length", **MOST_TOKENS)
     denoising_steps_per_block: Optional[int] = arg(
         None, "block diffusion: most denoising steps of a block; null: rollout's", **TIMES
@@ -115,6 +117,21 @@ class LMRolloutConfig(RolloutConfig):
         0.02, "vllm: largest mean difference of log-probs to the policy, on a probe after each renewal", gt=0
     )
     temperature: float = arg(1.0, "temperature of sampling, by which the policy's log-probs are divided as well", gt=0)
+    top_k: int = arg(
+        -1, "sample among this many of the likeliest tokens, of which log-probs are then, too; -1 and 0: all", ge=-1
+    )
+    top_p: float = arg(
+        1.0,
+        "sample among the likeliest tokens of this probability in all, of which log-probs are then, too",
+        gt=0,
+        le=1,
+    )
+    min_p: float = arg(
+        0.0,
+        "sample among tokens of at least this share of the largest probability, of which log-probs are then, too",
+        ge=0,
+        le=1,
+    )
     denoising_steps_per_block: Optional[int] = arg(
         None,
         "block diffusion: most denoising steps of a block, each of which unmasks an equal share of it at least; null: "

@@ -135,6 +135,12 @@ class GenerateConfig:
     top_p: Optional[float] = arg(
         None, "sample among the likeliest tokens of this probability in all; null: the run's, or 1", gt=0, le=1
     )
+    top_k: Optional[int] = arg(
+        None, "sample among this many of the likeliest tokens; -1 and 0: all; null: the run's, or all", ge=-1
+    )
+    min_p: Optional[float] = arg(
+        None, "sample among tokens of at least this share of the largest probability; null: the run's, or 0", ge=0, le=1
+    )
     stop: Optional[list[str]] = arg(None, "texts that end a response; null: the run's, or none")
     max_response_length: Optional[int] = arg(
         None, "longest response, in tokens; null: the run's, or 1024 where the model has room for them", **MOST_TOKENS

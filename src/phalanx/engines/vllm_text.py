@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.vllm import CPU_KV_CACHE, executor
+from phalanx.functional.tokens import Truncation
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class Sampling:
 
     limit: int
     temperature: float
-    top_p: float
+    truncation: Truncation
     ends: Sequence[int]
     stop: Sequence[str]
 
@@ -126,7 +127,7 @@ class TextEngine:
         settings = [
             SamplingParams(
                 temperature=sampling.temperature,
-                top_p=sampling.top_p,
+                **asdict(sampling.truncation),
                 max_tokens=sampling.limit,
                 stop_token_ids=list(sampling.ends),
                 ignore_eos=not sampling.ends,

@@ -66,6 +66,7 @@ class Generation:
         limit = self._limit(run, lengths, positions(model.lm.config) or 2**20, config.block_size or 1)
         data = replace(data, max_prompt_length=max(lengths), max_response_length=limit)
         settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
+        settings |= _given(top_k=cfg.top_k, min_p=cfg.min_p)
         settings |= _given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)
         self.val = replace(run.rollout.val, **settings, max_response_length=limit)
         self.world = mesh.start(ParallelConfig())

@@ -112,7 +112,7 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> RL
     plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
     rank, actor = _busiest(plan, cfg.rollout.n, cluster.ranks), cfg.actor
     options: dict[str, Any] = {"rank": rank, "chunk": actor.log_prob_chunk_size}
-    passes = lm_rl.scoring(plan, algorithm, stale=cfg.rollout.schedule == "one_step_off")
+    passes = lm_rl.scoring(plan, algorithm, cfg.rollout)
     if cfg.model.block_size is None:
         policy = planned_lm_policy(cfg, cluster, Ledger(), **options)
         rollout = PlannedLMRollout(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)

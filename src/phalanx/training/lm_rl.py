@@ -7,7 +7,7 @@ from typing import Any
 
 from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
-from phalanx.config.lm import LMRLConfig
+from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
@@ -17,6 +17,7 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.roles import INFERENCE, ROLLOUT
+from phalanx.functional.tokens import Truncation
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
@@ -59,7 +60,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     if world.samples:
         part = part_of(plan, cfg, world)
         decoded = cfg.rollout.micro_batch_size_per_gpu or part.per_rank
-        passes = scoring(plan, algorithm, stale=cfg.rollout.schedule == "one_step_off")
+        passes = scoring(plan, algorithm, cfg.rollout)
         rollout = build_rollout(cfg, policy, world, decoded, passes)
         components = replace(components, rollout=rollout, exact=rollout.exact)
         if world.role == ROLLOUT:
@@ -85,6 +86,8 @@ def load_policy(cfg: LMRLConfig, world: World) -> LMPolicy:
     }
     if cfg.model.block_size is None:
         decodes = cfg.rollout.facts.weights == "policy"
+        if Truncation.of(cfg.rollout).on:
+            options["truncation"] = Truncation.of(cfg.rollout)
         return build_policy(cfg.model, cfg.parallel, cfg.data, world, decodes=decodes, **options)
     options["estimate"] = cfg.actor.log_prob_estimate
     return build_block_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
@@ -119,11 +122,13 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)
 
 
-def scoring(plan: BatchPlan, algorithm: Algorithm, *, stale: bool = False) -> Passes | None:
+def scoring(plan: BatchPlan, algorithm: Algorithm, config: LMRolloutConfig) -> Passes | None:
     """The passes that take old log-probabilities; None where each sample is trained once, by the weights that drew it:
-    then they are those of the very pass that trains it. `stale`: by newer weights.
+    then they are those of the very pass that trains it.
     """
-    once = plan.updates * plan.epochs == 1 and not stale
+    once = plan.updates * plan.epochs == 1 and config.schedule != "one_step_off"
+    # references score samples before that pass does, over the same tokens
+    once = once and not (algorithm.references and Truncation.of(config).on)
     # advantages of single actions may want them before, and so may a user's own loss
     if once and not algorithm.per_action and type(algorithm).loss is TokenAlgorithm.loss:
         return None

@@ -3,6 +3,7 @@
 from typing import Any
 
 from phalanx.config.engines import BLOCK_ENGINES
+from phalanx.config.rules.rollout import truncated
 from phalanx.config.rules.rule import BLOCK_DIFFUSION, GENERATE, LM, LM_RL, Rule, changed, near_multiples
 
 _KEYS = ("mask_token", "denoising_steps_per_block", "threshold", "confidence", "log_prob_estimate")
@@ -93,6 +94,10 @@ RULES = (
     Rule("rollout.engine model.block_size", LM, "Block diffusion needs an engine that samples it.",
          _samples_no_blocks,
          "rollout.engine: {c.rollout.engine}" + _LEAVE_OUT),
+    Rule("rollout.top_k rollout.top_p rollout.min_p model.block_size", LM,
+         "Block diffusion samples for training from whole distributions.",
+         lambda c: truncated(c) if c.model.block_size is not None else None,
+         "{x[0]}: {x[1]}" + _LEAVE_OUT),
     Rule("rollout.stop model.block_size", LM, "A text ends no response of block diffusion, whose tokens have no order.",
          lambda c: c.model.block_size is not None and c.rollout.stop,
          "rollout.stop: {c.rollout.stop}" + _LEAVE_OUT),

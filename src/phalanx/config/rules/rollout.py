@@ -28,6 +28,13 @@ def _no_videos(c: Any) -> str | None:
     return _able(c.rollout, lambda facts: facts.videos)
 
 
+def truncated(c: Any) -> tuple[str, Any] | None:
+    """The first key that leaves tokens out of the distributions that are sampled for training, and its value."""
+    r = c.rollout
+    keys = {"top_k": r.top_k > 0, "top_p": r.top_p < 1, "min_p": r.min_p > 0}
+    return next(((f"rollout.{key}", vars(r)[key]) for key, on in keys.items() if on), None)
+
+
 def _needless_correction(c: Any) -> str | None:
     """The reason why there is nothing to correct, where something is to be."""
     r = c.rollout
@@ -82,6 +89,11 @@ RULES = (
     Rule("rollout.num_frames", FLOW_MATCHING, "Supervised flow matching trains on images.",
          lambda c: c.rollout.num_frames > 1,
          "rollout.num_frames: {c.rollout.num_frames}: flow matching trains on images; set it to 1"),
+    Rule("rollout.top_k rollout.top_p rollout.min_p rollout.correction", LM,
+         "Truncated distributions need the policy's own log-probs, which say what tokens are kept.",
+         lambda c: truncated(c) if c.rollout.correction == "none" and not c.rollout.facts.exact else None,
+         "{x[0]}: {x[1]} needs the policy's own log-probs, which say what tokens are kept; rollout.correction=none "
+         "takes none, set it to rescore"),
     Rule("rollout.stop", LM, "A text that ends a response is not empty.",
          lambda c: "" in c.rollout.stop,
          "rollout.stop: an empty text would end each response at once; leave it out"),

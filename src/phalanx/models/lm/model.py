@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from phalanx.config.lm import LMModelConfig
 from phalanx.engines.loading import check_weights, loading
-from phalanx.functional.tokens import token_scores
+from phalanx.functional.tokens import Truncation, sampled_from, token_scores
 from phalanx.models.lm import experts, llada2, packing
 from phalanx.models.lm.headers import CAUSAL, check_folder
 from phalanx.models.lora import Layers, lora_file, read_adapter
@@ -46,12 +46,15 @@ class CausalLM(nn.Module):
         predicting: Tensor | None = None,
         temperature: float = 1.0,
         lengths: Sequence[int] | None = None,
+        truncation: Truncation | None = None,
+        pool: tuple[Tensor, Tensor] | None = None,
         **decoding: Any,
     ) -> Any:
         """Scores [N] of the tokens that follow the positions `predicting` [B, T - 1] of ids [B, T]: see token_scores.
 
-        With `lengths`, the B ones of ids without padding, all samples stand in one row. With other keywords, the
-        language model's own forward.
+        With `lengths`, the B ones of ids without padding, all samples stand in one row. Of truncated distributions the
+        `pool` of the tokens that are kept comes behind the scores, that of `truncation` where none is given. With other
+        keywords, the language model's own forward.
         """
         if ids is None or predicting is None:
             self._recompute(False)
@@ -59,7 +62,11 @@ class CausalLM(nn.Module):
         self._recompute(torch.is_grad_enabled())
         output = outputs_at(decoder_of(self.lm), ids, predicting, lengths)
         tokens, head = ids[:, 1:][predicting], self.head(output)
-        return token_scores(output.last_hidden_state, head, tokens, temperature=temperature, chunk=self.chunk)
+        hidden = output.last_hidden_state
+        if truncation is not None and pool is None:
+            pool = sampled_from(hidden, head, tokens, truncation, temperature=temperature, chunk=self.chunk)
+        scores = token_scores(hidden, head, tokens, temperature=temperature, chunk=self.chunk, pool=pool)
+        return scores if pool is None else (*scores, *pool)
 
     def head(self, output: Any) -> Callable[[Tensor], Tensor]:
         """The function of states [N, H] to logits [N, V] as the language model's forward computes it, with whatever it

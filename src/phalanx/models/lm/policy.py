@@ -16,7 +16,7 @@ from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.messages import cut
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
-from phalanx.functional.tokens import TokenReplay, TokenTrace
+from phalanx.functional.tokens import TokenReplay, TokenTrace, Truncation
 from phalanx.models.lm import experts
 from phalanx.models.lm.agreement import check_agreement
 from phalanx.models.lm.chat import prompt_tokens
@@ -39,8 +39,8 @@ LORA_TARGETS = (ALL_LINEAR,)  # of a LoRA unless model.target_modules names othe
 
 
 class LMPolicy:
-    """See phalanx.types.Policy. `trained` has the weights, `temperature` is that of sampling; `config`, `parallel` and
-    `data` are sections of the configuration.
+    """See phalanx.types.Policy. `trained` has the weights, `temperature` and `truncation` are those of sampling;
+    `config`, `parallel` and `data` are sections of the configuration.
     """
 
     trace_type: type = TokenTrace
@@ -59,12 +59,13 @@ class LMPolicy:
         trim: bool = False,
         frozen: bool = False,
         kept: torch.dtype | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
         """`trim`: a pass is no wider than its longest sample; `kept`: see Sharded. Raises ValueError for what the model
         refuses.
         """
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
-        self.parallel, self.temperature, self.trim = parallel, temperature, trim
+        self.parallel, self.temperature, self.truncation, self.trim = parallel, temperature, truncation, trim
         self.settings = model.lm.config
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -141,16 +142,24 @@ class LMPolicy:
     # -- replay -----------------------------------------------------------------------------------
 
     def replay(self, trace: TokenTrace) -> TokenReplay:
-        """Every token of the responses, in one forward pass."""
-        return self.scored(trace, self.temperature)
+        """Every token of the responses, in one forward pass, of the distributions that were sampled: truncated to the
+        tokens that the trace has, or else to those of this pass.
+        """
+        if trace.kept is None and self.truncation is None:
+            return self.scored(trace, self.temperature)
+        return self._scored(trace, self.temperature, self.truncation, trace.pool)
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
-        """As `replay`, at another temperature."""
+        """The same at another temperature, of whole distributions."""
+        return self._scored(trace, temperature)
+
+    def _scored(self, trace: TokenTrace, temperature: float, *truncated: Any) -> TokenReplay:
         trace, lengths = self.read(trace)
-        scores = self.trained.run(self.trained.module, trace.ids, trace.predicting, temperature, lengths)
+        scores = self.trained.run(self.trained.module, trace.ids, trace.predicting, temperature, lengths, *truncated)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
-        return TokenReplay(*(zeros.masked_scatter(mask, values) for values in scores))
+        values = [zeros.masked_scatter(mask, part) for part in scores[:3]]
+        return TokenReplay(*values, *(trace.pooled(*scores[3:]) if truncated else ()))
 
     def read(self, trace: TokenTrace) -> tuple[TokenTrace, list[int] | None]:
         """The samples of a pass, and their lengths where they are packed."""
@@ -271,6 +280,7 @@ def build_policy(
     trim: bool = False,
     frozen: bool = False,
     decodes: bool = True,
+    truncation: Truncation | None = None,
 ) -> LMPolicy:
     """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be.
 
@@ -293,6 +303,7 @@ def build_policy(
         trim=trim,
         frozen=frozen,
         kept=dtype if stored else None,
+        truncation=truncation,
     )
     policy.check_agreement(decodes=decodes and not frozen)
     return policy

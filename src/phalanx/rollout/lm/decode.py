@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import DynamicCache
 
-from phalanx.functional.tokens import left_padded
+from phalanx.functional.tokens import WHOLE, Truncation, left_padded
 from phalanx.models.lm.model import CACHE
 from phalanx.types import JobError
 
@@ -22,15 +22,13 @@ SHRINK = 0.75  # of the samples go on: a smaller batch then pays for the copy of
 
 @dataclass(frozen=True)
 class Decoding:
-    """Settings: at most `limit` tokens, fewer where one of `ends` is drawn; temperature 0 takes the likeliest token,
-    `top_p` samples among the likeliest tokens of that probability in all.
-    """
+    """Settings: at most `limit` tokens, fewer where one of `ends` is drawn; temperature 0 takes the likeliest token."""
 
     limit: int
     temperature: float
     ends: Sequence[int]
     pad: int
-    top_p: float = 1.0
+    truncation: Truncation = WHOLE
 
 
 class StopTexts:
@@ -140,10 +138,8 @@ def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
     if decoding.temperature == 0:
         return logits.argmax(-1)
     p = torch.softmax(logits / decoding.temperature, -1).double()
-    if decoding.top_p < 1:
-        ordered, order = p.sort(-1, descending=True)
-        before = ordered.cumsum(-1) - ordered
-        p = p.masked_fill(torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before >= decoding.top_p), 0.0)
+    if decoding.truncation.on:
+        p = p.masked_fill(~decoding.truncation.kept(p), 0.0)
     cumulative = p.cumsum(-1)
     at = uniform.double()[:, None] * cumulative[:, -1:]
     return torch.searchsorted(cumulative, at, right=True).squeeze(1).clamp(max=p.shape[-1] - 1)

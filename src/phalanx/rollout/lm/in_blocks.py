@@ -1,7 +1,7 @@
 """Sampling of a block-diffusion model in the very modules that are trained."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class BlockDiffusionRollout(LMRollout):
         if val.threshold is not None:
             of_val["threshold"] = val.threshold
         plain, plain_val = super()._settings()
-        return Denoising(**asdict(plain), **block), Denoising(**asdict(plain_val), **of_val)
+        return Denoising(**vars(plain), **block), Denoising(**vars(plain_val), **of_val)
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """As of a language model, with rollout/tokens_per_forward: those that a look at a block unmasks."""

@@ -16,7 +16,7 @@ from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.token_budget import in_order
-from phalanx.functional.tokens import TokenTrace
+from phalanx.functional.tokens import TokenTrace, Truncation
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding, StopTexts, decode
 from phalanx.types import Each, Prompt, Samples
@@ -145,8 +145,10 @@ class LMRollout:
         """Of samples, and of a validation's."""
         config, val, limit = self.config, self.config.val, self.data.max_response_length
         ends, pad = [*self.policy.ends, *config.stop_token_ids], self.policy.pad
-        decoding = Decoding(limit, config.temperature, ends, pad)
-        return decoding, Decoding(val.max_response_length or limit, val.temperature, ends, pad, val.top_p)
+        # log-probabilities are those of what is truncated for training: see LMPolicy.replay
+        decoding = Decoding(limit, config.temperature, ends, pad, Truncation.of(config))
+        val_limit = val.max_response_length or limit
+        return decoding, Decoding(val_limit, val.temperature, ends, pad, Truncation.of(val))
 
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
@@ -179,13 +181,14 @@ class LMRollout:
         ]
 
     def _stops(self, prompts: list[list[int]]) -> StopTexts | None:
-        """What follows the texts of responses to these prompts, where some text ends them."""
+        """The texts that end responses, for one to each of these prompts; None where none does."""
         return StopTexts(self.policy.tokenizer, self.config.stop, prompts) if self.config.stop else None
 
     def _cut(self, prompt: list[int], response: list[int], decoding: Decoding) -> bool:
         """Whether only the limit has ended a response."""
         if len(response) < decoding.limit or response[-1] in decoding.ends:
             return False
+        # the last token may have completed a text
         stops = self._stops([prompt])
         return stops is None or not any(stops.complete(0, token) for token in response)
 

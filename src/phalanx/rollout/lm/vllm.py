@@ -14,7 +14,7 @@ from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.vllm_text import Sampling, TextEngine, TextEngineConfig
-from phalanx.functional.tokens import TokenTrace
+from phalanx.functional.tokens import WHOLE, TokenTrace
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
@@ -68,7 +68,7 @@ class VllmRollout(LMRollout):
 
     def check(self) -> None:
         """Compare engine and policy on the probe; raises JobError, on all ranks, where they are not one model."""
-        greedy = Sampling(PROBE_RESPONSE, 0.0, 1.0, [], [])
+        greedy = Sampling(PROBE_RESPONSE, 0.0, WHOLE, [], [])
         responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), greedy)
         rows = [prompt + response for prompt, response in zip(self._probe, responses, strict=True)]
         lengths = torch.tensor([len(response) for response in responses])
@@ -107,7 +107,7 @@ class VllmRollout(LMRollout):
             for asked, seed in everyone[rank]:
                 tokens.append(asked)
                 seeds.append(seed)
-        sampling = Sampling(decoding.limit, decoding.temperature, decoding.top_p, decoding.ends, self.config.stop)
+        sampling = Sampling(decoding.limit, decoding.temperature, decoding.truncation, decoding.ends, self.config.stop)
         responses, log_probs = self.engine.generate(tokens, seeds, sampling)
         drawn = []
         for i in range(first, first + len(prompts)):
