@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from phalanx.config import ConfigError
 from phalanx.config.messages import near_divisors
@@ -36,6 +36,8 @@ from phalanx.garbage import collect_again
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+# torch 2.14 has a public name for it
+SET_TIMEOUT = "set_timeout" if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14) else "_set_pg_timeout"
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
         *mesh.get_all_groups(),
         *context_groups(context),
     ):  # subgroups do not inherit the default group's limit
-        _set_pg_timeout(timeout, group)
+        getattr(distributed_c10d, SET_TIMEOUT)(timeout, group)
     # Checkpoints are written by a thread while training goes on. Collectives of two threads on one
     # group may meet in another order on another rank, so that thread has a group to itself.
     checkpoint_group = dist.new_group(backend="gloo", timeout=timeout)
