@@ -18,9 +18,8 @@ from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import FILES
 from phalanx.plan.memory import count
 from phalanx.plan.pace import Gpu
-from phalanx.plan.recompute import fewer_blocks
 from phalanx.plan.rehearsal import Planned
-from phalanx.plan.warnings import ALLOWED, SPARE
+from phalanx.plan.warnings import ALLOWED, SPARE, fewer_blocks
 from tests.jobs import tiny_config
 from tests.ranks import ROOT
 

@@ -19,12 +19,10 @@ from torch.utils._pytree import tree_leaves
 from phalanx.config.run import EmaConfig, RLConfig, RunConfig
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
-from phalanx.plan.blocks import PlannedBlockPolicy
 from phalanx.plan.blueprint import PlannedFlowPolicy
-from phalanx.plan.layout import Weight
+from phalanx.plan.layout import ShardedUpdate, Weight
 from phalanx.plan.ledger import Ledger
-from phalanx.plan.lm import PlannedLMPolicy
-from phalanx.plan.sharding import ShardedUpdate
+from phalanx.plan.lm import PlannedBlockPolicy, PlannedLMPolicy
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.flops import step_flops
 from phalanx.telemetry.metrics import Timers
@@ -150,13 +148,6 @@ class Rehearsal(ABC):
     @abstractmethod
     def train(self) -> None:
         """The step's updates, as a phase."""
-
-    def train_again(self, recomputed: int) -> None:
-        """The updates in place of those before, with `recomputed` blocks recomputed in backward passes."""
-        self.state.updates_made = self.state.micro_batches = 0
-        self.ledger.forget("update")
-        self.policy.recompute(recomputed)
-        self.train()
 
     @abstractmethod
     def operations(self, *, recomputed: bool) -> int:
