@@ -157,9 +157,7 @@ def shipped(folder: str) -> str | None:
 
 def family_name(config: FlowModelConfig) -> str:
     """`model.family`, or the module whose family the folder's pipeline is of; ValueError where there is none."""
-    if config.family is not None:
-        return config.family
-    return known_family(config.path, read_index(Path(config.path)))
+    return config.family or known_family(config.path, read_index(Path(config.path)))
 
 
 def _component(folder: Path, name: str, library: str | None, kind: str | None) -> Any:

@@ -37,7 +37,6 @@ from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.types import Teacher
 
 T = TypeVar("T")
-AnyJob = TypeVar("AnyJob", bound=Planned)
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,9 @@ def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
     task, ranks = task_of(cfg), cfg.parallel.data_ranks(cluster.ranks)
     plan = None if task.plan is None else task.plan(cfg, ranks)
     with _alone(cfg):
-        return _run(task.parts(cfg, cluster, plan, teaches=True))
+        job = task.parts(cfg, cluster, plan, teaches=True)
+        _run(job)
+    return job
 
 
 def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> RLRehearsal:
@@ -92,11 +93,12 @@ def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> RL
         assert isinstance(job, RLRehearsal), "it has a plan of batches"
         job.role = role
         job.rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
-        return _run(job)
+        _run(job)
+    return job
 
 
-def _run(job: AnyJob) -> AnyJob:
-    """The job after its validation, where one is due, and a step."""
+def _run(job: Planned) -> None:
+    """A validation, where one is due, and a step."""
     cfg = job.cfg
     due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
     with job.ledger:
@@ -104,7 +106,6 @@ def _run(job: AnyJob) -> AnyJob:
             few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
             job.run_validation(_prompts(job.policy, few).batch(0))
         job.run_step()
-    return job
 
 
 def train_again(job: Planned, recomputed: int) -> None:

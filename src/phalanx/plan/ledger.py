@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -143,13 +143,12 @@ class Ledger(TorchDispatchMode):
             yield
         finally:
             self.phase = outer
-            known = self.phases.setdefault(name, inner)
-            if known is not inner:
-                if inner.peak > known.peak:
-                    known.before, known.peak = inner.before, inner.peak
-                    known.gradients, known.gathered = inner.gradients, inner.gathered
-                known.passes, known.rounds = known.passes + inner.passes, known.rounds + inner.rounds
-                known.aside |= inner.aside
+            if name in self.phases:
+                known = self.phases[name]
+                larger = inner if inner.peak > known.peak else known
+                passes, rounds = known.passes + inner.passes, known.rounds + inner.rounds
+                inner = replace(larger, passes=passes, rounds=rounds, aside=known.aside | inner.aside)
+            self.phases[name] = inner
 
     def once(self, key: Hashable, run: Callable[[], Tensor]) -> Tensor:
         """`run()` the first time that a phase has this key. Later it takes as much, and an empty tensor is returned:

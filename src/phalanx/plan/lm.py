@@ -68,14 +68,9 @@ class PlannedLMRollout(LMRollout):
 
     policy: PlannedLMPolicy
 
-    @property
-    def in_policy(self) -> bool:
-        """Whether the policy's own modules decode."""
-        return self.facts.weights == "policy"
-
     @contextmanager
     def awake(self) -> Iterator[None]:
-        with torch.no_grad(), self.policy.unsharded() if self.in_policy else nullcontext():
+        with torch.no_grad(), self.policy.unsharded() if self.facts.weights == "policy" else nullcontext():
             yield
 
     @property
@@ -113,7 +108,7 @@ class PlannedLMRollout(LMRollout):
 
     def _decoded(self, count: int, n: int, decoding: Decoding) -> None:
         """Read the prompts, and decode the last token of `count` responses, n of each prompt."""
-        if not self.in_policy:
+        if self.facts.weights != "policy":
             return
         self.policy.ledger.phase.passes += 1
         forward, length = self.policy.trained.module, self.before + decoding.limit
@@ -196,13 +191,12 @@ class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
         return least if self.how.threshold == 1 else min(max(PER_LOOK, least), size)
 
     def _longest(self, share: int) -> tuple[BlockTrace, int]:
-        size, before, limit = self.policy.size, self.before, self.how.limit
-        ids = torch.zeros(share, before + limit, dtype=torch.long, device=META)
-        starts, lengths = torch.full((share,), before, device=META), torch.full((share,), limit, device=META)
-        step, seeds = torch.zeros_like(ids[:, before:]), torch.zeros_like(starts)
+        (plain, length), size, limit = super()._longest(share), self.policy.size, self.how.limit
+        step, seeds = torch.zeros_like(plain.ids[:, self.before :]), torch.zeros_like(plain.starts)
         self.policy.looks_of_a_response = limit / self.per_look
-        trace = BlockTrace(ids, starts, lengths, limit, step=step, seeds=seeds, states=self.most, size=size)
-        return trace, before + limit + (self.most - 1) * size
+        beside: dict[str, Any] = {"step": step, "seeds": seeds, "states": self.most, "size": size}
+        trace = BlockTrace(plain.ids, plain.starts, plain.lengths, limit, **beside)
+        return trace, length + (self.most - 1) * size
 
     def _decoded(self, count: int, n: int, decoding: Decoding) -> None:
         """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""

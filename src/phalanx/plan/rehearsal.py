@@ -142,14 +142,6 @@ class Rehearsal(ABC):
         self.job = PlannedJob(cfg, policy, state)
 
     @abstractmethod
-    def run_step(self) -> None:
-        """Sample and train; of a role, its part of that."""
-
-    @abstractmethod
-    def train(self) -> None:
-        """The step's updates, as a phase."""
-
-    @abstractmethod
     def operations(self, *, recomputed: bool) -> int:
         """Floating-point operations of a step on all ranks; `recomputed`: with those that checkpointing repeats."""
 
@@ -211,6 +203,7 @@ class RLRehearsal(Rehearsal):
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def run_step(self) -> None:
+        """Sample and train; of a role, its part of that."""
         known = "reference" in self.algorithm.references and "reference" not in self.state.averages
         self.copies_reference = known and not self.policy.trained.is_base("reference")
         weights = None if self.role else self.algorithm.behaviour  # other ranks sample with those that they were sent
@@ -293,6 +286,7 @@ class SupervisedRehearsal(Rehearsal):
         self.trainer = SupervisedTrainer(self.job, task, task.shares)
 
     def run_step(self) -> None:
+        """Encode the first samples, and train."""
         self.task.begin(range(ENCODED_TOGETHER // self.task.shares.per_rank + 1))
         self.train()
 
