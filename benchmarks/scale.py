@@ -45,11 +45,11 @@ from phalanx.distributed import mesh  # noqa: E402
 from phalanx.distributed.collectives import agree, all_gather, all_gather_object  # noqa: E402
 from phalanx.distributed.fsdp import local  # noqa: E402
 from phalanx.distributed.watchdog import Watch  # noqa: E402
+from phalanx.plan.batch import messages  # noqa: E402
 from phalanx.plan.blueprint import family_name  # noqa: E402
 from phalanx.plan.jobs import planned  # noqa: E402
 from phalanx.plan.layout import Cluster  # noqa: E402
 from phalanx.plan.memory import count  # noqa: E402
-from phalanx.plan.traffic import messages  # noqa: E402
 from tests.ranks import free_port, run_ranks  # noqa: E402
 
 NODE = 8  # ranks

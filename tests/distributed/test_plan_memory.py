@@ -24,12 +24,12 @@ from phalanx.config import load
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
 from phalanx.distributed.collectives import all_gather
 from phalanx.distributed.fsdp import local
+from phalanx.plan.batch import messages as planned_messages
 from phalanx.plan.blueprint import family_name
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.rehearsal import Planned
-from phalanx.plan.traffic import messages as planned_messages
 from phalanx.training import flow_matching
 from phalanx.training.flow_rl import build
 from phalanx.training.supervised import SupervisedTrainer

@@ -11,11 +11,11 @@ from benchmarks.scale import Mail
 from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.distributed.fsdp import local
+from phalanx.plan.batch import messages
 from phalanx.plan.blueprint import family_name
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import count
-from phalanx.plan.traffic import messages
 from phalanx.telemetry.flops import peak_flops
 from phalanx.training.flow_rl import build
 from tests.jobs import PROMPTS, base_overrides, update

@@ -109,7 +109,7 @@ def test_flow_matching(sd3_folder: Path) -> None:
         "update          4 micro-batches of 8 images",
         "texts           333 tokens, the most that there can be",
         "forward passes  4 to train, a rank and step",
-        "run             as many steps as trainer.total_epochs=2 and the images make",
+        "run             as many steps as trainer.total_epochs=2.0 and the images make",
     ]
     assert "encode images" in text and "rollout" not in text and "validation" not in text
     with pytest.raises(ConfigError, match=r"data.train_batch_size: 64 images do not divide over 3 ranks"):

@@ -12,10 +12,10 @@ from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.lm import ESTIMATES, LMRLConfig
 from phalanx.functional.tokens import Truncation
 from phalanx.plan import plan_job
-from phalanx.plan.blocks import PlannedBlockPolicy
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger
+from phalanx.plan.lm import PlannedBlockPolicy
 from phalanx.plan.memory import count
 from phalanx.rollout.lm.denoise import Denoising, drawn_tokens
 from tests.lm import tiny_lm_config

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from phalanx.plan.blueprint import family_name, fetch, planned_policy, shipped
 from phalanx.plan.ledger import Ledger
 from phalanx.plan.memory import count
 from tests.jobs import tiny_config
-from tests.plans import ONE, described, judged, memory_of, plan_of, run
+from tests.plans import ONE, described, judged, memory_of, plan_of
 from tests.ranks import ROOT
 from tests.unit.test_plan_lm import SHIPPED_LM
 
@@ -234,21 +233,8 @@ def test_shipped_judges(sd3_folder: Path, tmp_path: Path) -> None:
 
 
 def test_all_that_is_shipped_is_known() -> None:
-    files = {file.stem for file in (ROOT / "src" / "phalanx" / "plan" / "models").iterdir()}
-    assert files == {path.replace("/", "--") for path in [*SHIPPED, *JUDGES, *SHIPPED_LM]}
-
-
-def test_nothing_stays_of_a_plan_that_is_refused(tmp_path: Path) -> None:
-    """Wan's folder is unpacked before its number of frames is refused."""
-    words = [
-        "tasks/train_flowgrpo.py",
-        "configs/flowgrpo/wan21_t2v_1_3b_ocr_lora.yaml",
-        "--plan",
-        "rollout.num_frames=2",
-    ]
-    done = run(sys.executable, *words, env={"TMPDIR": str(tmp_path)})
-    assert (done.returncode, done.stdout) == (2, "") and "rollout.num_frames" in done.stderr
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("phalanx-plan-")]
+    folders = {folder.name for folder in (ROOT / "src" / "phalanx" / "plan" / "models").iterdir()}
+    assert folders == {path.replace("/", "--") for path in [*SHIPPED, *JUDGES, *SHIPPED_LM]}
 
 
 def test_the_hub_goes_before_what_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

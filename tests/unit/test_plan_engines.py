@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 from phalanx.config.flow import FlowRewardFunctionConfig, FlowRLConfig
 from phalanx.models.flow.policy import family_of
+from phalanx.plan.batch import messages
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import nbytes
-from phalanx.plan.loading import Loading
-from phalanx.plan.memory import Memory, count
+from phalanx.plan.memory import Loading, Memory, count
 from phalanx.plan.pace import Gpu
 from phalanx.plan.text import describe
-from phalanx.plan.traffic import messages
 from tests.jobs import algorithm_config, tiny_config
 from tests.plans import GB, described, flow_matching_config, judged, memory_of, phases_of, plan_of, section, warnings
 from tests.tiny import halved, load_pipeline

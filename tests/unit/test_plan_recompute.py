@@ -12,15 +12,15 @@ from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.plan import plan_job
+from phalanx.plan.batch import messages
 from phalanx.plan.blueprint import family_name, fetch
 from phalanx.plan.jobs import planned, train_again
 from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import FILES
 from phalanx.plan.memory import count
 from phalanx.plan.pace import Gpu
-from phalanx.plan.recompute import fewer_blocks
 from phalanx.plan.rehearsal import Planned
-from phalanx.plan.warnings import ALLOWED, SPARE
+from phalanx.plan.warnings import ALLOWED, SPARE, fewer_blocks
 from tests.jobs import tiny_config
 from tests.ranks import ROOT
 
@@ -32,6 +32,7 @@ Make = Callable[..., FlowRLConfig | LMRLConfig]
 def qwen(*keys: str) -> LMRLConfig:
     """Of 24 layers."""
     keys = ("model.path=Qwen/Qwen2.5-0.5B-Instruct", "actor.ppo_micro_batch_size_per_gpu=32", ON, *keys)
+    keys = ("algorithm.kl_loss_coef=0.1", "parallel.fsdp_size=2", *keys)  # of a reference, which is gathered
     cfg = load(LMRLConfig, str(ROOT / "configs" / "grpo" / "quickstart.yaml"), list(keys))
     cfg.model.path = fetch(cfg.model.path, None, FILES)
     return cfg
@@ -69,13 +70,13 @@ def test_of_blocks_that_are_not(stable_diffusion: Make) -> None:
 
 def assert_so_many_fit_and_one_less_does_not(model: Make) -> None:
     job = planned(model(), Cluster(1, 4))
-    before, every = (job.flops, count(job)), update(job)
+    before, every = (job.flops, count(job), messages(job)), update(job)
     number = len(job.policy.blocks)
     half = planned(model(f"model.gradient_checkpointing_blocks={number // 2}"), Cluster(1, 4))
     size = int(((every + update(half)) / 2 + ALLOWED) / (1 - SPARE))  # of a GPU with room for some of them
     found = fewer_blocks(job, Gpu(memory=size))
     assert found is not None
-    assert (job.flops, count(job)) == before  # trying leaves nothing behind
+    assert (job.flops, count(job), messages(job)) == before  # trying leaves nothing behind
     blocks, flops = found
     assert number // 2 < blocks < number
     room = size * (1 - SPARE) - ALLOWED

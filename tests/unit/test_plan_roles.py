@@ -11,13 +11,13 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, roles_of
 from phalanx.plan import plan_job
+from phalanx.plan.batch import messages
 from phalanx.plan.jobs import planned, planned_role
 from phalanx.plan.layout import Cluster
 from phalanx.plan.memory import Memory, count
+from phalanx.plan.pace import best_splits, step_seconds
 from phalanx.plan.rehearsal import RLRehearsal
-from phalanx.plan.schedules import best_splits, step_seconds
 from phalanx.plan.text import drawn
-from phalanx.plan.traffic import messages
 from tests.jobs import tiny_config
 from tests.lm import tiny_lm_config
 

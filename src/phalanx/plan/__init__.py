@@ -17,19 +17,22 @@ from phalanx.config.flow import FlowRunConfig
 from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import RLConfig
 from phalanx.distributed.launch import Launch
-from phalanx.plan.blueprint import family_name, fetch, tidy
-from phalanx.plan.jobs import planned, planned_role
+from phalanx.plan.blueprint import family_name, fetch
+from phalanx.plan.jobs import planned, planned_role, task_of
 from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import FILES
-from phalanx.plan.pace import Gpu
-from phalanx.plan.schedules import assumed_seconds, given_seconds, schedules
+from phalanx.plan.pace import Gpu, assumed_seconds, given_seconds, schedules
 from phalanx.plan.tables import listed
-from phalanx.plan.tasks import task_of
 from phalanx.plan.text import OF_A_RANK, describe, describe_parts, roles_on, sizes
 from phalanx.telemetry.flops import known_gpus, named_peak_flops
 
+_NUMBERS = {
+    "gpu_memory_gb": "GB (10^9 bytes) of a GPU, such as 80",
+    "gpu_hour_price": "the price of a GPU for an hour, such as 2.5",
+    **dict.fromkeys(PLAN_SECONDS, "seconds of the phase if all ranks did it, such as 30"),
+}
 
-@tidy()
+
 def plan_job(cfg: FlowRunConfig | LMRunConfig, words: Mapping[str, str]) -> str:
     """The plan as text. `words` may hold nnodes, nproc_per_node (or nproc), gpu, gpu_memory_gb, gpu_hour_price and the
     seconds of phases; the others come from train.sh's variables, and from the local GPU.
@@ -62,13 +65,8 @@ def plan_job(cfg: FlowRunConfig | LMRunConfig, words: Mapping[str, str]) -> str:
 
 
 def _described(cfg: FlowRunConfig | LMRunConfig, cluster: Cluster, gpu: Gpu, words: Mapping[str, str]) -> str:
-    """The plan of one size."""
-    roles, numbers = roles_on(cfg, cluster), {}
-    for name in PLAN_SECONDS:
-        number = _number(name, words, "seconds of the phase if all ranks did it, such as 30")
-        if number is not None:
-            numbers[name] = number
-    given = given_seconds(numbers, cfg, roles)
+    roles = roles_on(cfg, cluster)
+    given = given_seconds(numbers(words), cfg, roles)
     if not isinstance(cfg, RLConfig):  # then all ranks train, and given_seconds refuses seconds
         return describe(planned(cfg, cluster), gpu)
     if not roles.collocated:
@@ -111,20 +109,21 @@ def gpu_of(words: Mapping[str, str]) -> Gpu:
     name = words.get("gpu")
     if name is not None and named_peak_flops(name, torch.bfloat16) is None:
         raise ConfigError(f"gpu={name}: expected a name with one of {', '.join(known_gpus())} in it")
-    size = _number("gpu_memory_gb", words, "GB (10^9 bytes) of a GPU, such as 80")
-    price = _number("gpu_hour_price", words, "the price of a GPU for an hour, such as 2.5")
-    memory = None if size is None else int(size * 1e9)
+    given = numbers(words)
+    memory = int(given["gpu_memory_gb"] * 1e9) if "gpu_memory_gb" in given else None
     if name is None and torch.cuda.is_available():
         local = torch.cuda.get_device_properties(0)
         name, memory = local.name, memory or local.total_memory
-    return Gpu(name, memory, price)
+    return Gpu(name, memory, given.get("gpu_hour_price"))
 
 
-def _number(name: str, words: Mapping[str, str], expected: str) -> float | None:
-    """A word that is a number above 0; None without it."""
-    if name not in words:
-        return None
-    text = words[name]
-    if not text.replace(".", "", 1).isdecimal() or float(text) == 0:
-        raise ConfigError(f"{name}={text}: expected {expected}")
-    return float(text)
+def numbers(words: Mapping[str, str]) -> dict[str, float]:
+    """The words that are numbers above 0; ConfigError for other values."""
+    given = {}
+    for name, expected in _NUMBERS.items():
+        if name in words:
+            text = words[name]
+            if not text.replace(".", "", 1).isdecimal() or float(text) == 0:
+                raise ConfigError(f"{name}={text}: expected {expected}")
+            given[name] = float(text)
+    return given

@@ -1,16 +1,18 @@
-"""The batches of a planned step, in words."""
+"""The batches of a planned step, in words, and its messages: bytes that a rank receives, and sends as many."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.lm import LMRunConfig
-from phalanx.plan.blocks import PER_LOOK, PlannedBlockRollout
+from phalanx.distributed.roles import ACTOR, ROLLOUT
 from phalanx.plan.blueprint import PlannedFlowPolicy
-from phalanx.plan.pace import Rows
-from phalanx.plan.phases import kinds
+from phalanx.plan.jobs import by_task, task_of
+from phalanx.plan.ledger import kinds
+from phalanx.plan.lm import PER_LOOK, PlannedBlockRollout
 from phalanx.plan.rehearsal import Planned, RLRehearsal, SupervisedRehearsal
-from phalanx.plan.tasks import by_task, task_of
+from phalanx.plan.tables import Rows, counted
 
 
 def batch(p: Planned) -> Rows:
@@ -56,7 +58,6 @@ def _forward(p: Planned) -> str:
 
 
 def _lm_updates(p: RLRehearsal, cfg: LMRunConfig) -> Rows:
-    """The rollout and the updates of a language model."""
     plan, facts = p.plan, cfg.rollout.facts
     assert p.samples.tokens is not None, "samples of tokens have lengths"
     longest, what = int(p.samples.tokens[0]), "tokens"
@@ -87,7 +88,6 @@ def _tokens(p: Planned, cfg: LMRunConfig) -> Rows:
 
 
 def _flow_updates(p: RLRehearsal, cfg: FlowRunConfig) -> Rows:
-    """The rollout and the updates of a flow model."""
     assert isinstance(p.policy, PlannedFlowPolicy), "of a flow model"
     plan, images = p.plan, p.plan.first(1)
     # branches that share a forward pass
@@ -103,16 +103,9 @@ def _flow_updates(p: RLRehearsal, cfg: FlowRunConfig) -> Rows:
 
 
 def _texts(p: Planned, cfg: FlowRunConfig) -> Rows:
-    """The length of a flow model's texts."""
     assert isinstance(p.policy, PlannedFlowPolicy), "of a flow model"
     length = p.policy.model.most_tokens(cfg.data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)
     return [("texts", f"{counted(length, 'token')}, the most that there can be")]
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things, in words."""
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural}"
 
 
 # lines about updates on drawn samples, and about the inputs of the model
@@ -120,3 +113,52 @@ _OF_MODELS: dict[type, tuple[Callable[[RLRehearsal, Any], Rows], Callable[[Plann
     FlowRunConfig: (_flow_updates, _texts),
     LMRunConfig: (_lm_updates, _tokens),
 }
+
+
+# -- messages -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that a rank receives in a training step; `nodes`: through a group of several nodes."""
+
+    what: str
+    size: int
+    nodes: bool
+
+
+def messages(p: Planned) -> list[Traffic]:
+    """The messages of a planned job that are not negligible, each as a ring sends them.
+
+    Rings over n ranks: a gather of b bytes brings (n - 1) / n b to each rank, a reduce-scatter of b takes as much, an
+    all-reduce both. Single numbers, such as rewards and norms, are left out.
+    """
+    layout, parallel, phases = p.policy.layout, p.cfg.parallel, p.ledger.phases
+    engine = p.cfg.rollout.facts.weights == "copy" and p.role in ("", ROLLOUT)
+    gathered = {"weights, gathered for the engine": layout.stored() * engine}  # bytes of whole weights
+    if p.role == ACTOR:
+        gathered["weights, gathered for other roles"] = layout.stored(trained=True)
+    for kind in kinds(p.frozen):
+        if not kind.message or kind.name not in phases:
+            continue
+        phase, reshards = phases[kind.name], parallel.reshard_after_forward
+        if kind.name == "update":  # backward passes gather the blocks again, and so does the second of two forwards
+            micro_batches = p.state.micro_batches
+            size = layout.gathered_times(micro_batches + phase.passes * reshards, micro_batches)
+        else:
+            weights = p.frozen[kind.name].layout if kind.name in p.frozen else layout
+            keeps = parallel.rollout_unsharded or not reshards
+            size = weights.gathered_times(phase.rounds if keeps else phase.passes, phase.rounds)
+            size += weights.experts() * phase.rounds * parallel.rollout_unsharded
+        gathered[kind.message] = gathered.get(kind.message, 0) + size
+    cluster, width, updates = layout.cluster, layout.width, p.state.updates_made
+    copies = cluster.ranks // width
+    apart = any(map(cluster.crosses, cluster.shard_groups(width)))
+    spread = any(map(cluster.crosses, cluster.replicate_groups(width)))
+    reduced, message = layout.reduced() * updates, layout.message() * updates
+    gathered["gradients, reduced to their parts"] = reduced
+    items = [Traffic(purpose, size * (width - 1) // width, apart) for purpose, size in gathered.items()]
+    items.append(Traffic("gradients, summed over copies", 2 * reduced // width * (copies - 1) // copies, spread))
+    everywhere = 2 * message * (cluster.ranks - 1) // cluster.ranks
+    items.append(Traffic("gradients of replicated weights", everywhere, cluster.nodes > 1))
+    return [item for item in items if item.size]

@@ -4,13 +4,10 @@ All tensors are on torch's meta device, where they have shapes and dtypes and ta
 """
 
 import importlib
-import json
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,12 +20,11 @@ from phalanx.models.flow.folder import read_index
 from phalanx.models.flow.policy import FlowPolicy, build_policy, family_of, known_family
 from phalanx.models.headers import read_json
 from phalanx.models.recompute import recompute
-from phalanx.plan.layout import Cluster
+from phalanx.plan.layout import Cluster, CountedPolicy
 from phalanx.plan.ledger import META, Ledger
-from phalanx.plan.policy import CountedPolicy
 
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
-_SHIPPED = Path(__file__).with_name("models")  # for each hub id the contents of its configurations, by their names
+_SHIPPED = Path(__file__).with_name("models")  # a folder of configurations for each hub id
 _CONFIGURATIONS = ("model_index.json", "*/config.json", "scheduler/scheduler_config.json")
 
 
@@ -148,44 +144,20 @@ def fetch(path: str, revision: str | None = None, patterns: Sequence[str] = _CON
         return snapshot_download(path, revision=revision, allow_patterns=list(patterns))
     except (HfHubHTTPError, OSError):
         name = path.replace("/", "--")
-        if not (_SHIPPED / f"{name}.json").is_file():
+        if not (_SHIPPED / name).is_dir():
             raise ValueError(f"model.path: {path!r}: no such folder, and no hub has it within reach") from None
-    folder = Path(_unpacked().name) / name
-    for file, content in json.loads((_SHIPPED / f"{name}.json").read_text()).items():
-        (folder / file).parent.mkdir(parents=True, exist_ok=True)
-        (folder / file).write_text(json.dumps(content))
-    return str(folder)
+    return str(_SHIPPED / name)
 
 
 def shipped(folder: str) -> str | None:
-    """The hub id whose shipped configurations a folder of `fetch` holds; None for another folder."""
+    """The hub id whose shipped configurations are in a folder of `fetch`; None for another folder."""
     path = Path(folder)
-    return path.name.replace("--", "/", 1) if path.parent == Path(_unpacked().name) else None
-
-
-@contextmanager
-def tidy() -> Iterator[None]:
-    """Delete what `fetch` unpacked at the end of the block: a task that is refused ends without the interpreter's
-    cleanup.
-    """
-    try:
-        yield
-    finally:
-        _unpacked().cleanup()
-        _unpacked.cache_clear()
-
-
-@cache
-def _unpacked() -> TemporaryDirectory[str]:
-    """Where shipped configurations become folders, as libraries want them."""
-    return TemporaryDirectory(prefix="phalanx-plan-")
+    return path.name.replace("--", "/", 1) if path.parent == _SHIPPED else None
 
 
 def family_name(config: FlowModelConfig) -> str:
     """`model.family`, or the module whose family the folder's pipeline is of; ValueError where there is none."""
-    if config.family is not None:
-        return config.family
-    return known_family(config.path, read_index(Path(config.path)))
+    return config.family or known_family(config.path, read_index(Path(config.path)))
 
 
 def _component(folder: Path, name: str, library: str | None, kind: str | None) -> Any:

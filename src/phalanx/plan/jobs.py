@@ -1,8 +1,9 @@
 """A planned job on a cluster: its parts on the meta device, after a training step that its ledger counted."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,16 +20,14 @@ from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
 from phalanx.models.flow.folder import read_index
-from phalanx.plan.blocks import PlannedBlockRollout, planned_block_policy
 from phalanx.plan.blueprint import PlannedFlowPolicy, fetch, planned_policy
 from phalanx.plan.layout import Cluster
 from phalanx.plan.ledger import META, Ledger, fused_attention
-from phalanx.plan.lm import PlannedLMRollout, planned_lm_policy
+from phalanx.plan.lm import PlannedBlockPolicy, PlannedBlockRollout, PlannedLMRollout, planned_lm_policy
 from phalanx.plan.rehearsal import AnyPlannedPolicy, Planned, PlannedBlockDiffusion, RLRehearsal, SupervisedRehearsal
-from phalanx.plan.tasks import by_task, task_of
 from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.training import flow_rl, lm_rl
+from phalanx.training import block_diffusion, flow_matching, flow_rl, lm_rl
 from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
 from phalanx.training.components import about
 from phalanx.training.disaggregated.batches import of_role
@@ -37,7 +36,34 @@ from phalanx.training.minibatches import BatchPlan
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.types import Teacher
 
-AnyJob = TypeVar("AnyJob", bound=Planned)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Task:
+    """`samples`: the noun for what the task samples or learns from, in the plural. `section`: the section of the
+    configuration with the sizes of an update. `untimed`: the work that no time of the plan contains.
+
+    `check(cfg, launch)` raises ConfigError for what the ranks of a launch cannot run. `parts(cfg, cluster, plan,
+    teaches)` makes the job, with the algorithm's teachers if it `teaches`. `plan(cfg, ranks)` is the arithmetic of a
+    step of reinforcement learning; None: the task is supervised.
+    """
+
+    samples: str
+    section: str
+    untimed: str
+    check: Callable[..., object]
+    parts: Callable[..., Planned]
+    plan: Callable[[Any, int], BatchPlan] | None = None
+
+
+def by_task(table: Mapping[type, T], cfg: RunConfig) -> T:
+    """The entry of a configuration's class, or of the first of its bases that has one."""
+    return next(table[kind] for kind in type(cfg).__mro__ if kind in table)
+
+
+def task_of(cfg: RunConfig) -> Task:
+    return by_task(_TASKS, cfg)
 
 
 def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
@@ -46,26 +72,33 @@ def planned(cfg: RunConfig, cluster: Cluster) -> Planned:
     `cfg.model.path` is a local folder (`fetch`); of a flow model, `cfg.model.family` is set (`family_name`). Raises
     ValueError for a model folder that cannot be read.
     """
-    plan, ranks = task_of(cfg).plan, cfg.parallel.data_ranks(cluster.ranks)
+    task, ranks = task_of(cfg), cfg.parallel.data_ranks(cluster.ranks)
+    plan = None if task.plan is None else task.plan(cfg, ranks)
     with _alone(cfg):
-        return _run(by_task(_JOBS, cfg)(cfg, cluster, None if plan is None else plan(cfg, ranks), True))
+        job = task.parts(cfg, cluster, plan, teaches=True)
+        _run(job)
+    return job
 
 
 def planned_role(cfg: RLConfig, cluster: Cluster, roles: Roles, role: str) -> RLRehearsal:
     """The part of the job that the ranks of a role have, which are a separate world."""
+    task, width = task_of(cfg), mesh.role_width(cfg.parallel, roles.launch(role, cluster.launch), role)
+    assert task.plan is not None, "only samples are drawn elsewhere"
+    plan = task.plan(cfg, len(roles.ranks[ACTOR]))  # the actor's is that of the whole step, others' that of a part
+    if role != ACTOR:
+        plan = of_role(plan, cfg, roles, role)
+    role_cfg = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
     with _alone(cfg):
-        width = mesh.role_width(cfg.parallel, roles.launch(role, cluster.launch), role)
-        of_role = replace(cfg, parallel=replace(cfg.parallel, fsdp_size=width))
-        plan = role_plan(cfg, roles, role)
-        job = by_task(_JOBS, cfg)(of_role, cluster.of_role(roles, role), plan, role == ACTOR)
+        job = task.parts(role_cfg, cluster.of_role(roles, role), plan, teaches=role == ACTOR)
         assert isinstance(job, RLRehearsal), "it has a plan of batches"
         job.role = role
         job.rescores = role == (INFERENCE if INFERENCE in roles.ranks else ACTOR)
-        return _run(job)
+        _run(job)
+    return job
 
 
-def _run(job: AnyJob) -> AnyJob:
-    """The job after its validation, where one is due, and a step."""
+def _run(job: Planned) -> None:
+    """A validation, where one is due, and a step."""
     cfg = job.cfg
     due = cfg.trainer.test_freq > 0 or cfg.trainer.val_before_train
     with job.ledger:
@@ -73,13 +106,15 @@ def _run(job: AnyJob) -> AnyJob:
             few = -(-job.rollout.micro_batch_size // cfg.rollout.val.n)
             job.run_validation(_prompts(job.policy, few).batch(0))
         job.run_step()
-    return job
 
 
 def train_again(job: Planned, recomputed: int) -> None:
     """Repeat a planned job's updates with `recomputed` blocks recomputed in backward passes."""
+    job.state.updates_made = job.state.micro_batches = 0
+    job.ledger.forget("update")
+    job.policy.recompute(recomputed)
     with _alone(job.cfg), job.ledger:
-        job.train_again(recomputed)
+        job.train()
 
 
 @contextmanager
@@ -89,36 +124,21 @@ def _alone(cfg: RunConfig) -> Iterator[None]:
         yield
 
 
-def role_plan(cfg: RLConfig, roles: Roles, role: str) -> BatchPlan:
-    """The arithmetic of a role: of the actor's, that of the whole step, and of others', that of a part of it."""
-    plan = task_of(cfg).plan
-    assert plan is not None, "only samples are drawn elsewhere"
-    whole = plan(cfg, len(roles.ranks[ACTOR]))
-    return whole if role == ACTOR else of_role(whole, cfg, roles, role)
-
-
 def _busiest(plan: BatchPlan, n: int, ranks: int) -> int:
-    """The rank with most prompts."""
-
-    def more_prompts(rank: int) -> int:
-        """Prompts of a rank after its first one."""
-        return ((rank + 1) * plan.per_rank - 1) // n - rank * plan.per_rank // n
-
-    return max(range(ranks), key=more_prompts)
+    each = plan.per_rank
+    return max(range(ranks), key=lambda rank: ((rank + 1) * each - 1) // n - rank * each // n)
 
 
 def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> RLRehearsal:
     algorithm = lm_rl.build_algorithm(cfg)
     plan = replace(plan, rollout_micro=cfg.rollout.micro_batch_size_per_gpu or plan.per_rank)
     rank, actor = _busiest(plan, cfg.rollout.n, cluster.ranks), cfg.actor
-    options: dict[str, Any] = {"rank": rank, "chunk": actor.log_prob_chunk_size}
+    options: dict[str, Any] = {"chunk": actor.log_prob_chunk_size, "estimate": actor.log_prob_estimate}
+    policy = planned_lm_policy(cfg, cluster, Ledger(), rank=rank, **options)
     passes = lm_rl.scoring(plan, algorithm, cfg.rollout)
-    if cfg.model.block_size is None:
-        policy = planned_lm_policy(cfg, cluster, Ledger(), **options)
-        rollout = PlannedLMRollout(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
-    else:
-        policy = blocks = planned_block_policy(cfg, cluster, Ledger(), **options, estimate=actor.log_prob_estimate)
-        rollout = PlannedBlockRollout(blocks, cfg.rollout, policy.world, plan.rollout_micro, passes)
+    kind = PlannedLMRollout if cfg.model.block_size is None else PlannedBlockRollout
+    rollout = kind(policy, cfg.rollout, policy.world, plan.rollout_micro, passes)
+    if isinstance(rollout, PlannedBlockRollout):
         rollout.most = cfg.most_states
     rollout.facts = cfg.rollout.facts
     with policy.ledger, policy.ledger.uncounted():
@@ -150,7 +170,8 @@ def _flow_matching(cfg: FlowMatchingTaskConfig, cluster: Cluster, plan: None, te
 
 
 def _block_diffusion(cfg: BlockDiffusionTaskConfig, cluster: Cluster, plan: None, teaches: bool) -> SupervisedRehearsal:
-    policy = planned_block_policy(cfg, cluster, Ledger(), chunk=cfg.block_diffusion.log_prob_chunk_size)
+    policy = planned_lm_policy(cfg, cluster, Ledger(), chunk=cfg.block_diffusion.log_prob_chunk_size)
+    assert isinstance(policy, PlannedBlockPolicy), "of a model in blocks"
     decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
     rollout = PlannedBlockRollout(policy, cfg.rollout, policy.world, decoded, None)
     response, most_noised = cfg.data.max_response_length, cfg.block_diffusion.noise_range_high
@@ -232,10 +253,12 @@ class _Images:
         return f"prompt {i}"
 
 
-# the parts of a job: of a configuration, a cluster, the arithmetic of a step, and whether teachers are among them
-_JOBS: dict[type, Callable[..., Planned]] = {
-    FlowRLConfig: _rl,
-    FlowMatchingTaskConfig: _flow_matching,
-    LMRLConfig: _lm,
-    BlockDiffusionTaskConfig: _block_diffusion,
+_IMAGES = "rewards, validation, checkpoints, text encoders, VAE, waiting for the slowest rank"
+_TEXTS = "validation, checkpoints, the slowest rank"
+_DECODING = "that decoding waits for memory, rewards, validation, checkpoints, the slowest rank"
+_TASKS: dict[type, Task] = {
+    FlowRLConfig: Task("images", "actor", _IMAGES, flow_rl.check, _rl, flow_rl.plan),
+    FlowMatchingTaskConfig: Task("images", "flow_matching", _IMAGES, flow_matching.check, _flow_matching),
+    LMRLConfig: Task("responses", "actor", _DECODING, partial(lm_rl.check, installed=False), _lm, lm_rl.plan),
+    BlockDiffusionTaskConfig: Task("samples", "block_diffusion", _TEXTS, block_diffusion.check, _block_diffusion),
 }

@@ -1,18 +1,29 @@
-"""Parts of weights and gradients that a rank holds and sends: arithmetic over the units of phalanx.distributed.fsdp."""
+"""Parts of weights and gradients that a rank holds and sends: arithmetic over the units of phalanx.distributed.fsdp.
+
+A policy on the meta device has such a layout, and a ledger. The ledger hears of the tensors that FSDP2 makes in the
+passes of an update: gathered units, and gradients on their way to their parts.
+"""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.roles import Roles
 from phalanx.models.trained import TrainedModel
+from phalanx.plan.ledger import Ledger
 
+ROOT = -1  # the number of the unit that holds the parameters of no block
 REDUCED = torch.float32.itemsize  # of the dtype in which gradients are summed over ranks
 
 
@@ -25,7 +36,6 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """Ranks of all nodes."""
         return self.nodes * self.per_node
 
     @property
@@ -75,17 +85,14 @@ class Weight:
 
     @property
     def sharded(self) -> bool:
-        """Whether a rank has only a part of it."""
         return self.width > 1
 
     @property
     def lora(self) -> bool:
-        """Whether it belongs to a LoRA."""
         return ".lora_" in self.name
 
     @property
     def numel(self) -> int:
-        """Elements of all of it."""
         return math.prod(self.shape)
 
     @property
@@ -95,7 +102,6 @@ class Weight:
 
     @property
     def gathered(self) -> int:
-        """Elements of all parts."""
         return self.width * self.part
 
 
@@ -116,21 +122,18 @@ class Layout:
     ) -> "Layout":
         """The layout on a cluster of a model that one rank holds as a whole."""
         width = cluster.width(parallel)
-        named = dict(model.module.named_parameters())
-        unit: dict[int, int] = {}
+        named, parameters, weights = dict(model.module.named_parameters()), model.parameters, []
+        units: dict[int, int] = {}
         for number, block in enumerate(blocks):
-            unit |= dict.fromkeys(map(id, block.parameters()), number)
-        parameters = model.parameters
+            units |= dict.fromkeys(map(id, block.parameters()), number)
         replicate = parallel.lora_sharding == "replicate" and len(parameters) < len(named)
-        weights = []
         for name, p in named.items():
             trained = name in parameters
             kept = parameters[name].dtype if trained else p.dtype
             shared_by = 1 if replicate and trained else width
-            number = unit.get(id(p), -1)
             away = shared_by > 1 and parallel.param_offload
             apart = shared_by > 1 and parallel.expert_parallel and p.dim() == 3
-            weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, number, away, apart))
+            weights.append(Weight(name, tuple(p.shape), kept, trained, shared_by, units.get(id(p), -1), away, apart))
         return cls(weights, cluster, width, model.dtype)
 
     @property
@@ -138,21 +141,13 @@ class Layout:
         """The weights that the optimizer changes."""
         return [w for w in self.weights if w.trained]
 
-    def whole(self) -> int:
-        """All weights as they are kept, of all ranks."""
-        return sum(w.numel * w.kept.itemsize for w in self.weights)
-
     def kept(self, weights: Iterable[Weight]) -> int:
         """Bytes of these on a rank between steps."""
         return sum(w.part * w.kept.itemsize for w in weights)
 
-    def here(self) -> int:
-        """Bytes of all weights on a rank's device between steps."""
-        return self.kept(w for w in self.weights if not w.away)
-
-    def away(self) -> int:
-        """Bytes of them on the host."""
-        return self.kept(w for w in self.weights if w.away)
+    def kept_on(self, *, host: bool) -> int:
+        """Bytes of all weights between steps on a rank's device, or for it on the host."""
+        return self.kept(w for w in self.weights if w.away == host)
 
     def copies(self) -> int:
         """Replicated weights in the dtype that the module computes in, beside those that the optimizer changes."""
@@ -187,22 +182,10 @@ class Layout:
         """The gradients of sharded weights as messages, whole."""
         return sum(self.by_unit(self.trained)) * REDUCED
 
-    def gathered(self, passes: int, rounds: int, parallel: ParallelConfig) -> int:
-        """Bytes of the weights that are gathered for forward passes without gradients: all weights once in each of the
-        `rounds`, or the blocks in each pass and the root in each round.
-        """
-        *blocks, root = self.units()
-        keep = parallel.rollout_unsharded or not parallel.reshard_after_forward
-        experts = self.experts() if parallel.rollout_unsharded else 0
-        return sum(blocks) * (rounds if keep else passes) + (root + experts) * rounds
-
-    def gathered_to_train(self, micro_batches: int, passes: int, parallel: ParallelConfig) -> int:
-        """The same of micro-batches with so many forward passes in all: backward passes gather the blocks again, and so
-        does the second of two forward passes.
-        """
-        *blocks, root = self.units()
-        again = passes if parallel.reshard_after_forward else 0
-        return sum(blocks) * (micro_batches + again) + root * micro_batches
+    def gathered_times(self, blocks: int, root: int) -> int:
+        """Bytes of the weights where all blocks are gathered so many times, and the root so many times."""
+        sizes = self.units()
+        return sum(sizes[:-1]) * blocks + sizes[-1] * root
 
     def by_unit(self, weights: Iterable[Weight]) -> list[int]:
         """Elements of the sharded ones among these, by unit."""
@@ -211,3 +194,166 @@ class Layout:
             if w.sharded and not w.apart:
                 totals[w.unit] += w.gathered  # -1 is the last
         return totals
+
+
+class CountedPolicy:
+    """A base in front of FlowPolicy or LMPolicy, whose ledger hears of gathered weights and of copies of weights.
+
+    `layout`: the weights on a rank of the cluster. `files`: the folder of the trained model's weights. `tokens`: length
+    of a language model's longest sample, 0 for images. `encoders`, `decoders` and `components` of the pipeline, and
+    `image_columns` of prompts, belong to flow models.
+    """
+
+    trained: TrainedModel
+    config: Any
+    ledger: Ledger
+    layout: Layout
+    blocks: list[nn.Module]
+    files: Path
+    tokens = 0
+    encoders: Sequence[nn.Module] = ()
+    decoders: Sequence[nn.Module] = ()
+    components: Mapping[str, Any] = {}
+    image_columns: Sequence[str] = ()
+
+    def count(self, ledger: Ledger, blocks: list[nn.Module], parallel: ParallelConfig, cluster: Cluster) -> None:
+        """Once it is made: its ledger, and its layout on a cluster."""
+        self.ledger, self.blocks = ledger, blocks
+        self.layout = Layout.of(self.trained, blocks, parallel, cluster)
+
+    def unsharded(self) -> AbstractContextManager[None]:
+        """Count a round of forward passes that may share gathered weights."""
+        self.ledger.phase.rounds += 1
+        return self.trained.unsharded()
+
+    def using(self, weights: str) -> AbstractContextManager[None]:
+        """Note that the weights are copied, without a copy, which would be one of all weights."""
+        if self.trained.is_base(weights):
+            return self.trained.using(weights)
+        self.ledger.phase.aside = True
+        return nullcontext()
+
+
+class ShardedUpdate:
+    """The units of a model whose weights are sharded by `layout`, in the phase "update".
+
+    FSDP2 gathers a unit into a flat message, copies that out into the unit's parameters, and frees both at certain
+    times. The hooks here tell a ledger of the same bytes at the same times, since peaks of gathered weights, gradients
+    and activations do not coincide.
+
+    `summed`: gradients are added up over several passes, whole and in float32. The one pass that runs begins with all
+    of these: it stands for the last one, which reduces them, or where there are more than two for one in the `middle`.
+    """
+
+    def __init__(
+        self, module: nn.Module, blocks: list[nn.Module], layout: Layout, ledger: Ledger, parallel: ParallelConfig
+    ) -> None:
+        self.ledger, self.layout, self.reshards = ledger, layout, parallel.reshard_after_forward
+        self.summed, self.middle = False, True
+        self._sizes, self._reduced = layout.units(), layout.by_unit(layout.trained)
+        self._weights: dict[int, list[Weight]] = {}
+        for w in layout.trained:
+            if w.sharded and not w.apart:
+                self._weights.setdefault(w.unit, []).append(w)
+        self._gathered: dict[str, int] = {}
+        self._waiting: dict[int, int] = {}  # parameters of a unit that have no gradient yet in this backward pass
+        self._computed: dict[int, int] = {}  # bytes of a unit's gradients that are not reduced yet
+        self._backward = False
+        self._unit: int | None = None  # the unit whose backward pass runs
+        self._message = 0  # of the last reduction, which the next one frees
+        for number, unit in [*enumerate(blocks), (ROOT, module)]:
+            unit.register_forward_pre_hook(partial(self._enter, number))
+            unit.register_forward_hook(partial(self._leave, number))
+
+    def begin(self) -> None:
+        """Before a pass: nothing is gathered. Gradients that are summed are there as a whole."""
+        self.end()
+        if self.summed:
+            self.ledger.keep_gradient(sum(self.layout.gradient(w, summed=True) for w in self.layout.trained))
+
+    def add_gradient(self, w: Weight) -> None:
+        """A gradient that autograd has computed, as FSDP2 keeps it until the backward pass of its unit ends."""
+        if not w.sharded or w.apart:
+            if not self.summed:
+                self.ledger.keep_gradient(0 if w.away else self.layout.gradient(w))
+            return
+        size = w.numel * self.layout.dtype.itemsize
+        self.ledger.keep_gradient(size)
+        self._computed[w.unit] = self._computed.get(w.unit, 0) + size
+        self._waiting[w.unit] -= 1
+        if self._waiting[w.unit] == 0:
+            self._reduce(w.unit)
+
+    def _enter(self, number: int, module: nn.Module, args: Any) -> None:
+        if self.ledger.phase.name != "update" or (self._backward and number != ROOT):  # or recomputed by checkpointing
+            return
+        if number == ROOT:
+            self._free()
+            self._waiting = {unit: len(weights) for unit, weights in self._weights.items()}
+        size = self._sizes[number]
+        self._hold("next message", size)  # while the message of the unit before is there
+        self._hold("message", 0)
+        self._hold(str(number), size)
+        self._hold("next message", 0)
+        self._hold("message", size)
+
+    def _leave(self, number: int, module: nn.Module, args: Any, output: Any) -> None:
+        if self.ledger.phase.name != "update" or (self._backward and number != ROOT):
+            return
+        if number == ROOT:
+            self._hold("message", 0)
+            self._backward = True
+        elif self.reshards:
+            self._hold(str(number), 0)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(self._enter_backward, number))
+
+    def _enter_backward(self, number: int, gradient: Tensor) -> None:
+        if number == self._unit:
+            return
+        if self._unit is not None and self._unit != ROOT:
+            self._reduce(self._unit)
+        self._unit = number
+        self._hold(str(number), self._sizes[number])  # copied out of the message
+        before = len(self._sizes) - 2 if number == ROOT else number - 1
+        self._hold("message", 0)
+        if self.reshards and before >= 0:
+            self._hold("message", self._sizes[before])
+
+    def _reduce(self, number: int) -> None:
+        """The end of a unit's backward pass: its weights are freed, and its gradients reduced to this rank's parts."""
+        self._hold(str(number), 0)
+        if number not in self._computed:
+            return
+        keep, weights = self.ledger.keep_gradient, self._weights[number]
+        computed = self._computed.pop(number)
+        if self.summed:
+            keep(-computed)
+            if self.middle:  # added to those that are there as a whole
+                return
+            computed = sum(w.numel for w in weights) * REDUCED
+        keep(-self._message)
+        self._message = self._reduced[number] * REDUCED
+        keep(self._message)  # filled from the gradients, which are there until then
+        keep(-computed)
+        keep(sum(w.part for w in weights) * REDUCED)
+        keep(sum(self.layout.gradient(w) * (not w.away) - w.part * REDUCED for w in weights))
+
+    def _hold(self, name: str, size: int) -> None:
+        """Let `size` gathered bytes be there by this name, in place of those before."""
+        before = self._gathered.get(name, 0)
+        self._gathered[name] = size
+        self.ledger.gather(size - before)
+
+    def end(self) -> None:
+        """After an update: no gradients, and nothing is gathered."""
+        self._free()
+        self.ledger.drop_gradients()
+        self._message = 0
+        self._computed.clear()
+
+    def _free(self) -> None:
+        for name in self._gathered:
+            self._hold(name, 0)
+        self._backward, self._unit = False, None

@@ -1,9 +1,9 @@
 """Counts what a job's phases take, while they run on tensors of torch's meta device: shapes without memory."""
 
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,11 +38,47 @@ class Phase:
             self.peak, self.gradients, self.gathered = live, gradients, gathered
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A kind of phase, by its name in the ledger.
+
+    `passes`: the purpose of its forward passes, in words; `message`: the name of weights that are gathered for them.
+    `draws`: samples are drawn; `decodes`: they become images or texts. `optional`: it does nothing without a pass.
+    """
+
+    name: str
+    passes: str = ""
+    message: str = ""
+    draws: bool = False
+    decodes: bool = False
+    optional: bool = False
+
+
+_SCORES = "weights, gathered to score samples"
+_BEFORE = (
+    Kind("rollout: sample", "to sample", "weights, gathered to sample", draws=True, optional=True),
+    Kind("rollout: decode", decodes=True),
+    Kind("rollout: log-probs", "of old log-probs", _SCORES),
+    Kind("validation: sample", draws=True, optional=True),
+    Kind("validation: decode", decodes=True),
+    Kind("judge"),
+    Kind("rescore", "to score samples again", _SCORES, optional=True),
+    Kind("reference", "of the reference", "weights, gathered for the reference"),
+)
+_AFTER = (Kind("encode images"), Kind("update", "to train", "weights, gathered to train"))
+
+
+def kinds(teachers: Iterable[str]) -> list[Kind]:
+    """The kinds of phases in their order in a step, with those of the teachers of these names."""
+    of_teachers = [Kind(name, f"of the {name}", f"weights of the {name}, gathered") for name in teachers]
+    return [*_BEFORE, *of_teachers, *_AFTER]
+
+
 class Ledger(TorchDispatchMode):
     """Bytes of the meta tensors that are made while it is active: `live` now, and the most of each phase.
 
     Copies to the CPU stay meta tensors that do not count, and so do results of only such tensors. Of the numbers that
-    the host asks for, those that it sent itself come back, a mask is all true (but for those of `mask`), and others are
+    the host asks for, those that it sent itself come back, a mask is all true (but for those of `mark`), and others are
     zeros.
     """
 
@@ -76,9 +112,8 @@ class Ledger(TorchDispatchMode):
         elif func is aten.ne.Scalar and args[0].is_meta:
             true = self._true.get(args[0].untyped_storage()._cdata)
         elif func is aten.nonzero.default and args[0].is_meta:
-            key = args[0].untyped_storage()._cdata
-            places = self._true[key] if key in self._true else args[0].numel()
-            func, args, kwargs = aten.new_empty.default, (args[0], [places, args[0].dim()]), {"dtype": torch.long}
+            places = [self._count_true(args[0]), args[0].dim()]
+            func, args, kwargs = aten.new_empty.default, (args[0], places), {"dtype": torch.long}
         elif func is aten.masked_scatter_backward.default:  # torch's own would look for what is true
             func, args = aten.new_empty.default, (args[0], args[2])
         # results that are views of an argument, or the argument itself, are nothing new
@@ -95,12 +130,6 @@ class Ledger(TorchDispatchMode):
                 self._numbers[made[0]._cdata] = args[0]
         return out
 
-    def mask(self, shape: tuple[int, ...], true: int) -> Tensor:
-        """A mask of which so many elements are true."""
-        out = torch.ones(shape, dtype=torch.bool, device=META)
-        self.mark(out, true)
-        return out
-
     def mark(self, values: Tensor, true: int) -> None:
         """Say how many elements of a mask are true, or of other values are not 0."""
         self._true[values.untyped_storage()._cdata] = true
@@ -108,22 +137,18 @@ class Ledger(TorchDispatchMode):
     @contextmanager
     def during(self, name: str) -> Iterator[None]:
         """The block as a phase, or again as one: then what was largest is kept."""
-        outer, inner = (
-            self.phase,
-            Phase(name, self.live, self.live, self.gradients, self.gathered, aside=self.phase.aside),
-        )
-        self.phase = inner
+        outer = self.phase
+        inner = self.phase = Phase(name, self.live, self.live, self.gradients, self.gathered, aside=outer.aside)
         try:
             yield
         finally:
             self.phase = outer
-            known = self.phases.setdefault(name, inner)
-            if known is not inner:
-                if inner.peak > known.peak:
-                    known.before, known.peak = inner.before, inner.peak
-                    known.gradients, known.gathered = inner.gradients, inner.gathered
-                known.passes, known.rounds = known.passes + inner.passes, known.rounds + inner.rounds
-                known.aside |= inner.aside
+            if name in self.phases:
+                known = self.phases[name]
+                larger = inner if inner.peak > known.peak else known
+                passes, rounds = known.passes + inner.passes, known.rounds + inner.rounds
+                inner = replace(larger, passes=passes, rounds=rounds, aside=known.aside | inner.aside)
+            self.phases[name] = inner
 
     def once(self, key: Hashable, run: Callable[[], Tensor]) -> Tensor:
         """`run()` the first time that a phase has this key. Later it takes as much, and an empty tensor is returned:
@@ -176,10 +201,13 @@ class Ledger(TorchDispatchMode):
             if index is None or index.dtype is not torch.bool:
                 numbered.append(index)
                 continue
-            key = index.untyped_storage()._cdata
-            count = self._true[key] if key in self._true else index.numel()
-            numbered += [torch.empty(count, dtype=torch.long, device=META)] * index.dim()
+            numbered += [torch.empty(self._count_true(index), dtype=torch.long, device=META)] * index.dim()
         return numbered
+
+    def _count_true(self, mask: Tensor) -> int:
+        """Its true elements; all of them where nothing else was said."""
+        key = mask.untyped_storage()._cdata
+        return self._true[key] if key in self._true else mask.numel()
 
     def _compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A new result; the second one of equal inputs is as the first, which torch may have worked out in Python."""

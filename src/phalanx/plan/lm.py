@@ -1,9 +1,11 @@
-"""A language model's shapes without its weights, and its rollout, of which the first and the last token are computed.
+"""The shapes of a language model, causal or in blocks, without its weights, and its rollout, of which few passes run:
+over the prompts, and over the last token or block.
 
-All prompts and responses are as long as they may be. Only the folder's configurations are read.
+All prompts and responses are as long as they may be, and for memory a response in blocks has the most states: one for
+each token, as if each denoising step unmasked one. Only the folder's configurations are read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +19,24 @@ from transformers import DynamicCache
 from phalanx.config.lm import LMRunConfig
 from phalanx.distributed.mesh import lone_world
 from phalanx.engines.loading import loading
+from phalanx.functional.block_diffusion import BlockTrace, States, Views, states_of
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenReplay, TokenTrace
 from phalanx.models.lm import experts
+from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
 from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm, text_part
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.stored import cast_weights
-from phalanx.plan.layout import Cluster
+from phalanx.plan.layout import Cluster, CountedPolicy
 from phalanx.plan.ledger import META, Ledger
-from phalanx.plan.policy import CountedPolicy
 from phalanx.rollout.lm.decode import Decoding, draw
+from phalanx.rollout.lm.denoise import Denoising, drawn_tokens, read
+from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import LMRollout
 from phalanx.types import Each, Prompt, Samples
 
 FILES = ("config.json", "generation_config.json")
+PER_LOOK = 2.5  # tokens that a pass over a block unmasks by a threshold; an assumption, only for the time
 
 
 class PlannedLMPolicy(CountedPolicy, LMPolicy):
@@ -44,16 +50,17 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
 
     def scored(self, trace: TokenTrace, temperature: float) -> TokenReplay:
         """Run only the first of equal passes of a phase."""
-        (rows, longest), width = trace.ids.shape, trace.width
-        lengths = [longest] * rows if self.config.use_remove_padding else None
+        rows, longest, width = *trace.ids.shape, trace.width
         self.ledger.phase.passes += 1
-
-        def run() -> Tensor:
-            predicting = self.ledger.mask((rows, longest - 1), rows * width)
-            return torch.stack(self.trained.module(trace.ids, predicting, temperature, lengths))
-
         key = self.trained.module, torch.is_grad_enabled(), rows, longest, width
-        return TokenReplay(*self.ledger.once(key, run).view(3, rows, width))
+        return TokenReplay(*self.ledger.once(key, lambda: self._scores(trace, temperature)).view(3, rows, width))
+
+    def _scores(self, trace: Any, temperature: float) -> Tensor:
+        rows, longest = trace.ids.shape
+        predicting = torch.ones(rows, longest - 1, dtype=torch.bool, device=META)
+        self.ledger.mark(predicting, rows * trace.width)
+        lengths = [longest] * rows if self.config.use_remove_padding else None
+        return torch.stack(self.trained.module(trace.ids, predicting, temperature, lengths))
 
 
 class PlannedLMRollout(LMRollout):
@@ -61,14 +68,9 @@ class PlannedLMRollout(LMRollout):
 
     policy: PlannedLMPolicy
 
-    @property
-    def in_policy(self) -> bool:
-        """Whether the policy's own modules decode."""
-        return self.facts.weights == "policy"
-
     @contextmanager
     def awake(self) -> Iterator[None]:
-        with torch.no_grad(), self.policy.unsharded() if self.in_policy else nullcontext():
+        with torch.no_grad(), self.policy.unsharded() if self.facts.weights == "policy" else nullcontext():
             yield
 
     @property
@@ -106,7 +108,7 @@ class PlannedLMRollout(LMRollout):
 
     def _decoded(self, count: int, n: int, decoding: Decoding) -> None:
         """Read the prompts, and decode the last token of `count` responses, n of each prompt."""
-        if not self.in_policy:
+        if self.facts.weights != "policy":
             return
         self.policy.ledger.phase.passes += 1
         forward, length = self.policy.trained.module, self.before + decoding.limit
@@ -129,6 +131,97 @@ class PlannedLMRollout(LMRollout):
         return full
 
 
+class PlannedBlockLM(BlockDiffusionLM):
+    """With `flex`, the dense mask is there only until that of the blocks is made of it."""
+
+    flex = False
+
+    def _mask_of(self, states: States) -> Any:
+        mask = super()._mask_of(states)
+        return torch.zeros(1, 1, 1, 1, dtype=self.lm.dtype, device=META) if self.flex else mask
+
+
+class PlannedBlockPolicy(PlannedLMPolicy, BlockDiffusionPolicy):
+    """See PlannedLMPolicy. `looks_of_a_response` is a number for the time that decoding takes."""
+
+    looks_of_a_response = 0.0
+
+    def _scores(self, trace: Any, temperature: float) -> Tensor:
+        replay = BlockDiffusionPolicy.scored(self, trace, temperature)
+        return torch.stack([replay.log_prob, replay.entropy, replay.self_certainty])
+
+    def seen(self, trace: BlockTrace) -> States:
+        """States in which each token is predicted once, or twice of three; random masks cover all tokens."""
+        views, asked = 3 if self.estimate == "coupled" else 1, 2 if self.estimate == "coupled" else 1
+        if self.estimate in ("coupled", "elbo"):
+            masked = (trace.steps >= 0)[:, :, None].expand(-1, -1, views, -1)
+            states = states_of(trace.ids, Views(masked, masked.float()), mask_id=self.mask_id, count=trace.states)
+        else:
+            states = super().seen(trace)
+        self.ledger.mark(states.weight, len(trace.ids) * trace.width * asked)
+        return states
+
+    def looks(self, trace: BlockTrace) -> Tensor:
+        return torch.full((len(trace.ids),), self.looks_of_a_response)
+
+    def states(self, trace: BlockTrace) -> Tensor:
+        if self.estimate == "trace":
+            return self.looks(trace)
+        views = 3 if self.estimate == "coupled" else 1
+        return torch.full((len(trace.ids),), views * trace.width // self.size)
+
+
+class PlannedBlockRollout(PlannedLMRollout, BlockDiffusionRollout):
+    """Samples of the greatest lengths, with `most` states each in a pass."""
+
+    policy: PlannedBlockPolicy
+    most = 0
+
+    @property
+    def before(self) -> int:
+        """Tokens of the longest prompt that fills its blocks: another one leaves a response less room."""
+        size = self.policy.size
+        return self.data.max_prompt_length // size * size
+
+    @property
+    def per_look(self) -> float:
+        """Tokens that a pass over a block is assumed to unmask."""
+        assert isinstance(self.how, Denoising), "as BlockDiffusionRollout makes it"
+        size, least = self.policy.size, self.policy.size / self.how.steps
+        return least if self.how.threshold == 1 else min(max(PER_LOOK, least), size)
+
+    def _longest(self, share: int) -> tuple[BlockTrace, int]:
+        (plain, length), size, limit = super()._longest(share), self.policy.size, self.how.limit
+        step, seeds = torch.zeros_like(plain.ids[:, self.before :]), torch.zeros_like(plain.starts)
+        self.policy.looks_of_a_response = limit / self.per_look
+        beside: dict[str, Any] = {"step": step, "seeds": seeds, "states": self.most, "size": size}
+        trace = BlockTrace(plain.ids, plain.starts, plain.lengths, limit, **beside)
+        return trace, length + (self.most - 1) * size
+
+    def _decoded(self, count: int, n: int, decoding: Decoding) -> None:
+        """Read the prompts, and pass over the last block of `count` responses, n of each prompt."""
+        assert isinstance(decoding, Denoising), "as BlockDiffusionRollout makes it"
+        self.policy.ledger.phase.passes += 1
+        forward, size, length = self.policy.trained.module, self.policy.size, self.before + decoding.limit
+        cache, rows = DynamicCache(config=self.policy.settings), [i // n for i in range(count)]
+        prompts = [[0] * self.before] * (rows[-1] + 1)
+        read(forward, cache, prompts, rows, decoding, META)
+        full = self._filled(cache, count, length)
+        del cache
+        full.crop(-size)
+        state = torch.zeros(count, size, dtype=torch.long, device=META)
+        seen = torch.ones(count, length, dtype=torch.bool, device=META)
+        logits = forward(
+            input_ids=state,
+            attention_mask=seen[:, None, None].expand(-1, 1, size, -1),
+            position_ids=state,
+            **{CACHE: full},
+            use_cache=True,
+        ).logits
+        full.crop(-size)
+        drawn_tokens(logits, state == decoding.mask_id, torch.empty(count, size, device=META), decoding)
+
+
 class _Tokenizer:
     """No text is read or written."""
 
@@ -139,17 +232,12 @@ class _Tokenizer:
 
 
 def planned_lm_policy(
-    cfg: LMRunConfig,
-    cluster: Cluster,
-    ledger: Ledger,
-    *,
-    rank: int = 0,
-    chunk: int = 1024,
-    make: Callable[..., PlannedLMPolicy] = PlannedLMPolicy,
+    cfg: LMRunConfig, cluster: Cluster, ledger: Ledger, *, rank: int = 0, chunk: int = 1024, estimate: str = "trace"
 ) -> PlannedLMPolicy:
     """The policy as training builds it, on the meta device, of one rank that holds all weights. Raises as build_policy.
 
-    `cfg.model.path` is a local folder, `chunk` is log_prob_chunk_size. Its layout is that of a rank of the cluster.
+    `cfg.model.path` is a local folder, `chunk` is log_prob_chunk_size, and `estimate` log_prob_estimate of a model in
+    blocks. Its layout is that of a rank of the cluster.
     """
     model, kept = cfg.model, torch.float32 if cfg.model.lora_rank == 0 else DTYPES[cfg.model.dtype]
     # kernels that are not here take as much memory as torch's own; and none of these changes what is kept
@@ -165,9 +253,16 @@ def planned_lm_policy(
         cast_weights(lm, kept)
         module: CausalLM = causal_lm(lm, config, chunk)
         lm.config._experts_implementation = experts.SHAPES
-        options = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}
+        blocks = module.blocks()
+        make: type[PlannedLMPolicy] = PlannedLMPolicy
+        options: dict[str, Any] = {"temperature": cfg.rollout.temperature, "seed": cfg.trainer.seed}
+        if model.block_size is not None:
+            check_layers(module.lm, model.path)
+            module = PlannedBlockLM(module.lm, chunk, 0, recomputes=module.recomputes)
+            module.flex = model.attn_implementation == "flex_attention"
+            make, options = PlannedBlockPolicy, options | {"size": model.block_size, "estimate": estimate}
         policy = make(module, _Tokenizer(), world, config, cfg.parallel, cfg.data, **options)
     policy.trained.config = model  # PiSSA's reference is a copy
-    policy.count(ledger, module.blocks(), cfg.parallel, cluster)
+    policy.count(ledger, blocks, cfg.parallel, cluster)
     policy.files, policy.tokens = Path(model.path), cfg.data.max_prompt_length + cfg.data.max_response_length
     return policy

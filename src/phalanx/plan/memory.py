@@ -1,26 +1,78 @@
 """Memory of a rank, phase by phase, before anything runs.
 
 A Ledger counted the tensors of a phase while the job's code ran (phalanx.plan.rehearsal). The memory of FSDP
-meanwhile is arithmetic over its units (phalanx.plan.layout). Models beside the trained one come from
-phalanx.plan.engines. Not counted: the allocator's gaps, CUDA's context, NCCL's buffers, and models that rewards keep.
+meanwhile is arithmetic over its units (phalanx.plan.layout). Of models beside the trained one, the reward model and an
+engine's copy, none is loaded: the sizes are in the headers of their files, or in their index. Not counted: the
+allocator's gaps, CUDA's context, NCCL's buffers, and models that rewards keep.
 """
 
+import math
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from phalanx.config.reward import RewardModelConfig
+from phalanx.config.run import RunConfig
 from phalanx.distributed.link import BUCKET_BYTES
+from phalanx.distributed.placement import judged_beside
 from phalanx.distributed.roles import ACTOR, ROLLOUT
+from phalanx.models.flow.folder import dtype_on_disk
+from phalanx.models.flow.policy import DTYPES
+from phalanx.models.headers import read_json
 from phalanx.models.stored import dtype_to_read
-from phalanx.plan.engines import RewardModel, engine_copy, engine_share, reward_model
-from phalanx.plan.layout import Weight
-from phalanx.plan.ledger import nbytes
-from phalanx.plan.loading import Loading, loading, loading_of_module
-from phalanx.plan.phases import Kind, kinds
+from phalanx.plan.blueprint import fetch
+from phalanx.plan.layout import Layout, Weight
+from phalanx.plan.ledger import Kind, kinds, nbytes
 from phalanx.plan.rehearsal import AnyPlannedPolicy, Planned
 from phalanx.training.offload import PART, SLOTS
+
+_COMPUTED_IN = ("F64", "F32", "F16", "BF16")  # as safetensors calls what is loaded in the dtype that is asked for
+_INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Bytes in the host's memory: those `copied` by each rank, and those of mapped files, `shared` by the ranks of a
+    node. `either` is one or the other: the files that would tell are not here.
+    """
+
+    copied: int = 0
+    shared: int = 0
+    either: int = 0
+
+    def __add__(self, other: "Loading") -> "Loading":
+        return Loading(self.copied + other.copied, self.shared + other.shared, self.either + other.either)
+
+    def of_a_node(self, ranks: int, *, cast: bool) -> int:
+        """Bytes of `ranks` ranks; `cast`: the bytes that may be either are copied by each rank."""
+        copied, shared = (self.copied + self.either, self.shared) if cast else (self.copied, self.shared + self.either)
+        return copied * ranks + shared
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """The reward model on a rank that holds a part of it, in bytes.
+
+    `weights`: that part; None where it is not known. `share`: memory that vLLM takes of the GPU while it scores, its
+    cache included; None for other engines, and where the GPU is not known. On the device it has `held` throughout,
+    `woken` more while it scores, and of that `while_sampling` while images are sampled. The host has `loading` of it
+    while it is loaded, and `asleep` from then on. `folder` is where its size was found.
+    """
+
+    weights: int | None = None
+    share: int | None = None
+    held: int = 0
+    woken: int = 0
+    while_sampling: int = 0
+    loading: Loading = field(default_factory=Loading)
+    asleep: int = 0
+    folder: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +89,6 @@ class Phase:
 
     @property
     def total(self) -> int:
-        """All of it."""
         return self.gathered + self.activations + self.gradients + self.other
 
 
@@ -57,7 +108,6 @@ class Memory:
 
     @property
     def largest(self) -> Phase:
-        """The phase with the peak."""
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
@@ -87,17 +137,17 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
     state = _beside(p, layout.trained if trains else [])
     on_device = _beside(p, trained if trains and not p.cfg.parallel.optimizer_offload else [])
     held = {
-        "frozen weights": layout.here() - layout.kept(trained),
+        "frozen weights": layout.kept_on(host=False) - layout.kept(trained),
         "trained weights": layout.kept(trained) + layout.copies(),
         "model's buffers": _buffers(policy),
         **on_device,
         "VAE": nbytes(*policy.decoders),
     }
     encoders = [nbytes(*policy.encoders)]
-    host = {"text encoders": 0, "weights": layout.away()}
+    host = {"text encoders": 0, "weights": layout.kept_on(host=True)}
     for name, teacher in p.frozen.items():
-        held[name] = teacher.layout.here() + _buffers(teacher)
-        host[name] = teacher.layout.away()
+        held[name] = teacher.layout.kept_on(host=False) + _buffers(teacher)
+        host[name] = teacher.layout.kept_on(host=True)
         if teacher.model.text_encoders is not policy.encoders:
             encoders.append(nbytes(*teacher.model.text_encoders))
     held |= {"reward model": judge.held, "sampling engine": 0 if p.cfg.rollout.engine_memory.sleeps else engine}
@@ -113,15 +163,10 @@ def count(p: Planned, gpu_memory: int | None = None) -> Memory:
         phases.append(Phase("weights from the actor", other=_passing_on(p)))
     phases += _phases(p, layout.kept(trained), reward, engine if p.cfg.rollout.engine_memory.sleeps else 0)
     if trains:
-        moved = state_bytes(_beside(p, trained)) - state_bytes(on_device)
+        moved = _beside(p, trained)["optimizer's state"] * p.cfg.parallel.optimizer_offload
         gradients = sum(map(layout.gradient, trained))
         phases.append(Phase("optimizer", gradients=gradients, other=p.samples_size + _stepping(p, trained, moved)))
     return Memory(_some(held), phases, _some(host), list(_loading(p)), reward)
-
-
-def state_bytes(beside: dict[str, int]) -> int:
-    """Bytes of the optimizer's state among these."""
-    return beside["optimizer's state"]
 
 
 def _some(sizes: dict[str, int]) -> dict[str, int]:
@@ -155,11 +200,11 @@ def _loading(p: Planned) -> Iterator[Loading]:
     # made on the CPU, when the model has gone to the device
     if p.role in ("", ROLLOUT) and not p.policy.tokens:
         yield encoders + Loading(copied=engine_copy(p.cfg, p.policy.layout))
-    there = encoders + Loading(copied=p.policy.layout.away())
+    there = encoders + Loading(copied=p.policy.layout.kept_on(host=True))
     for teacher in p.frozen.values():  # each with encoders and VAE, equal ones too
         theirs = _from_files(teacher, "text_encoder")
         yield there + theirs + _weights(teacher) + _from_files(teacher, "vae")
-        there += Loading(copied=teacher.layout.away())
+        there += Loading(copied=teacher.layout.kept_on(host=True))
         if teacher.model.text_encoders is not p.policy.encoders:
             there += theirs
 
@@ -167,10 +212,11 @@ def _loading(p: Planned) -> Iterator[Loading]:
 def _weights(policy: AnyPlannedPolicy) -> Loading:
     """The weights of the trained model in its files; a LoRA is new, and in none."""
     lora = sum(w.numel * w.kept.itemsize for w in policy.layout.weights if w.lora)
-    base = next(w for w in policy.layout.weights if not w.lora)
+    base = [w for w in policy.layout.weights if not w.lora]
+    kept = base[0].kept
     # where all weights are trained, each rank casts its part of the files' tensors
-    read = dtype_to_read(policy.files, base.kept) if policy.config.lora_rank == 0 else base.kept
-    size = (policy.layout.whole() - lora) * read.itemsize // base.kept.itemsize
+    read = dtype_to_read(policy.files, kept) if policy.config.lora_rank == 0 else kept
+    size = sum(w.numel * w.kept.itemsize for w in base) * read.itemsize // kept.itemsize
     return loading(policy.files, size, read) + Loading(copied=lora)
 
 
@@ -179,7 +225,7 @@ def _from_files(policy: AnyPlannedPolicy, kind: str) -> Loading:
     total = Loading()
     for name, part in policy.components.items():
         if name.startswith(kind) and isinstance(part, nn.Module):
-            total += loading_of_module(Path(policy.config.path) / name, part)
+            total += loading(Path(policy.config.path) / name, nbytes(part), next(part.parameters()).dtype)
     return total
 
 
@@ -239,3 +285,101 @@ def _gathered(p: Planned, kind: Kind) -> int:
         layout = p.frozen[kind.name].layout
     whole = parallel.rollout_unsharded
     return layout.unsharded(throughout=whole) + (layout.experts() if whole else 0)
+
+
+# -- models beside the trained one, and files ------------------------------------------------------------------------
+
+
+def loading(folder: Path, size: int, dtype: torch.dtype) -> Loading:
+    """Loading `size` bytes in `dtype` from a folder's *.safetensors.
+
+    Tensors are views of the mapped file as long as their dtype is the file's; a cast makes a copy.
+    """
+    if not any(folder.glob("*.safetensors")):
+        return Loading(either=size)
+    return Loading(shared=size) if dtype_on_disk(folder) is dtype else Loading(copied=size)
+
+
+def reward_model(cfg: RunConfig, gpu_memory: int | None, width: int) -> RewardModel | None:
+    """The reward model of a job on GPUs of `gpu_memory` bytes (None: not known), `width` of which share the policy's
+    weights; None for a job without one.
+
+    Raises ValueError, with one line, for files that are damaged.
+    """
+    model = cfg.reward.model
+    if model.path is None or not cfg.reward.functions:
+        return None
+    try:
+        folder = fetch(model.path, model.revision, [_INDEX])  # of a hub id: what is in the cache, and the index
+    except ValueError:
+        folder = None
+    whole = None if folder is None else _size(model, Path(folder))
+    vllm = model.engine == "vllm"
+    loads = Loading()
+    if folder is not None and whole is not None and not vllm:  # vLLM loads to the device, a part at a time
+        loads = loading(Path(folder), whole, DTYPES[model.dtype])
+    weights = None if whole is None else -(-whole // model.tensor_parallel_size)
+    share = int(gpu_memory * model.gpu_memory_utilization) if vllm and gpu_memory is not None else None
+    awake = share if share is not None else weights or 0
+    woken = awake if model.sleep else 0
+    return RewardModel(
+        weights=weights,
+        share=share,
+        held=awake - woken,
+        woken=woken,
+        while_sampling=woken if judged_beside(cfg, width) else 0,
+        loading=loads,
+        asleep=weights or 0 if model.sleep else 0,
+        folder=folder,
+    )
+
+
+def engine_copy(cfg: RunConfig, layout: Layout) -> int:
+    """Bytes of a sampling engine's copy of the model on a rank, the LoRA merged into it."""
+    if cfg.rollout.facts.weights != "copy":
+        return 0
+    whole = sum(w.numel for w in layout.weights if not w.lora) * layout.dtype.itemsize
+    return -(-whole // cfg.rollout.engine_memory.ranks)
+
+
+def engine_share(cfg: RunConfig, gpu_memory: int | None, layout: Layout) -> int:
+    """Bytes that an engine takes on the device while it samples: its share of the GPU, with the cache in it, where it
+    reserves one.
+    """
+    reserved = 0 if gpu_memory is None else int(gpu_memory * cfg.rollout.engine_memory.reserved)
+    return reserved or engine_copy(cfg, layout)
+
+
+def _size(model: RewardModelConfig, folder: Path) -> int | None:
+    """Bytes of all weights in the dtype that they are loaded in, or where only their index is within reach, in that of
+    the files. None where neither is.
+    """
+    index: dict[str, Any] = {}
+    if (folder / _INDEX).is_file():
+        index = read_json(folder / _INDEX, "reward.model.path")
+    single, files = folder / "model.safetensors", sorted(folder.glob("*.safetensors"))
+    if index:  # beside its files the folder may have the same weights in another form
+        files = [folder / name for name in sorted(set(index["weight_map"].values()))]
+    elif single.is_file():
+        files = [single]
+    if files and all(file.is_file() for file in files):
+        wide = DTYPES[model.dtype].itemsize * 8
+        return sum(_bits(file, wide) for file in files) // 8
+    stored = index["metadata"] if "metadata" in index else {}
+    return int(stored["total_size"]) if "total_size" in stored else None
+
+
+def _bits(file: Path, wide: int) -> int:
+    """Bits of a file's weights, those that are computed in `wide` bits each; from its header."""
+    bits = 0
+    try:
+        with safe_open(file, "pt") as header:
+            for name in header.keys():  # noqa: SIM118 - it is no dict
+                tensor = header.get_slice(name)
+                kind = tensor.get_dtype()  # such as F16, U8, F8_E4M3 or BOOL
+                digits = re.search(r"\d+", kind)
+                stored = int(digits[0]) if digits is not None else 8
+                bits += math.prod(tensor.get_shape()) * (wide if kind in _COMPUTED_IN else stored)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"reward.model.path: {file} is damaged or cut short: {error}") from None
+    return bits

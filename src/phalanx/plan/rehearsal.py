@@ -19,12 +19,10 @@ from torch.utils._pytree import tree_leaves
 from phalanx.config.run import EmaConfig, RLConfig, RunConfig
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
-from phalanx.plan.blocks import PlannedBlockPolicy
 from phalanx.plan.blueprint import PlannedFlowPolicy
-from phalanx.plan.layout import Weight
+from phalanx.plan.layout import ShardedUpdate, Weight
 from phalanx.plan.ledger import Ledger
-from phalanx.plan.lm import PlannedLMPolicy
-from phalanx.plan.sharding import ShardedUpdate
+from phalanx.plan.lm import PlannedBlockPolicy, PlannedLMPolicy
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.flops import step_flops
 from phalanx.telemetry.metrics import Timers
@@ -144,21 +142,6 @@ class Rehearsal(ABC):
         self.job = PlannedJob(cfg, policy, state)
 
     @abstractmethod
-    def run_step(self) -> None:
-        """Sample and train; of a role, its part of that."""
-
-    @abstractmethod
-    def train(self) -> None:
-        """The step's updates, as a phase."""
-
-    def train_again(self, recomputed: int) -> None:
-        """The updates in place of those before, with `recomputed` blocks recomputed in backward passes."""
-        self.state.updates_made = self.state.micro_batches = 0
-        self.ledger.forget("update")
-        self.policy.recompute(recomputed)
-        self.train()
-
-    @abstractmethod
     def operations(self, *, recomputed: bool) -> int:
         """Floating-point operations of a step on all ranks; `recomputed`: with those that checkpointing repeats."""
 
@@ -220,6 +203,7 @@ class RLRehearsal(Rehearsal):
         return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def run_step(self) -> None:
+        """Sample and train; of a role, its part of that."""
         known = "reference" in self.algorithm.references and "reference" not in self.state.averages
         self.copies_reference = known and not self.policy.trained.is_base("reference")
         weights = None if self.role else self.algorithm.behaviour  # other ranks sample with those that they were sent
@@ -302,6 +286,7 @@ class SupervisedRehearsal(Rehearsal):
         self.trainer = SupervisedTrainer(self.job, task, task.shares)
 
     def run_step(self) -> None:
+        """Encode the first samples, and train."""
         self.task.begin(range(ENCODED_TOGETHER // self.task.shares.per_rank + 1))
         self.train()
 

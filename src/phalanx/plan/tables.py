@@ -3,11 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
-from phalanx.plan.pace import Rows
-
 GROUPS = 4  # groups, and ranks of a group, that are written out
 
 T = TypeVar("T")
+Rows = list[tuple[str, str]]  # a name and a text
 
 
 class Scale:
@@ -64,3 +63,9 @@ def _span(ranks: range) -> str:
     if len(ranks) <= GROUPS:
         return " ".join(map(str, ranks))
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
+
+
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural}"

@@ -7,17 +7,15 @@ from itertools import groupby
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.placement import judged_beside, place
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, roles_of, span
-from phalanx.plan.batch import batch, counted
+from phalanx.plan.batch import batch, messages
 from phalanx.plan.blueprint import shipped
+from phalanx.plan.jobs import task_of
 from phalanx.plan.layout import Cluster, Weight
 from phalanx.plan.memory import Memory, count
-from phalanx.plan.pace import Gpu, Rows, arithmetic
-from phalanx.plan.recompute import fewer_blocks
+from phalanx.plan.pace import Gpu, arithmetic
 from phalanx.plan.rehearsal import Planned, RLRehearsal
-from phalanx.plan.tables import GROUPS, Scale, groups, listed, shortened, table
-from phalanx.plan.tasks import task_of
-from phalanx.plan.traffic import messages
-from phalanx.plan.warnings import ALLOWED, crossing, warnings
+from phalanx.plan.tables import GROUPS, Rows, Scale, counted, groups, listed, shortened, table
+from phalanx.plan.warnings import ALLOWED, crossing, fewer_blocks, warnings
 
 NETWORK = 50e9  # assumed bytes per second between nodes: a link of 400 Gbit/s
 SLOW = 0.01  # seconds; shorter transfers are not mentioned
@@ -234,13 +232,12 @@ def _judging(p: Planned, memory: Memory) -> Iterator[str]:
     reward, model = memory.reward, p.cfg.reward.model
     if reward is None:
         return
-    what = "only the weights of reward.model; what it computes comes on top"
-    share = f"{model.gpu_memory_utilization:g}"
+    what, share = "what it computes comes on top", f"{model.gpu_memory_utilization:g}"
+    if model.engine == "vllm":
+        what = f"vLLM takes {share} of a GPU in all, which gpu_memory_gb=80 would count"
+    what = f"only the weights of reward.model; {what}"
     if reward.share is not None:
         what = f"what reward.model.gpu_memory_utilization={share} gives to vLLM"
-    elif model.engine == "vllm":
-        what = "only the weights of reward.model; "
-        what += f"vLLM takes {share} of a GPU in all, which gpu_memory_gb=80 would count"
     where = "" if model.placement == "colocate" else f" (on {model.placement} of each node)"
     name, between = "judge", "between scorings it sleeps in the host's memory"
     if not model.sleep:

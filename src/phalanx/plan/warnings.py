@@ -1,15 +1,16 @@
-"""Warnings of a plan."""
+"""Warnings of a plan, and the fewest blocks that gradient checkpointing has to recompute for the update to fit."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 from phalanx.config.run import RLConfig
 from phalanx.distributed.roles import ACTOR, ROLLOUT, span
+from phalanx.plan.jobs import task_of, train_again
 from phalanx.plan.layout import Layout
-from phalanx.plan.memory import Memory
+from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu
 from phalanx.plan.rehearsal import Planned
 from phalanx.plan.tables import Scale
-from phalanx.plan.tasks import task_of
 
 ALLOWED = 2 * 10**9  # bytes of a GPU for CUDA's context and NCCL's buffers
 SPARE = 0.1  # of a GPU's memory, for gaps of the allocator
@@ -105,3 +106,43 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
         "a LoRA (model.lora_rank)": cfg.model.lora_rank == 0,
     }
     return [mend for mend, helps in mends.items() if helps]
+
+
+def fewer_blocks(p: Planned, gpu: Gpu) -> tuple[int, int] | None:
+    """The least number of blocks to recompute, and the operations of a step then; None where it is that of the job, or
+    the job itself does not fit, or the GPU's memory is not known.
+
+    By the secant method between two numbers of which one fits: blocks are nearly alike, so that two or three are tried.
+    """
+    share, memory = p.policy.trained.recomputed, gpu.memory
+    if memory is None or not share or "update" not in p.ledger.phases:
+        return None
+
+    def update() -> int:
+        """Bytes on the device at the peak of the last update."""
+        counted = count(p, memory)
+        (phase,) = [phase for phase in counted.phases if phase.name == "update"]
+        return sum(counted.held.values()) + phase.total
+
+    def update_with(blocks: int) -> int:
+        train_again(p, blocks)
+        return update()
+
+    room = memory * (1 - SPARE) - ALLOWED
+    configured, now = round(share * len(p.policy.blocks)), update()
+    if now > room:
+        return None
+    before = dict(p.ledger.phases), p.state.updates_made, p.state.micro_batches
+    few, many, taken = 0, configured, {configured: now, 0: update_with(0)}
+    if taken[0] <= room:
+        many = 0
+    while many - few > 1:
+        met = few + (taken[few] - room) / (taken[few] - taken[many]) * (many - few)
+        tried = min(max(math.ceil(met), few + 1), many - 1)
+        taken[tried] = update_with(tried)
+        few, many = (few, tried) if taken[tried] <= room else (tried, many)
+    p.policy.recompute(many)
+    flops = p.flops
+    p.policy.recompute(configured)
+    p.ledger.phases, p.state.updates_made, p.state.micro_batches = before
+    return (many, flops) if many < configured else None
