@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx.exit import MARKS, end_with_parent, place_of, say
+from phalanx.exit import MARKS, end, end_with_parent, place_of, say
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -76,7 +76,11 @@ def _run(args: Namespace) -> None:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
 
+    from phalanx.distributed.rendezvous import in_words
+
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' own is another matter
+    if args.rdzv_backend == "static" and args.nnodes != "1":
+        threading.Thread(target=_count_nodes, args=(args,), daemon=True).start()
     if args.nnodes != "1" and args.max_restarts > 0:
         threading.Thread(target=_tell_of_waiting, args=(args.nnodes,), daemon=True).start()
     try:
@@ -86,7 +90,7 @@ def _run(args: Namespace) -> None:
     except SignalException as error:
         sys.exit(128 + error.sigval)
     except (DistError, RendezvousError, OSError) as error:
-        say(f"error: {_first_line(error)}")
+        say(f"error: {in_words(error)}")
         sys.exit(1)
 
 
@@ -199,13 +203,12 @@ def _problem(address: str, port: int, first: bool) -> str | None:
     try:
         if first:  # nobody listens there yet
             socket.getaddrinfo(address, port)
-        else:
-            socket.create_connection((address, port), timeout=3).close()
+            return None
     except socket.gaierror as error:
         return f"the name cannot be resolved ({error.strerror})"
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+    from phalanx.distributed.rendezvous import unreachable
+
+    return unreachable(address, port)
 
 
 def _is_own(address: str) -> bool:
@@ -215,6 +218,31 @@ def _is_own(address: str) -> bool:
             probe.bind(place)
             return True
     return False
+
+
+def _count_nodes(args: Namespace) -> None:
+    """Register this node, and say which ones are missing while no rank is started. A node that cannot be part of the
+    job ends here.
+    """
+    from torch.distributed import DistError, PrefixStore, TCPStore
+
+    from phalanx.distributed.rendezvous import SAY_S, missing, register, waiting
+
+    begin, told, nodes = time.monotonic(), SAY_S, int(args.nnodes)
+    time.sleep(2)  # where torch cannot listen at node 0's port, it says so by then
+    with contextlib.suppress(DistError):  # torch has the same store, and tells of its loss
+        store = TCPStore(args.master_addr, args.master_port, wait_for_workers=False)
+        at = PrefixStore("nodes", store)
+        try:
+            register(at, "node", args.node_rank, nodes)
+        except ValueError as error:
+            end(2, words=f"error: {error}")
+        while not _has_ranks():
+            waited = time.monotonic() - begin
+            if waited > told:
+                say(waiting("node", nodes, missing(at, "node", nodes), waited))
+                told *= 2
+            time.sleep(0.5)
 
 
 def _tell_of_waiting(nodes: str) -> NoReturn:
@@ -271,10 +299,6 @@ def _say_end(rank: int, status: int) -> None:
         say(f"error: {place_of(rank)} was killed by {signal.Signals(-status).name}; out of memory, perhaps")
     else:
         say(f"error: {place_of(rank)} ended with status {status}, without a word")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 if __name__ == "__main__":
