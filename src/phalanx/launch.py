@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx.exit import MARKS, end, end_with_parent, place_of, say
+from phalanx.exit import MARKS, TOLD, end, end_with_parent, place_of, say
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -62,19 +62,21 @@ def main(argv: list[str]) -> NoReturn:
     _announce(args)
     with tempfile.TemporaryDirectory(prefix="phalanx-launch-") as folder:
         os.environ[MARKS] = folder
+        if ":" in args.nnodes:
+            _note_signals(Path(folder, TOLD))
         if verbose:
             run.main(argv)
         else:
-            _run(args)
+            _run(args, folder)
         sys.exit(_unfinished(folder))
 
 
-def _run(args: Namespace) -> None:
-    """Run torchrun; exit where that fails."""
+def _run(args: Namespace, folder: str) -> None:
+    """Run torchrun; exit where that fails. Its ranks leave marks in the folder."""
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
 
     from phalanx.distributed.rendezvous import in_words
 
@@ -89,19 +91,52 @@ def _run(args: Namespace) -> None:
         sys.exit(_tell(error))
     except SignalException as error:
         sys.exit(128 + error.sigval)
+    except RendezvousConnectionError as error:
+        address, port, _ = _node_0(args)
+        stopped = [status for _, status in _marks(folder) if status > 128]
+        ended = "this node's ranks were stopped" if stopped else "this node's ranks cannot start"
+        cause = in_words(error.__cause__ or error)
+        say(f"error: node 0 (MASTER_ADDR={address}, MASTER_PORT={port}) has left the job, and {ended}: {cause}")
+        sys.exit(stopped[0] if stopped else 1)
     except (DistError, RendezvousError, OSError) as error:
         say(f"error: {in_words(error)}")
         sys.exit(1)
+    if not _node_0(args)[2]:
+        say("this node's ranks have ended")
 
 
 def _unfinished(folder: str) -> int:
-    """The exit status of ranks that all ended with status 0: 1 where some of them left a mark (see `exit.begin`)."""
-    ranks = sorted(int(mark.read_text()) for mark in Path(folder).iterdir())
+    """The exit status of ranks that all ended with status 0: 1 where some of them did not say so (see `exit.begin`)."""
+    ranks = [rank for rank, status in _marks(folder) if status < 0]
     if ranks:
         numbers = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         ended = f"ended with status 0 before {'their' if len(ranks) > 1 else 'its'} job was done"
         say(f"error: {numbers} on {socket.gethostname()} {ended}, as by os._exit in a reward")
     return 1 if ranks else 0
+
+
+def _marks(folder: str) -> list[tuple[int, int]]:
+    """The ranks that have begun, each with the status that it ended with, -1 where it did not say that it ends."""
+    marks = []
+    for file in Path(folder).iterdir():
+        if file.name != TOLD:
+            rank, _, status = file.read_text().partition(" ")
+            marks.append((int(rank), int(status or -1)))
+    return sorted(marks)
+
+
+def _note_signals(file: Path) -> None:
+    """Leave a file for the ranks once this launcher is told to stop, before torchrun tells them."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # beside torchrun's own handler
+
+    def wait() -> None:
+        while signal.SIGTERM not in os.read(reader, 64):
+            pass
+        file.touch()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _run_alone(command: list[str]) -> NoReturn:
@@ -182,10 +217,12 @@ def find_node_0(args: Namespace) -> None:
 
 
 def _announce(args: Namespace) -> None:
-    """Say that ranks are started, only on node 0: they take seconds to load torch."""
-    if _node_0(args)[2]:
-        each = "" if args.nnodes == "1" else f" on each of {args.nnodes} nodes"
-        say(f"starting {args.nproc_per_node} {'rank' if args.nproc_per_node == '1' else 'ranks'}{each}")
+    """Say that ranks are started: they take seconds to load torch. On other nodes than node 0 little else is said."""
+    address, _, first = _node_0(args)
+    where = "" if args.nnodes == "1" else f" on each of {args.nnodes} nodes"
+    if not first:
+        where = f" of the job whose progress node 0 ({address}) shows"
+    say(f"starting {args.nproc_per_node} {'rank' if args.nproc_per_node == '1' else 'ranks'}{where}")
 
 
 def _node_0(args: Namespace) -> tuple[str, int, bool]:

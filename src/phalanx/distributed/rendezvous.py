@@ -146,7 +146,7 @@ def unreachable(address: str, port: int) -> str | None:
     return None
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     """The cause of an error of torch's, in one line."""
     text = " ".join(str(error).split())
     if "EADDRINUSE" in text:
