@@ -15,6 +15,7 @@ from typing import NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MARKS = "PHALANX_MARKS"  # a folder of the launcher's, in which a rank has a file from `begin` to `end`
+TOLD = "told"  # the file there of a launcher that was told to stop: else its ranks stop because nodes come or go
 _mark: Path | None = None
 _printed: set[str] = set()  # lines that this process has printed
 _role = ""  # of this process, where ranks have roles
@@ -27,7 +28,10 @@ class Stopped(RuntimeError):
     """The job stops on all ranks at once, as signal `number` asked; its message says what is kept."""
 
     def __init__(self, number: int, kept: str = "") -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}{kept}")
+        cause = f"stopped by {signal.Signals(number).name}"
+        if ":" in os.environ.get("NNODES", "") and _mark is not None and not _mark.with_name(TOLD).exists():
+            cause = "nodes come or go: starting again"
+        super().__init__(f"{cause}{kept}")
         self.number = number
 
 
@@ -84,7 +88,9 @@ def end_with_parent() -> None:
 
 
 def begin() -> None:
-    """Leave a mark for the launcher until `end`: a rank that ends with status 0 and leaves it has not done its job."""
+    """Leave a mark for the launcher until `end`, which adds a status that is not 0: a rank that ends with status 0 and
+    leaves its mark has not done its job.
+    """
     global _mark
     folder = os.environ.pop(MARKS, None)  # what this process starts is no rank
     if folder is not None:
@@ -138,7 +144,11 @@ def end(status: int, report: str | None = None, words: str | None = None) -> NoR
         except OSError as error:  # a full disk must not hide the error itself
             say(f"{place()}: {path}: {error}")
     if _mark is not None:
-        _mark.unlink(missing_ok=True)
+        if status == 0:
+            _mark.unlink(missing_ok=True)
+        else:
+            with contextlib.suppress(OSError):  # a full disk
+                _mark.write_text(f"{rank()} {status}")
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # os._exit flushes nothing
     os._exit(status)

@@ -27,7 +27,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from phalanx.exit import MARKS, end_with_parent, place_of, say
+from phalanx.exit import MARKS, TOLD, end, end_with_parent, place_of, say
 from phalanx.garbage import uncollected
 
 if TYPE_CHECKING:
@@ -62,21 +62,27 @@ def main(argv: list[str]) -> NoReturn:
     _announce(args)
     with tempfile.TemporaryDirectory(prefix="phalanx-launch-") as folder:
         os.environ[MARKS] = folder
+        if ":" in args.nnodes:
+            _note_signals(Path(folder, TOLD))
         if verbose:
             run.main(argv)
         else:
-            _run(args)
+            _run(args, folder)
         sys.exit(_unfinished(folder))
 
 
-def _run(args: Namespace) -> None:
-    """Run torchrun; exit where that fails."""
+def _run(args: Namespace, folder: str) -> None:
+    """Run torchrun; exit where that fails. Its ranks leave marks in the folder."""
     from torch.distributed import DistError, run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousError
+
+    from phalanx.distributed.rendezvous import in_words
 
     del os.environ["TORCH_CPP_LOG_LEVEL"]  # the ranks' own is another matter
+    if args.rdzv_backend == "static" and args.nnodes != "1":
+        threading.Thread(target=_count_nodes, args=(args,), daemon=True).start()
     if args.nnodes != "1" and args.max_restarts > 0:
         threading.Thread(target=_tell_of_waiting, args=(args.nnodes,), daemon=True).start()
     try:
@@ -85,19 +91,52 @@ def _run(args: Namespace) -> None:
         sys.exit(_tell(error))
     except SignalException as error:
         sys.exit(128 + error.sigval)
+    except RendezvousConnectionError as error:
+        address, port, _ = _node_0(args)
+        stopped = [status for _, status in _marks(folder) if status > 128]
+        ended = "this node's ranks were stopped" if stopped else "this node's ranks cannot start"
+        cause = in_words(error.__cause__ or error)
+        say(f"error: node 0 (MASTER_ADDR={address}, MASTER_PORT={port}) has left the job, and {ended}: {cause}")
+        sys.exit(stopped[0] if stopped else 1)
     except (DistError, RendezvousError, OSError) as error:
-        say(f"error: {_first_line(error)}")
+        say(f"error: {in_words(error)}")
         sys.exit(1)
+    if not _node_0(args)[2]:
+        say("this node's ranks have ended")
 
 
 def _unfinished(folder: str) -> int:
-    """The exit status of ranks that all ended with status 0: 1 where some of them left a mark (see `exit.begin`)."""
-    ranks = sorted(int(mark.read_text()) for mark in Path(folder).iterdir())
+    """The exit status of ranks that all ended with status 0: 1 where some of them did not say so (see `exit.begin`)."""
+    ranks = [rank for rank, status in _marks(folder) if status < 0]
     if ranks:
         numbers = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
         ended = f"ended with status 0 before {'their' if len(ranks) > 1 else 'its'} job was done"
         say(f"error: {numbers} on {socket.gethostname()} {ended}, as by os._exit in a reward")
     return 1 if ranks else 0
+
+
+def _marks(folder: str) -> list[tuple[int, int]]:
+    """The ranks that have begun, each with the status that it ended with, -1 where it did not say that it ends."""
+    marks = []
+    for file in Path(folder).iterdir():
+        if file.name != TOLD:
+            rank, _, status = file.read_text().partition(" ")
+            marks.append((int(rank), int(status or -1)))
+    return sorted(marks)
+
+
+def _note_signals(file: Path) -> None:
+    """Leave a file for the ranks once this launcher is told to stop, before torchrun tells them."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)  # beside torchrun's own handler
+
+    def wait() -> None:
+        while signal.SIGTERM not in os.read(reader, 64):
+            pass
+        file.touch()
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _run_alone(command: list[str]) -> NoReturn:
@@ -178,10 +217,12 @@ def find_node_0(args: Namespace) -> None:
 
 
 def _announce(args: Namespace) -> None:
-    """Say that ranks are started, only on node 0: they take seconds to load torch."""
-    if _node_0(args)[2]:
-        each = "" if args.nnodes == "1" else f" on each of {args.nnodes} nodes"
-        say(f"starting {args.nproc_per_node} {'rank' if args.nproc_per_node == '1' else 'ranks'}{each}")
+    """Say that ranks are started: they take seconds to load torch. On other nodes than node 0 little else is said."""
+    address, _, first = _node_0(args)
+    where = "" if args.nnodes == "1" else f" on each of {args.nnodes} nodes"
+    if not first:
+        where = f" of the job whose progress node 0 ({address}) shows"
+    say(f"starting {args.nproc_per_node} {'rank' if args.nproc_per_node == '1' else 'ranks'}{where}")
 
 
 def _node_0(args: Namespace) -> tuple[str, int, bool]:
@@ -199,13 +240,12 @@ def _problem(address: str, port: int, first: bool) -> str | None:
     try:
         if first:  # nobody listens there yet
             socket.getaddrinfo(address, port)
-        else:
-            socket.create_connection((address, port), timeout=3).close()
+            return None
     except socket.gaierror as error:
         return f"the name cannot be resolved ({error.strerror})"
-    except OSError as error:
-        return error.strerror or str(error)
-    return None
+    from phalanx.distributed.rendezvous import unreachable
+
+    return unreachable(address, port)
 
 
 def _is_own(address: str) -> bool:
@@ -215,6 +255,31 @@ def _is_own(address: str) -> bool:
             probe.bind(place)
             return True
     return False
+
+
+def _count_nodes(args: Namespace) -> None:
+    """Register this node, and say which ones are missing while no rank is started. A node that cannot be part of the
+    job ends here.
+    """
+    from torch.distributed import DistError, PrefixStore, TCPStore
+
+    from phalanx.distributed.rendezvous import SAY_S, missing, register, waiting
+
+    begin, told, nodes = time.monotonic(), SAY_S, int(args.nnodes)
+    time.sleep(2)  # where torch cannot listen at node 0's port, it says so by then
+    with contextlib.suppress(DistError):  # torch has the same store, and tells of its loss
+        store = TCPStore(args.master_addr, args.master_port, wait_for_workers=False)
+        at = PrefixStore("nodes", store)
+        try:
+            register(at, "node", args.node_rank, nodes)
+        except ValueError as error:
+            end(2, words=f"error: {error}")
+        while not _has_ranks():
+            waited = time.monotonic() - begin
+            if waited > told:
+                say(waiting("node", nodes, missing(at, "node", nodes), waited))
+                told *= 2
+            time.sleep(0.5)
 
 
 def _tell_of_waiting(nodes: str) -> NoReturn:
@@ -271,10 +336,6 @@ def _say_end(rank: int, status: int) -> None:
         say(f"error: {place_of(rank)} was killed by {signal.Signals(-status).name}; out of memory, perhaps")
     else:
         say(f"error: {place_of(rank)} ended with status {status}, without a word")
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.conftest import Hosts
+from tests.faults.conftest import ADDRESSES, NAMES, Hosts
 from tests.faults.jobs import TIMEOUT_S, kill, rows, steps
 from tests.jobs import fit, tiny_config
 from tests.ranks import run_ranks
@@ -27,11 +27,18 @@ def on_one_host(model: Path, folder: Path, *overrides: str) -> None:
 
 
 def test_two_hosts_are_one_world(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
-    """2 x 2 ranks on two hosts train what 4 ranks of one host do, to the last bit."""
+    """2 x 2 ranks on two hosts train what 4 ranks of one host do, to the last bit.
+
+    Node 0 is known by its name, which leads to node 0 on the other host and to the loopback on its own.
+    """
     settings = (*FIXED, "trainer.total_training_steps=3")
     on_one_host(sd3_folder, tmp_path / "one", *settings)
     folder = tmp_path / "two"
-    with hosts.job(0, sd3_folder, folder, *settings) as a, hosts.job(1, sd3_folder, folder, *settings) as b:
+    env = {"MASTER_ADDR": NAMES[0]}
+    with (
+        hosts.job(0, sd3_folder, folder, *settings, **env) as a,
+        hosts.job(1, sd3_folder, folder, *settings, **env) as b,
+    ):
         assert (a.wait(), b.wait()) == (0, 0), a.said + b.said
     assert worlds(a.said) == [4] and worlds(b.said) == []  # rank 0 speaks
     assert rows(folder) == rows(tmp_path / "one")
@@ -64,6 +71,24 @@ def test_a_host_goes_and_comes_back(hosts: Hosts, sd3_folder: Path, tmp_path: Pa
         assert row["step"] == wanted["step"]
         for key in ("reward/mean", "actor/grad_norm"):
             assert row[key] == pytest.approx(wanted[key], rel=1e-4), (row["step"], key)
+
+
+def test_a_stop_of_node_0_is_one_line_on_the_other(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
+    settings = (*FIXED, "trainer.total_training_steps=500")
+    elastic = {"NNODES": "1:2", "PHASE_S": "0.1", "RDZV_CONF": "last_call_timeout=3"}
+    with (
+        hosts.job(0, sd3_folder, tmp_path, *settings, **elastic) as a,
+        hosts.job(1, sd3_folder, tmp_path, *settings, **elastic) as b,
+    ):
+        a.until(lambda: worlds(a.said)[-1:] == [4] and len(steps(tmp_path)) >= 2)
+        kill(a.process.pid, signal.SIGTERM)
+        assert (a.wait(60), b.wait(60)) == (143, 143), a.said + b.said
+    assert "stopped by SIGTERM after step " in a.said
+    lines = [line for line in b.said.splitlines() if not line.startswith(("waiting for node 0", "[W"))]
+    first, last = lines
+    assert first == f"starting 2 ranks of the job whose progress node 0 ({ADDRESSES[0]}) shows"
+    line = f"error: node 0 (MASTER_ADDR={ADDRESSES[0]}, MASTER_PORT=29500) has left the job, and this node's ranks were stopped"
+    assert last.startswith(line)
 
 
 def test_an_error_on_one_host_is_told_on_the_other(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:

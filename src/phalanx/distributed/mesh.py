@@ -30,6 +30,7 @@ from phalanx.distributed.devices import check_gpus, choose_interface
 from phalanx.distributed.heap import keep_freed_pages
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.link import Link
+from phalanx.distributed.rendezvous import joining, meet
 from phalanx.distributed.roles import ACTOR, ROLLOUT, Roles, roles_of
 from phalanx.exit import take_role
 from phalanx.garbage import collect_again
@@ -153,6 +154,7 @@ def group_timeout(timeout_s: float) -> timedelta:
     return timedelta(seconds=timeout_s + (30 if torch.cuda.is_available() else 0))
 
 
+@joining()
 def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) -> World:
     """Join the world, as a rank of a role by `placement`, and cut its mesh. Every group gets the configured time
     limit.
@@ -180,13 +182,14 @@ def start(config: ParallelConfig, placement: Mapping[str, Any] | None = None) ->
     store: dist.Store = dist.HashStore()
     if not roles.collocated:
         take_role(role, first=launch.rank == 0, lead=role == ACTOR and launch.rank == 0)
-        store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+        store = meet(whole, timeout)
         role_store = dist.PrefixStore(f"role/{role}", store)
         dist.init_process_group(
             backend, timeout=timeout, store=role_store, rank=launch.rank, world_size=launch.world_size
         )
     elif not dist.is_initialized() and "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout)
+        joined = dist.PrefixStore("default_pg", meet(whole, timeout))
+        dist.init_process_group(backend, timeout=timeout, store=joined, rank=whole.rank, world_size=whole.world_size)
     elif (
         not dist.is_initialized()
     ):  # `python tasks/...` without a launcher: a world of one, without a port to listen on

@@ -1,0 +1,84 @@
+"""Ranks that come together: what is said of those that are missing, that come twice, and of worlds of two sizes."""
+
+import os
+import re
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+
+from phalanx.config import ConfigError
+from phalanx.distributed import rendezvous
+from phalanx.distributed.launch import Launch
+from tests.ranks import free_port, run_ranks
+
+HOST = socket.gethostname()
+
+
+def come(port: int, ranks: list[int], sizes: list[int], limit_s: float) -> str:
+    """What this process is told where it comes as `ranks[i]` of `sizes[i]` ranks; nothing where all is well."""
+    i = int(os.environ["RANK"])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    rendezvous.SAY_S = 1
+    try:
+        store = rendezvous.meet(Launch(ranks[i], sizes[i], 0, 1), timedelta(seconds=limit_s))
+    except ConfigError as error:
+        return str(error)
+    time.sleep(2)  # one that comes twice may come late
+    assert store.check(["meet/end"])
+    return ""
+
+
+def told(ranks: list[int], sizes: list[int], limit_s: float = 20, port: int | None = None) -> list[str]:
+    answers: list[str] = run_ranks(come, len(ranks), port or free_port(), ranks, sizes, limit_s, init=False)
+    return answers
+
+
+def test_ranks_that_have_all_come() -> None:
+    assert told([2, 0, 1], [3, 3, 3]) == ["", "", ""]
+
+
+def test_ranks_that_are_missing(capfd: pytest.CaptureFixture[str]) -> None:
+    """Rank 0 says so while it waits; in the end all that came do."""
+    line = r"2 of 4 ranks came within {} s; ranks that are missing: 1, 3"
+    for answer in told([0, 2], [4, 4], limit_s=4):
+        assert re.fullmatch(line.format("[45]"), answer)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 2 and re.fullmatch(line.format(1), said[0]) and re.fullmatch(line.format("[23]"), said[1])
+
+
+def test_a_rank_that_comes_twice() -> None:
+    answers = told([0, 1, 1], [2, 2, 2])
+    where = rf"{HOST}, process \d+"
+    line = rf"rank 1 came twice, from {where} and from {where}; expected one RANK each"
+    assert [answer for answer in answers[1:] if re.fullmatch(line, answer)]
+
+
+def test_worlds_of_two_sizes() -> None:
+    where = rf"{HOST}, process \d+"
+    line = rf"WORLD_SIZE is (2 on rank 0|3 on rank 1) \({where}\) and [23] on {where}; expected one number"
+    first, second = told([0, 1], [2, 3])
+    assert first == second and re.fullmatch(line, first)
+
+
+def test_a_first_rank_that_is_not_there(capfd: pytest.CaptureFixture[str]) -> None:
+    port = free_port()
+    where = f"rank 0 (MASTER_ADDR=127.0.0.1, MASTER_PORT={port})"
+    assert told([1], [2], limit_s=2, port=port) == [f"{where} was not reached within 2 s: Connection refused"]
+    assert f"rank 1 on {HOST} waits for {where}, for 1 s so far: Connection refused\n" in capfd.readouterr().err
+
+
+def test_a_port_that_is_in_use() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        (answer,) = told([0], [1], port=port)
+    where = f"rank 0 on {HOST} has no store at MASTER_ADDR=127.0.0.1, MASTER_PORT={port}"
+    assert answer == f"{where}: port {port} of {HOST} is in use, by another job or a second first node"
+
+
+def test_what_torch_raises_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(ConfigError) as error, rendezvous.joining():
+        raise RuntimeError("[enforce fail]\nrefused\n  by peer")
+    assert str(error.value) == f"rank 3 on {HOST} cannot join the other ranks: [enforce fail] refused by peer"
