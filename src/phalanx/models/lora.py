@@ -232,7 +232,7 @@ def start_from_lora(
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     linear = set(linear_layers(module))
     for name, (down, up) in layers.items():
-        weight = module.get_submodule(name).weight if name in linear else torch.empty(0)
+        weight: Any = module.get_submodule(name).weight if name in linear else torch.empty(0)
         if weight.shape != (len(up), down.shape[1]):
             held = list(weight.shape) if name in linear else "no such linear layer"
             raise ValueError(

@@ -64,10 +64,9 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}
     named = config.target_modules
-    # the LoRA that the run started from may have other layers
-    all_leaves = named is None or ALL_LINEAR in named or config.lora_path is not None
-    targets = sorted(leaves) if all_leaves else named
-    adapter_config(rank, alpha, targets, config.path, config.revision).save_pretrained(folder)
+    if named is None or ALL_LINEAR in named or config.lora_path is not None:  # whose layers may be others
+        named = sorted(leaves)
+    adapter_config(rank, alpha, named, config.path, config.revision).save_pretrained(folder)
     _copy_kept(_base_folder(config), folder)
 
 
