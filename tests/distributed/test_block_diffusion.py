@@ -198,6 +198,11 @@ def test_an_adapter_of_a_model_with_a_mask_token(blocks_folder: Path, tmp_path: 
     model = PeftModel.from_pretrained(stock(blocks_folder), adapter)
     assert torch.allclose(logits_of(model), logits["model"], atol=1e-4)
     assert AutoTokenizer.from_pretrained(adapter).mask_token == "<|mask|>"
+    # and supervised training starts from it
+    keys = (f"model.lora_path={adapter}", "optim.lr=1e-12")
+    (then,) = run_ranks(taught, 1, tiny_sft_config(blocks_folder, tmp_path / "then", *keys))
+    assert torch.allclose(then["model"], logits["model"], atol=1e-4)
+    assert not torch.allclose(then["model"], logits_of(stock(blocks_folder)), atol=1e-2)
 
 
 def export(folder: Path, checkpoint: Path, *overrides: str) -> Path:

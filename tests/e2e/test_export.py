@@ -165,6 +165,18 @@ def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     assert distance(stock_images(pipeline), run.images[weights]) < 1e-4
 
 
+@pytest.mark.quick("sd3-lora")
+@pytest.mark.parametrize("name", ["sd3-lora", "sd3-pissa", "qwen-lora"])
+def test_a_merged_lora(name: str, trained: Runs, tmp_path: Path) -> None:
+    run = trained(name)
+    folder = export(tmp_path / "export", run.folder, "merge_lora=true")
+    assert distance(stock_images(load_pipeline(folder)), run.images["ema"]) < 1e-4
+    half = export(tmp_path / "half", run.folder, "merge_lora=true", "dtype=bfloat16")
+    exact = load_file(folder / "transformer" / WEIGHTS)
+    for key, tensor in load_file(half / "transformer" / WEIGHTS).items():
+        assert torch.equal(tensor, exact[key].bfloat16())
+
+
 def test_lora_file(trained: Runs, tmp_path: Path) -> None:
     run = trained("sd3-lora")
     file = export(tmp_path / "a", run.folder) / "pytorch_lora_weights.safetensors"
@@ -324,9 +336,6 @@ def test_other_mistakes(copy: Path, tmp_path: Path) -> None:
     assert refused() == (
         "checkpoint is not set; give checkpoint=...: a run's output_dir, for its newest complete checkpoint, or a "
         "folder step_NNNNNN"
-    )
-    assert refused(f"checkpoint={copy}", "merge_lora=true") == (
-        "merge_lora: only a language model's LoRA is merged; leave it out"
     )
     assert refused(f"checkpoint={copy}", "dtype=int8") == (
         "dtype: expected one of float32, bfloat16, float16, got 'int8'"

@@ -223,3 +223,13 @@ def test_merged_for_good_it_computes_the_same() -> None:
     merge_lora(module)
     assert type(module["to_q"]) is nn.Linear
     torch.testing.assert_close(module["to_q"](x), before, rtol=1e-5, atol=1e-5)
+
+
+def test_a_merged_sum_is_rounded_once() -> None:
+    module = make()
+    layer = module["to_q"]
+    layer.base_layer.bfloat16()
+    change = layer.lora_B["default"].weight @ layer.lora_A["default"].weight * layer.scaling["default"]
+    exact = layer.base_layer.weight.float() + change
+    merge_lora(module)
+    assert torch.equal(module["to_q"].weight, exact.bfloat16())

@@ -29,11 +29,11 @@ class ExportConfig:
     weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
     dtype: Optional[str] = arg(
         None,
-        "null: a LoRA as trained, a whole transformer as in the base model folder, a whole language model in the run's "
-        "model.dtype",
+        "null: a LoRA as trained, a whole transformer as in the base model folder, a whole language model and what has "
+        "a LoRA merged in the run's model.dtype",
         choices=EXPORT_DTYPES,
     )
-    merge_lora: bool = arg(False, "a language model's LoRA: a whole folder with it in the weights, not an adapter")
+    merge_lora: bool = arg(False, "of a LoRA: a whole folder with it in the weights, instead of the LoRA as a file")
     model_path: Optional[str] = arg(None, "the base model, where it is no longer at the run's model.path", path=True)
     push_to_hub: Optional[str] = arg(None, "hub repository (user/name) for the export; it is created if needed")
 

@@ -1,8 +1,8 @@
 """Checkpoints for use elsewhere: opening those of a run, and writing them as stock libraries read them.
 
 Of a flow-matching model a LoRA becomes `pytorch_lora_weights.safetensors`, which `load_lora_weights` of the stock
-pipeline reads, with rank and alpha in its metadata, and a fully trained transformer becomes a whole diffusers folder.
-Of a language model a LoRA becomes an adapter of peft, or with `merge_lora` a folder of transformers, as all weights do.
+pipeline reads, and all weights, or with `merge_lora` those with the LoRA in them, a whole diffusers folder. Of a
+language model a LoRA becomes an adapter of peft, and all weights a folder of transformers.
 """
 
 import shutil
@@ -170,8 +170,6 @@ class Export:
         self.family = _family(self.model)
         path = self.model.lora_path
         self.start: Layers = {} if path is None else self.family.read_lora(path)
-        if cfg.merge_lora and isinstance(self.model, FlowModelConfig):
-            raise ValueError("merge_lora: only a language model's LoRA is merged; leave it out")
         if self.model.lora_rank > 0 and not cfg.merge_lora and _embeds_more(self.model):
             raise ValueError(
                 "merge_lora: false leaves out the mask token that the run gave the model, which is no part of its "
@@ -224,8 +222,8 @@ class Export:
             assert self.base is not None
             self.trained.read_into(_trained_parameters(self.base))
             if self.model.lora_rank > 0:
-                self.base.to(dtype=self.dtype)
-                merge_lora(self.base)
+                merge_lora(self.base, self.dtype)
+                nn.Module.to(self.base, dtype=self.dtype)  # not diffusers' own, which warns of what it would not cast
             self.family.export_model(part, self.model, self.base)
         part.rename(self.output_dir)
 

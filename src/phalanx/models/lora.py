@@ -136,14 +136,19 @@ def merged_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[tu
 
 
 @torch.no_grad()
-def merge_lora(module: nn.Module) -> None:
-    """Put the LoRA into the weights of its layers, which are the base's own afterwards."""
+def merge_lora(module: nn.Module, kept: torch.dtype | None = None) -> None:
+    """Put the LoRA into the weights of its layers, which are the base's own afterwards; each sum is taken in float32
+    and rounded once, to `kept` or to the dtype that the weight has.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(module.named_modules()):
         if isinstance(layer, BaseTunerLayer):
-            layer.merge()
-            module.set_submodule(name, layer.get_base_layer())
+            base, [adapter] = layer.get_base_layer(), layer.active_adapters
+            change = layer.lora_B[adapter].weight.float() @ layer.lora_A[adapter].weight.float()
+            total = base.weight.float() + layer.scaling[adapter] * change
+            base.weight.data = total.to(kept or base.weight.dtype)
+            module.set_submodule(name, base)
 
 
 def adapter_config(rank: int, alpha: float, targets: Sequence[str] | str, base: str, revision: str | None) -> Any:
@@ -229,7 +234,7 @@ def start_from_lora(
     uses = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     linear = set(linear_layers(module))
     for name, (down, up) in layers.items():
-        weight = module.get_submodule(name).weight if name in linear else torch.empty(0)
+        weight: Any = module.get_submodule(name).weight if name in linear else torch.empty(0)
         if weight.shape != (len(up), down.shape[1]):
             held = list(weight.shape) if name in linear else "no such linear layer"
             raise ValueError(

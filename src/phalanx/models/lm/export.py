@@ -86,9 +86,9 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}
     named = config.target_modules
-    # the LoRA that the run started from may have other layers
-    all_leaves = named is None or ALL_LINEAR in named or config.lora_path is not None
-    targets = sorted(leaves) if all_leaves else named
+    targets: Sequence[str] | str = named or ()
+    if named is None or ALL_LINEAR in named or config.lora_path is not None:  # whose layers may be others
+        targets = sorted(leaves)
     if places:  # the vision tower may have layers of the same names
         inside = "|".join(re.escape(name) for name in places.values())
         targets = rf"({inside})\.(.*\.)?({'|'.join(re.escape(target) for target in targets)})"

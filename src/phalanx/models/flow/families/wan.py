@@ -78,8 +78,8 @@ class Model(FlowModel):
         names = super().lora_names(layers)
         if any(layer.startswith("blocks.") for layer in layers):
             for layer in layers:
-                block, leaf = re.fullmatch(r"(blocks\.\d+\.)?(.+)", layer).groups(default="")
-                names[layer] = f"diffusion_model.{block}{NATIVE[leaf]}"
+                block = re.sub(r"(blocks\.\d+\.)?.*", r"\1", layer)
+                names[layer] = f"diffusion_model.{block}{NATIVE[layer.removeprefix(block)]}"
         return names
 
     def components(self, path: str) -> dict[str, Any]:
