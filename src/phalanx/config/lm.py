@@ -108,7 +108,9 @@ class LMRolloutConfig(RolloutConfig):
     max_sync_error: float = arg(
         0.02, "vllm: largest mean difference of log-probs to the policy, on a probe after each renewal", gt=0
     )
-    temperature: float = arg(1.0, "temperature of sampling, by which the policy's log-probs are divided as well", gt=0)
+    temperature: float = arg(
+        1.0, "temperature of sampling, by which the policy's log-probs are divided as well", ge=0.01
+    )
     denoising_steps_per_block: Optional[int] = arg(
         None,
         "block diffusion: most denoising steps of a block, each of which unmasks an equal share of it at least; null: "

@@ -75,7 +75,7 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}
     named = config.target_modules
-    targets = sorted(leaves) if named is None or ALL_LINEAR in named else named
+    targets: list[str] | str = sorted(leaves) if named is None or ALL_LINEAR in named else named
     if places:  # the vision tower may have layers of the same names
         inside = "|".join(re.escape(name) for name in places.values())
         targets = rf"({inside})\.(.*\.)?({'|'.join(re.escape(target) for target in targets)})"
