@@ -8,10 +8,13 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 PR_SET_PDEATHSIG = 1  # of Linux's prctl
 MARKS = "PHALANX_MARKS"  # a folder of the launcher's, in which a rank has a file from `begin` to `end`
@@ -21,6 +24,7 @@ _printed: set[str] = set()  # lines that this process has printed
 _role = ""  # of this process, where ranks have roles
 _leads: bool | None = None  # None: as rank 0 does
 _first: bool | None = None
+_format_warning = warnings.formatwarning
 hide: Callable[[str], str] = str  # takes secrets out of what is printed and reported; `hide_with` sets it
 
 
@@ -99,9 +103,39 @@ def begin() -> None:
 
 
 def hide_with(function: Callable[[str], str]) -> None:
-    """Let a function take secrets out of every line and report."""
+    """Let a function take secrets out of every line and report, also out of what libraries log by handlers of their
+    own, of warnings, and of exceptions in threads.
+    """
     global hide
     hide = function
+    logging.setLogRecordFactory(_Record)
+    warnings.formatwarning = _warning
+    threading.excepthook = _thread_crash
+
+
+class _Record(logging.LogRecord):
+    """A log record without secrets, whichever handler formats it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.exc_info and self.exc_info[0] is not None:
+            self.exc_text = hide("".join(traceback.format_exception(*self.exc_info)).rstrip())
+
+    def getMessage(self) -> str:
+        return hide(super().getMessage())
+
+
+def _warning(*args: Any, **kwargs: Any) -> str:
+    return hide(_format_warning(*args, **kwargs))
+
+
+def _thread_crash(crash: threading.ExceptHookArgs) -> None:
+    """Print what ended a thread, as Python does by itself."""
+    if crash.exc_type is SystemExit:
+        return
+    name = "" if crash.thread is None else crash.thread.name
+    lines = traceback.format_exception(crash.exc_type, crash.exc_value, crash.exc_traceback)
+    say(f"{place()}: an exception in the thread {name}:\n{''.join(lines).rstrip()}")
 
 
 def say(words: str) -> None:

@@ -1,5 +1,6 @@
 """Options of the loop that every algorithm has: groups drawn again, a reference that follows, sums of rewards."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -8,15 +9,26 @@ import torch
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.advantage import has_signal
-from tests.jobs import full_weights, tiny_config, update
+from tests.jobs import fit, full_weights, rows, tiny_config, update
 from tests.ranks import run_ranks
 
 REWARDS = '''"""Rewards of tests."""
+
+import shutil
+from pathlib import Path
 
 
 def picky(images, prompts, metadata):
     """It has no opinion on some prompts."""
     return [image.mean().item() if len(prompt) % 2 else 1.0 for image, prompt in zip(images, prompts)]
+
+
+def deleting(images, prompts, metadata):
+    """It deletes the run's folder after its first step."""
+    out = Path(__file__).parent / "out"
+    if out.exists() and len((out / "metrics.jsonl").read_text().splitlines()) == 1:
+        shutil.rmtree(out)
+    return [image.mean().item() for image in images]
 
 
 def bright(images, prompts, metadata):
@@ -237,3 +249,19 @@ def test_no_more_is_encoded_ahead_than_memory_keeps(
     texts = [text for call in calls for text in call]
     assert len(texts) == len(set(texts)) == 16 + 1  # the negative of all
     assert [len(call) for call in calls] == [2 * n + (i == 0) for i, n in enumerate(steps)]
+
+
+def logged_fit(cfg: FlowRLConfig, file: Path) -> None:
+    logging.getLogger().addHandler(logging.FileHandler(file))
+    fit(cfg)
+
+
+def test_a_folder_that_is_deleted_is_made_anew(sd3_folder: Path, tmp_path: Path) -> None:
+    """With all metrics, which are still open, the configuration and the checkpoints from then on."""
+    steps = ("trainer.total_training_steps=3", "trainer.save_freq=3")
+    cfg = configure(sd3_folder, tmp_path, reward(tmp_path, "deleting"), *steps)
+    run_ranks(logged_fit, 1, cfg, tmp_path / "log")
+    out = tmp_path / "out"
+    assert [row["step"] for row in rows(out)] == [1, 2, 3]
+    assert (out / "config.yaml").is_file() and (out / "checkpoints" / "step_000003").is_dir()
+    assert (tmp_path / "log").read_text().count(f"trainer.output_dir: {out} was deleted;") == 1

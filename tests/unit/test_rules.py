@@ -54,6 +54,29 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (LMRLConfig, ("trainer.critic_warmup=3",), "trainer.critic_warmup: 3 is of a critic"),
     (LMRLConfig, ("critic.optim.lr=1",), "critic.optim.lr: 1.0 is of a critic"),
     (
+        LMRLConfig,
+        ("algorithm.name=ppo", "trainer.critic_warmup=3", "trainer.total_training_steps=3"),
+        "trainer.critic_warmup: 3 leaves none of trainer.total_training_steps=3 to the policy; expected fewer",
+    ),
+    (
+        FlowRLConfig,
+        ("reward.functions=[{name: ocr}, {name: ocr, clip: [1, 0]}]",),
+        "reward.functions[1].clip: [1.0, 0.0] should be two numbers, the smaller first",
+    ),
+    (
+        LMRLConfig,
+        ("reward.functions=[{name: gsm8k, initial_weight: 2}]",),
+        "reward.functions[0].initial_weight: 2.0 with weight_steps 0 is half of a schedule",
+    ),
+    (
+        FlowMatchingTaskConfig,
+        ("reward.functions=[{name: ocr, weight_steps: 2}]",),
+        "reward.functions[0].initial_weight: None with weight_steps 2 is half of a schedule",
+    ),
+    (LMRLConfig, ("rollout.val.temperature=1e-30",), "rollout.val.temperature: 1e-30 leaves float32 no choice"),
+    (FlowRLConfig, ("reward.model.temperature=0.001",), "reward.model.temperature: 0.001 leaves float32 no choice"),
+    (GenerateConfig, ("prompts=[a]", "temperature=0.009"), "temperature: 0.009 leaves float32 no choice"),
+    (
         FlowRLConfig,
         ("rollout.max_num_gen_batches=2", "rollout.max_draws_per_prompt=2"),
         "rollout.max_num_gen_batches: 2 draws new prompts",
@@ -176,6 +199,11 @@ STARTED: list[tuple[type, tuple[str, ...], str]] = [
         FlowRLConfig,
         (),
         "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{name:",
+    ),
+    (
+        LMRLConfig,
+        ("reward.functions=[{name: gsm8k, weight: 0}, {name: format, weight: 0}]",),
+        "reward.functions: all weights are 0",
     ),
     (FlowRLConfig, (*OPD, "rollout.max_num_gen_batches=2"), "rollout.max_num_gen_batches: 2 goes by rewards"),
     (FlowRLConfig, (*OPD, "rollout.max_draws_per_prompt=2"), "rollout.max_draws_per_prompt: 2 goes by rewards"),

@@ -2,11 +2,14 @@
 
 import logging
 import os
+import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from phalanx import exit
 from phalanx.cli import _Terminal
 from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
@@ -89,3 +92,31 @@ def test_what_is_no_secret_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     message = f"a disk is full: {tmp_path}/run of a-default"
     assert hide(message) == message  # folders that are there, words of few letters, defaults
     assert os.environ["PHALANX_TEST_KEY"] not in hide(message)
+
+
+def test_threads_other_handlers_and_warnings_show_no_value(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    hooks = (exit, "hide"), (threading, "excepthook"), (warnings, "formatwarning"), (logging, "_logRecordFactory")
+    for module, name in hooks:
+        monkeypatch.setattr(module, name, vars(module)[name])  # as they are afterwards, too
+    exit.hide_with(hide)
+    with_kwargs("{key: '${oc.env:PHALANX_TEST_KEY}'}")
+
+    def refuse() -> None:
+        raise ValueError(f"refused {SECRET}")
+
+    library = logging.Logger("library")
+    library.addHandler(logging.StreamHandler())
+    try:
+        refuse()
+    except ValueError:
+        library.exception("no answer to %s", SECRET)
+    thread = threading.Thread(target=refuse, name="judge")
+    thread.start()
+    thread.join()
+    shown = capfd.readouterr().err + warnings.formatwarning(f"old key {SECRET}", UserWarning, "file.py", 1)
+    assert SECRET not in shown
+    for words in ("no answer to", "in refuse", "an exception in the thread judge:", "ValueError: refused", "old key"):
+        assert words in shown
+    assert shown.count("${oc.env:PHALANX_TEST_KEY}") >= 4

@@ -173,6 +173,8 @@ def test_a_process_that_is_gone_is_replaced() -> None:
             "math found a ground_truth of type list; expected a text or a number in the data's column ground_truth",
         ),
         (" ", "math found an empty ground_truth; expected a text or a number"),
+        (float("nan"), "math found the ground_truth nan; expected a text or a number"),
+        ("NaN", "math found the ground_truth NaN; expected a text or a number"),
     ],
 )
 def test_a_truth_that_is_none(truth: Any, problem: str) -> None:

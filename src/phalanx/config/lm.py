@@ -116,7 +116,9 @@ class LMRolloutConfig(RolloutConfig):
     max_sync_error: float = arg(
         0.02, "vllm: largest mean difference of log-probs to the policy, on a probe after each renewal", gt=0
     )
-    temperature: float = arg(1.0, "temperature of sampling, by which the policy's log-probs are divided as well", gt=0)
+    temperature: float = arg(
+        1.0, "temperature of sampling, by which the policy's log-probs are divided as well", ge=0.01
+    )
     top_k: int = arg(
         -1, "sample among this many of the likeliest tokens, of which log-probs are then, too; -1 and 0: all", ge=-1
     )

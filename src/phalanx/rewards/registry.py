@@ -138,7 +138,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
     alone = form is VerlReward or (cfg.path is None and label not in TOGETHER)
     per_sample = (alone if cfg.per_sample is None else cfg.per_sample) and not together
     extras, chats = _extras(function, label), form is TrlReward
-    return Term(name, function, _share(cfg, key), on_device, takes, frames, extras, per_sample, chats)
+    return Term(name, function, _share(cfg), on_device, takes, frames, extras, per_sample, chats)
 
 
 def _adapted(
@@ -184,15 +184,9 @@ def _instance(reward: Callable[..., Any], kwargs: dict[str, Any], where: str) ->
         raise ConfigError(f"{where}: {reason(error).removeprefix('ValueError: ')}") from error
 
 
-def _share(entry: RewardFunctionConfig, key: str) -> Share:
-    clip = entry.clip
-    if clip is not None and not (len(clip) == 2 and clip[0] < clip[1]):
-        raise ConfigError(f"{key}.clip: {clip} should be two numbers, the smaller first, e.g. [0, 1]")
-    if entry.initial_weight is not None and entry.weight_steps == 0:
-        raise ConfigError(f"{key}.initial_weight: {entry.initial_weight:g} needs {key}.weight_steps > 0")
-    if entry.initial_weight is None and entry.weight_steps > 0:
-        raise ConfigError(f"{key}.weight_steps: {entry.weight_steps} needs {key}.initial_weight")
-    return Share(entry.weight, None if clip is None else (clip[0], clip[1]), entry.initial_weight, entry.weight_steps)
+def _share(entry: RewardFunctionConfig) -> Share:
+    clip = None if entry.clip is None else (entry.clip[0], entry.clip[1])
+    return Share(entry.weight, clip, entry.initial_weight, entry.weight_steps)
 
 
 def judged_frames(terms: list[Term]) -> int:

@@ -245,15 +245,19 @@ class _MetricsFile:
 
     def __init__(self, path: Path, kept: list[dict[str, Any]]) -> None:
         """Begin with these rows of an earlier start: those after its checkpoint will be written again."""
-        partial = path.with_name(path.name + ".tmp")
-        partial.write_text("".join(map(_dump, kept)), encoding="utf-8")
-        os.replace(partial, path)
+        self._path = path
+        self._begin("".join(map(_dump, kept)).encode())
         self._last = kept[-1]["step"] if kept else -1
         before = kept[-1].get(ELAPSED) if kept else None
         self._origin = time.monotonic() - (before or 0.0)
-        self._path = path
-        self._stream = path.open("ab", buffering=0)
         self._waiting = b""
+
+    def _begin(self, content: bytes) -> None:
+        """Write the file anew, with these rows, and open it for more."""
+        partial = self._path.with_name(self._path.name + ".tmp")
+        partial.write_bytes(content)
+        os.replace(partial, self._path)
+        self._stream = self._path.open("a+b", buffering=0)
 
     def write(self, step: int, row: dict[str, float]) -> dict[str, float]:
         """Append a row, and return it with the elapsed time."""
@@ -268,6 +272,12 @@ class _MetricsFile:
         """Write the waiting rows, all of them or none."""
         size = self._stream.tell()
         try:
+            if not self._path.exists():  # somebody has deleted it: what is open still has its rows
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._stream.seek(0)
+                deleted = self._stream
+                self._begin(deleted.read())
+                deleted.close()
             written = self._stream.write(self._waiting)
         except OSError as error:
             written, reason = 0, str(error)

@@ -28,6 +28,7 @@ from phalanx.training.validation import Records
 from phalanx.types import JobError
 
 log = logging.getLogger(__name__)
+CONFIG_FILE = "config.yaml"
 
 
 class Sampling(Protocol):
@@ -100,7 +101,7 @@ class Job:
         if first:
             self.checkpointer.set_aside(self.progress.step)
             self.output_dir.mkdir(parents=True, exist_ok=True)
-            save(_with_whole_path(cfg), self.output_dir / "config.yaml")
+            save(_with_whole_path(cfg), self.output_dir / CONFIG_FILE)
             with suppress(OSError):  # nobody reads it
                 print(self.describe(), flush=True)
         logged = self.progress.step - (self.progress.unfinished is not None)
@@ -185,6 +186,7 @@ class Job:
     def end_step(self, step: int, row: dict[str, float]) -> None:
         """After training step number `step` (from 1): validate, log and save, each where it is due."""
         t, last = self.cfg.trainer, step == self.total_steps
+        self._restore_files()
         self.progress.step, self.progress.unfinished = step, row
         self._count_updates()
         if t.test_freq > 0 and (last or step % t.test_freq == 0):
@@ -199,6 +201,19 @@ class Job:
             _, stop = agree(None, self.world.watch.stop or 0)
             if stop:
                 raise Stopped(stop)
+
+    def _restore_files(self) -> None:
+        """Make the output folder anew where somebody has deleted it; a job that is to stop gets a signal."""
+        if self.world.rank > 0 or (self.output_dir / CONFIG_FILE).exists():
+            return
+        log.warning(
+            "trainer.output_dir: %s was deleted; the configuration, all metrics and the next checkpoints are written "
+            "anew, and what else was in it is lost",
+            self.output_dir,
+        )
+        with suppress(OSError):  # the metrics say so with each row
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            save(_with_whole_path(self.cfg), self.output_dir / CONFIG_FILE)
 
     def _count_bad_step(self) -> None:
         """Count a bad step, all of whose updates were skipped: the weights stay those of the last good one. Too many
@@ -304,7 +319,9 @@ class Job:
 def _with_whole_path(cfg: RunConfig) -> RunConfig:
     """The configuration with the model's folder as it is found from everywhere: exports and samples need it, too."""
     folder = Path(cfg.model.path).expanduser()
-    return replace(cfg, model=replace(cfg.model, path=str(folder.absolute()))) if folder.is_dir() else cfg
+    if folder.is_absolute() or not folder.is_dir():
+        return cfg
+    return replace(cfg, model=replace(cfg.model, path=str(folder.absolute())))
 
 
 def validation_summary(folder: Path) -> list[str]:

@@ -1,9 +1,10 @@
 """Rules of the algorithm, its rewards and its critic."""
 
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
-from phalanx.config.rules.rule import FLOW_RL, LM_RL, RL, Rule, changed, not_betas
+from phalanx.config.rules.rule import FLOW_RL, LM_RL, RL, RUN, Rule, changed, not_betas
 
 
 def _unused(c: Any) -> tuple[str, Any] | None:
@@ -43,6 +44,14 @@ def _critic(c: Any) -> tuple[str, Any] | None:
     return ("trainer.critic_warmup", c.trainer.critic_warmup) if c.trainer.critic_warmup else None
 
 
+def _term(c: Any, broken: Callable[[Any], bool]) -> tuple[int, Any] | None:
+    """The first term of the reward that breaks a rule, and its number."""
+    for i, term in enumerate(c.reward.functions):
+        if broken(term):
+            return i, term
+    return None
+
+
 _NO_GROUP = "rollout.n: 1 leaves {} no group of samples to compare; set it to at least 2, or leave that out"
 
 RULES = (
@@ -71,6 +80,18 @@ RULES = (
          _critic,
          "{x[0]}: {x[1]} is of a critic, which algorithm.name={c.algorithm.name} has none of; leave it out, or set "
          "algorithm.name=ppo"),
+    Rule("trainer.critic_warmup trainer.total_training_steps", LM_RL,
+         "After the steps that train only the critic there are some for the policy.",
+         lambda c: 0 < (c.trainer.total_training_steps or 0) <= c.trainer.critic_warmup,
+         "trainer.critic_warmup: {c.trainer.critic_warmup} leaves none of trainer.total_training_steps="
+         "{c.trainer.total_training_steps} to the policy; expected fewer"),
+    Rule("reward.functions", RUN, "The range to which a term's scores are clamped is two numbers.",
+         lambda c: _term(c, lambda t: t.clip is not None and not (len(t.clip) == 2 and t.clip[0] < t.clip[1])),
+         "reward.functions[{x[0]}].clip: {x[1].clip} should be two numbers, the smaller first, e.g. [0, 1]"),
+    Rule("reward.functions", RUN, "A term's first weight and the steps to its last one are given together.",
+         lambda c: _term(c, lambda t: (t.initial_weight is None) != (t.weight_steps == 0)),
+         "reward.functions[{x[0]}].initial_weight: {x[1].initial_weight} with weight_steps {x[1].weight_steps} is half "
+         "of a schedule; set both, or leave both out"),
     Rule("rollout.max_num_gen_batches rollout.max_draws_per_prompt", RL,
          "For groups of equal rewards either new prompts are drawn or new samples, not both.",
          lambda c: min(c.rollout.max_num_gen_batches, c.rollout.max_draws_per_prompt) > 1,
@@ -112,6 +133,11 @@ START_RULES = (
     Rule("reward.functions algorithm.name", RL, "An algorithm that learns from rewards needs a reward.",
          lambda c, a: a.needs_reward and not c.reward.functions,
          "reward.functions: [] leaves nothing to optimise; give at least one, e.g. reward.functions=[{{name: ocr}}]"),
+    Rule("reward.functions algorithm.name", RL, "Some term of the reward has a weight.",
+         lambda c, a: a.needs_reward and c.reward.functions and not any(
+             term.weight or term.initial_weight for term in c.reward.functions
+         ),
+         "reward.functions: all weights are 0, which leaves nothing to optimise; give one of them a weight"),
     Rule("rollout.max_num_gen_batches algorithm.name", RL,
          "Prompts are drawn anew only by rewards that the algorithm learns from.",
          lambda c, a: not a.needs_reward and c.rollout.max_num_gen_batches > 1,

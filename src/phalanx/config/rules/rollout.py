@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.config.engines import EngineFacts
-from phalanx.config.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, GENERATE, LM, LM_RL, RL, RUN, Rule
+from phalanx.config.rules.rule import FLOW, FLOW_MATCHING, FLOW_RL, GENERATE, LM, LM_RL, RL, RUN, Rule, too_cold
 
 
 def _able(rollout: Any, able: Callable[[EngineFacts], bool]) -> str:
@@ -70,6 +70,8 @@ def _last_step(c: Any, a: Any) -> int | None:
 
 
 RULES = (
+    too_cold(LM, "rollout.val.temperature"),
+    too_cold(RUN, "reward.model.temperature"),
     Rule("rollout.correction rollout.engine", RUN,
          "Log-probs are corrected only where they come from another engine than the policy, or from older weights.",
          _needless_correction,

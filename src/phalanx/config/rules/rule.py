@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
+from operator import attrgetter
 from typing import Any
 
 # names of the schemas that rules are for; a rule is for those derived from its schema as well
@@ -9,6 +10,7 @@ RUN, RL = "RunConfig", "RLConfig"
 FLOW, FLOW_RL, FLOW_MATCHING = "FlowRunConfig", "FlowRLConfig", "FlowMatchingTaskConfig"
 LM, LM_RL, BLOCK_DIFFUSION = "LMRunConfig", "LMRLConfig", "BlockDiffusionTaskConfig"
 SAMPLE, GENERATE, PREPARE_DATA = "SampleConfig", "GenerateConfig", "PrepareDataConfig"
+COLDEST = 0.01  # of temperatures that draw
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,14 @@ def beside_per_gpu(section: Any, key: str) -> tuple[Any, Any, Any] | None:
     value, per_gpu = vars(section)[key], vars(section)[f"{key}_per_gpu"]
     default = next(f.default for f in fields(section) if f.name == key)
     return (per_gpu, value, default) if per_gpu is not None and value != default else None
+
+
+def too_cold(schema: str, key: str) -> Rule:
+    """The rule on a temperature that may be 0, the key of a configuration with dots."""
+    return Rule(key, schema, "A temperature is 0, which takes the likeliest token, or at least 0.01.",
+                lambda c: 0 < (attrgetter(key)(c) or 0) < COLDEST,
+                f"{key}: {{c.{key}:g}} leaves float32 no choice but the likeliest token; set it to 0, or to at least "
+                f"{COLDEST}")  # fmt: skip
 
 
 def not_betas(betas: list[float]) -> bool:

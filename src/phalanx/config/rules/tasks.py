@@ -1,6 +1,6 @@
 """Rules of the tasks beside training."""
 
-from phalanx.config.rules.rule import GENERATE, PREPARE_DATA, SAMPLE, Rule
+from phalanx.config.rules.rule import GENERATE, PREPARE_DATA, SAMPLE, Rule, too_cold
 
 
 def _of_sampling(schema: str, example: str) -> tuple[Rule, ...]:
@@ -24,6 +24,7 @@ def _of_sampling(schema: str, example: str) -> tuple[Rule, ...]:
 RULES = (
     *_of_sampling(SAMPLE, "a red apple"),
     *_of_sampling(GENERATE, "Why is the sky blue?"),
+    too_cold(GENERATE, "temperature"),
     Rule("source reasoning_gym", PREPARE_DATA, "Problems come from a file or from tasks of reasoning-gym.",
          lambda c: (c.source is None) == (not c.reasoning_gym),
          "give either source, a file, or reasoning_gym, a list of its tasks"),

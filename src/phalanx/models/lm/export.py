@@ -80,7 +80,8 @@ def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
 
 def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], rank: int, alpha: float) -> None:
     """Write peft's folder of a LoRA, with the tokenizer; `layers` have peft's names without an adapter."""
-    places, tensors = _places(config), {}
+    base, tensors = _base_folder(config), {}
+    places = _places(base)
     for name, t in layers.items():
         tensors[f"base_model.model.{name_in_whole(name.removeprefix('lm.'), places)}"] = t.contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -93,12 +94,12 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
         inside = "|".join(re.escape(name) for name in places.values())
         targets = rf"({inside})\.(.*\.)?({'|'.join(re.escape(target) for target in targets)})"
     adapter_config(rank, alpha, targets, config.path, config.revision).save_pretrained(folder)
-    _copy_kept(_base_folder(config), folder)
+    _copy_kept(base, folder)
 
 
-def _places(config: LMModelConfig) -> dict[str, str]:
+def _places(base: Path) -> dict[str, str]:
     """Those of the folder's language model in the composite model that has it; see places_of."""
-    settings = transformers.AutoConfig.from_pretrained(config.path, revision=config.revision, trust_remote_code=False)
+    settings = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False)
     text = text_part(settings)
     if text is None:
         return {}

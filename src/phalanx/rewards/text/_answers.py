@@ -84,6 +84,8 @@ def truth(metadata: Mapping[str, Any], reward: str) -> str:
         result = "no ground_truth" if value is None else f"a ground_truth of type {type(value).__name__}"
         raise ValueError(f"{reward} found {result}; expected a text or a number in the data's column ground_truth")
     text = str(value)
+    if text.strip().lower() == "nan":  # what tables write where there is nothing
+        raise ValueError(f"{reward} found the ground_truth {text.strip()}; expected a text or a number")
     result = boxed(text) or (marked(text) if "####" in text else None) or text.strip()
     if not result:
         raise ValueError(f"{reward} found an empty ground_truth; expected a text or a number")

@@ -54,6 +54,7 @@ def truth(value: Any) -> Decimal | None:
 
 def _number(text: str) -> Decimal | None:
     try:
-        return Decimal(text.replace(",", "").replace("$", "").rstrip("."))
+        value = Decimal(text.replace(",", "").replace("$", "").rstrip("."))
     except InvalidOperation:
         return None
+    return value if value.is_finite() else None
