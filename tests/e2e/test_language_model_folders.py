@@ -102,6 +102,11 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
             (),
             ": the layers of a BertLMHeadModel are not where others are",
         ),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_text("{{ raise_exception('no such\nrole') }}"),
+            (),
+            ": its chat template does not render the prompt 'Ann has 0 books.', a chat of user: TemplateError: no such role",
+        ),
         (lambda folder: (folder / "model_index.json").write_text("{}"), (), " is a diffusers pipeline; expected a"),
         (
             lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
@@ -119,7 +124,18 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
             "model.target_modules: no linear layer ends in 'c_attn'; in a block: mlp.down_proj, mlp.gate_proj, ",
         ),
     ],
-    ids=["no-eos", "few-embeddings", "bert", "bert-lm", "bert-decoder", "pipeline", "adapter", "gpt2-lora", "targets"],
+    ids=[
+        "no-eos",
+        "few-embeddings",
+        "bert",
+        "bert-lm",
+        "bert-decoder",
+        "template",
+        "pipeline",
+        "adapter",
+        "gpt2-lora",
+        "targets",
+    ],
 )
 def test_it_is_refused(change: Change, keys: tuple[str, ...], message: str, folder: Path, tmp_path: Path) -> None:
     from phalanx.training.lm_rl import build
