@@ -120,6 +120,11 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
             (),
             "model.path: the tokenizer of '",  # which reads the configuration, too
         ),
+        (
+            lambda folder: (folder / "chat_template.jinja").write_text("{{ raise_exception('no such\nrole') }}"),
+            (),
+            ": its chat template does not render the prompt 'Ann has 0 books.', a chat of user: TemplateError: no such role",
+        ),
         (lambda folder: (folder / "model_index.json").write_text("{}"), (), " is a diffusers pipeline; expected a"),
         (
             lambda folder: (folder / "config.json").rename(folder / "adapter_config.json"),
@@ -145,6 +150,7 @@ def test_it_trains(change: Change, folder: Path, tmp_path: Path) -> None:
         "bert-decoder",
         "no-heads",
         "layers-text",
+        "template",
         "pipeline",
         "adapter",
         "gpt2-lora",

@@ -153,7 +153,8 @@ FILES = [
      "val_before_train, log_val_generations, logger, project_name, experiment_name, output_dir, seed, resume, max_bad_steps, max_checkpoints, "
      "deterministic"),
     ("trainer: {seed: two}\n", "trainer.seed: expected an integer, got 'two'"),
-    ("data: {train_files: a.txt}\n", "data.train_files: expected a list of strings, got 'a.txt'; write [a.txt]"),
+    ("trainer: {logger: console}\n", "trainer.logger: expected a list of strings, got 'console'; write [console]"),
+    ("data: {train_files: 7}\n", "data.train_files: expected a list of strings, got 7"),
 ]  # fmt: skip
 
 

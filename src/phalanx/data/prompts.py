@@ -184,7 +184,8 @@ def _row(
     if negative is not None:
         negative = _text(negative, "negative_prompt", where)
     if about_image:
-        text, negative = (text and _PLACEHOLDER.sub("", text) for text in (text, negative))
+        text = _PLACEHOLDER.sub("", text)
+        negative = None if negative is None else _PLACEHOLDER.sub("", negative)
     if not text.strip():
         raise DataError(f"{where}: the prompt is empty")
     meta = {name: value for name, value in columns.items() if name not in (prompt, "negative_prompt", "ground_truth")}

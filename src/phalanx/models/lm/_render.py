@@ -13,7 +13,7 @@ import runpy
 import signal
 import sys
 from datetime import date
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2.ext
 import jinja2.meta
@@ -30,7 +30,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the text 
 class Generation(jinja2.ext.Extension):
     """`{% generation %}`, which marks the assistant's texts, and changes none."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno

@@ -90,29 +90,33 @@ def _of_template(
     template: str, chats: list[dict[str, Any]], fixed: dict[str, Any], data: LMDataConfig, path: str
 ) -> list[str]:
     """The texts of chats, all by one template, which is tried first with chats of the same roles."""
-    probes = []
+    probes: list[dict[str, Any]] = []
     for roles in dict.fromkeys(tuple(message["role"] for message in chat["messages"]) for chat in chats):
         if _PROBED.issuperset(roles) and len(probes) < _PROBES:
             messages = [{"role": role, "content": f"sentence {i} of a chat"} for i, role in enumerate(roles)]
             probes.append({"messages": messages, "tools": None})
-    variables, texts, problem = _ask(template, _day(data), [{**chat, **fixed} for chat in [*chats, *probes]])
+    every = [*chats, *probes]
+    variables, texts, problem = _ask(template, _day(data), [{**chat, **fixed} for chat in every])
     its = f"model.path: {path!r}: its chat template"
     if variables is None:
         raise ValueError(f"{its} cannot be used: {problem}")
     _check_kwargs(data.chat_template_kwargs, variables, path)
     if problem is not None:
-        messages = [*chats, *probes][len(texts)]["messages"]
-        roles = ", ".join(message["role"] for message in messages)
-        text = next((m["content"] for m in reversed(messages) if m["role"] == "user"), "")
-        raise ValueError(f"{its} does not render the prompt {cut(text)!r}, a chat of {roles}: {problem}")
+        asked = every[len(texts)]["messages"]
+        last = next((message["content"] for message in reversed(asked) if message["role"] == "user"), "")
+        raise ValueError(f"{its} does not render the prompt {cut(last)!r}, a chat of {_roles(asked)}: {problem}")
     for probe, text in zip(probes, texts[len(chats) :], strict=True):
         for message in probe["messages"]:
             if message["role"] != "assistant" and message["content"] not in text:
                 raise ValueError(
-                    f"{its} leaves out the text of the {message['role']} in a chat of "
-                    f"{', '.join(m['role'] for m in probe['messages'])}; expected one that renders it"
+                    f"{its} leaves out the text of the {message['role']} in a chat of {_roles(probe['messages'])}; "
+                    "expected one that renders it"
                 )
     return texts[: len(chats)]
+
+
+def _roles(messages: list[dict[str, Any]]) -> str:
+    return ", ".join(message["role"] for message in messages)
 
 
 def _check_kwargs(kwargs: dict[str, Any], variables: Sequence[str], path: str) -> None:
@@ -155,7 +159,7 @@ def _ask(template: str, day: str, chats: Sequence[dict[str, Any]]) -> tuple[list
         _tell_missing(" and no ".join(missing))
     if refused is not None:
         return None, [], refused
-    texts = []
+    texts: list[str] = []
     for answer in answers:
         failed, text = json.loads(answer)
         if failed is not None:

@@ -105,8 +105,9 @@ class Verifier:
 
     def _start(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-P", str(_CHILD), self._name, str(self._timeout_s)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return subprocess.Popen(command, **pipes, text=True, encoding="utf-8", env=environment())
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment()
+        )
 
     def _end(self, child: "subprocess.Popen[str]") -> str:
         """The end of a process, as a part of a line."""
