@@ -286,7 +286,7 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a reward of no numbers",
         lambda p: [p.reward("texts")],
-        f"reward 'texts' returned no numbers but a list on the prompt \"{FIRST}\"; "
+        f"reward 'texts' returned no numbers but a list whose scores[0] is 'good' on the prompt \"{FIRST}\"; "
         "expected 4 numbers: a list, an array or a tensor",
     ),
     (

@@ -1,5 +1,6 @@
 """One call of a reward: what it is given, what it returns, checked, the errors of both in one line, and its thread."""
 
+import math
 import queue
 import re
 import sysconfig
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.config.messages import reason
+from phalanx.config.messages import cut, reason
 from phalanx.functional.rewards import LARGEST
 from phalanx.rewards.base import RewardError, RewardOutput, copied
 from phalanx.rewards.registry import Term
@@ -118,7 +119,7 @@ class Call:
         if self.term.chats:
             texts = [prompt.text if prompt.messages is None else copied(prompt.messages) for prompt in prompts]
         returned = self.term.function(subject, texts, metadata)
-        output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned)
+        output = without_none(returned if isinstance(returned, RewardOutput) else RewardOutput(returned))
         self._problem = self._problem or output.problem
         return mean_of_frames(_rows(output, self.term, prompts, forgives=self._forgives), self._frames)
 
@@ -141,6 +142,18 @@ class Call:
             for row, values in scored.items():
                 rows[row].append(values)
         return {row: torch.cat(values) for row, values in rows.items()}
+
+
+def without_none(output: RewardOutput) -> RewardOutput:
+    """The output with NaN for each None among its scores, which are missing."""
+    scores: Any = output.scores
+    if not isinstance(scores, list | tuple):
+        return output
+    absent = [i for i, score in enumerate(scores) if score is None]
+    if not absent:
+        return output
+    numbers = [math.nan if score is None else score for score in scores]
+    return RewardOutput(numbers, output.extras, output.problem or f"scores[{absent[0]}] is None")
 
 
 def _rows(output: RewardOutput, term: Term, prompts: list[Prompt], *, forgives: bool) -> Rows:
@@ -171,8 +184,13 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: s
     try:
         values = torch.as_tensor(scores, dtype=torch.float32, device="cpu").clone()  # the reward may reuse its own
     except (TypeError, ValueError, RuntimeError):
+        odd = ""
+        for i, score in enumerate(scores if isinstance(scores, list) else ()):
+            if not odd and isinstance(score, str | bytes | dict):
+                odd = f" whose scores[{i}] is {cut(repr(score))}"
+        kind = f"{type(scores).__name__}{odd}"
         raise RewardError(
-            f"reward {name!r} returned no numbers but a {type(scores).__name__} on {on_prompts(prompts)}; {expected}"
+            f"reward {name!r} returned no numbers but a {kind} on {on_prompts(prompts)}; {expected}"
         ) from None
     if values.shape != (len(prompts),):
         what = f"{len(values)} scores" if values.ndim == 1 else f"scores of shape {list(values.shape)}"
