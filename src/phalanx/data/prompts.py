@@ -38,6 +38,7 @@ class PromptRow:
     negative: str | None
     meta: dict[str, Any]
     messages: list[dict[str, str]] | None = None
+    place: str = ""  # its key, file and line or row, for messages
 
 
 class DataError(ValueError):
@@ -119,7 +120,7 @@ def validation_sets(
 
 def numbered(row: PromptRow, group_id: int) -> Prompt:
     """The row as the prompt of that number."""
-    return Prompt(row.text, group_id, row.meta, row.negative, row.messages)
+    return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place)
 
 
 def _locate(file: str, key: str) -> tuple[Path, str | None]:
@@ -323,7 +324,8 @@ def _row(columns: dict[str, Any], where: str, prompt: str, quoted: bool, answere
     truth = _ground_truth(columns, text, quoted)
     if truth is not None:
         meta["ground_truth"] = truth
-    return PromptRow(text, negative, meta, None if quoted else _messages(columns[prompt], prompt, where, answered))
+    messages = None if quoted else _messages(columns[prompt], prompt, where, answered)
+    return PromptRow(text, negative, meta, messages, where)
 
 
 def _messages(value: Any, name: str, where: str, answered: bool) -> list[dict[str, str]] | None:

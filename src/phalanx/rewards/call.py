@@ -49,6 +49,7 @@ class Call:
         self._frames = frames
         self.subject: Outputs | None = subject
         self._problem: str | None = None  # what the function says of scores that are missing
+        self.refused = 0  # samples of rows that the reward's own check refuses
 
     def overdue(self, limit_s: float) -> bool:
         """Tell whether it has been running for longer than `limit_s`; the time in the queue does not count."""
@@ -113,7 +114,28 @@ class Call:
         return rows
 
     def _score(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
-        """The term's rows of all or some of the samples; `subject` is a copy for only this."""
+        """The term's rows of all or some of the samples; `subject` is a copy for only this. Where errors are forgiven,
+        samples of rows that the reward's own check refuses are not given to it, and have none.
+        """
+        good = list(range(len(prompts)))
+        if self._forgives:
+            for i, prompt in enumerate(prompts):
+                objection = self.term.objection(prompt.text, prompt.meta)
+                if objection is not None:
+                    good.remove(i)
+                    self._problem = self._problem or objection
+        if len(good) == len(prompts):
+            return mean_of_frames(self._asked(subject, prompts), self._frames)
+        self.refused += (len(prompts) - len(good)) // self._frames
+        rows = {row: torch.full((len(prompts),), torch.nan) for row in self.term.rows}
+        if good:
+            kept = subject[good] if isinstance(subject, Tensor) else [subject[i] for i in good]
+            for row, values in self._asked(kept, [prompts[i] for i in good]).items():
+                rows[row][good] = values
+        return mean_of_frames(rows, self._frames)
+
+    def _asked(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
+        """The rows that the function gives of these outputs."""
         metadata = [copied(prompt.meta) for prompt in prompts]
         texts: list[Any] = [prompt.text for prompt in prompts]
         if self.term.chats:
@@ -121,7 +143,7 @@ class Call:
         returned = self.term.function(subject, texts, metadata)
         output = without_none(returned if isinstance(returned, RewardOutput) else RewardOutput(returned))
         self._problem = self._problem or output.problem
-        return mean_of_frames(_rows(output, self.term, prompts, forgives=self._forgives), self._frames)
+        return _rows(output, self.term, prompts, forgives=self._forgives)
 
     def _score_singly(self, subject: Outputs) -> Rows:
         """The rows of a call that raised, sample by sample, so that the one that is to blame is found: the error is
@@ -129,6 +151,7 @@ class Call:
         """
         rows: dict[str, list[Tensor]] = {row: [] for row in self.term.rows}
         prompts = self.prompts
+        self.refused = 0
         for first in range(0, len(prompts), self._frames):
             sample = slice(first, first + self._frames)
             try:

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.run import RLConfig, RunConfig
+from phalanx.data.prompts import PromptRow
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.launch import Launch
@@ -114,17 +115,28 @@ def choose_cpu_linear(cfg: RunConfig, world: World) -> None:
         log.debug("float32 linear layers by %s (model.cpu_linear)", choice)
 
 
-def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> RewardSet | None:
+def build_rewards(
+    cfg: RunConfig,
+    world: World,
+    rows: Sequence[PromptRow],
+    val_sets: Mapping[str, list[Prompt]],
+    *,
+    outputs: str = "images",
+) -> RewardSet | None:
     """The rewards of this rank, None where the configuration has none, or other ranks sample. `outputs`: what the job
-    makes, "images" (or videos) or "completions".
+    makes, "images" (or videos) or "completions". They are asked about all rows whose samples they are to score: `rows`
+    are trained on. Raises ConfigError for one that they cannot.
     """
     if not cfg.reward.functions or not world.samples:
         return None
     # where ranks share the scoring of a sample they do not submit equally often
     beside = judged_beside(cfg, world.shard_size) and world.context_size == 1
-    return RewardSet(
+    rewards = RewardSet(
         cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside, launch=world.launch
     )
+    for part in (rows, *val_sets.values()):
+        rewards.check_rows(part, first=world.rank == 0)
+    return rewards
 
 
 @contextmanager

@@ -28,16 +28,24 @@ class Gsm8k:
     ) -> list[float]:
         scores = []
         for completion, meta in zip(completions, metadata, strict=True):
-            if "ground_truth" not in meta:
-                raise ValueError("gsm8k needs a ground_truth for each prompt, a number or a solution that ends in ####")
-            given, wanted = answer(completion, self.method), truth(meta["ground_truth"])
-            if wanted is None:
-                raise ValueError(
-                    f"gsm8k found the ground_truth {str(meta['ground_truth'])[-80:]!r}, which is no number"
-                )
-            right = given == wanted
+            given = answer(completion, self.method)
+            right = given == _wanted(meta)
             scores.append(1.0 if right else 0.0 if given is None else self.format_score)
         return scores
+
+    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a ground truth that is a number."""
+        _wanted(metadata)
+
+
+def _wanted(metadata: Mapping[str, Any]) -> Decimal:
+    """The number that a row's ground truth gives; ValueError where there is none."""
+    if "ground_truth" not in metadata:
+        raise ValueError("gsm8k needs a ground_truth for each prompt, a number or a solution that ends in ####")
+    wanted = truth(metadata["ground_truth"])
+    if wanted is None:
+        raise ValueError(f"gsm8k found the ground_truth {str(metadata['ground_truth'])[-80:]!r}, which is no number")
+    return wanted
 
 
 def answer(text: str, method: str = "strict") -> Decimal | None:

@@ -49,6 +49,10 @@ class Math(RewardWithExtras):
         output = with_unjudged(judged)
         return output if self.extras else RewardOutput(output.scores)
 
+    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a ground truth."""
+        _answers.truth(metadata, "math")
+
     def _score(self, answer: str | None, truth: str) -> tuple[float, float]:
         """The score of an answer, and 1 where math-verify had no verdict."""
         if answer is None or not 0 < len(answer) <= _answers.LONGEST:
