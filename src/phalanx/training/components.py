@@ -134,8 +134,9 @@ def build_rewards(
     rewards = RewardSet(
         cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside, launch=world.launch
     )
-    for part in (rows, *val_sets.values()):
-        rewards.check_rows(part, first=world.rank == 0)
+    rewards.check_rows(rows, first=world.rank == 0)
+    for held_out in val_sets.values():
+        rewards.check_rows(held_out, first=world.rank == 0)
     return rewards
 
 

@@ -59,7 +59,9 @@ class Math(RewardWithExtras):
             return 0.0, 0.0
         if _answers.same(answer, truth):
             return 1.0, 0.0
-        if self._verifier is None:
+        # math-verify would join digits that a blank or a comma parts
+        several = _answers.parted(_answers.normalised(answer)) != _answers.parted(_answers.normalised(truth))
+        if self._verifier is None or several:
             return self._format_score, 0.0
         right, unjudged = self._verifier.judge(0.0, truth, answer)
         return (1.0 if right else self._format_score), unjudged
