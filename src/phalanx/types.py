@@ -33,7 +33,8 @@ class Prompt:
 
     `group_id` numbers the prompts of one step across all ranks; `meta` holds `ground_truth`, `data_source`, and all
     other columns of the data file. `negative` is the negative prompt, None for the model family's default. `messages`
-    is the whole chat, {role, content} each, where the data has one; `text` is then its last user message.
+    is the whole chat, {role, content} each, where the data has one; `text` is then its last user message. `place` is
+    its key, file and line, for messages.
     """
 
     text: str
@@ -41,6 +42,7 @@ class Prompt:
     meta: dict[str, Any]
     negative: str | None = None
     messages: list[dict[str, Any]] | None = None
+    place: str = ""
 
 
 class Trace(Protocol):

@@ -263,6 +263,15 @@ SETTINGS: list[tuple[str, Arguments, str]] = [
         f"reward.functions[0].name='orc' is not a built-in reward; did you mean ocr? built in: {BUILT_IN}; or give path: "
         "module:function or path/to/file.py:function",
     ),
+    (
+        "a prompt without the text that OCR should read",
+        lambda p: [
+            "reward.functions=[{name: ocr, kwargs: {detect: false}}]",
+            f"data.train_files=[{p.write('plain.txt', FOUR_CATS)}]",
+        ],
+        "data.train_files: {folder}/plain.txt:1: reward 'ocr': no ground_truth for the prompt \"a cat\" (expected a text in "
+        "double quotes in the prompt, or a column ground_truth in the data) (and 3 more of 4 rows)",
+    ),
 ]
 
 # The job runs, and fails: status 1.
@@ -286,7 +295,7 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a reward of no numbers",
         lambda p: [p.reward("texts")],
-        f"reward 'texts' returned no numbers but a list on the prompt \"{FIRST}\"; "
+        f"reward 'texts' returned no numbers but a list whose scores[0] is 'good' on the prompt \"{FIRST}\"; "
         "expected 4 numbers: a list, an array or a tensor",
     ),
     (
@@ -298,15 +307,6 @@ JOBS: list[tuple[str, Arguments, str]] = [
         "a reward that hangs",
         lambda p: [p.reward("hangs"), "reward.timeout_s=0.5"],
         f"reward 'hangs' ran longer than reward.timeout_s=0.5 seconds on the prompt \"{FIRST}\"",
-    ),
-    (
-        "a prompt without the text that OCR should read",
-        lambda p: [
-            "reward.functions=[{name: ocr, kwargs: {detect: false}}]",
-            f"data.train_files=[{p.write('plain.txt', FOUR_CATS)}]",
-        ],
-        "reward 'ocr' raised ValueError: no ground_truth for the prompt \"a cat\" (expected a text in double quotes in the "
-        'prompt, or a column ground_truth in the data) on the prompt "a cat"',
     ),
 ]
 

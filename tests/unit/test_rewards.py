@@ -330,6 +330,8 @@ NOT_NAMED = "expected those that `extras` of its class, derived from RewardWithE
     ("value", "message"),
     [
         (None, f"returned no numbers but a NoneType {THREE}"),
+        ([0.0, "good", 1.0], f"returned no numbers but a list whose scores[1] is 'good' {THREE}"),
+        ([0.0, None, 1.0], 'has no score for 1 of 3 images on the prompt "b": scores[1] is None'),
         (([0.0, 0.0, 0.0], {}), f"returned no numbers but a tuple {THREE}"),
         ([1.0, 2.0], f"returned 2 scores for 3 images {THREE}"),
         ([[1.0], [2.0], [3.0]], f"returned scores of shape [3, 1] for 3 images {THREE}"),
@@ -362,6 +364,11 @@ def test_what_is_forgiven_has_no_score_and_a_reason() -> None:
     reward = rewards(mine("gives", value=[0.5, float("inf"), float("nan")]), on_error="zero")
     found = scored(reward, some("a", "b", "c"))
     assert found["gives"][0] == 0.5 and np.isnan(found["gives"][1:]).all()
+    reward = rewards(mine("gives", value=[0.5, None, 1.0]), on_error="skip")
+    assert str(scored(reward, some("a", "b", "c"))) == "{'gives': [0.5, nan, 1.0]}"
+    assert reward.problem == "reward 'gives' has no score on the prompt \"b\": scores[1] is None"
+    reward = rewards(mine("gives", value=[0.5, float("inf"), float("nan")]), on_error="zero")
+    scored(reward, some("a", "b", "c"))
     assert reward.problem == "reward 'gives' returned NaN, infinity or more than 1e+18 on the prompts \"b\" (+1 more)"
 
 

@@ -176,7 +176,6 @@ LIES: dict[str, tuple[Answer, str]] = {
     ),
     "a text": scores_say('[0, 0, 0, "0.5"]', ".3='0.5' should be a valid number"),
     "a truth value": scores_say("[true, 0, 0, 0]", ".0=True should be a valid number"),
-    "null": scores_say("[null, 0, 0, 0]", ".0=None should be a valid number"),
     "a list of lists": scores_say("[[0], [0], [0], [0]]", ".0=[0] should be a valid number"),
     "no list": scores_say("0.5", "=0.5 should be a valid array"),
     "no scores": (says([0, 0, 0, 0]), unusable("Input should be an object", "[0, 0, 0, 0]")),
@@ -331,6 +330,29 @@ def test_it_tries_again_after_pauses_that_grow() -> None:
     pauses = [b - a for a, b in pairwise(times)]
     for pause, mean in zip(pauses, (0.1, 0.2, 0.4), strict=True):
         assert 0.5 * mean <= pause < 1.5 * mean + 0.3
+
+
+@pytest.mark.parametrize("status", [408, 425, 429])
+def test_statuses_after_which_it_tries_again(status: int) -> None:
+    def second_time(request: Strange, _: Any) -> None:
+        request.reply({"scores": [7] * 4}) if len(request.server.seen) > 1 else request.reply(b"", status)
+
+    with strange(second_time) as server:
+        assert scores(server.url, retries=1) == [7.0] * 4
+
+
+def test_a_null_costs_its_own_sample_only() -> None:
+    prompts = [Prompt(f"p{i}", i, {}) for i in range(3)]
+    with strange(says({"scores": [0.5, None, 1]})) as server:
+        lenient = rewards(entry("http", url=server.url), on_error="zero")
+        assert str(scored(lenient, (torch.zeros(3, 3, 4, 4), prompts))) == "{'http': [0.5, nan, 1.0]}"
+        problem = f"{server.url}: its answer has null for a score"
+        assert lenient.problem == f"reward 'http' has no score on the prompt \"p1\": {problem}"
+        said = told(RewardError, scored, rewards(entry("http", url=server.url)), (torch.zeros(3, 3, 4, 4), prompts))
+        assert said == f"reward 'http' has no score for 1 of 3 images on the prompt \"p1\": {problem}"
+        asks = Http(server.url, on_error="value", error_value=-1)
+        got = asks(torch.zeros(3, 3, 4, 4), ["p"] * 3, [{}] * 3)
+        assert got == RewardOutput([0.5, -1, 1.0], {"degraded": [0, 1, 0]})
 
 
 # --- at once, in order

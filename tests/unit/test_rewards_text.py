@@ -17,6 +17,8 @@ from tests.rewards import scored, told
 HERE = __name__
 Meta = list[dict[str, Any]]
 MEETING = threading.Barrier(2)
+# of 100 kB each: where a search would look at each place for an end that is far or not there
+LONG = ["2" * 100_000, "2," * 50_000, "2,222" * 20_000, "2 " * 50_000, "2/" * 50_000, "= " * 50_000, " " * 100_000]
 
 
 def exact(completions: list[str], prompts: list[str], metadata: Meta, case: bool = True) -> list[float]:
@@ -176,10 +178,19 @@ def test_a_verifier_that_hangs_or_raises() -> None:
 )
 def test_completions_of_any_kind_are_scored(name: str, kwargs: dict[str, Any]) -> None:
     cfg = RewardConfig(functions=[RewardFunctionConfig(name=name, kwargs=kwargs)])
-    odd = ["", "\x00", "\ud800", "####" * 300_000, "\\boxed{" * 100_000, "<answer>" * 100_000, "Answer:" * 100_000]
+    odd = [
+        "",
+        "\x00",
+        "\ud800",
+        "####" * 300_000,
+        "\\boxed{" * 100_000,
+        "<answer>" * 100_000,
+        "Answer:" * 100_000,
+        *LONG,
+    ]
     begin = time.monotonic()
-    found = scored(RewardSet(cfg, "cpu", outputs="completions"), (odd, prompts(*["1"] * 7)))[name]
-    assert len(found) == 7 and (name == "length" or max(found) <= 0)
+    found = scored(RewardSet(cfg, "cpu", outputs="completions"), (odd, prompts(*["1"] * len(odd))))[name]
+    assert len(found) == len(odd) and (name == "length" or max(found) <= 0)
     assert time.monotonic() - begin < 10
 
 

@@ -65,6 +65,17 @@ SAME = [
     ("5", "x = 5"),
     ("(1,2)", r"\left( 1, 2 \right)"),
     ("7", r"\boxed{7}"),
+    ("1 1/2", "3/2"),
+    (r"1\frac{1}{2}", "1.5"),
+    ("0.50", "1/2"),
+    ("2/4", "1/2"),
+    ("-5", "\u22125"),
+    ("+5", "5"),
+    ("32349", "32,349"),
+    ("32349", r"32{,}349"),
+    ("32349", r"32,\!349"),
+    ("32349", r"32\,349"),
+    ("3", r"3 \text{ cm}^2"),
 ]
 DIFFERENT = [
     ("12", "1,2"),
@@ -75,6 +86,14 @@ DIFFERENT = [
     ("a", "A"),
     ("nan", "NaN "),
     ("2", "22"),
+    (r"5 \text{ or } 6", "56"),
+    ("3 4", "34"),
+    (r"3\quad 4", "34"),
+    ("32, 349", "32349"),
+    ("(100,200)", "(100200)"),
+    ("1 1/2", "11/2"),
+    ("1_8", "18"),
+    ("1/0", "2/0"),
 ]
 
 
@@ -93,9 +112,12 @@ def test_math() -> None:
     truths = [r"2\sqrt2", "x^2-1", r"so $\boxed{\frac12}$.", r"\{1,2\}"]
     reward = Math()
     assert scores(reward, right, truths) == [1.0] * 4
-    assert scores(Math("string"), right, truths) == [0.0, 0.0, 0.0, 0.0]
+    assert scores(Math("string"), right, truths) == [0.0, 0.0, 1.0, 0.0]
     wrong = [r"\boxed{3}", "4", "", r"\boxed{}", "\\boxed{\x00}", "\\boxed{" + "1" * 100_000 + "}", r"\boxed{}}{{"]
     assert scores(reward, wrong, ["4"] * 7) == [0.0] * 7
+    parted = [r"\boxed{5 \text{ or } 6}", r"\boxed{3 4}", r"\boxed{32, 349}", r"\boxed{1 1/2}", r"\boxed{1, 2}"]
+    assert scores(reward, parted, ["56", "34", "32349", "3/2", "1,2"]) == [0, 0, 0, 1, 1]
+    assert scores(Dapo(), ["Answer: 3 4", "Answer: 1 1/2", "Answer: 0.5"], ["34", "3/2", "1/2"]) == [-1, 1, 1]
     assert scores(Math("string", format_score=0.1), [r"\boxed{3}", "3"], [4, 4]) == [0.1, 0]
     assert scores(Math("string", answer="hash"), ["#### 3\nmore", r"\boxed{3}"], [3, 3]) == [1, 0]
     assert scores(Math("string", answer="answer"), ["<answer> 3 </answer>"], ["#### 3"]) == [1]

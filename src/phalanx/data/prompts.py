@@ -24,6 +24,7 @@ class PromptRow:
     negative: str | None
     meta: dict[str, Any]
     messages: list[dict[str, Any]] | None = None
+    place: str = ""  # its key, file and line or row, for messages
 
 
 def load_prompts(
@@ -154,7 +155,7 @@ def _sets(file: str, key: str) -> list[_Set]:
 
 def numbered(row: PromptRow, group_id: int) -> Prompt:
     """The row as the prompt of that number."""
-    return Prompt(row.text, group_id, row.meta, row.negative, row.messages)
+    return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place)
 
 
 def question(prompt: Prompt) -> Prompt:
@@ -193,10 +194,10 @@ def _row(
     if truth is not None:
         meta["ground_truth"] = truth
     if quoted:
-        return PromptRow(text, negative, meta)
+        return PromptRow(text, negative, meta, place=where)
     if "tools" in meta:
         meta["tools"] = _tools(meta["tools"])
-    return PromptRow(text, negative, meta, _messages(columns[prompt], prompt, where, answered))
+    return PromptRow(text, negative, meta, _messages(columns[prompt], prompt, where, answered), where)
 
 
 def _messages(value: Any, name: str, where: str, answered: bool) -> list[dict[str, Any]] | None:

@@ -8,7 +8,7 @@ completions, whichever the job makes, and any other name for images.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -54,6 +54,14 @@ class RewardFunction(Protocol):
     def __call__(
         self, outputs: Any, prompts: list[str], metadata: list[dict[str, Any]], /
     ) -> Scores | RewardOutput: ...
+
+
+@runtime_checkable
+class ChecksRows(Protocol):
+    """A reward that can say of a row of the data, before any sample is drawn, that it could not score its samples."""
+
+    def check_row(self, prompt: str, metadata: dict[str, Any], /) -> None:
+        """Raise ValueError, with the reason as a part of a line, for such a row; cheap, as it is called often."""
 
 
 class DeviceReward(ABC):

@@ -1,5 +1,6 @@
 """One call of a reward: what it is given, what it returns, checked, the errors of both in one line, and its thread."""
 
+import math
 import queue
 import re
 import sysconfig
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from phalanx.config.messages import reason
+from phalanx.config.messages import cut, reason
 from phalanx.functional.rewards import LARGEST
 from phalanx.rewards.base import RewardError, RewardOutput, copied
 from phalanx.rewards.registry import Term
@@ -48,6 +49,7 @@ class Call:
         self._frames = frames
         self.subject: Outputs | None = subject
         self._problem: str | None = None  # what the function says of scores that are missing
+        self.refused = 0  # samples of rows that the reward's own check refuses
 
     def overdue(self, limit_s: float) -> bool:
         """Tell whether it has been running for longer than `limit_s`; the time in the queue does not count."""
@@ -112,15 +114,36 @@ class Call:
         return rows
 
     def _score(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
-        """The term's rows of all or some of the samples; `subject` is a copy for only this."""
+        """The term's rows of all or some of the samples; `subject` is a copy for only this. Where errors are forgiven,
+        samples of rows that the reward's own check refuses are not given to it, and have none.
+        """
+        good = list(range(len(prompts)))
+        if self._forgives:
+            for i, prompt in enumerate(prompts):
+                objection = self.term.objection(prompt.text, prompt.meta)
+                if objection is not None:
+                    good.remove(i)
+                    self._problem = self._problem or objection
+        if len(good) == len(prompts):
+            return mean_of_frames(self._asked(subject, prompts), self._frames)
+        self.refused += (len(prompts) - len(good)) // self._frames
+        rows = {row: torch.full((len(prompts),), torch.nan) for row in self.term.rows}
+        if good:
+            kept = subject[good] if isinstance(subject, Tensor) else [subject[i] for i in good]
+            for row, values in self._asked(kept, [prompts[i] for i in good]).items():
+                rows[row][good] = values
+        return mean_of_frames(rows, self._frames)
+
+    def _asked(self, subject: Outputs, prompts: list[Prompt]) -> Rows:
+        """The rows that the function gives of these outputs."""
         metadata = [copied(prompt.meta) for prompt in prompts]
         texts: list[Any] = [prompt.text for prompt in prompts]
         if self.term.chats:
             texts = [prompt.text if prompt.messages is None else copied(prompt.messages) for prompt in prompts]
         returned = self.term.function(subject, texts, metadata)
-        output = returned if isinstance(returned, RewardOutput) else RewardOutput(returned)
+        output = without_none(returned if isinstance(returned, RewardOutput) else RewardOutput(returned))
         self._problem = self._problem or output.problem
-        return mean_of_frames(_rows(output, self.term, prompts, forgives=self._forgives), self._frames)
+        return _rows(output, self.term, prompts, forgives=self._forgives)
 
     def _score_singly(self, subject: Outputs) -> Rows:
         """The rows of a call that raised, sample by sample, so that the one that is to blame is found: the error is
@@ -128,6 +151,7 @@ class Call:
         """
         rows: dict[str, list[Tensor]] = {row: [] for row in self.term.rows}
         prompts = self.prompts
+        self.refused = 0
         for first in range(0, len(prompts), self._frames):
             sample = slice(first, first + self._frames)
             try:
@@ -141,6 +165,18 @@ class Call:
             for row, values in scored.items():
                 rows[row].append(values)
         return {row: torch.cat(values) for row, values in rows.items()}
+
+
+def without_none(output: RewardOutput) -> RewardOutput:
+    """The output with NaN for each None among its scores, which are missing."""
+    scores: Any = output.scores
+    if not isinstance(scores, list | tuple):
+        return output
+    absent = [i for i, score in enumerate(scores) if score is None]
+    if not absent:
+        return output
+    numbers = [math.nan if score is None else score for score in scores]
+    return RewardOutput(numbers, output.extras, output.problem or f"scores[{absent[0]}] is None")
 
 
 def _rows(output: RewardOutput, term: Term, prompts: list[Prompt], *, forgives: bool) -> Rows:
@@ -171,8 +207,13 @@ def _check(scores: Any, name: str, takes: str, prompts: list[Prompt], problem: s
     try:
         values = torch.as_tensor(scores, dtype=torch.float32, device="cpu").clone()  # the reward may reuse its own
     except (TypeError, ValueError, RuntimeError):
+        odd = ""
+        for i, score in enumerate(scores if isinstance(scores, list) else ()):
+            if not odd and isinstance(score, str | bytes | dict):
+                odd = f" whose scores[{i}] is {cut(repr(score))}"
+        kind = f"{type(scores).__name__}{odd}"
         raise RewardError(
-            f"reward {name!r} returned no numbers but a {type(scores).__name__} on {on_prompts(prompts)}; {expected}"
+            f"reward {name!r} returned no numbers but a {kind} on {on_prompts(prompts)}; {expected}"
         ) from None
     if values.shape != (len(prompts),):
         what = f"{len(values)} scores" if values.ndim == 1 else f"scores of shape {list(values.shape)}"

@@ -142,7 +142,9 @@ class RewardClient:
             return terms
         first, _ = agree(self.rewards.problem, 0)
         problem = f"{count} of {scored} {self.noun} have no score"
-        if count > cfg.max_error_fraction * scored:
+        # rows that rewards refuse were counted as the data were loaded, and a step may have several of them
+        refused = reduce_int(self.rewards.refused * self.world.context_size, "sum")
+        if count - refused > cfg.max_error_fraction * scored:
             allowed = f"more than reward.max_error_fraction={cfg.max_error_fraction:g} of them"
             raise RewardError(f"{problem}, {allowed}; the first: {first}")
         if self.world.rank == 0 and not self._warned_of_errors:

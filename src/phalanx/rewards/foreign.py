@@ -33,6 +33,13 @@ class TrlReward:
         arguments = {**columns, **self._kwargs, "prompts": prompts, "completions": answers}
         return _results([self._function(**arguments)])[0]
 
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raise ValueError for a row without a column that the function asks for."""
+        for name, parameter in inspect.signature(self._function).parameters.items():
+            needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+            if needed and name not in {"prompts", "completions", *metadata, *self._kwargs}:
+                raise ValueError(f"its function asks for the column {name!r}, and there is none")
+
 
 class VerlReward:
     """A function of verl. Of a dict that it returns, `score` counts."""
@@ -56,6 +63,13 @@ class VerlReward:
             arguments = {name: values[name] for name in self._names}
             results.append(self._function(**{**arguments, **self._kwargs}))
         return [_score(result) for result in _results(results)]
+
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raise ValueError for a row without the ground truth that a function of texts asks for."""
+        parameters = inspect.signature(self._function).parameters
+        needed = "ground_truth" in parameters and parameters["ground_truth"].default is inspect.Parameter.empty
+        if needed and "solution_str" in parameters and not {"ground_truth"} & {*metadata, *self._kwargs}:
+            raise ValueError("its function asks for a ground_truth, and there is none")
 
 
 def form_of(signature: inspect.Signature) -> type[TrlReward] | type[VerlReward] | None:

@@ -7,6 +7,7 @@ import asyncio
 import base64
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 MAX_ANSWER = 4 * 2**20  # bytes: no honest answer comes near
 MAX_PAUSE_S = 30.0
+_AGAIN = (408, 425, 429)  # statuses below 500 after which a request is made again
 _SHOWN = 200  # characters of an answer in a message
 _STRICT = ConfigDict(strict=True, allow_inf_nan=False, hide_input_in_errors=True)  # a url may hold a password
 Scored = tuple[float, float]  # a sample's score, and 1 where it is error_value instead of the server's, else 0
@@ -56,7 +58,7 @@ class Http(RewardWithExtras):
     connect_timeout_s: seconds for a connection.
     read_timeout_s: seconds for the next bytes of an answer; below the server's own limit, slow scores are lost.
     timeout_s: seconds for a call with all its requests and retries; keep it below reward.timeout_s.
-    retries: further tries of a request that met no connection, a broken one, a time limit, 5xx or 429.
+    retries: further tries of a request that met no connection, a broken one, a time limit, 5xx, 408, 425 or 429.
     backoff_s: seconds before the first of them, doubled for each further one, and up to half more or less by chance.
     token_env: the environment variable that holds the server's token; null: none is sent.
     on_error: what a request without usable scores does: `raise` ends the job, `value` scores its samples error_value.
@@ -104,7 +106,10 @@ class Http(RewardWithExtras):
         sent = to_uint8(outputs) if isinstance(outputs, Tensor) else outputs
         scored = asyncio.run(self._ask(sent, prompts, [self._plain(meta) for meta in metadata]))
         scores, degraded = (list(values) for values in zip(*scored, strict=True))
-        return RewardOutput(scores, {"degraded": degraded}) if self.extras else scores
+        if self.extras:
+            return RewardOutput(scores, {"degraded": degraded})
+        missing = any(map(math.isnan, scores))
+        return RewardOutput(scores, problem=f"{self.shown}: its answer has null for a score") if missing else scores
 
     async def _ask(self, outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]]) -> list[Scored]:
         """The scores of all samples, batch_size of them per request and `concurrency` requests at once."""
@@ -132,12 +137,17 @@ class Http(RewardWithExtras):
         """The scores of one request's samples, or error_value for each of them."""
         try:
             content = await self._answer(client, deadline, body)
-            return [(score, 0.0) for score in self._scores(content, count)]
+            scores = self._scores(content, count)
         except ServerError as error:
             if self.error_value is None:
                 raise
             self._degrade(count, error)
             return [(self.error_value, 1.0)] * count
+        absent = scores.count(None)
+        if absent and self.error_value is not None:
+            self._degrade(absent, self._error("its answer has null for a score"))
+        none = (math.nan, 0.0) if self.error_value is None else (self.error_value, 1.0)
+        return [none if score is None else (score, 0.0) for score in scores]
 
     async def _answer(self, client: httpx2.AsyncClient, deadline: float, body: dict[str, Any]) -> bytes:
         """The body of the first answer with status 200."""
@@ -176,7 +186,7 @@ class Http(RewardWithExtras):
             to = self._printable(headers["location"])
             raise self._error(f"answered {status}, a redirect to {to}, which is not followed; give that as url")
         problem = f"answered {status}: {self._text_of(bytes(content))}"
-        if status >= 500 or status == 429:
+        if status >= 500 or status in _AGAIN:
             raise _Again(problem, _retry_after(headers))
         raise self._error(problem)
 
@@ -191,8 +201,8 @@ class Http(RewardWithExtras):
         reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         return f"the connection broke ({self._printable(reason)})"
 
-    def _scores(self, content: bytes, count: int) -> list[float]:
-        """The scores in an answer, checked."""
+    def _scores(self, content: bytes, count: int) -> list[float | None]:
+        """The scores in an answer, checked; None for those that are null."""
         try:
             scores = ScoreAnswer.model_validate_json(content).scores
         except ValidationError as error:
@@ -201,7 +211,7 @@ class Http(RewardWithExtras):
         if len(scores) != count:
             raise self._error(f"{len(scores)} scores for {count} samples")
         for i, score in enumerate(scores):
-            if abs(score) > self.max_abs:
+            if score is not None and abs(score) > self.max_abs:
                 raise self._error(f"score {i} is {score}; expected numbers up to max_abs={self.max_abs:g}")
         return scores
 

@@ -23,9 +23,9 @@ class ScoreRequest(Texts):
 
 
 class ScoreAnswer(BaseModel):
-    """An answer; other keys are ignored."""
+    """An answer, with null for a sample that has no score; other keys are ignored."""
 
-    scores: list[Annotated[float, Field(strict=True, allow_inf_nan=False)]]
+    scores: list[Annotated[float, Field(strict=True, allow_inf_nan=False)] | None]
 
 
 class Refusal(BaseModel):

@@ -17,7 +17,7 @@ from phalanx.config.messages import nearest, reason
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.config.reward import RewardFunctionConfig
 from phalanx.functional.rewards import Share
-from phalanx.rewards.base import DeviceReward, PolicyReward, RewardWithExtras
+from phalanx.rewards.base import ChecksRows, DeviceReward, PolicyReward, RewardWithExtras, copied
 from phalanx.rewards.foreign import OUTPUTS, TrlReward, VerlReward, form_of, verl_arguments
 from phalanx.rewards.judge._base import Judge, ParsedAnswers
 from phalanx.rewards.protocol import complaint
@@ -46,6 +46,17 @@ class Term:
     extras: tuple[str, ...] = ()  # that come with its scores; see RewardWithExtras
     per_sample: bool = False  # a call may be split: each score depends only on its own sample
     chats: bool = False  # prompts that are chats are given as lists of messages
+
+    def objection(self, prompt: str, metadata: dict[str, Any]) -> str | None:
+        """The reason why samples of a row of the data cannot be scored, as the reward's `check_row` gives it."""
+        reward = self.function.judge if isinstance(self.function, ParsedAnswers) else self.function
+        if not isinstance(reward, ChecksRows):
+            return None
+        try:
+            reward.check_row(prompt, copied(metadata))
+        except Exception as error:  # whatever the user's code raises
+            return reason(error).removeprefix("ValueError: ")
+        return None
 
     @cached_property
     def rows(self) -> tuple[str, ...]:

@@ -7,11 +7,15 @@ Threads, not processes: onnxruntime, PIL and torch release the interpreter's loc
 copy.
 """
 
+import logging
+from collections.abc import Iterable
 from concurrent.futures import FIRST_COMPLETED, wait
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from phalanx.config.load import ConfigError
 from phalanx.config.reward import RewardConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes
@@ -24,7 +28,19 @@ from phalanx.rewards.judge._pool import JudgePool
 from phalanx.rewards.registry import Term, build_terms, judged_frames
 from phalanx.types import Outputs, Policy, Prompt, Samples
 
+log = logging.getLogger(__name__)
 _POLL_S = 0.05  # seconds between checks for overdue calls
+
+
+class Row(Protocol):
+    """A row of a data file."""
+
+    @property
+    def text(self) -> str: ...
+    @property
+    def meta(self) -> dict[str, Any]: ...
+    @property
+    def place(self) -> str: ...
 
 
 class RewardSet:
@@ -60,7 +76,9 @@ class RewardSet:
         self.busy_s = 0.0
         self.spans: list[tuple[float, float]] = []
         self.problem: str | None = None  # the first one that the last `collect` forgave
+        self.refused = 0  # of its samples, those of rows that a reward's check_row refuses
         self._forgives = cfg.on_error != "fail"
+        self._max_error_fraction = cfg.max_error_fraction
         self._overlap = cfg.overlap
         self._timeout_s = cfg.timeout_s
         self._device = torch.device(device)
@@ -112,6 +130,28 @@ class RewardSet:
             self._judges.submit(subjects, prompt_of)
             self._judge_frames = len(prompt_of) // len(prompts)
         self._raise_failures(self._calls)
+
+    def check_rows(self, rows: Iterable[Row], *, first: bool) -> None:
+        """Ask the rewards about rows of the data, before any sample is drawn. `first`: this rank warns.
+
+        Raises ConfigError, with file and row, where one cannot be scored; where `reward.on_error` forgives, only for
+        more than `reward.max_error_fraction` of them.
+        """
+        count, refused = 0, []
+        for row in rows:
+            count += 1
+            objections = [(term.name, term.objection(row.text, row.meta)) for term in self._scored]
+            for name, objection in objections:
+                if objection is not None:
+                    refused.append(f"{row.place}: reward {name!r}: {objection}")
+                    break
+        if not refused:
+            return
+        more = f" (and {len(refused) - 1} more of {count} rows)" if len(refused) > 1 else ""
+        if not self._forgives or len(refused) > self._max_error_fraction * count:
+            raise ConfigError(refused[0] + more)
+        if first:
+            log.warning("samples of a row have no score: %s%s", refused[0], more)
 
     @property
     def validates(self) -> bool:
@@ -170,11 +210,14 @@ class RewardSet:
             for row in term.rows:
                 parts[row] = []
         self.problem = None
+        refused = dict.fromkeys(parts, 0)
         for call in calls:
             scored, problem = call.outcome()
             self.problem = self.problem or problem
+            refused[call.term.name] += call.refused
             for row, values in scored.items():
                 parts[row].append(values)
+        self.refused = max(refused.values(), default=0)
         return {row: torch.cat(values) if values else torch.zeros(0) for row, values in parts.items()}
 
     @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import RLConfig, RunConfig
+from phalanx.data.prompts import PromptRow
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.launch import Launch
@@ -125,17 +126,29 @@ def chosen(cfg: RunConfig, world: World, name: str, given: str | None, choose: C
     return given
 
 
-def build_rewards(cfg: RunConfig, world: World, *, outputs: str = "images") -> RewardSet | None:
+def build_rewards(
+    cfg: RunConfig,
+    world: World,
+    rows: Sequence[PromptRow],
+    val_sets: Mapping[str, list[Prompt]],
+    *,
+    outputs: str = "images",
+) -> RewardSet | None:
     """The rewards of this rank, None where the configuration has none, or other ranks sample. `outputs`: what the job
-    makes, "images" (or videos) or "completions".
+    makes, "images" (or videos) or "completions". They are asked about all rows whose samples they are to score: `rows`
+    are trained on. Raises ConfigError for one that they cannot.
     """
     if not cfg.reward.functions or not world.samples:
         return None
     # where ranks share the scoring of a sample they do not submit equally often
     beside = judged_beside(cfg, world.shard_size) and world.context_size == 1
-    return RewardSet(
+    rewards = RewardSet(
         cfg.reward, str(world.device), cfg.parallel.timeout_s, outputs=outputs, beside=beside, launch=world.launch
     )
+    rewards.check_rows(rows, first=world.rank == 0)
+    for held_out in val_sets.values():
+        rewards.check_rows(held_out, first=world.rank == 0)
+    return rewards
 
 
 @contextmanager

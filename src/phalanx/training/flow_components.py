@@ -1,11 +1,12 @@
 """The components of every job that trains a flow-matching model."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.config.registry import known_modules, resolve_registry
-from phalanx.data.prompts import validation_sets
+from phalanx.data.prompts import PromptRow, validation_sets
 from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.policy import FAMILIES, FlowPolicy, build_policy, family_of, image_columns
 from phalanx.rollout.flow import build_rollout
@@ -39,12 +40,14 @@ def check_plan(cfg: FlowRunConfig) -> None:
 
 
 def build_components(
-    cfg: FlowRunConfig, micro: int, *, detach_uncond: bool = False, window: bool = True
+    cfg: FlowRunConfig, micro: int, rows: Sequence[PromptRow] = (), *, detach_uncond: bool = False, window: bool = True
 ) -> FlowComponents:
-    """`micro` and `window` are the rollout's. Raises ValueError, with one line, for what the user can fix."""
+    """`micro` and `window` are the rollout's, and `rows` those sampled in training. Raises ValueError, with one line,
+    for what the user can fix.
+    """
     world = start(cfg)
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
-    rewards = build_rewards(cfg, world)
+    rewards = build_rewards(cfg, world, rows, val_sets)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
     val_sets = fitting_sets(val_sets, policy.model, cfg.data, first=world.rank == 0)
     rollout, exact = None, cfg.rollout.facts.exact

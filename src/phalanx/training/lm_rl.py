@@ -44,7 +44,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False)
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False)
     world = start(cfg)
-    rewards = build_rewards(cfg, world, outputs="completions")
+    rewards = build_rewards(cfg, world, rows, val_sets, outputs="completions")
     if val_sets and rewards is not None and not rewards.validates:
         raise ConfigError(
             "data.val_files: the policy itself gives all terms of the reward, which it does only in training; add one "

@@ -51,6 +51,10 @@ class Ocr:
         targets = [_plain(ground_truth(prompt, meta)) for meta, prompt in zip(metadata, prompts, strict=True)]
         return [self._score(target, _plain(text)) for target, text in zip(targets, self.read(images), strict=True)]
 
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raise ValueError for a row without a target."""
+        ground_truth(prompt, metadata)
+
     def read(self, images: Tensor) -> list[str]:
         """The text in the images [B, 3, H, W] in 0..1, as the engine reads it."""
         return self._reader.read(to_uint8(images))

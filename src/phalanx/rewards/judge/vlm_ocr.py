@@ -26,6 +26,10 @@ class VlmOcr(Judge):
         ground_truth(prompt, metadata)
         return self.template
 
+    def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
+        """Raise ValueError for a row without a target."""
+        ground_truth(prompt, metadata)
+
     def parse(self, answer: str, prompt: str, metadata: dict[str, Any]) -> float:
         """The score in 0..1: every answer is a reading, an empty one too."""
         from rapidfuzz.distance import Levenshtein

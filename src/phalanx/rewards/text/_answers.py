@@ -3,17 +3,25 @@
 import re
 from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import Any
 
 LONGEST = 1000  # characters of an answer; what is longer is none
 _LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*")
 _WORDS = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}")
+# words at the end, behind a quantity, are its unit
+_UNIT = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}]*)\}\s*(?:\^\s*\{?\d\}?)?\s*\Z")
 # what a formula may have or not, and is the same: layout, dollars, degrees, percent
-_LAYOUT = re.compile(r"\\(?:left|right)(?![a-z])|\\[,;:!> ]|\\q?quad\b|~|\\?[$%]|\^\s*\{?\\circ\}?|\\degree\b")
+_LAYOUT = re.compile(r"\\(?:left|right)(?![a-z])|\\!|\\?[$%]|\^\s*\{?\\circ\}?|\\degree\b")
+_BLANK = re.compile(r"(?:\\[,;:> ]|\\q?quad\b|~|\s)+")
 _SHORT = re.compile(r"\\(frac|sqrt)(?:\s*)([0-9a-z])(?:([0-9a-z])(?![0-9a-z]))?")
-_RATIO = re.compile(r"(-?)(\d+)/(\d+)")
-_THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?:\D|$))")
+_RATIO = re.compile(r"([+-]?)(?:(\d+) )?(\d+)/(\d+)")
+# separated by commas or thin spaces, but for the members of a list in brackets
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:(?:,|\\,)\d{3})+(?![\d,])")
+_LIST = ("(", "[", r"\{", r"\left")
+_DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)")
+_MIXED = re.compile(r"([+-]?)(\d*)\\frac\{(\d+)\}\{(\d+)\}")
 
 
 def boxed(text: str) -> str | None:
@@ -95,7 +103,7 @@ def truth(metadata: Mapping[str, Any], reward: str) -> str:
 def number(text: str) -> Decimal | None:
     """A text that is a number, such as `18.0`."""
     try:
-        result = Decimal(text)
+        result = Decimal("nan" if "_" in text else text)
     except InvalidOperation:
         return None
     return result if result.is_finite() else None
@@ -103,26 +111,46 @@ def number(text: str) -> Decimal | None:
 
 def normalised(text: str) -> str:
     r"""A formula without what makes no difference: `\left`, `\dfrac`, units in `\text`, dollars, spaces, a last point;
-    `\frac12` and `1/2` are \frac{1}{2}, and `x = 5` is 5.
+    `\frac12` and `1/2` are \frac{1}{2}, and `x = 5` is 5. Digits are joined only over separators of thousands.
     """
     inner = boxed(text) if "\\boxed" in text or "\\fbox" in text else None
-    text = (inner or text).strip().rstrip(".").strip()
-    words = _WORDS.sub(r"\1", text)
-    without = _WORDS.sub("", text).strip()
-    # words beside a formula are its unit; where there is nothing else, they are the answer
-    text = without if any(c.isalnum() for c in without) else words
+    text = (inner or text).replace("\u2212", "-").strip().rstrip(".").strip()
+    unit = _UNIT.search(text)
+    if unit is not None and any(c.isdigit() for c in text[: unit.start()]):
+        text = text[: unit.start()]
+    text = _WORDS.sub(r" \1 ", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
-    text = _LAYOUT.sub("", text).strip().rstrip(".")
+    text = _LAYOUT.sub("", text.replace("{,}", ",")).strip().rstrip(".")
+    if not text.startswith(_LIST):
+        text = _THOUSANDS.sub(_joined, text)
     name, sign, value = text.partition("=")
-    if sign and len(name.strip()) <= 2 and "=" not in value:
+    if sign and len(name.strip()) <= 2 and name.strip().isalpha() and "=" not in value:
         text = value
-    text = "".join(text.split())
-    text = _THOUSANDS.sub("", text)
+    # blanks mean nothing, but between digits they part two numbers
+    text = re.sub(r"(?<!\d) | (?!\d)", "", _BLANK.sub(" ", text).strip())
     text = _SHORT.sub(_with_braces, text)
     ratio = _RATIO.fullmatch(text)
     if ratio is not None:
-        text = rf"{ratio[1]}\frac{{{ratio[2]}}}{{{ratio[3]}}}"
+        text = rf"{ratio[1]}{ratio[2] or ''}\frac{{{ratio[3]}}}{{{ratio[4]}}}"
     return text
+
+
+def exact(text: str) -> Fraction | None:
+    r"""The value of a normal form that is a number: 0.50, \frac{3}{4} or 1\frac{1}{2}; None for any other."""
+    if len(text) > LONGEST:
+        return None
+    if _DECIMAL.fullmatch(text):
+        return Fraction(text)
+    mixed = _MIXED.fullmatch(text)
+    if mixed is None or int(mixed[4]) == 0:
+        return None
+    value = int(mixed[2] or 0) + Fraction(int(mixed[3]), int(mixed[4]))
+    return -value if mixed[1] == "-" else value
+
+
+def parted(text: str) -> bool:
+    """Whether a normal form holds digits that only a blank, or a comma, parts: they are several numbers."""
+    return re.search(r"\d[ ,]\d", text) is not None
 
 
 def same(answer: str, other: str) -> bool:
@@ -130,8 +158,15 @@ def same(answer: str, other: str) -> bool:
     some, others = normalised(answer), normalised(other)
     if some == others:
         return some != ""
-    value = number(some)
-    return value is not None and value == number(others)
+    value = exact(some)
+    if value is not None and value == exact(others):
+        return True
+    decimal = number(some)
+    return decimal is not None and decimal == number(others)
+
+
+def _joined(result: "re.Match[str]") -> str:
+    return re.sub(r"\D", "", result.group())
 
 
 def _with_braces(result: "re.Match[str]") -> str:

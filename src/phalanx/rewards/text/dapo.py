@@ -29,3 +29,7 @@ class Dapo(RewardWithExtras):
             right.append(answer is not None and _answers.same(answer, truth))
         scores = [1.0 if each else self._wrong_score for each in right]
         return RewardOutput(scores, {"accuracy": [float(each) for each in right]})
+
+    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a ground truth."""
+        _answers.truth(metadata, "dapo")

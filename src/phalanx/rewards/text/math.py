@@ -49,13 +49,19 @@ class Math(RewardWithExtras):
         output = with_unjudged(judged)
         return output if self.extras else RewardOutput(output.scores)
 
+    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row without a ground truth."""
+        _answers.truth(metadata, "math")
+
     def _score(self, answer: str | None, truth: str) -> tuple[float, float]:
         """The score of an answer, and 1 where math-verify had no verdict."""
         if answer is None or not 0 < len(answer) <= _answers.LONGEST:
             return 0.0, 0.0
         if _answers.same(answer, truth):
             return 1.0, 0.0
-        if self._verifier is None:
+        # math-verify would join digits that a blank or a comma parts
+        several = _answers.parted(_answers.normalised(answer)) != _answers.parted(_answers.normalised(truth))
+        if self._verifier is None or several:
             return self._format_score, 0.0
         right, unjudged = self._verifier.judge(0.0, truth, answer)
         return (1.0 if right else self._format_score), unjudged

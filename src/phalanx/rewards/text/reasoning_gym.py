@@ -44,6 +44,10 @@ class ReasoningGym(RewardWithExtras):
             judged.append(self._verifier.judge(0.0, task, answer if allowed else None, entry))
         return with_unjudged(judged)
 
+    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row that tasks/prepare_data.py has not made."""
+        _row(metadata)
+
 
 def _row(metadata: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """The task of a row, and its entry. ValueError where it has none."""
