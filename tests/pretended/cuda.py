@@ -75,6 +75,7 @@ def _install_module(gpus: int, local_rank: int) -> None:
     }
     cuda |= dict.fromkeys(numbers, lambda *_: 0) | dict.fromkeys(nothing, lambda *_: None)
     _replace(torch.cuda, cuda)
+    _replace(torch.cuda.nccl, {"version": lambda: (2, 29, 0)})  # which torch notes with each collective
     accelerator = {
         "is_available": lambda: True,
         "current_accelerator": lambda *_, **__: torch.device("cuda"),

@@ -1,6 +1,7 @@
 """Faults put into phalanx, one at a time and for one process: lines of its source that are changed."""
 
 import gc
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ class Mutant:
     def apply(self) -> None:
         """Change the functions of this process; lines stay where they are."""
         path = SOURCE / self.module
+        importlib.import_module(".".join(("phalanx", *Path(self.module).with_suffix("").parts)))
         source = path.read_text()
         assert self.old in source, f"{self.module} has no {self.old!r}"
         changed = dict(_codes(compile(source.replace(self.old, self.new, 1), str(path), "exec")))
@@ -68,34 +70,42 @@ MUTANTS = [
     Mutant("sd3_lora", IN_POLICY, "sigmas.to(device), timesteps.to(device)", "sigmas, timesteps.to(device)"),
     Mutant("sd3_lora", IN_POLICY, "sigmas.to(device), timesteps.to(device)", "sigmas.to(device), timesteps"),
     Mutant("sd3_lora", MINI, "advantage=self.advantage.to(self.device)[at]", "advantage=self.advantage[at.cpu()]"),
-    Mutant("sd3_lora", MINI, "at = rows.to(self.device)", "at = rows.to(self.device) * torch.ones(2)"),
     Mutant("sd3_lora", MINI, "weights = weight.to(self.device)", "weights = weight"),
     Mutant("sd3_lora", "distributed/fsdp.py", "module.to(world.device)", "module.to('cpu')"),
     Mutant("sd3_lora", "distributed/mesh.py", '"cpu:gloo,cuda:nccl" if cuda', '"nccl" if cuda'),
-    Mutant("sd3_lora", "distributed/mesh.py", 'dist.new_group(backend="gloo"', 'dist.new_group(backend="nccl"'),
-    Mutant("sd3_full", OFFLOAD, "computing.wait_event(fetched[i])", "pass"),
-    Mutant("sd3_full", OFFLOAD, "going.wait_event(updated[i])", "pass"),
-    Mutant("sd3_full", OFFLOAD, "returned[-1].synchronize()", "pass"),
-    Mutant("sd3_full", OFFLOAD, "computing.wait_stream(going)", "pass"),
-    Mutant("sd3_full", OFFLOAD, "stream.wait_stream(computing)", "pass"),
-    Mutant("sd3_full", OFFLOAD, "returned[i].record(going)", "pass"),
-    Mutant("sd3_full", OFFLOAD, "fetched[i].record(coming)", "pass"),
-    Mutant("sd3_full", OFFLOAD, "updated[i].record(computing)", "pass"),
+    Mutant("qwen_2_ranks", "distributed/mesh.py", 'dist.new_group(backend="gloo"', 'dist.new_group(backend="nccl"'),
+    Mutant("offload", OFFLOAD, "computing.wait_event(fetched[i])", "pass"),
+    Mutant("offload", OFFLOAD, "coming.wait_event(returned[i - SLOTS])", "pass"),
+    Mutant("offload", OFFLOAD, "going.wait_event(updated[i])", "pass"),
+    Mutant("offload", OFFLOAD, "returned[-1].synchronize()", "pass"),
+    Mutant("offload", OFFLOAD, "stream.wait_stream(computing)", "pass"),
+    Mutant("offload", OFFLOAD, "returned[i].record(going)", "pass"),
+    Mutant("offload", OFFLOAD, "fetched[i].record(coming)", "pass"),
+    Mutant("offload", OFFLOAD, "updated[i].record(computing)", "pass"),
     Mutant("sd3_full", OFFLOAD, "dtype=torch.uint8, device=self._device)", "dtype=torch.uint8)"),
-    Mutant("sd3_full", "training/optim.py", ".to(value.device, value.dtype)", ".to('cpu', value.dtype)"),
+    Mutant("lm", MINI, "weights = weight.to(self.device)", "weights = weight"),
+    Mutant(
+        "lm",
+        DECODE,
+        "ended = torch.zeros(len(rows), dtype=torch.bool, device=device)",
+        "ended = torch.zeros(len(rows)) > 0",
+    ),
+    Mutant("lm", DECODE, "torch.tensor(decoding.ends, device=device)", "torch.tensor(decoding.ends)"),
+    Mutant(
+        "blocks", "rollout/lm/denoise.py", "column = torch.arange(width, device=device)", "column = torch.arange(width)"
+    ),
+    Mutant(
+        "blocks", "rollout/lm/denoise.py", "torch.eye(width, dtype=torch.bool, device=device)", "torch.eye(width) > 0"
+    ),
     Mutant("lm", LM_POLICY, "return uniform.to(self.world.device)", "return uniform"),
     Mutant("lm", LM_POLICY, "ids.to(device), starts.to(device)", "ids, starts.to(device)"),
     Mutant("lm", LM_POLICY, "starts.to(device), lengths.to(device)", "starts, lengths.to(device)"),
     Mutant("lm", LM_POLICY, "lengths.to(device), width", "lengths, width"),
     Mutant("lm", DECODE, "ids, mask = ids.to(device), mask", "ids, mask = ids, mask"),
-    Mutant("lm", DECODE, "torch.arange(len(rows), device=device)", "torch.arange(len(rows))"),
     Mutant("lm", DECODE, "torch.zeros(len(rows), dtype=torch.bool, device=device)", "torch.zeros(len(rows)) > 0"),
-    Mutant("lm", MINI, "self.mask.cpu()[", "self.mask["),
-    Mutant("lm", MINI, "kept.to(self.device)[:, None]", "kept[:, None]"),
     Mutant(
         "lm_packed", "models/lm/packing.py", "for length in lengths]).to(device)[None]", "for length in lengths])[None]"
     ),
-    Mutant("ppo", "training/critic.py", "at = rows.to(self.world.device)", "at = rows"),
     Mutant("ppo", "training/critic.py", "weight.to(self.world.device)).sum()", "weight).sum()"),
     Mutant("blocks", "rollout/lm/denoise.py", "input_ids=ids.to(device)", "input_ids=ids"),
     Mutant("blocks", "rollout/lm/in_blocks.py", "step.to(ids.device), seeds.to", "step.to('cpu'), seeds.to"),

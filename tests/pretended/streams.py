@@ -150,6 +150,8 @@ class Memory:
         self.device, self.pinned, self.asked = device, pinned, asked
         self.owner = current()  # from whose blocks the allocator took it
         self.written: tuple[Stream, int] | None = None
+        if device.type == "cuda":  # a block that was freed before, and that its owner's work so far may use
+            self.written = self.owner, self.owner.done.get(self.owner, 0)
         self.reads: dict[Stream, int] = {}
         self.kept_for: set[Stream] = set()
 
@@ -203,7 +205,7 @@ class Memory:
     def renew(self) -> None:
         """The storage has other memory from now on."""
         self.freed()
-        self.owner, self.written, self.reads, self.kept_for = current(), None, {}, set()
+        self.__init__(self.device, self.pinned, self.asked)  # type: ignore[misc]
 
     def __del__(self) -> None:
         self.freed()
