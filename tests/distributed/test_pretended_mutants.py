@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from phalanx.config.lm import LMRLConfig
-from phalanx.training import flow_rl, lm_rl
 from phalanx.training import offload as offload_module
 from phalanx.training.offload import OffloadedState
-from tests.distributed.test_pretended_gpus import JOBS, configure
+from tests.distributed.test_pretended_gpus import JOBS, build_of, configure
 from tests.pretended.jobs import pretend
 from tests.pretended.mutants import MUTANTS, Mutant
 from tests.ranks import free_port, run_ranks
@@ -41,7 +39,7 @@ def offload(cfg: Any) -> None:
 
 
 def faults(mutant: Mutant | None, job: Callable[[Any], None], cfg: Any, port: int) -> list[str]:
-    """What stopped two steps."""
+    """What stopped the job; nothing where it came to its end."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if mutant is not None:
         mutant.apply()
@@ -54,8 +52,7 @@ def faults(mutant: Mutant | None, job: Callable[[Any], None], cfg: Any, port: in
 
 
 def fit(cfg: Any) -> None:
-    build = lm_rl.build if isinstance(cfg, LMRLConfig) else flow_rl.build
-    build(cfg).fit()
+    build_of(cfg)(cfg).fit()
 
 
 def test_offload_alone() -> None:
