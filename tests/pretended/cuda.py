@@ -4,6 +4,7 @@ import contextlib
 import threading
 from types import SimpleNamespace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -164,16 +165,18 @@ def _numpy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     array = true.numpy(tensor, *args, **kwargs)
     memory = memory_of(tensor)
     if memory is not None:
-        _shared[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), memory)
+        storage = tensor.untyped_storage()
+        _shared[storage.data_ptr(), storage.nbytes()] = memory
     return array
 
 
-_shared: dict[int, tuple[int, Memory]] = {}  # host memory with arrays over it, by address
+# host memory with arrays over it, by address and size
+_shared: WeakValueDictionary[tuple[int, int], Memory] = WeakValueDictionary()
 
 
 def _from_numpy(array: Any) -> Tensor:
     made: Tensor = true.from_numpy(array)
-    for start, (size, memory) in _shared.items():
+    for (start, size), memory in _shared.items():
         if start <= made.data_ptr() < start + size:
             put(made, memory)
     return made

@@ -116,8 +116,7 @@ def run(func: Any, op: Facts, tensors: list[Tensor], device: torch.device | None
     on_device = [place for place in places if place.type == "cuda"]
     if on_device and not op.valueless:
         check_devices(op, args, tensors, places)
-    kwargs.pop("pin_memory", None) if not kwargs.get("pin_memory") else None
-    pinned = kwargs.pop("pin_memory", False)
+    pinned = bool(kwargs.pop("pin_memory", False))
     if device is not None and device.type == "cuda":
         kwargs["device"] = CPU
     if op.space == "fsdp":
