@@ -20,6 +20,7 @@ AGAIN = "model.gradient_checkpointing=true"
 KL = "algorithm.kl_loss_coef=0.04"
 STATES = (KL, "actor.ema.decay=0.9", "parallel.optimizer_offload=true")
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80")
+FILMS = "reward.functions=[{name: jpeg_incompressibility}]"
 # by name: the folder of a model, the keys, and the ranks
 JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "sd3_lora": ("sd3", (AGAIN, LORA), 1),
@@ -31,6 +32,8 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "qwen_2_ranks": ("qwen", (AGAIN, LORA, "parallel.fsdp_size=2"), 2),
     "flux": ("flux", (LORA,), 1),
     "z_image": ("z_image", (LORA,), 1),
+    "wan_2_ranks_a_sample": ("wan", (LORA, FILMS, "parallel.ulysses_sequence_parallel_size=2"), 2),
+    "lm_2_ranks": ("lm", (AGAIN, "parallel.fsdp_size=2"), 2),
 }
 
 
@@ -75,4 +78,6 @@ CEILINGS = {
     "qwen_2_ranks": {"rollout": 43, "update": 50},
     "flux": {"rollout": 29, "update": 58},
     "z_image": {"rollout": 32, "update": 58},
+    "wan_2_ranks_a_sample": {"rollout": 35, "update": 66},
+    "lm_2_ranks": {"rollout": 363, "update": 94},
 }
