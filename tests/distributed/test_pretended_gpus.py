@@ -1,0 +1,83 @@
+"""Whole jobs on pretended GPUs: no operator meets tensors of two devices, no streams race, no group gets a tensor that
+its back end does not serve, and the host waits for the device no more often than is known.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config.lm import LMRLConfig
+from phalanx.training import flow_rl, lm_rl
+from tests.jobs import tiny_config
+from tests.lm import tiny_lm_config
+from tests.pretended.jobs import rehearse
+from tests.pretended.record import Record
+
+BF16 = "model.dtype=bfloat16"
+LORA = "model.lora_rank=4"
+AGAIN = "model.gradient_checkpointing=true"
+KL = "algorithm.kl_loss_coef=0.04"
+STATES = (KL, "actor.ema.decay=0.9", "parallel.optimizer_offload=true")
+PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80")
+FILMS = "reward.functions=[{name: jpeg_incompressibility}]"
+# by name: the folder of a model, the keys, and the ranks
+JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
+    "sd3_lora": ("sd3", (AGAIN, LORA), 1),
+    "sd3_full": ("sd3", (AGAIN, *STATES), 1),
+    "lm": ("lm", (AGAIN,), 1),
+    "lm_packed": ("lm", PACKED, 1),
+    "blocks": ("blocks", ("model.block_size=4", "rollout.threshold=0.02"), 1),
+    "ppo": ("lm", ("algorithm.name=ppo",), 1),
+    "qwen_2_ranks": ("qwen", (AGAIN, LORA, "parallel.fsdp_size=2"), 2),
+    "flux": ("flux", (LORA,), 1),
+    "z_image": ("z_image", (LORA,), 1),
+    "wan_2_ranks_a_sample": ("wan", (LORA, FILMS, "parallel.ulysses_sequence_parallel_size=2"), 2),
+    "lm_2_ranks": ("lm", (AGAIN, "parallel.fsdp_size=2"), 2),
+}
+
+
+def build_of(cfg: Any) -> Any:
+    return lm_rl.build if isinstance(cfg, LMRLConfig) else flow_rl.build
+
+
+def configure(name: str, model: Path, folder: Path) -> Any:
+    make = tiny_lm_config if JOBS[name][0] in ("lm", "blocks") else tiny_config
+    return make(model, folder, BF16, *JOBS[name][1])
+
+
+def waits(record: Record, phase: str) -> dict[str, int]:
+    """Host syncs of two steps in a phase, by the function that waits."""
+    counts: dict[str, int] = {}
+    for (during, _, place), count in record.syncs.items():
+        if during == phase:
+            counts[place] = counts.get(place, 0) + count
+    return counts
+
+
+@pytest.mark.quick("sd3_lora")
+@pytest.mark.parametrize("name", JOBS)
+def test_a_job_on_pretended_gpus(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Two steps with checkpoints, and a third after a resume."""
+    model: Path = request.getfixturevalue(f"{JOBS[name][0]}_folder")
+    cfg = configure(name, model, tmp_path)
+    for record in rehearse(build_of(cfg), cfg, JOBS[name][2]):
+        for phase, most in CEILINGS[name].items():
+            assert record.waits()[phase] <= most, waits(record, phase)
+
+
+# Host syncs of two steps. An update's are: the rows and weights of each micro-batch, which come from the host, and the
+# gradients' norm; with averages or moments on the host, those of each weight.
+CEILINGS = {
+    "sd3_lora": {"rollout": 29, "update": 58},
+    "sd3_full": {"rollout": 29, "update": 616},
+    "lm": {"rollout": 715, "update": 154},
+    "lm_packed": {"rollout": 786, "update": 234},
+    "blocks": {"rollout": 838, "update": 362},
+    "ppo": {"rollout": 715, "update": 350},
+    "qwen_2_ranks": {"rollout": 43, "update": 50},
+    "flux": {"rollout": 29, "update": 58},
+    "z_image": {"rollout": 32, "update": 58},
+    "wan_2_ranks_a_sample": {"rollout": 35, "update": 66},
+    "lm_2_ranks": {"rollout": 363, "update": 94},
+}

@@ -1,0 +1,54 @@
+"""Whole jobs under a pretended accelerator: two steps with a checkpoint, and a third one after a resume."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from phalanx.telemetry.metrics import Timers
+from tests.pretended.cuda import install
+from tests.pretended.record import Record
+from tests.ranks import free_port, run_ranks
+
+Build = Callable[[Any], Any]  # a trainer of a configuration
+
+
+def rehearse(build: Build, cfg: Any, world: int = 1, timeout: float = 120.0) -> list[Record]:
+    """Train two steps with a checkpoint after each, then one more from the last of them; the records of the first
+    start, by rank.
+
+    Raises RankError with the fault, where there is one.
+    """
+    cfg = replace(cfg, trainer=replace(cfg.trainer, save_freq=1, total_training_steps=2))
+    records: list[Record] = run_ranks(_train, world, build, cfg, free_port(), timeout=timeout, init=False)
+    more = replace(cfg, trainer=replace(cfg.trainer, total_training_steps=3))
+    run_ranks(_train, world, build, more, free_port(), timeout=timeout, init=False)
+    names = [path.name for path in sorted(Path(cfg.trainer.output_dir, "checkpoints").iterdir())]
+    assert names[-1] == "step_000003", names
+    return records
+
+
+def _train(build: Build, cfg: Any, port: int) -> Record:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    record = pretend()
+    build(cfg).fit()
+    assert not record.faults, "\n".join(record.faults)
+    return record
+
+
+def pretend() -> Record:
+    """Give each rank of this node a GPU, and let the record know what the job is at."""
+    record = install(int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+    call = Timers.__call__
+
+    @contextlib.contextmanager
+    def named(timers: Timers, name: str) -> Iterator[None]:
+        before, record.phase = record.phase, name
+        with call(timers, name):
+            yield
+        record.phase = before
+
+    Timers.__call__ = named  # type: ignore[method-assign]
+    return record

@@ -1,0 +1,112 @@
+"""Faults put into phalanx, one at a time and for one process: lines of its source that are changed."""
+
+import gc
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FunctionType
+
+import phalanx
+
+SOURCE = Path(phalanx.__file__).parent
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` in a module's source becomes `new`, which a job must stop."""
+
+    job: str
+    module: str
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.job}-{self.module}-{self.old}"
+
+    def apply(self) -> None:
+        """Change the functions of this process; lines stay where they are."""
+        path = SOURCE / self.module
+        importlib.import_module(".".join(("phalanx", *Path(self.module).with_suffix("").parts)))
+        source = path.read_text()
+        assert self.old in source, f"{self.module} has no {self.old!r}"
+        changed = dict(_codes(compile(source.replace(self.old, self.new, 1), str(path), "exec")))
+        before = dict(_codes(compile(source, str(path), "exec")))
+        gc.unfreeze()  # tests freeze what there is before they fork
+        count = 0
+        for thing in gc.get_objects():
+            if isinstance(thing, FunctionType) and thing.__code__.co_filename == str(path):
+                key = _key(thing.__code__)
+                if key in changed and changed[key] != before[key]:
+                    thing.__code__ = changed[key]
+                    count += 1
+        assert count > 0, f"no function of {self.module} changed"
+
+
+def _key(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
+
+
+def _codes(code: CodeType) -> Iterator[tuple[tuple[str, int], CodeType]]:
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield _key(constant), constant
+            yield from _codes(constant)
+
+
+POLICY = "models/flow/policy.py"
+MINI = "training/minibatches.py"
+OFFLOAD = "training/offload.py"
+IN_POLICY = "rollout/flow/in_policy.py"
+LM_POLICY = "rollout/lm/in_policy.py"
+DECODE = "rollout/lm/decode.py"
+
+MUTANTS = [
+    Mutant("sd3_lora", "distributed/seed.py", "torch.Generator(device).manual", "torch.Generator().manual"),
+    Mutant("sd3_lora", POLICY, "sampler.width).cpu())", "sampler.width))"),
+    Mutant("sd3_lora", POLICY, "model.vae.to(world.device)", "model.vae.to('cpu')"),
+    Mutant("sd3_lora", POLICY, "encoder.to(device)", "encoder.to('cpu')"),
+    Mutant("sd3_lora", IN_POLICY, "value.to(self.world.device) for", "value for"),
+    Mutant("sd3_lora", IN_POLICY, "sigmas.to(device), timesteps.to(device)", "sigmas, timesteps.to(device)"),
+    Mutant("sd3_lora", IN_POLICY, "sigmas.to(device), timesteps.to(device)", "sigmas.to(device), timesteps"),
+    Mutant("sd3_lora", MINI, "advantage=self.advantage.to(self.device)[at]", "advantage=self.advantage[at.cpu()]"),
+    Mutant("sd3_lora", MINI, "weights = weight.to(self.device)", "weights = weight"),
+    Mutant("sd3_lora", "distributed/fsdp.py", "module.to(world.device)", "module.to('cpu')"),
+    Mutant("sd3_lora", "distributed/mesh.py", '"cpu:gloo,cuda:nccl" if cuda', '"nccl" if cuda'),
+    Mutant("qwen_2_ranks", "distributed/mesh.py", 'dist.new_group(backend="gloo"', 'dist.new_group(backend="nccl"'),
+    Mutant("offload", OFFLOAD, "computing.wait_event(fetched[i])", "pass"),
+    Mutant("offload", OFFLOAD, "coming.wait_event(returned[i - SLOTS])", "pass"),
+    Mutant("offload", OFFLOAD, "going.wait_event(updated[i])", "pass"),
+    Mutant("offload", OFFLOAD, "returned[-1].synchronize()", "pass"),
+    Mutant("offload", OFFLOAD, "stream.wait_stream(computing)", "pass"),
+    Mutant("offload", OFFLOAD, "returned[i].record(going)", "pass"),
+    Mutant("offload", OFFLOAD, "fetched[i].record(coming)", "pass"),
+    Mutant("offload", OFFLOAD, "updated[i].record(computing)", "pass"),
+    Mutant("sd3_full", OFFLOAD, "dtype=torch.uint8, device=self._device)", "dtype=torch.uint8)"),
+    Mutant("lm", MINI, "weights = weight.to(self.device)", "weights = weight"),
+    Mutant(
+        "lm",
+        DECODE,
+        "ended = torch.zeros(len(rows), dtype=torch.bool, device=device)",
+        "ended = torch.zeros(len(rows)) > 0",
+    ),
+    Mutant("lm", DECODE, "torch.tensor(decoding.ends, device=device)", "torch.tensor(decoding.ends)"),
+    Mutant(
+        "blocks", "rollout/lm/denoise.py", "column = torch.arange(width, device=device)", "column = torch.arange(width)"
+    ),
+    Mutant(
+        "blocks", "rollout/lm/denoise.py", "torch.eye(width, dtype=torch.bool, device=device)", "torch.eye(width) > 0"
+    ),
+    Mutant("lm", LM_POLICY, "return uniform.to(self.world.device)", "return uniform"),
+    Mutant("lm", LM_POLICY, "ids.to(device), starts.to(device)", "ids, starts.to(device)"),
+    Mutant("lm", LM_POLICY, "starts.to(device), lengths.to(device)", "starts, lengths.to(device)"),
+    Mutant("lm", LM_POLICY, "lengths.to(device), width", "lengths, width"),
+    Mutant("lm", DECODE, "ids, mask = ids.to(device), mask", "ids, mask = ids, mask"),
+    Mutant("lm", DECODE, "torch.zeros(len(rows), dtype=torch.bool, device=device)", "torch.zeros(len(rows)) > 0"),
+    Mutant(
+        "lm_packed", "models/lm/packing.py", "for length in lengths]).to(device)[None]", "for length in lengths])[None]"
+    ),
+    Mutant("ppo", "training/critic.py", "weight.to(self.world.device)).sum()", "weight).sum()"),
+    Mutant("blocks", "rollout/lm/denoise.py", "input_ids=ids.to(device)", "input_ids=ids"),
+    Mutant("blocks", "rollout/lm/in_blocks.py", "step.to(ids.device), seeds.to", "step.to('cpu'), seeds.to"),
+]
