@@ -163,8 +163,14 @@ def test_step_in_forward_passes(changes: dict[str, bool | float], forwards: int)
         ("NVIDIA GB200", 2500e12, 80e12),
         ("NVIDIA L40S", 362e12, 91.6e12),
         ("AMD Instinct MI300X", 1307.4e12, 163.4e12),
-        ("NVIDIA L40", None, None),
-        ("NVIDIA GeForce RTX 4090", None, None),
+        ("NVIDIA H20", 148e12, 44e12),
+        ("NVIDIA L40", 181e12, 90.5e12),
+        ("NVIDIA L4", 121e12, 30.3e12),
+        ("NVIDIA A10G", 70e12, 35e12),
+        ("NVIDIA GeForce RTX 5090", 209.5e12, 104.8e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12, 82.6e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2e12, 91.1e12),
+        ("NVIDIA GeForce RTX 3090", None, None),
     ],
 )
 def test_peaks_by_name(name: str, half: float | None, single: float | None) -> None:
