@@ -104,25 +104,24 @@ def start(cfg: RunConfig) -> World:
         choose_cpu_linear(cfg, world)
     if isinstance(cfg, LMRunConfig):
         given, name = cfg.data.chat_template_date, "chat_template_date"
-        cfg.data.chat_template_date = chosen(cfg, world, name, given, lambda: date.today().isoformat())
+        cfg.data.chat_template_date = choose_once(cfg, world, name, given, lambda: date.today().isoformat())
     return world
 
 
 def choose_cpu_linear(cfg: RunConfig, world: World) -> None:
     """Set model.cpu_linear where it is null: hosts may differ, and libraries in last bits."""
-    choice = cfg.model.cpu_linear = chosen(cfg, world, "cpu_linear", cfg.model.cpu_linear, preferred)
+    choice = cfg.model.cpu_linear = choose_once(cfg, world, "cpu_linear", cfg.model.cpu_linear, preferred)
     if world.lead:
         log.debug("float32 linear layers by %s (model.cpu_linear)", choice)
 
 
-def chosen(cfg: RunConfig, world: World, name: str, given: str | None, choose: Callable[[], str]) -> str:
+def choose_once(cfg: RunConfig, world: World, name: str, given: str | None, choose: Callable[[], str]) -> str | None:
     """A choice that a run makes once: as given, as the checkpoint has it that is resumed, or anew by rank 0."""
     if given is None:
         if world.rank == 0:
             root = Path(cfg.trainer.output_dir) / "checkpoints"
             given = saved_choice(root, cfg.trainer.resume, name) or choose()
         given = broadcast_object(given)
-    assert given is not None, "rank 0 chooses"
     return given
 
 
