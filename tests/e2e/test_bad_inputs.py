@@ -301,7 +301,7 @@ JOBS: list[tuple[str, Arguments, str]] = [
     (
         "a reward that leaves the process",
         lambda p: [p.reward("leaves")],
-        f"reward 'leaves' raised SystemExit: 0 on the prompt \"{FIRST}\", at {{folder}}/rewards.py:18",
+        f"reward 'leaves' raised SystemExit: 0 at {{folder}}/rewards.py:18 on the prompt \"{FIRST}\"",
     ),
     (
         "a reward that hangs",

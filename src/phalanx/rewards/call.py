@@ -90,8 +90,8 @@ class Call:
         return failure
 
     def line_of(self, error: BaseException) -> str:
-        """The file and line of what the function raised, as the end of a message."""
-        return place(error)
+        """The file and line of what the function raised, as the end of a message; `reason` has that of an exit."""
+        return "" if isinstance(error, SystemExit) else place(error)
 
     def private(self, subject: Outputs) -> Outputs:
         """A copy for this call: whatever a reward does to it, other rewards and the logs see what was sampled."""
