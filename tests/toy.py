@@ -238,7 +238,7 @@ def build(cfg: RLConfig) -> Any:
     batch_plan.check(cfg, algorithm)
     plan = batch_plan.plan(cfg, algorithm, Launch.from_env().world_size)
     world = start(cfg)
-    rewards = build_rewards(cfg, world, (), {}, outputs="completions")
+    rewards = build_rewards(cfg, world, outputs="completions")
     policy = WordPolicy(small(Writer, world, cfg, cfg.trainer.seed))
     rows = [PromptRow(text, None, {}) for text in PROMPTS]
     prompts = PromptStream(rows, cfg.data.train_batch_size, cfg.data.seed)

@@ -80,7 +80,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False, answered=chats)
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False, answered=chats)
     world = start(cfg)
-    rewards = build_rewards(cfg, world, (), val_sets, outputs="completions")
+    rewards = build_rewards(cfg, world, val_sets=val_sets, outputs="completions")
     policy = build_block_policy(
         cfg.model,
         cfg.parallel,

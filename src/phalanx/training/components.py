@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -128,8 +129,8 @@ def choose_once(cfg: RunConfig, world: World, name: str, given: str | None, choo
 def build_rewards(
     cfg: RunConfig,
     world: World,
-    rows: Sequence[PromptRow],
-    val_sets: Mapping[str, list[Prompt]],
+    rows: Sequence[PromptRow] = (),
+    val_sets: Mapping[str, list[Prompt]] = MappingProxyType({}),
     *,
     outputs: str = "images",
 ) -> RewardSet | None:
