@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 from phalanx.config.engines import EngineFacts
@@ -42,7 +42,7 @@ class Prompt:
     meta: dict[str, Any]
     negative: str | None = None
     messages: list[dict[str, Any]] | None = None
-    place: str = ""
+    place: str = field(default="", compare=False)
 
 
 class Trace(Protocol):

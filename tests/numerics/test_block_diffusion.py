@@ -13,6 +13,7 @@ from phalanx.config.lm import ESTIMATES, LMDataConfig, LMModelConfig, LMRolloutC
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.mesh import World
 from phalanx.functional.block_diffusion import BlockTrace, States, confident, least_unmasked, replayed, states_of
+from phalanx.functional.tokens import Truncation
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
 from phalanx.rewards.text.overlong import Overlong
 from phalanx.rollout.lm.decode import Decoding
@@ -215,7 +216,9 @@ def test_the_surest_positions_are_unmasked() -> None:
     assert [least_unmasked(4, k) for k in (1, 2, 3, 4)] == [[4], [2, 2], [2, 1, 1], [1, 1, 1, 1]]
 
 
-@pytest.mark.parametrize("keys", [{}, {"temperature": 0.0}, {"top_p": 0.8}, {"confidence": "token"}], ids=str)
+@pytest.mark.parametrize(
+    "keys", [{}, {"temperature": 0.0}, {"truncation": Truncation(top_p=0.8)}, {"confidence": "token"}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_draw_in_parts_is_the_draw(keys: dict[str, Any], dtype: torch.dtype) -> None:
     how = replace(Denoising(limit=16, temperature=0.7, ends=(1,), pad=0, size=SIZE, steps=SIZE, mask_id=5), **keys)

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class PromptRow:
     negative: str | None
     meta: dict[str, Any]
     messages: list[dict[str, Any]] | None = None
-    place: str = ""  # its key, file and line or row, for messages
+    place: str = field(default="", compare=False)  # its key, file and line or row, for messages
 
 
 def load_prompts(

@@ -49,7 +49,7 @@ def missing(store: dist.Store, kind: str, size: int) -> list[int]:
 
 
 def waiting(kind: str, size: int, absent: list[int], seconds: float) -> str:
-    """What is said of a wait."""
+    """The message about a wait."""
     shown = ", ".join(map(str, absent[:16])) + (", …" if len(absent) > 16 else "")
     return f"{size - len(absent)} of {size} {kind}s came within {seconds:.0f} s; {kind}s that are missing: {shown}"
 

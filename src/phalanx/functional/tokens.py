@@ -178,11 +178,12 @@ def token_scores(
     """
     score = partial(_scores, head, temperature=temperature, never=never)
     parts = []
-    pools: list[tuple[Tensor, ...]] = [()] * -(-len(hidden) // chunk)
+    chunks = hidden.split(chunk)
+    pools: list[tuple[Tensor, ...]] = [()] * len(chunks)
     if pool is not None:
         counts = pool[1].split(chunk)
         pools = list(zip(pool[0].split([int(part.sum()) for part in counts]), counts, strict=True))
-    for states, targets, kept in zip(hidden.split(chunk), tokens.split(chunk), pools, strict=True):
+    for states, targets, kept in zip(chunks, tokens.split(chunk), pools, strict=True):
         if len(hidden) > chunk and torch.is_grad_enabled():
             parts.append(checkpoint(score, states, targets, *kept, use_reentrant=False))
         else:

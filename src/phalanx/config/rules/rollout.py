@@ -46,7 +46,7 @@ def _needless_correction(c: Any) -> str | None:
 def _two_sleep(c: Any) -> bool:
     """Whether the rollout's vLLM and the reward model's, in the same processes, both give memory back."""
     model = c.reward.model
-    return bool(c.rollout.engine_memory.sleeps and model.path is not None and model.engine == "vllm" and model.sleep)
+    return bool(model.path is not None and model.engine == "vllm" and model.sleep and c.rollout.engine_memory.sleeps)
 
 
 def _trains_on_whole_steps(c: Any, a: Any) -> bool:
