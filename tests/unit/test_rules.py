@@ -55,8 +55,8 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (LMRLConfig, ("critic.optim.lr=1",), "critic.optim.lr: 1.0 is of a critic"),
     (
         LMRLConfig,
-        ("algorithm.name=ppo", "trainer.critic_warmup=3", "trainer.total_training_steps=3"),
-        "trainer.critic_warmup: 3 leaves none of trainer.total_training_steps=3 to the policy; expected fewer",
+        ("algorithm.name=ppo", "trainer.critic_warmup=4", "trainer.total_training_steps=3"),
+        "trainer.critic_warmup: 4 is beyond trainer.total_training_steps=3; expected fewer",
     ),
     (
         FlowRLConfig,

@@ -81,10 +81,10 @@ RULES = (
          "{x[0]}: {x[1]} is of a critic, which algorithm.name={c.algorithm.name} has none of; leave it out, or set "
          "algorithm.name=ppo"),
     Rule("trainer.critic_warmup trainer.total_training_steps", LM_RL,
-         "After the steps that train only the critic there are some for the policy.",
-         lambda c: 0 < (c.trainer.total_training_steps or 0) <= c.trainer.critic_warmup,
-         "trainer.critic_warmup: {c.trainer.critic_warmup} leaves none of trainer.total_training_steps="
-         "{c.trainer.total_training_steps} to the policy; expected fewer"),
+         "The steps that train only the critic are among those of the run.",
+         lambda c: 0 < (c.trainer.total_training_steps or 0) < c.trainer.critic_warmup,
+         "trainer.critic_warmup: {c.trainer.critic_warmup} is beyond trainer.total_training_steps="
+         "{c.trainer.total_training_steps}; expected fewer, which leave steps to the policy"),
     Rule("reward.functions", RUN, "The range to which a term's scores are clamped is two numbers.",
          lambda c: _term(c, lambda t: t.clip is not None and not (len(t.clip) == 2 and t.clip[0] < t.clip[1])),
          "reward.functions[{x[0]}].clip: {x[1].clip} should be two numbers, the smaller first, e.g. [0, 1]"),
