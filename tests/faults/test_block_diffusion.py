@@ -23,9 +23,10 @@ def test_a_killed_job_goes_on(kind: str, blocks_folder: Path, lm_folder: Path, t
     """SIGKILL of one rank while blocks are denoised, or while their loss is taken."""
     rl = kind == "rl"
     model, settings, phase = (blocks_folder, RL, "rollout") if rl else (lm_folder, SFT, "update")
+    saved = tmp_path / "out" / "checkpoints" / "step_000003"  # it is written beside the next steps
 
     with Job(model, tmp_path, *settings, env={"PHASE_S": "0.1"}, lm=rl, sft=not rl) as job:
-        job.until(lambda: job.phase(1)[1] >= 4 and job.phase(1)[2] == phase)
+        job.until(lambda: job.phase(1)[1] >= 4 and job.phase(1)[2] == phase and saved.is_dir())
         begin = time.monotonic()
         kill(job.phase(1)[0], signal.SIGKILL)
         assert job.wait(TIMEOUT_S) == 137, job.said
@@ -33,7 +34,6 @@ def test_a_killed_job_goes_on(kind: str, blocks_folder: Path, lm_folder: Path, t
         assert job.processes() == {} and "Traceback" not in job.said
         assert job.said.count(f"rank 1 on {socket.gethostname()} ended without a word") == 1
     assert 4 <= steps(tmp_path)[-1] < 6
-    saved = tmp_path / "out" / "checkpoints" / "step_000003"
     written = saved.stat().st_mtime_ns
     for folder in (tmp_path, tmp_path / "whole"):
         if rl:
