@@ -65,7 +65,7 @@ def assert_same(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> No
 @pytest.mark.quick("qwen-lora-2-1", "wan-full-4-2")
 @pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize("family", ["qwen", "wan", "flux"])
+@pytest.mark.parametrize("family", ["qwen", "wan", pytest.param("flux", marks=pytest.mark.long)])
 def test_the_same_step(
     family: str, kind: str, world: int, shards: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:

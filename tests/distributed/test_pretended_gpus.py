@@ -35,6 +35,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "wan_2_ranks_a_sample": ("wan", (LORA, FILMS, "parallel.ulysses_sequence_parallel_size=2"), 2),
     "lm_2_ranks": ("lm", (AGAIN, "parallel.fsdp_size=2"), 2),
 }
+ALIKE = {"flux", "z_image", "lm", "lm_2_ranks"}  # jobs whose paths others of these take as well
 
 
 def build_of(cfg: Any) -> Any:
@@ -56,7 +57,9 @@ def waits(record: Record, phase: str) -> dict[str, int]:
 
 
 @pytest.mark.quick("sd3_lora")
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ALIKE else name for name in JOBS]
+)
 def test_a_job_on_pretended_gpus(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Two steps with checkpoints, and a third after a resume."""
     model: Path = request.getfixturevalue(f"{JOBS[name][0]}_folder")
