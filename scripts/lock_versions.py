@@ -27,8 +27,8 @@ HEADER = "# Versions for Python 3.11 to 3.13 on Linux with the extras {}. `make 
 
 def resolve(extras: str, python: str, *options: str) -> str:
     """uv's solution, one `name==version` per line. Where there is none, uv says why and this script ends."""
-    command = ["uv", "pip", "compile", "pyproject.toml", "--quiet", "--no-annotate", "--no-header", *options]
-    command += ["--python-version", python, "--python-platform", "linux"]
+    command = ["uv", "pip", "compile", "pyproject.toml", "--quiet", "--system-certs", "--no-annotate", "--no-header"]
+    command += ["--python-version", python, "--python-platform", "linux", *options]
     for extra in extras.split(","):
         command += ["--extra", extra]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
