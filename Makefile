@@ -177,10 +177,10 @@ wheel: $(VENV)/.installed
 	@$(PIP) build
 	@$(BIN)/python -m build --wheel
 
-lock: $(VENV)/.installed-lock
+lock: $(VENV)/.installed-test
 	@$(IN_VENV) python scripts/lock_versions.py
 
-test-locks: $(VENV)/.installed-lock
+test-locks: $(VENV)/.installed-test
 	@$(IN_VENV) python scripts/lock_versions.py --check
 
 clean:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PYTHONS = ("3.13", "3.12", "3.11")
 # File: the extras that it pins, and other sets of extras that are installed with it.
 LOCKS = {
-    "constraints.txt": ("all,base,docs,lock,test", ("ocr", "all")),
+    "constraints.txt": ("all,base,docs,test", ("ocr", "all")),
     "constraints-vllm.txt": ("all,vllm", ("vllm", "ocr,vllm")),
     "constraints-vllm-omni.txt": ("all,vllm-omni", ("vllm-omni",)),
 }
