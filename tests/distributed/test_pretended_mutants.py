@@ -59,7 +59,7 @@ def test_offload_alone() -> None:
     assert run_ranks(faults, 1, None, offload, None, free_port(), init=False) == [[]]
 
 
-@pytest.mark.long
+@pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_mutant_is_stopped(mutant: Mutant, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     if mutant.job == "offload":
