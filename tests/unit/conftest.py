@@ -12,10 +12,10 @@ from tests.shells import SHELLS, stub_folder
 @pytest.fixture(params=list(SHELLS))
 def shell(request: pytest.FixtureRequest) -> list[str]:
     """Each shell in turn."""
-    found = SHELLS[request.param]
-    if shutil.which(found[0]) is None:
-        pytest.skip(f"{found[0]} is not installed")
-    return found
+    command = SHELLS[request.param]
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} is not installed")
+    return command
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ConfigError) as error:
             gpu_of({"gpu_memory_gb": text})
         assert str(error.value) == f"gpu_memory_gb={text}: expected GB (10^9 bytes) of a GPU, such as 80"
-    with pytest.raises(ConfigError, match=r"^gpu=GTX: expected a name with one of A100, A10G, .*, RTX 6000 ADA in it$"):
+    with pytest.raises(ConfigError, match=r"^gpu=GTX: expected a name with one of A100, A800, .*, RTX 5090 in it$"):
         gpu_of({"gpu": "GTX"})
     here = SimpleNamespace(name="NVIDIA L40S", total_memory=48 * GB)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)

@@ -38,17 +38,15 @@ _PEAK_TFLOPS: dict[str, tuple[float, float]] = {
     # nvidia.com/en-us/data-center/gb200-nvl72 and /hgx (B200: 36 PFLOP/s sparse bf16 for 8 cards)
     "GB200": (2500.0, 80.0),
     "B200": (2250.0, 75.0),
-    # an H100 with fewer cores, for which there is no page; as NVIDIA's partners list it
-    "H20": (148.0, 44.0),
-    # nvidia.com/en-us/data-center/l40s, /l40, /l4 and /products/a10-gpu; A10G: its datasheet at AWS
+    # nvidia.com/en-us/data-center/l40s
     "L40S": (362.0, 91.6),
+    # From tables of resellers and reviewers. RTX: float16 with sums in float32, a quarter of the sparse rate with
+    # sums in float16.
+    "H20": (148.0, 44.0),
     "L40": (181.0, 90.5),
     "L4": (121.0, 30.3),
-    "A10G": (70.0, 35.0),
-    # architecture whitepapers of Ada and Blackwell, float16 with sums in float32
     "RTX 5090": (209.5, 104.8),
     "RTX 4090": (165.2, 82.6),
-    "RTX 6000 ADA": (364.2, 91.1),
     # amd.com/en/products/accelerators/instinct/mi300/mi300x.html
     "MI300X": (1307.4, 163.4),
 }
