@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import random
 import shutil
 
 # One thread: forked ranks inherit no OpenMP pool, and sums have one order. Set before torch is imported.
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -64,6 +66,14 @@ z_image_folder = model_folder(tiny_z_image, "z_image")
 wan_folder = model_folder(tiny_wan, "wan")
 lm_folder = model_folder(tiny_lm, "lm")
 blocks_folder = model_folder(tiny_blocks, "blocks")
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    """Numbers that a test draws without a seed are the same whatever ran before it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
 
 
 @pytest.fixture

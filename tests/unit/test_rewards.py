@@ -178,6 +178,17 @@ def test_whatever_a_reward_raises_is_named(overlap: bool) -> None:
             assert "raise" in SOURCE[int(line) - 1]
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_reward_that_leaves_beside_wandb(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of wandb replaces `sys.exit` by a function of its own."""
+    from wandb.sdk.lib.exit_hooks import ExitHooks
+
+    monkeypatch.setattr(sys, "exit", sys.exit)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    ExitHooks().hook()
+    test_whatever_a_reward_raises_is_named(overlap)
+
+
 class Gone:
     def __init__(self) -> None:
         sys.exit(0)

@@ -34,8 +34,9 @@ def reason(error: BaseException) -> str:
 def _place(error: BaseException) -> str:
     """Where an exception that says nothing of itself was raised."""
     frames = traceback.extract_tb(error.__traceback__) if isinstance(error, SystemExit) else []
-    places = [f" at {frame.filename}:{frame.lineno}" for frame in frames if "_sitebuiltins" not in frame.filename]
-    return places[-1] if places else ""
+    while frames and (frames[-1].name == "exit" or "_sitebuiltins" in frames[-1].filename):
+        frames.pop()  # the built-in `exit`, and what wandb puts in the place of `sys.exit`
+    return f" at {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
 
 
 def shown(value: Any) -> str:
