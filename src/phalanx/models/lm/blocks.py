@@ -155,13 +155,13 @@ class BlockDiffusionPolicy(LMPolicy):
         """Operations of a pass forward over each sample with all of its states, with the logits of its response."""
         assert samples.lengths is not None, "samples of this policy have lengths"
         lengths, states = samples.lengths.tolist(), self.states(samples.trace).tolist()
-        return [self.states_flops(p + r, n, r) for (p, r), n in zip(lengths, states, strict=True)]
+        return [self.states_flops(p + r, n, r) for (p, r, _), n in zip(lengths, states, strict=True)]
 
     def decode_flops(self, samples: Samples) -> list[float]:
         """Operations of decoding each sample, with its prompt: whole blocks have logits at each look."""
         assert samples.lengths is not None, "samples of this policy have lengths"
         lengths, looks = samples.lengths.tolist(), self.looks(samples.trace).tolist()
-        return [self.states_flops(p + r, n, n * self.size) for (p, r), n in zip(lengths, looks, strict=True)]
+        return [self.states_flops(p + r, n, n * self.size) for (p, r, _), n in zip(lengths, looks, strict=True)]
 
     def states_flops(self, length: int, states: float, logits: float) -> float:
         """Operations of a forward pass over `length` clean tokens and `states` states of them, with `logits` logits."""

@@ -229,7 +229,7 @@ class LMRollout:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
             mask = mask & ~cut[:, None]  # DAPO's overlong filtering: a cut response has no loss
         texts = [drawn.text for drawn in self._drawn]
-        lengths = torch.stack([starts, lengths], 1)
+        lengths = torch.stack([starts, lengths, lengths], 1)
         samples = Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths)
         return self._scored(replace(samples, positions=self._positions(samples)))
 
