@@ -53,6 +53,14 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (LMRLConfig, ("algorithm.name=ppo", "critic.optim.betas=[0.9]"), "critic.optim.betas: [0.9] should be two"),
     (LMRLConfig, ("trainer.critic_warmup=3",), "trainer.critic_warmup: 3 is of a critic"),
     (LMRLConfig, ("critic.optim.lr=1",), "critic.optim.lr: 1.0 is of a critic"),
+    (LMRLConfig, ("environment.path=3",), "environment.path: expected a built-in environment"),
+    (LMRLConfig, ("environment.max_turns=3",), "environment.max_turns: 3 is of an environment; set environment.path"),
+    (
+        LMRLConfig,
+        ("environment.path=a:B", "environment.tool_config_path=t.yaml"),
+        "environment.tool_config_path: t.yaml is beside environment.path",
+    ),
+    (LMRLConfig, ("environment.tools=[calculator]", *BLOCKS, IN_BLOCKS), "environment.path: block diffusion"),
     (
         LMRLConfig,
         ("algorithm.name=ppo", "trainer.critic_warmup=4", "trainer.total_training_steps=3"),
