@@ -83,8 +83,10 @@ class Samples:
     are factors of the policy's term of the loss where another engine drew the samples. `exact`: a replay repeats
     log_prob to the last bit where the rollout's are exact at all; False on all ranks where the shapes have changed
     since. `lengths` [B, 3], on the CPU, are the tokens of each prompt, those behind it, and those of these that were
-    drawn, where samples are made of tokens. `on_policy`: each of them is trained once, by the weights that drew it, so that log_prob is that of the pass
-    that trains it, NaN here. `positions` [B] of each sample in a pass, on the CPU, where those are not its tokens.
+    drawn, where samples are made of tokens. `on_policy`: each of them is trained once, by the weights that drew it, so
+    that log_prob is that of the pass that trains it, NaN here. `positions` [B] of each sample in a pass, on the CPU,
+    where those are not its tokens.
+    `lost` [B] bool, on the CPU: samples that are left out of advantages and loss whatever their reward, None for none.
     `version` [B], on the CPU: the training steps of the weights that drew each, where those may be older than the
     policy's.
     """
@@ -101,6 +103,7 @@ class Samples:
     on_policy: bool = False
     positions: Tensor | None = None
     version: Tensor | None = None
+    lost: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor | None:

@@ -221,15 +221,21 @@ def load_blocks(
 
 def check_layers(lm: Any, path: str) -> None:
     """Raise ValueError, in one line, for a model that cannot look at blocks."""
+    other = other_layers(lm)
+    if other:
+        raise ValueError(
+            f"model.block_size: {path!r} has layers of other kinds ({other[0]}) than attention "
+            "to all that was before; blocks cannot be denoised with it"
+        )
+
+
+def other_layers(lm: Any) -> list[str]:
+    """The kinds of a model's layers that do not attend to all that was before."""
     settings = lm.config.to_dict()
     windows = ["sliding_attention"] if settings.get("sliding_window") else []  # of all layers, in older models
     kinds = settings.get("layer_types") or windows
     other = sorted({kind for kind in kinds if kind != "full_attention"})
-    if other or lm._is_stateful:
-        raise ValueError(
-            f"model.block_size: {path!r} has layers of other kinds ({other[0] if other else 'a state'}) than attention "
-            "to all that was before; blocks cannot be denoised with it"
-        )
+    return other or (["a state"] if lm._is_stateful else [])
 
 
 @torch.no_grad()
