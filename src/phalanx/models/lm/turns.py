@@ -74,6 +74,8 @@ class TurnRenderer:
 
         All are of the user, or some of tools come first, one for each call of the turn.
         """
+        if not messages:
+            raise ValueError("an environment says nothing behind a turn; expected a message, or that it was the last")
         role = messages[0]["role"]
         if role not in self._rules:
             raise ValueError(f"{self._renderer.name} does not render a message of the role {role!r} behind a turn")
