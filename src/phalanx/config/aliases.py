@@ -130,6 +130,17 @@ OF_LANGUAGE_MODELS = {
     "reward.reward_manager.name": "reward.functions, a list",
 }
 
+# verl's and TRL's, in jobs whose language models talk to environments.
+OF_ENVIRONMENTS = {
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path": "environment.tools, a list of file.py:function",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "environment.path, of a class with step(message)",
+    "chat_template_kwargs": "data.chat_template_kwargs",
+    "data.tool_config_path": "environment.tool_config_path",
+    "environment_factory": "environment.path",
+    "max_tool_calling_iterations": "environment.max_turns, which is one more",
+    "tools": "environment.tools",
+}
+
 # Of verl and VeRL-Omni, where the rollout is an engine beside the trainer.
 NOTHING_TO_SET = (
     "actor_rollout_ref.actor.checkpoint.",
@@ -159,6 +170,9 @@ NOTHING_TO_SET = (
     "actor_rollout_ref.rollout.max_num_batched_tokens",
     "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.mode",
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts",
+    "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode",
+    "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template",
     "actor_rollout_ref.rollout.name",
     "actor_rollout_ref.rollout.step_execution",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -183,6 +197,8 @@ def alias(key: str, known: Collection[str]) -> str | None:
     if key.startswith("critic.") and "critic.optim.lr" not in known:
         return None  # of a job that has no critic
     renamed = RENAMED | OF_LANGUAGE_MODELS if "data.max_response_length" in known else RENAMED
+    if "environment.path" in known:
+        renamed = renamed | OF_ENVIRONMENTS
     if key in renamed:
         return f"here it is {renamed[key]}"
     head = max((head for head in PREFIXES if key.startswith(head)), key=len, default=None)

@@ -101,8 +101,9 @@ class ChatRenderer:
         self.name = f"model.path: {path!r}: its chat template"  # for messages
         self._fixed = {"documents": None, **tokenizer.special_tokens_map, "add_generation_prompt": True}
         self._fixed |= data.chat_template_kwargs
+        self._template = template, data.chat_template_date or date.today().isoformat()
         try:
-            self._process = TemplateProcess(template, data.chat_template_date or date.today().isoformat())
+            self._process: TemplateProcess | None = TemplateProcess(*self._template)
         except TemplateProblem as error:
             raise ValueError(f"{self.name} cannot be used: {error}") from error
         try:
@@ -113,16 +114,21 @@ class ChatRenderer:
 
     def text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **variables: Any) -> str:
         """The text of a chat. Raises ValueError, with one line, for one that the template does not render."""
+        if self._process is None:
+            self._process = TemplateProcess(*self._template)
         try:
             return self._process.render({"messages": messages, "tools": tools, **self._fixed, **variables})
         except TemplateProblem as error:
+            self._process = None  # it has ended
             last = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
             chat = f"the prompt {cut(last)!r}, a chat of {_roles(messages)}"
             raise ValueError(f"{self.name} does not render {chat}: {error}") from error
 
     def close(self) -> None:
-        """End the template's process."""
-        self._process.close()
+        """End the template's process; another text starts a new one."""
+        if self._process is not None:
+            self._process.close()
+        self._process = None
 
 
 def _of_template(renderer: ChatRenderer, chats: list[dict[str, Any]]) -> list[str]:

@@ -4,17 +4,21 @@ What the model sampled stays as it was sampled: of a conversation, only what is 
 stands for the model's. Where that turn ends in the tokens of the whole depends on the chat template, and is probed.
 """
 
+import json
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.config.lm import LMDataConfig
 from phalanx.models.lm.chat import ChatRenderer, template_of, with_system_prompt
 
+log = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 # The tokens of a conversation behind a turn of the model, whose conversation up to that turn has the other tokens;
 # None where the rule does not apply.
 Rule = Callable[[list[int], list[int]], list[int] | None]
 _ID = "call{:05d}"  # nine letters and digits, which the templates of Mistral demand
+_TURNS = 64  # that are kept
 _WORDS = ("pebble", "a longer sentence about birch trees")  # of turns that stand for the model's
 
 
@@ -40,17 +44,19 @@ class TurnRenderer:
         self._tokenizer, self._system, self._tools = tokenizer, data.system_prompt, list(tools) or None
         self._ends = frozenset(end_tokens)
         self._renderer = ChatRenderer(template_of(tokenizer, self._tools, path), tokenizer, data, path)
+        self._turns: dict[str, list[int]] = {}  # tokens up to a turn, by what calls and messages it has
         self._rules: dict[str, Rule] = {}  # by the role of the message that follows a turn
-        problem = ""
+        refused = {}
         for role in ("user", "tool") if self._tools else ("user",):
             try:
                 self._rules[role] = self._rule(role, calls)
             except ValueError as error:
-                problem = str(error)
+                refused[role] = str(error)
         needed = "tool" if self._tools else "user"
-        if needed not in self._rules:
+        if needed in refused:
             self.close()
-            raise ValueError(problem)
+            raise ValueError(refused[needed])
+        self._check_tools()
 
     @property
     def roles(self) -> frozenset[str]:
@@ -68,6 +74,8 @@ class TurnRenderer:
 
         All are of the user, or some of tools come first, one for each call of the turn.
         """
+        if not messages:
+            raise ValueError("an environment says nothing behind a turn; expected a message, or that it was the last")
         role = messages[0]["role"]
         if role not in self._rules:
             raise ValueError(f"{self._renderer.name} does not render a message of the role {role!r} behind a turn")
@@ -90,21 +98,33 @@ class TurnRenderer:
 
     def _behind(self, rule: Rule, history: Messages, messages: Messages) -> list[int] | None:
         """The tokens of messages behind a history that ends in a turn of the model."""
-        turn = self._renderer.text(history, self._tools, add_generation_prompt=False)
-        whole = self._renderer.text([*history, *_with_ids(messages)], self._tools)
-        tokens = rule(self._encode(turn.rstrip()), self._encode(whole))  # space behind a turn is of what follows it
+        key = json.dumps(history)
+        if key not in self._turns:
+            if len(self._turns) == _TURNS:  # a policy may call tools by any name
+                self._turns.clear()
+            turn = self._renderer.text(history, self._tools, add_generation_prompt=False)
+            self._turns[key] = self._encode(turn.rstrip())  # space behind a turn is of what follows it
+        whole = self._encode(self._renderer.text([*history, *_with_ids(messages)], self._tools))
+        tokens = rule(self._turns[key], whole)
         # some models end a turn by the token that begins what follows
         return tokens[1:] if tokens and tokens[0] in self._ends else tokens
 
     def _rule(self, role: str, calls: int) -> Rule:
         """The first rule that is right for messages of a role behind a turn."""
-        rules: list[Rule] = [_counted(token) for token in sorted(self._ends)]
+        rules = [_counted(token, extra) for extra in (0, 1) for token in sorted(self._ends)]
         for rule in (*rules, _continued):
             if all(self._is_right(rule, role, count) for count in range(1, calls + 1 if role == "tool" else 2)):
                 return rule
+        probe = self._probe(role, 1, 0)
+        text = self._renderer.text([*_history(probe, 0), *_with_ids(probe)], self._tools)
+        if probe[0]["content"] not in text:
+            raise ValueError(
+                f"{self._renderer.name} leaves out the text of a message of the role {role!r} behind a turn; expected "
+                "one that renders it"
+            )
         raise ValueError(
-            f"{self._renderer.name} renders what follows a turn in another way when the turn has other words; expected "
-            f"one whose text of a message of the role {role!r} depends on that message"
+            f"{self._renderer.name} renders a message of the role {role!r} in another way behind another turn; "
+            "expected one whose text of a message does not depend on what was said before"
         )
 
     def _is_right(self, rule: Rule, role: str, count: int) -> bool:
@@ -119,6 +139,17 @@ class TurnRenderer:
         longer = [*_history(first, 0), *_with_ids(first), *_history(second, 1)[1:], *_with_ids(second)]
         whole = self._encode(self._renderer.text(longer, self._tools))
         return whole[len(whole) - len(tokens) :] == tokens
+
+    def _check_tools(self) -> None:
+        """Warn of a template that does not tell the model of its tools."""
+        text = self._renderer.text([{"role": "user", "content": "A question."}], self._tools)
+        silent = [tool["function"]["name"] for tool in self._tools or () if tool["function"]["name"] not in text]
+        if silent:
+            log.warning(
+                "%s writes no tools into a prompt; describe %s in data.system_prompt, with how they are called",
+                self._renderer.name,
+                ", ".join(silent),
+            )
 
     def _probe(self, role: str, count: int, number: int) -> Messages:
         """Messages that follow a turn."""
@@ -139,7 +170,7 @@ def _history(messages: Messages, words: int) -> Messages:
             calls.append({"type": "function", "id": message["tool_call_id"], "function": function})
     turn: dict[str, Any] = {"role": "assistant", "content": _WORDS[words]}
     if calls:
-        turn = {"role": "assistant", "content": _WORDS[1] if words else "", "tool_calls": calls}
+        turn |= {"content": "", "tool_calls": calls}
     return [{"role": "user", "content": "A question."}, turn]
 
 
@@ -152,14 +183,14 @@ def _with_ids(messages: Messages) -> Messages:
     return given
 
 
-def _counted(end: int) -> Rule:
+def _counted(end: int, extra: int) -> Rule:
     """Behind as many of these end tokens as there are up to the turn: what a template adds to its last turn plays no
-    part.
+    part. `extra`: how many it adds behind the last.
     """
 
     def rule(turn: list[int], whole: list[int]) -> list[int] | None:
-        left = turn.count(end)
-        if left == 0:
+        left = turn.count(end) - extra
+        if left <= 0:
             return None
         for place, token in enumerate(whole):
             left -= token == end
