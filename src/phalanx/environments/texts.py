@@ -67,6 +67,9 @@ def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Mess
 
 def turn_of(value: Any, most_tokens: int, side: str, what: str) -> Turn:
     """The Turn that `step` returned in one of its forms. Raises Odd for any other."""
+    messages: Any
+    reward: Any
+    done: Any
     if isinstance(value, Turn):
         messages, reward, done = value.messages, value.reward, value.done
     elif isinstance(value, dict) and "role" not in value:
