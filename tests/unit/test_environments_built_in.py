@@ -4,9 +4,13 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from phalanx.config import ConfigError
+from phalanx.config.environment import EnvironmentConfig
+from phalanx.environments import Conversation, Environments, Turn
 from phalanx.environments.built_in.calculator import Calculator
 from phalanx.environments.built_in.python import Python
 
@@ -123,3 +127,45 @@ def test_python_has_limits(code: str, end: str) -> None:
     if sys.platform.startswith("linux") and children.exists():
         running = [Path(f"/proc/{pid}/cmdline").read_text() for pid in children.read_text().split()]
         assert not [line for line in running if "_child.py" in line], "no process stays behind"
+
+
+def answer(conversation: Conversation, text: str) -> Turn:
+    return conversation.hear({"role": "assistant", "content": f"<answer>{text}</answer>"}).result(30)
+
+
+def test_reasoning_gym_has_a_problem_for_each_group() -> None:
+    cfg = EnvironmentConfig(path="reasoning_gym", kwargs={"task": "chain_sum", "attempts": 2}, num_workers=2)
+    environments = Environments(cfg)
+    assert environments.tools() == []
+    problems = []
+    for seed in (3, 3, 2**62 + 4):
+        conversation = environments.open({"prompt": "Solve."}, seed, 0)
+        problems.append(conversation.reset().result(30)[0]["content"])
+    assert problems[0] == problems[1] != problems[2]
+    assert problems[0].startswith("\n\nState the final answer to the following arithmetic problem: ")
+    value = eval(problems[2].partition(": ")[2].removesuffix(" ="))
+    wrong = answer(conversation, str(value + 1))
+    assert not wrong.done
+    assert wrong.messages[0]["content"] == "This is not the right answer; you have 1 attempt left."
+    right = answer(conversation, str(value))
+    assert right.done
+    assert wrong.reward + right.reward == 1
+    assert conversation.reward().result(30) == 1
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({}, "environment.kwargs: ReasoningGym(**kwargs): missing a required argument: 'task'"),
+        (
+            {"task": "chainsum"},
+            "environment.kwargs: ReasoningGym: there is no task 'chainsum'; did you mean chain_sum?",
+        ),
+        ({"task": "chain_sum", "settings": {"terms": 2}}, "environment.kwargs: ReasoningGym: task chain_sum with "),
+        ({"task": "chain_sum", "attempts": 0}, "environment.kwargs: ReasoningGym: attempts=0 should be at least 1"),
+    ],
+)
+def test_reasoning_gym_names_mistakes(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Environments(EnvironmentConfig(path="reasoning_gym", kwargs=kwargs))
+    assert str(error.value).startswith(message)

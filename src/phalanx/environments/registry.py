@@ -10,6 +10,7 @@ from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import ConfigError, nearest
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.environments.tools import Tool, function_tool, method_tool
+from phalanx.environments.verl import VerlTools, load_tools
 
 BUILT_IN = "phalanx.environments.built_in"
 COLUMN = "environment"  # of the data, with the name of a row's environment
@@ -38,6 +39,12 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
     for i, path in enumerate(cfg.tools):
         tools = _stateless(path, f"environment.tools[{i}]")
         _add(extra, tools, f"environment.tools[{i}]")
+    if cfg.tool_config_path is not None:
+        shared = load_tools(cfg.tool_config_path)
+        tools = dict(shared.callable)
+        _add(tools, extra, "environment.tools")
+        hooks = frozenset({"reset", "get_reward", "close"})
+        return {None: Kind("environment.tool_config_path", lambda: VerlTools(shared), tools, hooks, None)}
     if cfg.path is None:
         return {None: Kind("environment.tools", Stateless, extra, frozenset(), None)}
     if isinstance(cfg.path, str):

@@ -1,6 +1,7 @@
 """Tool: Python, in a confined process for each call."""
 
 import json
+import os
 import select
 import signal
 import subprocess
@@ -90,7 +91,7 @@ class Python:
             left = deadline - time.monotonic()
             if left <= 0 or not poll.poll(1000 * left):
                 return output, f"it ran longer than {_PATIENCE * self._timeout_s} seconds"
-            part = child.stdout.read1()
+            part = os.read(child.stdout.fileno(), 2**16)
             if not part:
                 return output, self._end(child.wait())
             output += part
