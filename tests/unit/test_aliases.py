@@ -52,6 +52,8 @@ VERL = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "rollout.val.top_p",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "environment.max_turns",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "environment.tool_config_path",
     "actor_rollout_ref.actor.optim.lr": "optim.lr",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps, a number of updates",
     "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_loss_coef",

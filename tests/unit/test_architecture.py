@@ -49,7 +49,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "pyarrow": ("data",),
     "rapidfuzz": ("rewards.image.ocr", "rewards.judge.vlm_ocr"),
     "rapidocr": ("rewards.image.ocr",),
-    "reasoning_gym": ("rewards.text._child", "jobs.prepare_data"),
+    "reasoning_gym": ("environments.built_in.reasoning_gym", "rewards.text._child", "jobs.prepare_data"),
     "torch.utils.tensorboard": ("telemetry.loggers.tensorboard",),
     "transformers": (
         "environments.tools",

@@ -113,6 +113,16 @@ OF_LANGUAGE_MODELS = {
     "actor_rollout_ref.actor.use_torch_compile": "model.compile",
     "actor_rollout_ref.rollout.free_cache_engine": "rollout.sleep",
     "actor_rollout_ref.rollout.max_model_len": "data.max_prompt_length and data.max_response_length",
+    "actor_rollout_ref.rollout.multi_turn.enable": "environment.path or environment.tools, null and [] without turns",
+    "actor_rollout_ref.rollout.multi_turn.format": "environment.format",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "environment.max_turns",
+    "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": "environment.max_calls_per_turn",
+    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "environment.max_observation_length, in tokens",
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "environment.max_turns",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "environment.tool_config_path",
+    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
+        "environment.truncate_side, the part that is left out: left there is right here"
+    ),
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",

@@ -10,6 +10,7 @@ from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import ConfigError, nearest
 from phalanx.config.registry import known_modules, object_forms, resolve_object
 from phalanx.environments.tools import Tool, function_tool, method_tool
+from phalanx.environments.verl import VerlTools, load_tools
 
 BUILT_IN = "phalanx.environments.built_in"
 COLUMN = "environment"  # of the data, with the name of a row's environment
@@ -38,6 +39,12 @@ def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
     for i, path in enumerate(cfg.tools):
         tools = _stateless(path, f"environment.tools[{i}]")
         _add(extra, tools, f"environment.tools[{i}]")
+    if cfg.tool_config_path is not None:
+        shared = load_tools(cfg.tool_config_path)
+        tools = dict(shared.callable)
+        _add(tools, extra, "environment.tools")
+        hooks = frozenset({"reset", "get_reward", "close"})
+        return {None: Kind("environment.tool_config_path", lambda: VerlTools(shared), tools, hooks, None)}
     if cfg.path is None:
         return {None: Kind("environment.tools", Stateless, extra, frozenset(), None)}
     if isinstance(cfg.path, str):
@@ -92,6 +99,8 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
     except TypeError as error:
         names = ", ".join(inspect.signature(factory).parameters) or "none"
         raise ConfigError(f"{kwargs_key}: {label}(**kwargs): {error}; its kwargs: {names}") from None
+    if ":" not in path:
+        _made(factory, kwargs, kwargs_key)  # a mistake is told before the job begins
     return Kind(label, lambda: factory(**kwargs), tools, hooks, _taken(factory) if "reset" in hooks else None)
 
 
@@ -111,17 +120,25 @@ def _built_in(name: str, key: str) -> Any:
     return vars(importlib.import_module(f"{BUILT_IN}.{name}"))["".join(map(str.capitalize, name.split("_")))]
 
 
+def _made(factory: type, kwargs: dict[str, Any], key: str) -> Any:
+    """An instance of a built-in class."""
+    try:
+        return factory(**kwargs)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {factory.__name__}: {error}") from None
+
+
 def _stateless(path: str, key: str) -> dict[str, Tool]:
     """The tools of an entry of environment.tools."""
     if ":" not in path:
         factory = _built_in(path, key)
         if any(_has(factory, hook) for hook in HOOKS):
             raise ConfigError(f"{key}={path!r} is an environment; give it as environment.path")
-        instance = factory()
+        instance = _made(factory, {}, key)
         functions = [getattr(instance, name) for name in _public(factory)]
         return {function.__name__: function_tool(function, key) for function in functions}
     function = resolve_object(path, key, "function")
-    if isinstance(function, type) or not callable(function):
+    if not inspect.isfunction(function) and not inspect.ismethod(function):
         what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
         raise ConfigError(f"{key}={path!r} is {what}; expected a function, as environment.path takes classes")
     tool = function_tool(function, key)
@@ -151,7 +168,9 @@ def _public(factory: type) -> list[str]:
 
 
 def _taken(factory: type) -> frozenset[str] | None:
-    parameters = inspect.signature(vars(factory)["reset"] if "reset" in vars(factory) else factory.reset).parameters
+    """The names of what reset takes of a row; None where it takes all."""
+    reset = next(vars(base)["reset"] for base in factory.__mro__ if "reset" in vars(base))
+    parameters = inspect.signature(reset).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return frozenset(parameters)

@@ -1,4 +1,4 @@
-"""What an environment returns, as text and messages for the model."""
+"""Values that an environment returns, as text and messages for the model."""
 
 import json
 import numbers
@@ -19,7 +19,7 @@ class Odd(Exception):
 
 
 def text_of(value: Any, most_tokens: int, side: str) -> str:
-    """What a tool returned, as a text that a tokenizer takes, cut where it is certainly longer than `most_tokens`."""
+    """The value that a tool returned, as a text that a tokenizer takes, cut where it is certainly longer than `most_tokens`."""
     if isinstance(value, str):
         text = value
     elif value is None:
@@ -67,6 +67,9 @@ def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Mess
 
 def turn_of(value: Any, most_tokens: int, side: str, what: str) -> Turn:
     """The Turn that `step` returned in one of its forms. Raises Odd for any other."""
+    messages: Any
+    reward: Any
+    done: Any
     if isinstance(value, Turn):
         messages, reward, done = value.messages, value.reward, value.done
     elif isinstance(value, dict) and "role" not in value:
@@ -109,7 +112,7 @@ def number_of(value: Any, what: str) -> float:
 
 
 def reward_of(value: Any, what: str) -> float | dict[str, float] | None:
-    """What `get_reward` returned. Raises Odd for what is no number, dict of numbers or None."""
+    """The reward that `get_reward` returned. Raises Odd for what is no number, dict of numbers or None."""
     if isinstance(value, dict):
         rewards = {}
         for name, part in value.items():

@@ -64,7 +64,7 @@ def method_tool(kind: type, name: str, key: str) -> Tool:
 
 def function_tool(function: Callable[..., Any], key: str) -> Tool:
     """A function without a state as a tool."""
-    name = function.__name__ if inspect.isfunction(function) else type(function).__name__
+    name = function.__name__
     return _tool(function, name, name, key, lambda _, arguments: function(**arguments))
 
 
