@@ -187,6 +187,26 @@ def test_what_a_tool_raises_is_read(file: Path) -> None:
     assert environments.check() is None
 
 
+def test_instances_are_closed(file: Path) -> None:
+    path = file.with_name("closing.py")
+    path.write_text(
+        'import time\nCLOSED = []\nclass Closing:\n    def look(self) -> str:\n        """Looks."""\n'
+        "    def close(self):\n        time.sleep(0.3)\n        CLOSED.append(1)\n        raise OSError('busy')\n"
+    )
+    environments, conversation = opened(path, "Closing", max_error_fraction=1.0)
+    conversation.reset().result(5)
+    conversation.close()
+    conversation.close()
+    assert environments.check() is None
+    environments.close()
+    from phalanx_user_closing import CLOSED  # type: ignore[import-not-found]
+
+    assert CLOSED == [1]
+    problem = environments.check()
+    assert problem is not None
+    assert problem.startswith("environment Closing: close raised OSError: busy, at ")
+
+
 def test_on_error_end_and_fail(file: Path) -> None:
     _, conversation = opened(file, on_error="end")
     conversation.reset().result(5)
