@@ -360,6 +360,12 @@ def test_the_environment_examples(examples: Path) -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
     assert f"`{texts[4]}`" in page
     assert shop.reward().result(9) == pytest.approx(1 / 3)
+    environments = Environments(EnvironmentConfig(path="environments/review.py:solve", kwargs={"rounds": 1}))
+    review = environments.open({"prompt": [{"role": "user", "content": "Write."}]}, 5, 0)
+    assert review.reset().result(9) == []
+    drafts = [review.hear({"role": "assistant", "content": text}).result(9) for text in ("long text", "text")]
+    assert [turn.messages for turn in drafts] == [[{"role": "user", "content": "Shorten it."}], []]
+    assert review.reward().result(9) == 1
 
 
 @pytest.mark.parametrize(

@@ -161,19 +161,19 @@ def test_results_become_texts_of_a_limited_length(file: Path) -> None:
     _, conversation = opened(file, max_observation_length=4)
     conversation.reset().result(5)
     start = time.perf_counter()
-    long, table = heard(conversation, call("long"), call("table"))
+    long, table, digits = heard(conversation, call("long"), call("table"), call("digits"))
     assert long == "a" * 63 + "z"
     assert table == '{"ä": [1, 2], "half": "?"}'
+    assert digits == "an integer of 5001 digits or so"
     assert time.perf_counter() - start < 2
 
 
 def test_what_a_tool_raises_is_read(file: Path) -> None:
     environments, conversation = opened(file)
     conversation.reset().result(5)
-    fail, leave, digits = heard(conversation, call("fail"), call("leave"), call("digits"))
+    fail, leave = heard(conversation, call("fail"), call("leave"))
     assert fail == "error: KeyError: 'no such thing'"
     assert leave.startswith("error: SystemExit: 3")
-    assert digits.startswith("error: ValueError: Exceeds the limit (4300 digits)")
     assert conversation.ended is None
     assert heard(conversation, call("add", amount=1)) == ["1"]
     assert conversation.problem is not None
@@ -185,6 +185,26 @@ def test_what_a_tool_raises_is_read(file: Path) -> None:
     with pytest.raises(EnvironmentFailure, match=r'"Count\."; so or in another way 1 of 1 samples of this rank failed'):
         environments.check()
     assert environments.check() is None
+
+
+def test_instances_are_closed(file: Path) -> None:
+    path = file.with_name("closing.py")
+    path.write_text(
+        'import time\nCLOSED = []\nclass Closing:\n    def look(self) -> str:\n        """Looks."""\n'
+        "    def close(self):\n        time.sleep(0.3)\n        CLOSED.append(1)\n        raise OSError('busy')\n"
+    )
+    environments, conversation = opened(path, "Closing", max_error_fraction=1.0)
+    conversation.reset().result(5)
+    conversation.close()
+    conversation.close()
+    assert environments.check() is None
+    environments.close()
+    from phalanx_user_closing import CLOSED  # type: ignore[import-not-found]
+
+    assert CLOSED == [1]
+    problem = environments.check()
+    assert problem is not None
+    assert problem.startswith("environment Closing: close raised OSError: busy, at ")
 
 
 def test_on_error_end_and_fail(file: Path) -> None:

@@ -255,7 +255,7 @@ def test_a_reset_that_lacks_a_column_fails(file: Path) -> None:
 MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"path": "calculater"}, "environment.path='calculater' is not built in; did you mean calculator? built in: "),
     ({"path": "FILE:Rome"}, "has no 'Rome'; did you mean Room?"),
-    ({"path": "FILE:double"}, "is of type function; expected a class"),
+    ({"path": "FILE:double"}, "is of type function; expected a class, or an async function"),
     ({"path": "FILE:Nothing"}, "environment.path: Nothing has neither tools, which are public methods"),
     ({"path": "FILE:Untyped"}, "environment.path: the tool Untyped.look: Argument where is missing a type hint"),
     ({"path": "FILE:Undocumented"}, "environment.path: the tool Undocumented.look: Cannot generate JSON schema"),

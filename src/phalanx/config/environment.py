@@ -13,8 +13,8 @@ class EnvironmentConfig:
 
     path: Any = arg(
         None,
-        "environment: a built-in one, module:Class or path/to/file.py:Class; or a section of such by their names, of "
-        "which the data's column environment has one; null: none",
+        "environment: a built-in one, module:Class or path/to/file.py:Class, or an async function there; or a section "
+        "of such by their names, of which the data's column environment has one; null: none",
     )
     kwargs: dict[str, Any] = arg({}, "keyword arguments of its class; of a section of environments, by their names")
     tools: list[str] = arg([], "functions without a state as tools: built-in ones, module:function or file.py:function")

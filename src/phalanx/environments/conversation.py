@@ -77,8 +77,9 @@ class Conversation:
     async def _step(self, message: Message) -> Turn:
         self.calls += 1
         side, most = self._cfg.truncate_side, self._cfg.max_observation_length
+        content = message if self._kind.whole else message["content"]
         outcome = await self._call(
-            "step", lambda: self._instance.step(message["content"]), lambda value: turn_of(value, most, side, "step")
+            "step", lambda: self._instance.step(content), lambda value: turn_of(value, most, side, "step")
         )
         if outcome is None:
             return Turn(done=True)

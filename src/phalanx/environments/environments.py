@@ -18,7 +18,7 @@ class Environments:
         self._cfg = cfg
         self._kinds = build_kinds(cfg)
         self._pool = Pool(cfg.num_workers, cfg.timeout_s)
-        self._conversations: list[Conversation] = []  # since the last `check`
+        self._conversations: list[Conversation] = []  # that no `check` has counted
 
     @property
     def names(self) -> list[str | None]:
@@ -45,9 +45,14 @@ class Environments:
 
     def check(self) -> str | None:
         """The first failure since the last check, None without one. Raises EnvironmentFailure where a larger part of
-        the conversations than environment.max_error_fraction had one.
+        the conversations than environment.max_error_fraction had one. Those that still close count next time.
         """
-        conversations, self._conversations = self._conversations, []
+        closing = [each for each in self._conversations if each.closed is not None and not each.closed.done()]
+        conversations = [each for each in self._conversations if each not in closing]
+        self._conversations = closing
+        for conversation in conversations:
+            if conversation.closed is not None:
+                conversation.closed.result()  # raises where on_error says so
         failed = [conversation for conversation in conversations if conversation.failures]
         if not failed:
             return None

@@ -1,5 +1,6 @@
 """From the section `environment` to classes and tools; every mistake is a ConfigError that names the key."""
 
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -9,12 +10,13 @@ from typing import Any
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import ConfigError, nearest
 from phalanx.config.registry import known_modules, object_forms, resolve_object
+from phalanx.environments.harness import Harness
 from phalanx.environments.tools import Tool, function_tool, method_tool
 from phalanx.environments.verl import VerlTools, load_tools
 
 BUILT_IN = "phalanx.environments.built_in"
 COLUMN = "environment"  # of the data, with the name of a row's environment
-HOOKS = ("reset", "step", "get_reward", "close")  # methods of an environment that are no tools
+HOOKS = ("reset", "step", "solve", "get_reward", "close")  # methods of an environment that are no tools
 Key = str | None  # the name of an environment; None where there is only one
 
 
@@ -31,6 +33,7 @@ class Kind:
     tools: Mapping[str, Tool]
     hooks: frozenset[str]  # those of HOOKS that it has
     takes: frozenset[str] | None  # what reset takes of a row; None: all
+    whole: bool = False  # step reads the whole message of a turn, not only its text
 
 
 def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
@@ -81,7 +84,11 @@ def kind_of(row: Mapping[str, Any], kinds: Mapping[Key, Kind]) -> Kind:
 
 
 def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, kwargs_key: str) -> Kind:
-    factory = _class(path, key)
+    factory = _resolved(path, key)
+    if not isinstance(factory, type):
+        return _harness(factory, functools.partial(factory, **kwargs), kwargs, extra, kwargs_key)
+    if _has(factory, "solve"):
+        return _harness(factory, None, kwargs, extra, kwargs_key)
     label = factory.__name__
     hooks = frozenset(name for name in HOOKS if _has(factory, name))
     tools = {} if "step" in hooks else {name: method_tool(factory, name, key) for name in _public(factory)}
@@ -90,25 +97,51 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
             f"{key}: {label} has neither tools, which are public methods with type hints and a docstring, nor step"
         )
     _add(tools, extra, key)
-    if "step" in hooks and tools:
+    if "step" in hooks and extra:
         raise ConfigError(
             f"{key}: {label} reads turns by step, so that nobody would call environment.tools; leave them out"
         )
-    try:
-        inspect.signature(factory).bind(**kwargs)
-    except TypeError as error:
-        names = ", ".join(inspect.signature(factory).parameters) or "none"
-        raise ConfigError(f"{kwargs_key}: {label}(**kwargs): {error}; its kwargs: {names}") from None
+    _check_kwargs(factory, kwargs, kwargs_key)
     if ":" not in path:
         _made(factory, kwargs, kwargs_key)  # a mistake is told before the job begins
     return Kind(label, lambda: factory(**kwargs), tools, hooks, _taken(factory) if "reset" in hooks else None)
 
 
-def _class(path: str, key: str) -> type:
-    """The class that a path or a built-in name stands for."""
+def _harness(
+    factory: Any, solve: Callable[..., Any] | None, kwargs: dict[str, Any], extra: dict[str, Tool], kwargs_key: str
+) -> Kind:
+    """The environment of a user's own loop: a class with the method solve, or that function."""
+    label = factory.__name__
+    if solve is None:
+        _check_kwargs(factory, kwargs, kwargs_key)
+    else:
+        _check_kwargs(factory, kwargs, kwargs_key, "chat", "row")
+
+    def make() -> Harness:
+        return Harness(factory(**kwargs).solve if solve is None else solve)
+
+    return Kind(label, make, extra, frozenset({"reset", "step", "get_reward"}), None, whole=True)
+
+
+def _check_kwargs(factory: Callable[..., Any], kwargs: dict[str, Any], key: str, *arguments: str) -> None:
+    """Raise ConfigError where a class or function cannot be called with the arguments and kwargs."""
+    label, signature = factory.__name__, inspect.signature(factory)
+    try:
+        signature.bind(*arguments, **kwargs)
+    except TypeError as error:
+        names = ", ".join(list(signature.parameters)[len(arguments) :]) or "none"
+        raise ConfigError(
+            f"{key}: {label}({', '.join((*arguments, '**kwargs'))}): {error}; its kwargs: {names}"
+        ) from None
+
+
+def _resolved(path: str, key: str) -> Any:
+    """The class, or the function solve, that a path or a built-in name stands for."""
     factory = resolve_object(path, key, "class") if ":" in path else _built_in(path, key)
-    if not isinstance(factory, type):
-        raise ConfigError(f"{key}={path!r} is of type {type(factory).__name__}; expected a class")
+    solve = _method(factory, "solve") if isinstance(factory, type) and _has(factory, "solve") else factory
+    if not isinstance(solve, type) and not inspect.iscoroutinefunction(solve):
+        what = f"{factory.__name__}.solve" if isinstance(factory, type) else f"of type {type(factory).__name__}"
+        raise ConfigError(f"{key}={path!r} is {what}; expected a class, or an async function solve(chat, row)")
     return factory
 
 
@@ -152,6 +185,10 @@ def _add(tools: dict[str, Tool], more: Mapping[str, Tool], key: str) -> None:
         tools[name] = tool
 
 
+def _method(factory: type, name: str) -> Any:
+    return next(vars(base)[name] for base in factory.__mro__ if name in vars(base))
+
+
 def _has(factory: type, name: str) -> bool:
     return any(name in vars(base) for base in factory.__mro__)
 
@@ -169,8 +206,7 @@ def _public(factory: type) -> list[str]:
 
 def _taken(factory: type) -> frozenset[str] | None:
     """The names of what reset takes of a row; None where it takes all."""
-    reset = next(vars(base)["reset"] for base in factory.__mro__ if "reset" in vars(base))
-    parameters = inspect.signature(reset).parameters
+    parameters = inspect.signature(_method(factory, "reset")).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return frozenset(parameters)

@@ -1,6 +1,7 @@
 """Values that an environment returns, as text and messages for the model."""
 
 import json
+import math
 import numbers
 from typing import Any
 
@@ -8,6 +9,7 @@ from phalanx.config.messages import cut
 from phalanx.environments.base import Message, Turn
 
 _CHARACTERS = 16  # of a token at most, by which texts are cut before anything is tokenized
+_MOST_BITS = 10_000  # of an integer that is written; Python refuses 4300 digits and more
 _TURN_KEYS = {"messages", "observation", "observations", "reward", "done"}
 _TURNS = (
     "expected a Turn, a text, a list of messages, a dict with messages, reward and done, or (messages, reward, done)"
@@ -19,11 +21,13 @@ class Odd(Exception):
 
 
 def text_of(value: Any, most_tokens: int, side: str) -> str:
-    """The value that a tool returned, as a text that a tokenizer takes, cut where it is certainly longer than `most_tokens`."""
+    """The value that a tool returned, as a text that a tokenizer takes, cut where it has certainly more tokens."""
     if isinstance(value, str):
         text = value
     elif value is None:
         text = ""
+    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        text = f"an integer of {math.ceil(value.bit_length() * math.log10(2))} digits or so"
     elif isinstance(value, dict | list | tuple | bool | int | float):
         text = json.dumps(value, ensure_ascii=False, default=str)
     else:

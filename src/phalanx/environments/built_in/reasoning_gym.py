@@ -63,22 +63,26 @@ def _check_task(task: str, settings: str) -> None:
     """Raise ValueError for a task or settings that there are not."""
     if find_spec("reasoning_gym") is None:
         raise ValueError("it needs reasoning-gym, which is not installed; pip install 'phalanx[reasoning-gym]'")
+    import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     if task not in DATASETS:
         raise ValueError(f"there is no task {cut(task, 60)!r}{nearest(task, list(DATASETS))}")
     try:
-        _problem(task, json.loads(settings), 0)
+        entry = _problem(task, json.loads(settings), 0)
+        plain = json.loads(json.dumps(entry))
+        score = reasoning_gym.get_score_answer_fn(task)
+        survives = score(entry["answer"], plain) == score(entry["answer"], entry)
     except Exception as error:  # each task says in its own way what it does not take
         raise ValueError(f"task {task} with {settings}: {reason(error)}") from error
+    if not survives:
+        raise ValueError(f"task {task}: its verifier does not take problems that JSON has held")
 
 
 def _problem(task: str, settings: dict[str, Any], seed: int) -> dict[str, Any]:
-    """A problem, as JSON holds it for the verifier's process."""
+    """A problem of a task."""
     import reasoning_gym
 
     # some tasks give their seed to a generator of 32 bits
-    entry: dict[str, Any] = json.loads(
-        json.dumps(reasoning_gym.create_dataset(task, **settings, seed=seed % 2**31, size=1)[0])
-    )
+    entry: dict[str, Any] = reasoning_gym.create_dataset(task, **settings, seed=seed % 2**31, size=1)[0]
     return entry
