@@ -8,8 +8,9 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
 from datetime import date
 from functools import cache
@@ -114,15 +115,24 @@ class ChatRenderer:
 
     def text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **variables: Any) -> str:
         """The text of a chat. Raises ValueError, with one line, for one that the template does not render."""
+        (text,) = self.texts([{"messages": messages, "tools": tools, **variables}])
+        return text
+
+    def texts(self, chats: list[dict[str, Any]]) -> list[str]:
+        """The texts of chats, as in `text`."""
         if self._process is None:
             self._process = TemplateProcess(*self._template)
+        texts: list[str] = []
         try:
-            return self._process.render({"messages": messages, "tools": tools, **self._fixed, **variables})
+            for text in self._process.render([self._fixed | chat for chat in chats]):
+                texts.append(text)
         except TemplateProblem as error:
             self._process = None  # it has ended
+            messages = chats[len(texts)]["messages"]
             last = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
             chat = f"the prompt {cut(last)!r}, a chat of {_roles(messages)}"
             raise ValueError(f"{self.name} does not render {chat}: {error}") from error
+        return texts
 
     def close(self) -> None:
         """End the template's process; another text starts a new one."""
@@ -133,7 +143,7 @@ class ChatRenderer:
 
 def _of_template(renderer: ChatRenderer, chats: list[dict[str, Any]]) -> list[str]:
     """The texts of chats, all by one template, which is also tried with other chats of the same roles."""
-    texts = [renderer.text(**chat) for chat in chats]
+    texts = renderer.texts(chats)
     probes = 0
     for roles in dict.fromkeys(tuple(message["role"] for message in chat["messages"]) for chat in chats):
         if not _PROBED.issuperset(roles) or probes == _PROBES:
@@ -183,39 +193,51 @@ class TemplateProcess:
         given = sandbox.environment() | {"PYTHONHASHSEED": "0"}
         pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         self._child = subprocess.Popen(command, text=True, encoding="utf-8", env=given, **pipes)
-        self.variables, missing = self._ask([template, day], 2)  # that the template reads
+        (self.variables, missing), *_ = self._ask([[template, day]])  # that the template reads
         if missing:
             _tell_missing(" and no ".join(missing))
 
-    def render(self, variables: dict[str, Any]) -> str:
-        """The text of a chat."""
-        (text,) = self._ask(variables, 1)
-        return str(text)
+    def render(self, chats: Sequence[dict[str, Any]]) -> Iterator[str]:
+        """The texts of chats."""
+        for (text,) in self._ask(chats):
+            yield str(text)
 
     def close(self) -> None:
         """End the process."""
         self._child.communicate()
 
-    def _ask(self, question: Any, values: int) -> list[Any]:
-        """The values of an answer."""
-        assert self._child.stdin is not None and self._child.stdout is not None
-        with suppress(BrokenPipeError):  # it has ended: see below
-            self._child.stdin.write(json.dumps(question) + "\n")
-            self._child.stdin.flush()
-        answer = self._child.stdout.readline()
-        if answer.endswith("\n"):  # else it is a part of one
-            problem, *rest = json.loads(answer)
+    def _ask(self, questions: Sequence[Any]) -> Iterator[list[Any]]:
+        """The values of each answer. A thread writes, so that the process always has a question to work at."""
+        assert self._child.stdout is not None
+        writer = threading.Thread(target=self._write, args=(questions,), daemon=True)
+        writer.start()
+        for _ in questions:
+            answer = self._child.stdout.readline()
+            # else it is a part of one
+            problem, *values = json.loads(answer) if answer.endswith("\n") else [""]
             if problem is None:
-                return list(rest)
-            self.close()
-            raise TemplateProblem(problem)
-        _, errors = self._child.communicate()
+                yield values
+                continue
+            writer.join()  # the process ends
+            _, errors = self._child.communicate()
+            raise TemplateProblem(problem or self._end(errors))
+        writer.join()
+
+    def _write(self, questions: Sequence[Any]) -> None:
+        assert self._child.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, which its answers show
+            for question in questions:
+                self._child.stdin.write(json.dumps(question) + "\n")
+            self._child.stdin.flush()
+
+    def _end(self, errors: str) -> str:
+        """Why the process has ended without an answer."""
         code = self._child.returncode
         late = code in (-signal.SIGPROF, -signal.SIGXCPU)
         problem = f"it takes more than {SECONDS:g} s" if late else f"its process ended with {code}"
         if errors.strip():
             problem += f" ({errors.strip().splitlines()[-1]})"
-        raise TemplateProblem(problem)
+        return problem
 
 
 @cache
