@@ -144,7 +144,6 @@ OF_LANGUAGE_MODELS = {
 # verl's and TRL's, in jobs whose language models talk to environments.
 OF_ENVIRONMENTS = {
     "actor_rollout_ref.rollout.multi_turn.function_tool_path": "environment.tools, a list of file.py:function",
-    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "environment.path, of a class with step(message)",
     "chat_template_kwargs": "data.chat_template_kwargs",
     "data.tool_config_path": "environment.tool_config_path",
     "environment_factory": "environment.path",
@@ -181,6 +180,7 @@ NOTHING_TO_SET = (
     "actor_rollout_ref.rollout.max_num_batched_tokens",
     "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.mode",
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts",
     "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode",
     "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template",
     "actor_rollout_ref.rollout.name",
