@@ -53,6 +53,29 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (LMRLConfig, ("algorithm.name=ppo", "critic.optim.betas=[0.9]"), "critic.optim.betas: [0.9] should be two"),
     (LMRLConfig, ("trainer.critic_warmup=3",), "trainer.critic_warmup: 3 is of a critic"),
     (LMRLConfig, ("critic.optim.lr=1",), "critic.optim.lr: 1.0 is of a critic"),
+    (LMRLConfig, ("environment.path=3",), "environment.path: expected a built-in environment"),
+    (LMRLConfig, ("environment.max_turns=3",), "environment.max_turns: 3 is of an environment; set environment.path"),
+    (
+        LMRLConfig,
+        ("environment.path=a:B", "environment.tool_config_path=t.yaml"),
+        "environment.tool_config_path: t.yaml is beside environment.path",
+    ),
+    (LMRLConfig, ("environment.tools=[calculator]", *BLOCKS, IN_BLOCKS), "environment.path: block diffusion"),
+    (
+        LMRLConfig,
+        ("environment.tools=[calculator]", "rollout.engine=vllm"),
+        "rollout.engine: vllm draws samples of one turn; with an environment expected rollout.engine=policy",
+    ),
+    (
+        LMRLConfig,
+        ("environment.tools=[calculator]", "rollout.stop_token_ids=[3]"),
+        "rollout.stop: with an environment a turn ends by an end token of the model",
+    ),
+    (
+        LMRLConfig,
+        ("reward.functions=[{name: environment}]",),
+        "reward.functions: the reward environment is what an environment gives; set environment.path",
+    ),
     (
         LMRLConfig,
         ("algorithm.name=ppo", "trainer.critic_warmup=4", "trainer.total_training_steps=3"),

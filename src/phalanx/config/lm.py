@@ -5,6 +5,7 @@ from typing import Any, ClassVar, Optional
 
 from phalanx.config.critic import CriticConfig
 from phalanx.config.engines import FORMS, EngineMemory
+from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.load import arg
 from phalanx.config.ranges import COUNT, TIMES
 from phalanx.config.run import (
@@ -217,6 +218,7 @@ class LMRLConfig(LMRunConfig, RLConfig):
     algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
     actor: LMActorConfig = field(default_factory=LMActorConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
 
     @property
     def most_states(self) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from phalanx.config.messages import ConfigError
-from phalanx.config.rules import algorithm, batches, blocks, layout, rollout, tasks
+from phalanx.config.rules import algorithm, batches, blocks, environment, layout, rollout, tasks
 from phalanx.config.rules.rule import Ranks, Rule
 
 __all__ = [
@@ -28,7 +28,15 @@ __all__ = [
 ]
 
 # in the order in which they are checked
-RULES = (*batches.RULES, *algorithm.RULES, *blocks.RULES, *rollout.RULES, *layout.RULES, *tasks.RULES)
+RULES = (
+    *batches.RULES,
+    *algorithm.RULES,
+    *blocks.RULES,
+    *environment.RULES,
+    *rollout.RULES,
+    *layout.RULES,
+    *tasks.RULES,
+)
 START_RULES = (*batches.START_RULES, *algorithm.START_RULES, *rollout.START_RULES)
 LAUNCH_RULES = layout.LAUNCH_RULES
 MODEL_RULES = blocks.MODEL_RULES

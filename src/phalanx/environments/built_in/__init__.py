@@ -1,0 +1,1 @@
+"""Built-in environments and tools: the module `name` has the class `Name`."""

@@ -1,0 +1,121 @@
+"""Tool: Python, in a confined process for each call."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from phalanx.sandbox import environment
+
+_CHILD = Path(__file__).with_name("_child.py")
+_LONGEST = 100_000  # characters of code
+_MOST_OUTPUT = 2**17  # bytes that are read; of a longer observation a part is left out anyway
+_PATIENCE = 5  # seconds of the clock for each second of the processor
+
+
+class Python:
+    """One tool, which runs a script in a process of its own: no network, no other process, no file to write, none to
+    read but Python's own, and no variable of the environment.
+
+    timeout_s: seconds of the processor for a script; what sleeps has five times as many.
+    memory_mb: its address space in MiB.
+    unconfined: run it also where this machine lacks a layer of the confinement.
+    """
+
+    def __init__(self, timeout_s: int = 5, memory_mb: int = 1024, unconfined: bool = False) -> None:
+        if not isinstance(timeout_s, int) or not 1 <= timeout_s <= 3600:
+            raise ValueError(f"timeout_s={timeout_s} should be whole seconds, from 1 to 3600")
+        if not 128 <= memory_mb <= 2**20:
+            raise ValueError(f"memory_mb={memory_mb} should be from 128 to {2**20}")
+        self._timeout_s, self._memory, self._unconfined = timeout_s, memory_mb * 2**20, unconfined
+        if not unconfined:
+            _check_machine()
+
+    def python(self, code: str) -> str:
+        """Runs Python code and returns what it prints, and the value of its last line. Each call starts afresh.
+
+        Args:
+            code: The code of a whole script
+        """
+        if len(code) > _LONGEST:
+            return f"error: the code has {len(code)} characters; at most {_LONGEST} are allowed"
+        return self._run(code)
+
+    def _run(self, code: str, needs_all: bool = False) -> str:
+        """The output of a script. `needs_all`: ValueError where this machine lacks a layer of the confinement."""
+        arguments = [str(self._timeout_s), str(self._memory), "1" if self._unconfined else "0"]
+        variables = environment() | {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace"}
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-u", str(_CHILD), *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=variables,
+            cwd="/",
+        )
+        try:
+            assert child.stdin is not None
+            with suppress(BrokenPipeError):
+                child.stdin.write(code.encode("utf-8", "replace"))
+                child.stdin.close()
+            output, problem = self._read(child)
+        finally:
+            child.kill()
+            child.wait()
+            assert child.stdout is not None
+            child.stdout.close()
+        head, _, text = output.decode("utf-8", "replace").partition("\n")
+        missing = _missing(head)
+        if missing is None:
+            raise RuntimeError(f"the process of the tool python did not start: {head or problem}")
+        if missing and needs_all:
+            raise ValueError(
+                f"this machine has no {' and no '.join(missing)} to confine a model's code with; take another one, or "
+                "give unconfined: true where nothing of it can be harmed"
+            )
+        return text if problem is None else f"{text}\nerror: {problem}".lstrip()
+
+    def _read(self, child: "subprocess.Popen[bytes]") -> tuple[bytes, str | None]:
+        """The output of the process until it ends, or is stopped for the reason that is returned as well."""
+        assert child.stdout is not None
+        output, deadline = b"", time.monotonic() + _PATIENCE * self._timeout_s
+        poll = select.poll()
+        poll.register(child.stdout, select.POLLIN | select.POLLHUP)
+        while len(output) <= _MOST_OUTPUT:
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(1000 * left):
+                return output, f"it ran longer than {_PATIENCE * self._timeout_s} seconds"
+            part = os.read(child.stdout.fileno(), 2**16)
+            if not part:
+                return output, self._end(child.wait())
+            output += part
+        return output, "it printed too much, and was stopped"
+
+    def _end(self, code: int) -> str | None:
+        """The end of the process, None for an orderly one."""
+        if code >= 0:
+            return None if code == 0 else f"it ended with status {code}"
+        if code in (-signal.SIGKILL, -signal.SIGXCPU):
+            return f"it needed more than {self._timeout_s} seconds of the processor"
+        return f"its process was ended by {signal.Signals(-code).name}"
+
+
+@cache
+def _check_machine() -> None:
+    """Raise ValueError where this machine cannot confine a process."""
+    Python(60, unconfined=True)._run("", needs_all=True)
+
+
+def _missing(head: str) -> list[str] | None:
+    """The confinements that the first line says are lacking; None for another line."""
+    try:
+        missing = json.loads(head)
+    except ValueError:
+        return None
+    return missing if isinstance(missing, list) else None

@@ -1,0 +1,199 @@
+"""The conversation of one sample with an instance of its environment."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, Literal
+
+from phalanx.config.environment import EnvironmentConfig
+from phalanx.config.messages import cut, reason
+from phalanx.environments.base import EnvironmentFailure, Message, Turn
+from phalanx.environments.pool import Outcome, Pool
+from phalanx.environments.registry import Kind
+from phalanx.environments.texts import Odd, messages_of, reward_of, text_of, turn_of
+from phalanx.environments.tools import BadCall, Tool, unknown
+from phalanx.rewards.base import copied
+from phalanx.rewards.call import place
+
+Ended = Literal["done", "timeout", "error"] | None
+
+
+class Conversation:
+    """A sample and its instance of an environment: `reset`, then `hear` for each turn, `reward` and `close`.
+
+    Each of them begins when the one before has ended. `ended` says why there is no further turn: the environment or
+    the model is done, a call ran too long, after which nothing of the instance is called again, or raised. `calls`
+    counts calls of tools or of step, `failures` what of the environment raised or ran too long, `mistakes` the model's
+    calls that no tool takes, and `seconds` the time in the environment. `problem` is the first failure, in a line.
+    """
+
+    def __init__(self, kind: Kind, row: dict[str, Any], pool: Pool, cfg: EnvironmentConfig) -> None:
+        self._kind, self._pool, self._cfg = kind, pool, cfg
+        self._row = row
+        self._instance: Any = None
+        self._earned = 0.0  # by steps
+        self.ended: Ended = None
+        self.calls = self.failures = self.mistakes = 0
+        self.seconds = 0.0
+        self.problem: str | None = None
+        self.closed: Future[Outcome | None] | None = None
+
+    def reset(self) -> Future[list[Message]]:
+        """Make an instance and reset it: the messages that it adds to the prompt; see `texts.joined`."""
+        return self._pool.submit(self._reset())
+
+    def hear(self, message: Message) -> Future[Turn]:
+        """Answer a turn of the model: run its calls one after the other, or a step."""
+        assert self.ended is None, self.ended
+        return self._pool.submit(self._step(message) if "step" in self._kind.hooks else self._answer(message))
+
+    def reward(self) -> Future[float | dict[str, float] | None]:
+        """The environment's own reward: that of get_reward, or the sum over steps; None without one and for a sample
+        that a failure ended.
+        """
+        return self._pool.submit(self._reward())
+
+    def close(self) -> None:
+        """Close the instance, unless a call of it still runs; `Environments.close` waits for that."""
+        instance, self._instance = self._instance, None
+        if instance is not None and "close" in self._kind.hooks and self.ended != "timeout":
+            self.closed = self._pool.submit(self._call("close", instance.close))
+
+    async def _reset(self) -> list[Message]:
+        made = await self._call("__init__", self._kind.make)
+        if made is None:
+            return []
+        self._instance = made.value
+        if "reset" not in self._kind.hooks:
+            return []
+        row = copied(self._row)
+        if self._kind.takes is not None:
+            row = {name: value for name, value in row.items() if name in self._kind.takes}
+        side, most = self._cfg.truncate_side, self._cfg.max_observation_length
+        outcome = await self._call(
+            "reset", lambda: self._instance.reset(**row), lambda value: messages_of(value, most, side, "reset")
+        )
+        return [] if outcome is None else outcome.value
+
+    async def _step(self, message: Message) -> Turn:
+        self.calls += 1
+        side, most = self._cfg.truncate_side, self._cfg.max_observation_length
+        content = message if self._kind.whole else message["content"]
+        outcome = await self._call(
+            "step", lambda: self._instance.step(content), lambda value: turn_of(value, most, side, "step")
+        )
+        if outcome is None:
+            return Turn(done=True)
+        turn: Turn = outcome.value
+        self._earned += turn.reward
+        if turn.done:
+            self.ended = "done"
+        return turn
+
+    async def _answer(self, message: Message) -> Turn:
+        """The answers of the tools that a message calls; without a call it is the last one."""
+        calls = message.get("tool_calls") or []
+        answers: list[Message] = []
+        for i, call in enumerate(calls):
+            name = call["function"]["name"]
+            if i >= self._cfg.max_calls_per_turn:
+                self.mistakes += 1
+                limit = self._cfg.max_calls_per_turn
+                text = f"error: this call did not run: a turn may have {limit} call{'s' if limit > 1 else ''}"
+            else:
+                text = await self._called(name, call["function"]["arguments"])
+            if self.ended is not None:
+                return Turn(done=True)
+            answers.append({"role": "tool", "name": str(name), "content": text})
+        if message.get("error"):
+            self.mistakes += 1
+            answers.append({"role": "tool", "content": f"error: {message['error']}"})
+        if not answers:
+            self.ended = "done"
+        return Turn(answers, done=not answers)
+
+    async def _called(self, name: Any, arguments: Any) -> str:
+        """The text that the model reads of a call."""
+        try:
+            if name not in self._kind.tools:
+                raise unknown(name, self._kind.tools)
+            tool = self._kind.tools[name]
+            checked = tool.checked(arguments)
+        except BadCall as mistake:
+            self.mistakes += 1
+            return f"error: {mistake}"
+        self.calls += 1
+        outcome = await self._call(tool.name, self._runs(tool, checked), self._text, observe=True)
+        if outcome is None:
+            return ""
+        return f"error: {cut(reason(outcome.error), 500)}" if outcome.error is not None else str(outcome.value)
+
+    def _runs(self, tool: Tool, arguments: dict[str, Any]) -> Callable[[], Any]:
+        """The call of a tool; an async function where the tool is one."""
+        if not tool.asynchronous:
+            return lambda: tool.run(self._instance, arguments)
+
+        async def run() -> Any:
+            return await tool.run(self._instance, arguments)
+
+        return run
+
+    def _text(self, value: Any) -> str:
+        return text_of(value, self._cfg.max_observation_length, self._cfg.truncate_side)
+
+    async def _reward(self) -> float | dict[str, float] | None:
+        if self.ended in ("timeout", "error"):
+            return None
+        if "get_reward" not in self._kind.hooks:
+            return self._earned if "step" in self._kind.hooks else None
+        outcome = await self._call(
+            "get_reward", lambda: self._instance.get_reward(), lambda value: reward_of(value, "get_reward")
+        )
+        return None if outcome is None else outcome.value
+
+    async def _call(
+        self,
+        name: str,
+        function: Callable[[], Any],
+        convert: Callable[[Any], Any] = lambda value: value,
+        *,
+        observe: bool = False,
+    ) -> Outcome | None:
+        """Call code of the environment; None where that ended the conversation. `observe`: the model may read what was
+        raised. Raises EnvironmentFailure where on_error says so.
+        """
+        outcome = await self._pool.call(function, convert)
+        self.seconds += outcome.seconds
+        if outcome.error is None and not outcome.overdue:
+            return outcome
+        self.failures += 1
+        line = self._line(name, outcome)
+        self.problem = self.problem or line
+        if self._cfg.on_error == "fail":
+            raise EnvironmentFailure(line) from outcome.error
+        if outcome.overdue:
+            self.ended = "timeout"
+            return None
+        if observe and self._cfg.on_error == "observe":
+            return outcome
+        self.ended = "error"
+        return None
+
+    def _line(self, name: str, outcome: Outcome) -> str:
+        """The line about a call that failed."""
+        error = outcome.error
+        if outcome.overdue:
+            what = f"{name} ran longer than environment.timeout_s={self._cfg.timeout_s:g} seconds"
+        elif isinstance(error, Odd):
+            what = str(error)
+        else:
+            assert error is not None
+            what = f"{name} raised {reason(error)}{'' if isinstance(error, SystemExit) else place(error)}"
+        return f"environment {self._kind.label}: {what}, on {_row_name(self._row)}"
+
+
+def _row_name(row: dict[str, Any]) -> str:
+    """A row of the data, by its prompt."""
+    prompt = row.get("prompt")
+    if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
+        prompt = prompt[-1].get("content")
+    return f'the row with the prompt "{cut(" ".join(str(prompt).split()), 120)}"'

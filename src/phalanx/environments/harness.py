@@ -1,0 +1,109 @@
+"""A loop of the user's own, `async solve(chat, row)`, as an environment: it asks for turns, as others are told them."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from phalanx.environments.base import Message, Turn
+
+
+class ConversationEnded(Exception):
+    """There is no further turn, as the sample has as many turns or tokens as it may have."""
+
+
+class Forked(ValueError):
+    """A loop asked for a turn of another conversation than its own."""
+
+
+class Chat:
+    """The model, for a loop: `await chat(messages)` is its next turn, a message.
+
+    The messages are those of the prompt and of all turns and answers so far, with new ones behind them. Raises Forked
+    for others, and ConversationEnded where there is no further turn.
+    """
+
+    def __init__(self, prompt: list[Message]) -> None:
+        self._history = list(prompt)
+        self.asked: asyncio.Future[list[Message]] = asyncio.get_running_loop().create_future()
+        self._reply: asyncio.Future[Message] | None = None
+        self._ended = False
+
+    async def __call__(self, messages: list[Message]) -> Message:
+        if self._ended:
+            raise ConversationEnded
+        if self._reply is not None:
+            raise Forked(
+                "chat is called while it waits for a turn; a sample is one conversation, and forks are not trained"
+            )
+        count = len(self._history)
+        for i, known in enumerate(self._history):
+            if i == len(messages) or any(messages[i].get(key) != known.get(key) for key in ("role", "content")):
+                raise Forked(
+                    f"the messages that chat is given differ from the conversation at number {i}; expected the {count} "
+                    "messages so far and new ones behind them, as forks are not trained"
+                )
+        new = list(messages[count:])
+        self._history += new
+        self._reply = asyncio.get_running_loop().create_future()
+        self.asked.set_result(new)
+        try:
+            reply = await self._reply
+        finally:
+            self._reply = None
+        self._history.append(reply)
+        return dict(reply)
+
+    def answer(self, message: Message) -> None:
+        """Give the loop the turn that it waits for."""
+        self.asked = asyncio.get_running_loop().create_future()
+        if self._reply is None:
+            raise RuntimeError("the loop does not wait for the turn any more that it asked for")
+        self._reply.set_result(message)
+
+    def end(self) -> None:
+        """Tell the loop that there is no further turn."""
+        self._ended = True
+        if self._reply is not None and not self._reply.done():
+            self._reply.set_exception(ConversationEnded())
+
+
+class Harness:
+    """An environment that runs a loop beside the sample's conversation. The reward is what the loop returns."""
+
+    def __init__(self, solve: Callable[[Chat, dict[str, Any]], Awaitable[Any]]) -> None:
+        self._solve = solve
+
+    async def reset(self, **row: Any) -> list[Message]:
+        """Start the loop, up to its first turn: the messages that it adds to the prompt."""
+        prompt = row["prompt"]
+        self._chat = Chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        self._task = asyncio.ensure_future(self._solve(self._chat, row))
+        turn = await self._next()
+        if turn.done:
+            raise ValueError("solve returned before it asked for a turn")
+        return turn.messages
+
+    async def step(self, message: Message) -> Turn:
+        """Go on with a turn of the model, up to the next one."""
+        self._chat.answer({key: value for key, value in message.items() if key != "error"})
+        return await self._next()
+
+    async def get_reward(self) -> Any:
+        """The loop's result, 0 where it had not ended with the conversation."""
+        self._chat.end()
+        try:
+            return await self._task
+        except ConversationEnded:
+            return 0.0
+
+    async def _next(self) -> Turn:
+        """The messages before the next turn that the loop asks for, or its end."""
+        try:
+            await asyncio.wait({self._task, self._chat.asked}, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:  # it took too long
+            self._task.cancel()
+            raise
+        if self._chat.asked.done():
+            return Turn(self._chat.asked.result())
+        self._task.result()  # raises what the loop raised
+        return Turn(done=True)

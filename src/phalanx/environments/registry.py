@@ -1,0 +1,216 @@
+"""From the section `environment` to classes and tools; every mistake is a ConfigError that names the key."""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from phalanx.config.environment import EnvironmentConfig
+from phalanx.config.messages import ConfigError, nearest
+from phalanx.config.registry import known_modules, object_forms, resolve_object
+from phalanx.environments.harness import Harness
+from phalanx.environments.tools import Tool, function_tool, method_tool
+from phalanx.environments.verl import VerlTools, load_tools
+
+BUILT_IN = "phalanx.environments.built_in"
+COLUMN = "environment"  # of the data, with the name of a row's environment
+HOOKS = ("reset", "step", "solve", "get_reward", "close")  # methods of an environment that are no tools
+Key = str | None  # the name of an environment; None where there is only one
+
+
+class Stateless:
+    """The environment of functions only."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An environment: how an instance of it is made, and what it can do."""
+
+    label: str
+    make: Callable[[], Any]
+    tools: Mapping[str, Tool]
+    hooks: frozenset[str]  # those of HOOKS that it has
+    takes: frozenset[str] | None  # what reset takes of a row; None: all
+    whole: bool = False  # step reads the whole message of a turn, not only its text
+
+
+def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
+    """The environments of a configuration, by their names."""
+    extra: dict[str, Tool] = {}
+    for i, path in enumerate(cfg.tools):
+        tools = _stateless(path, f"environment.tools[{i}]")
+        _add(extra, tools, f"environment.tools[{i}]")
+    if cfg.tool_config_path is not None:
+        shared = load_tools(cfg.tool_config_path)
+        tools = dict(shared.callable)
+        _add(tools, extra, "environment.tools")
+        hooks = frozenset({"reset", "get_reward", "close"})
+        return {None: Kind("environment.tool_config_path", lambda: VerlTools(shared), tools, hooks, None)}
+    if cfg.path is None:
+        return {None: Kind("environment.tools", Stateless, extra, frozenset(), None)}
+    if isinstance(cfg.path, str):
+        return {None: _kind(cfg.path, cfg.kwargs, extra, "environment.path", "environment.kwargs")}
+    if not isinstance(cfg.path, dict) or not cfg.path:
+        raise ConfigError(
+            f"environment.path: expected {_forms()}, or a section of such by their names, got {cfg.path!r}"
+        )
+    for name, kwargs in cfg.kwargs.items():
+        if name not in cfg.path or not isinstance(kwargs, dict):
+            raise ConfigError(
+                f"environment.kwargs.{name}: expected keyword arguments by the names of the environments of "
+                f"environment.path: {', '.join(cfg.path)}"
+            )
+    kinds: dict[Key, Kind] = {}
+    for name, path in cfg.path.items():
+        key = f"environment.path.{name}"
+        if not isinstance(path, str):
+            raise ConfigError(f"{key}: expected {_forms()}, got {path!r}")
+        kinds[name] = _kind(path, cfg.kwargs.get(name, {}), extra, key, f"environment.kwargs.{name}")
+    return kinds
+
+
+def kind_of(row: Mapping[str, Any], kinds: Mapping[Key, Kind]) -> Kind:
+    """The environment of a row of the data. Raises ValueError where it has none."""
+    if None in kinds:
+        return kinds[None]
+    name = row.get(COLUMN)
+    if name not in kinds:
+        hint = nearest(str(name), [str(each) for each in kinds])
+        what = f"its column {COLUMN} is {name!r}{hint}" if COLUMN in row else f"it has no column {COLUMN}"
+        raise ValueError(f"{what}; expected one of {', '.join(map(str, kinds))}, the names in environment.path")
+    return kinds[name]
+
+
+def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, kwargs_key: str) -> Kind:
+    factory = _resolved(path, key)
+    if not isinstance(factory, type):
+        return _harness(factory, functools.partial(factory, **kwargs), kwargs, extra, kwargs_key)
+    if _has(factory, "solve"):
+        return _harness(factory, None, kwargs, extra, kwargs_key)
+    label = factory.__name__
+    hooks = frozenset(name for name in HOOKS if _has(factory, name))
+    tools = {} if "step" in hooks else {name: method_tool(factory, name, key) for name in _public(factory)}
+    if not tools and "step" not in hooks:
+        raise ConfigError(
+            f"{key}: {label} has neither tools, which are public methods with type hints and a docstring, nor step"
+        )
+    _add(tools, extra, key)
+    if "step" in hooks and extra:
+        raise ConfigError(
+            f"{key}: {label} reads turns by step, so that nobody would call environment.tools; leave them out"
+        )
+    _check_kwargs(factory, kwargs, kwargs_key)
+    if ":" not in path:
+        _made(factory, kwargs, kwargs_key)  # a mistake is told before the job begins
+    return Kind(label, lambda: factory(**kwargs), tools, hooks, _taken(factory) if "reset" in hooks else None)
+
+
+def _harness(
+    factory: Any, solve: Callable[..., Any] | None, kwargs: dict[str, Any], extra: dict[str, Tool], kwargs_key: str
+) -> Kind:
+    """The environment of a user's own loop: a class with the method solve, or that function."""
+    label = factory.__name__
+    if solve is None:
+        _check_kwargs(factory, kwargs, kwargs_key)
+    else:
+        _check_kwargs(factory, kwargs, kwargs_key, "chat", "row")
+
+    def make() -> Harness:
+        return Harness(factory(**kwargs).solve if solve is None else solve)
+
+    return Kind(label, make, extra, frozenset({"reset", "step", "get_reward"}), None, whole=True)
+
+
+def _check_kwargs(factory: Callable[..., Any], kwargs: dict[str, Any], key: str, *arguments: str) -> None:
+    """Raise ConfigError where a class or function cannot be called with the arguments and kwargs."""
+    label, signature = factory.__name__, inspect.signature(factory)
+    try:
+        signature.bind(*arguments, **kwargs)
+    except TypeError as error:
+        names = ", ".join(list(signature.parameters)[len(arguments) :]) or "none"
+        raise ConfigError(
+            f"{key}: {label}({', '.join((*arguments, '**kwargs'))}): {error}; its kwargs: {names}"
+        ) from None
+
+
+def _resolved(path: str, key: str) -> Any:
+    """The class, or the function solve, that a path or a built-in name stands for."""
+    factory = resolve_object(path, key, "class") if ":" in path else _built_in(path, key)
+    solve = _method(factory, "solve") if isinstance(factory, type) and _has(factory, "solve") else factory
+    if not isinstance(solve, type) and not inspect.iscoroutinefunction(solve):
+        what = f"{factory.__name__}.solve" if isinstance(factory, type) else f"of type {type(factory).__name__}"
+        raise ConfigError(f"{key}={path!r} is {what}; expected a class, or an async function solve(chat, row)")
+    return factory
+
+
+def _built_in(name: str, key: str) -> Any:
+    known = known_modules(BUILT_IN)
+    if name not in known:
+        hint = nearest(name, known) or ";"
+        raise ConfigError(f"{key}={name!r} is not built in{hint} built in: {', '.join(known)}; or give {_forms()}")
+    return vars(importlib.import_module(f"{BUILT_IN}.{name}"))["".join(map(str.capitalize, name.split("_")))]
+
+
+def _made(factory: type, kwargs: dict[str, Any], key: str) -> Any:
+    """An instance of a built-in class."""
+    try:
+        return factory(**kwargs)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {factory.__name__}: {error}") from None
+
+
+def _stateless(path: str, key: str) -> dict[str, Tool]:
+    """The tools of an entry of environment.tools."""
+    if ":" not in path:
+        factory = _built_in(path, key)
+        if any(_has(factory, hook) for hook in HOOKS):
+            raise ConfigError(f"{key}={path!r} is an environment; give it as environment.path")
+        instance = _made(factory, {}, key)
+        functions = [getattr(instance, name) for name in _public(factory)]
+        return {function.__name__: function_tool(function, key) for function in functions}
+    function = resolve_object(path, key, "function")
+    if not inspect.isfunction(function) and not inspect.ismethod(function):
+        what = "a class" if isinstance(function, type) else f"of type {type(function).__name__}"
+        raise ConfigError(f"{key}={path!r} is {what}; expected a function, as environment.path takes classes")
+    tool = function_tool(function, key)
+    return {tool.name: tool}
+
+
+def _add(tools: dict[str, Tool], more: Mapping[str, Tool], key: str) -> None:
+    for name, tool in more.items():
+        if name in tools:
+            raise ConfigError(f"{key}: two tools are named {name!r}; rename one of them")
+        tools[name] = tool
+
+
+def _method(factory: type, name: str) -> Any:
+    return next(vars(base)[name] for base in factory.__mro__ if name in vars(base))
+
+
+def _has(factory: type, name: str) -> bool:
+    return any(name in vars(base) for base in factory.__mro__)
+
+
+def _public(factory: type) -> list[str]:
+    """The names of the public methods that are no hooks, in the order in which they are written."""
+    names: dict[str, None] = {}
+    for base in reversed(factory.__mro__[:-1]):
+        for name, value in vars(base).items():
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if inspect.isfunction(function) and not name.startswith("_") and name not in HOOKS:
+                names[name] = None
+    return list(names)
+
+
+def _taken(factory: type) -> frozenset[str] | None:
+    """The names of what reset takes of a row; None where it takes all."""
+    parameters = inspect.signature(_method(factory, "reset")).parameters
+    if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return None
+    return frozenset(parameters)
+
+
+def _forms() -> str:
+    return f"a built-in environment or {object_forms('class')}"

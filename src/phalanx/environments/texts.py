@@ -1,0 +1,135 @@
+"""Values that an environment returns, as text and messages for the model."""
+
+import json
+import math
+import numbers
+from typing import Any
+
+from phalanx.config.messages import cut
+from phalanx.environments.base import Message, Turn
+
+_CHARACTERS = 16  # of a token at most, by which texts are cut before anything is tokenized
+_MOST_BITS = 10_000  # of an integer that is written; Python refuses 4300 digits and more
+_TURN_KEYS = {"messages", "observation", "observations", "reward", "done"}
+_TURNS = (
+    "expected a Turn, a text, a list of messages, a dict with messages, reward and done, or (messages, reward, done)"
+)
+
+
+class Odd(Exception):
+    """An environment returned what it should not; the message is a part of a line."""
+
+
+def text_of(value: Any, most_tokens: int, side: str) -> str:
+    """The value that a tool returned, as a text that a tokenizer takes, cut where it has certainly more tokens."""
+    if isinstance(value, str):
+        text = value
+    elif value is None:
+        text = ""
+    elif isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        text = f"an integer of {math.ceil(value.bit_length() * math.log10(2))} digits or so"
+    elif isinstance(value, dict | list | tuple | bool | int | float):
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    else:
+        text = str(value)
+    most = _CHARACTERS * most_tokens
+    if len(text) > most:
+        text = shortened(text, most, side)
+    return text.encode("utf-8", "replace").decode()  # of halves of surrogate pairs
+
+
+def shortened(text: Any, most: int, side: str) -> Any:
+    """The `most` elements of a longer text or list of tokens that are left where the left, middle or right is cut."""
+    if len(text) <= most:
+        return text
+    if side == "left":
+        return text[len(text) - most :]
+    head = most if side == "right" else (most + 1) // 2
+    return text[:head] + text[len(text) - (most - head) :]
+
+
+def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Message]:
+    """The messages that `what` returned: None, a text, which the user says, or a list of messages. Raises Odd."""
+    if value is None or value == "":
+        return []
+    if isinstance(value, str):
+        return [{"role": "user", "content": text_of(value, most_tokens, side)}]
+    if isinstance(value, dict) and "role" in value:
+        value = [value]
+    if not isinstance(value, list):
+        raise Odd(f"{what} returned a {type(value).__name__}; expected None, a text or a list of messages")
+    messages = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Odd(f"{what} returned the message {cut(repr(message))}; expected a dict with role and content")
+        if not isinstance(message.get("content"), str):
+            kind = type(message.get("content")).__name__
+            raise Odd(f"{what} returned a message with a content of type {kind}; expected a text")
+        messages.append({**message, "content": text_of(message["content"], most_tokens, side)})
+    return messages
+
+
+def turn_of(value: Any, most_tokens: int, side: str, what: str) -> Turn:
+    """The Turn that `step` returned in one of its forms. Raises Odd for any other."""
+    messages: Any
+    reward: Any
+    done: Any
+    if isinstance(value, Turn):
+        messages, reward, done = value.messages, value.reward, value.done
+    elif isinstance(value, dict) and "role" not in value:
+        unknown = sorted(map(str, value.keys() - _TURN_KEYS - {"info", "metadata", "terminated", "truncated"}))
+        if unknown:
+            raise Odd(f"{what} returned a dict with {', '.join(unknown)}; {_TURNS}")
+        spoken = [value[key] for key in ("messages", "observations", "observation") if key in value]
+        messages, reward = (spoken[0] if spoken else None), value.get("reward", 0.0)
+        done = value.get("done", False) or value.get("terminated", False) or value.get("truncated", False)
+    elif isinstance(value, tuple):
+        if not 3 <= len(value) <= 5:
+            raise Odd(f"{what} returned {len(value)} values; {_TURNS}")
+        messages, reward, done = value[:3]
+        if len(value) == 5:  # gymnasium: terminated and truncated
+            if not isinstance(value[3], bool):
+                raise Odd(f"{what} returned {cut(repr(value[3]))} for truncated; expected true or false")
+            done = done or value[3]
+    elif isinstance(value, str | list | dict):
+        messages, reward, done = value, 0.0, False
+    else:
+        raise Odd(f"{what} returned a {type(value).__name__}; {_TURNS}")
+    if not isinstance(done, bool):
+        raise Odd(f"{what} returned {cut(repr(done))} for done; expected true or false")
+    return Turn(messages_of(messages, most_tokens, side, what), number_of(reward, what), done)
+
+
+def number_of(value: Any, what: str) -> float:
+    """A reward. Raises Odd for what is no finite number."""
+    if value is None:
+        return 0.0
+    if not isinstance(value, numbers.Real) and type(value).__module__ not in ("numpy", "torch"):
+        raise Odd(f"{what} returned the reward {cut(repr(value))}; expected a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise Odd(f"{what} returned the reward {cut(repr(value))}; expected a number") from None
+    if not abs(number) < float("inf"):
+        raise Odd(f"{what} returned the reward {number}; expected a finite number")
+    return number
+
+
+def reward_of(value: Any, what: str) -> float | dict[str, float] | None:
+    """The reward that `get_reward` returned. Raises Odd for what is no number, dict of numbers or None."""
+    if isinstance(value, dict):
+        rewards = {}
+        for name, part in value.items():
+            if not isinstance(name, str) or part is None:
+                raise Odd(f"{what} returned {cut(repr({name: part}))}; expected numbers by names")
+            rewards[name] = number_of(part, what)
+        return rewards
+    return None if value is None else number_of(value, what)
+
+
+def joined(prompt: list[Message], added: list[Message]) -> list[Message]:
+    """The messages of a prompt with those that `reset` added: a text joins the last message, where the user says it."""
+    if prompt and added and prompt[-1]["role"] == added[0]["role"] == "user":
+        last = {**prompt[-1], "content": prompt[-1]["content"] + added[0]["content"]}
+        return [*prompt[:-1], last, *added[1:]]
+    return [*prompt, *added]

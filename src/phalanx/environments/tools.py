@@ -1,0 +1,104 @@
+"""Functions and methods as tools: their schemas for the chat template, and the model's arguments, checked."""
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+
+from phalanx.config.messages import ConfigError, cut, nearest, reason
+
+_LENIENT = ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
+
+
+class BadCall(Exception):
+    """The model called a tool in a way that it does not allow; the message is for the model."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool: its schema, and the function of an environment's instance and the model's arguments that runs it."""
+
+    name: str
+    schema: dict[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+    run: Callable[[Any, dict[str, Any]], Any]
+    types: Mapping[str, TypeAdapter[Any]]  # of its parameters
+    required: frozenset[str]
+    asynchronous: bool = False
+
+    def checked(self, arguments: Any) -> dict[str, Any]:
+        """The model's arguments with the types that the tool wants. Raises BadCall."""
+        if not isinstance(arguments, dict):
+            raise BadCall(f"the arguments of {self.name} should be an object with its parameters: {self._parameters}")
+        missing = sorted(self.required - arguments.keys())
+        if missing:
+            raise BadCall(f"{self.name} needs {', '.join(missing)}; its parameters: {self._parameters}")
+        checked = {}
+        for name, value in arguments.items():
+            if name not in self.types:
+                raise BadCall(f"{self.name} has no parameter {cut(str(name), 40)}; its parameters: {self._parameters}")
+            try:
+                checked[name] = self.types[name].validate_python(value)
+            except ValidationError as error:
+                raise BadCall(f"{self.name}: {name}: {error.errors()[0]['msg']}") from None
+        return checked
+
+    @property
+    def _parameters(self) -> str:
+        return ", ".join(self.types) or "none"
+
+
+def method_tool(kind: type, name: str, key: str) -> Tool:
+    """A method of an environment's class as a tool."""
+    label = f"{kind.__name__}.{name}"
+    described = vars(kind)[name] if name in vars(kind) else getattr(kind, name)
+    function = getattr(kind, name)
+    if inspect.isfunction(described):  # it takes self
+        bound: Callable[..., Any] = function.__get__(object())
+    else:
+        bound = function
+    return _tool(bound, name, label, key, lambda instance, arguments: getattr(instance, name)(**arguments))
+
+
+def function_tool(function: Callable[..., Any], key: str) -> Tool:
+    """A function without a state as a tool."""
+    name = function.__name__
+    return _tool(function, name, name, key, lambda _, arguments: function(**arguments))
+
+
+def unknown(name: Any, tools: Mapping[str, Tool]) -> BadCall:
+    """The error about a call of a tool that there is not."""
+    hint = nearest(str(name), list(tools))
+    return BadCall(f"there is no tool {cut(str(name), 40)}{hint}; the tools: {', '.join(tools) or 'none'}")
+
+
+def _tool(function: Callable[..., Any], name: str, label: str, key: str, run: Callable[..., Any]) -> Tool:
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    parameters = inspect.signature(function).parameters
+    for parameter in parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ConfigError(f"{key}: the tool {label} has the parameter {parameter}; expected parameters with names")
+    try:
+        schema = get_json_schema(function)
+        hints = typing.get_type_hints(function)
+        types = {each: TypeAdapter(hints[each], config=_LENIENT) for each in parameters}
+    except (DocstringParsingException, TypeHintParsingException, PydanticSchemaGenerationError) as error:
+        raise ConfigError(
+            f"{key}: the tool {label}: {cut(' '.join(str(error).split()))}; expected type hints, and a docstring that "
+            "says what it does and, below Args:, describes each parameter"
+        ) from None
+    except Exception as error:  # whatever type hints are made of
+        raise ConfigError(f"{key}: the tool {label}: {reason(error)}") from None
+    empty = inspect.Parameter.empty
+    required = frozenset(each for each, parameter in parameters.items() if parameter.default is empty)
+    asynchronous = inspect.iscoroutinefunction(inspect.unwrap(function))
+    return Tool(name, _plain(schema), run, types, required, asynchronous)
+
+
+def _plain(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without what it says of the result, which no template shows."""
+    return {**schema, "function": {key: value for key, value in schema["function"].items() if key != "return"}}

@@ -1,0 +1,266 @@
+"""Conversations with environments: levels, errors, deadlines, texts, counters."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config.environment import EnvironmentConfig
+from phalanx.environments import Conversation, EnvironmentFailure, Environments, Turn
+
+ENVIRONMENTS = '''
+import asyncio, threading, time
+
+
+class Counter:
+    """Tools with a state, of all kinds of trouble."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.count, self.closed = start, False
+
+    def reset(self, **row):
+        self.row = row
+        return f" Begin at {self.count}, seed {row['seed']}, sample {row['sample_seed']}."
+
+    def add(self, amount: int, times: int = 1) -> int:
+        """Adds to the count.
+
+        Args:
+            amount: what to add
+            times: how often
+        """
+        self.count += amount * times
+        return self.count
+
+    async def wait(self, seconds: float) -> str:
+        """Waits.
+
+        Args:
+            seconds: how long
+        """
+        await asyncio.sleep(seconds)
+        return f"waited on {threading.current_thread().name}"
+
+    async def block(self) -> str:
+        """Blocks the event loop."""
+        time.sleep(1e6)
+
+    def hang(self) -> str:
+        """Hangs."""
+        time.sleep(1e6)
+
+    def spin(self) -> str:
+        """Never ends."""
+        while True:
+            pass
+
+    def fail(self) -> str:
+        """Raises."""
+        raise KeyError("no such thing")
+
+    def leave(self) -> str:
+        """Exits."""
+        raise SystemExit(3)
+
+    def long(self) -> str:
+        """Says much."""
+        return "a" * 10_000_000 + "z"
+
+    def digits(self) -> int:
+        """A number of 5000 digits."""
+        return 10 ** 5000
+
+    def table(self) -> dict:
+        """A table."""
+        return {"ä": [1, 2], "half": "\\ud800"}
+
+    def get_reward(self) -> dict:
+        return {"count": self.count, "even": self.count % 2 == 0}
+
+    def close(self):
+        self.closed = True
+        CLOSED.append(self.count)
+
+
+CLOSED = []
+'''
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def said(*calls: dict[str, Any], text: str = "", **more: str) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, "tool_calls": list(calls), **more}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "envs.py"
+    path.write_text(ENVIRONMENTS)
+    return path
+
+
+def opened(file: Path, name: str = "Counter", **keys: Any) -> tuple[Environments, Conversation]:
+    keys = {"timeout_s": 5.0, "num_workers": 2, "max_calls_per_turn": 3} | keys
+    environments = Environments(EnvironmentConfig(path=f"{file}:{name}", **keys))
+    return environments, environments.open({"prompt": "Count.", "answer": "7"}, 11, 22)
+
+
+def heard(conversation: Conversation, *calls: dict[str, Any]) -> list[str]:
+    turn = conversation.hear(said(*calls)).result(20)
+    return [message["content"] for message in turn.messages]
+
+
+def test_a_conversation_with_tools(file: Path) -> None:
+    environments, conversation = opened(file, kwargs={"start": 2})
+    names = [schema["function"]["name"] for schema in environments.tools()]
+    assert names == ["add", "wait", "block", "hang", "spin", "fail", "leave", "long", "digits", "table"]
+    assert environments.tools()[0]["function"]["parameters"]["required"] == ["amount"]
+    assert conversation.reset().result(5) == [{"role": "user", "content": " Begin at 2, seed 11, sample 22."}]
+    turn = conversation.hear(said(call("add", amount=2), call("add", amount="3", times=2))).result(5)
+    assert turn == Turn(
+        [{"role": "tool", "name": "add", "content": "4"}, {"role": "tool", "name": "add", "content": "10"}]
+    )
+    assert conversation.hear(said(text="It is 10.")).result(5) == Turn(done=True)
+    assert conversation.reward().result(5) == {"count": 10.0, "even": 1.0}
+    assert (conversation.ended, conversation.calls, conversation.failures, conversation.mistakes) == ("done", 2, 0, 0)
+    conversation.close()
+    environments.close()
+
+
+def test_mistakes_of_the_model_are_answered(file: Path) -> None:
+    _, conversation = opened(file, max_calls_per_turn=6)
+    conversation.reset().result(5)
+    assert heard(
+        conversation,
+        call("ad", amount=1),
+        call("reset"),
+        call("add"),
+        call("add", amount="many"),
+        call("add", amount=1, speed=2),
+        {"type": "function", "function": {"name": "add", "arguments": [1]}},
+        call("add", amount=1),
+    ) == [
+        "error: there is no tool ad; did you mean add?; the tools: add, wait, block, hang, spin, fail, leave, long, "
+        "digits, table",
+        "error: there is no tool reset; the tools: add, wait, block, hang, spin, fail, leave, long, digits, table",
+        "error: add needs amount; its parameters: amount, times",
+        "error: add: amount: Input should be a valid integer, unable to parse string as an integer",
+        "error: add has no parameter speed; its parameters: amount, times",
+        "error: the arguments of add should be an object with its parameters: amount, times",
+        "error: this call did not run: a turn may have 6 calls",
+    ]
+    turn = conversation.hear(said(error="no JSON")).result(5)
+    assert turn == Turn([{"role": "tool", "content": "error: no JSON"}])
+    assert (conversation.calls, conversation.failures, conversation.mistakes) == (0, 0, 8)
+
+
+def test_results_become_texts_of_a_limited_length(file: Path) -> None:
+    _, conversation = opened(file, max_observation_length=4)
+    conversation.reset().result(5)
+    start = time.perf_counter()
+    long, table, digits = heard(conversation, call("long"), call("table"), call("digits"))
+    assert long == "a" * 63 + "z"
+    assert table == '{"ä": [1, 2], "half": "?"}'
+    assert digits == "an integer of 5001 digits or so"
+    assert time.perf_counter() - start < 2
+
+
+def test_what_a_tool_raises_is_read(file: Path) -> None:
+    environments, conversation = opened(file)
+    conversation.reset().result(5)
+    fail, leave = heard(conversation, call("fail"), call("leave"))
+    assert fail == "error: KeyError: 'no such thing'"
+    assert leave.startswith("error: SystemExit: 3")
+    assert conversation.ended is None
+    assert heard(conversation, call("add", amount=1)) == ["1"]
+    assert conversation.problem is not None
+    line = next(i for i, text in enumerate(ENVIRONMENTS.splitlines(), 1) if "no such thing" in text)
+    assert conversation.problem == (
+        f"environment Counter: fail raised KeyError: 'no such thing', at {file}:{line}, on the row with the prompt "
+        '"Count."'
+    )
+    with pytest.raises(EnvironmentFailure, match=r'"Count\."; so or in another way 1 of 1 samples of this rank failed'):
+        environments.check()
+    assert environments.check() is None
+
+
+def test_instances_are_closed(file: Path) -> None:
+    path = file.with_name("closing.py")
+    path.write_text(
+        'import time\nCLOSED = []\nclass Closing:\n    def look(self) -> str:\n        """Looks."""\n'
+        "    def close(self):\n        time.sleep(0.3)\n        CLOSED.append(1)\n        raise OSError('busy')\n"
+    )
+    environments, conversation = opened(path, "Closing", max_error_fraction=1.0)
+    conversation.reset().result(5)
+    conversation.close()
+    conversation.close()
+    assert environments.check() is None
+    environments.close()
+    from phalanx_user_closing import CLOSED  # type: ignore[import-not-found]
+
+    assert CLOSED == [1]
+    problem = environments.check()
+    assert problem is not None
+    assert problem.startswith("environment Closing: close raised OSError: busy, at ")
+
+
+def test_on_error_end_and_fail(file: Path) -> None:
+    _, conversation = opened(file, on_error="end")
+    conversation.reset().result(5)
+    assert conversation.hear(said(call("fail"))).result(5) == Turn(done=True)
+    assert conversation.ended == "error"
+    assert conversation.reward().result(5) is None
+
+    _, conversation = opened(file, on_error="fail")
+    conversation.reset().result(5)
+    with pytest.raises(EnvironmentFailure, match=r"^environment Counter: fail raised KeyError: 'no such thing', at "):
+        conversation.hear(said(call("fail"))).result(5)
+
+
+@pytest.mark.parametrize("tool", ["hang", "spin", "block"])
+def test_hung_calls_end_their_conversations_side_by_side(file: Path, tool: str) -> None:
+    environments, _ = opened(file, timeout_s=0.5, num_workers=4)
+    conversations = [environments.open({"prompt": "x"}, 0, i) for i in range(4)]
+    for conversation in conversations:
+        conversation.reset().result(5)
+    start = time.perf_counter()
+    turns = [conversation.hear(said(call(tool))) for conversation in conversations]
+    for turn in turns:
+        assert turn.result(20) == Turn(done=True)
+    assert time.perf_counter() - start < 2.5
+    assert {conversation.ended for conversation in conversations} == {"timeout"}
+    assert [conversation.reward().result(5) for conversation in conversations] == [None] * 4
+    # the pool has as many threads as before, and another event loop
+    after = environments.open({"prompt": "x"}, 0, 9)
+    after.reset().result(5)
+    assert heard(after, call("wait", seconds=0), call("add", amount=5))[1] == "5"
+    assert after.ended is None
+
+
+def test_the_time_in_the_queue_does_not_count(file: Path) -> None:
+    path = file.with_name("slow.py")
+    path.write_text(
+        "import time\nclass Slow:\n    def nap(self) -> str:\n        '''Sleeps.'''\n        time.sleep(0.3)\n        return 'up'\n"
+    )
+    environments, _ = opened(path, "Slow", timeout_s=0.8, num_workers=1)
+    conversations = [environments.open({"prompt": "x"}, 0, i) for i in range(5)]
+    turns = []
+    for conversation in conversations:
+        conversation.reset().result(5)
+        turns.append(conversation.hear(said(call("nap"))))
+    assert [turn.result(20).messages[0]["content"] for turn in turns] == ["up"] * 5
+
+
+def test_async_tools_run_side_by_side_on_one_thread(file: Path) -> None:
+    environments, _ = opened(file, num_workers=1)
+    conversations = [environments.open({"prompt": "x"}, 0, i) for i in range(50)]
+    for conversation in conversations:
+        conversation.reset().result(5)
+    start = time.perf_counter()
+    turns = [conversation.hear(said(call("wait", seconds=0.3))) for conversation in conversations]
+    texts = {turn.result(20).messages[0]["content"] for turn in turns}
+    assert texts == {"waited on environments-async"}
+    assert time.perf_counter() - start < 3
