@@ -25,7 +25,8 @@ def batches(samples: Samples) -> Minibatches:
     number = torch.arange(len(samples.index), dtype=torch.float32)
     noised = Noised(number[:, None, None].expand(-1, WINDOW, 3), number[:, None].expand(-1, WINDOW) / 10)
     every = torch.ones(len(number), dtype=torch.bool)
-    units = Units(every, 0, torch.arange(len(number))[:, None], every)
+    places = torch.arange(len(number))
+    units = Units(every, torch.zeros_like(places), places, places[:, None], every)
     return Minibatches(samples, number, units, torch.device("cpu"), {"old": number * 2}, noised)
 
 
