@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from phalanx.config.lm import LMRLConfig
+from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 from phalanx.training.minibatches import Minibatches
 from phalanx.training.update import Updater
-from tests.jobs import first_step, full_weights
-from tests.lm import tiny_lm_config
+from tests.jobs import first_step, full_weights, rows
+from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
+from tests.roles import learned, run_roles
 
 # With such an epsilon Adam's steps are the gradients, but for a hundredth: weights compare gradients, and not signs.
 LINEAR = ("optim.eps=1", "optim.lr=1", "optim.grad_clip=0")
@@ -95,6 +97,7 @@ def assert_balanced(parts: list[dict[str, Any]], kinds: dict[str, tuple[str, ...
             assert_same_change(off[0], rank)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_step_is_that_without_an_exchange(ranks: int, lm_folder: Path, tmp_path: Path) -> None:
     """Replicas, and two replicas of two shards; padded, packed and truncated samples, and a critic."""
@@ -102,6 +105,64 @@ def test_the_step_is_that_without_an_exchange(ranks: int, lm_folder: Path, tmp_p
     assert_balanced(run_ranks(steps, ranks, cfgs, timeout=120), KINDS)
 
 
+@pytest.mark.full
 def test_a_step_of_blocks(blocks_folder: Path, tmp_path: Path) -> None:
     kinds = {"blocks": (*BLOCKS, *KL), "elbo": (*BLOCKS, "actor.log_prob_estimate=elbo")}
     assert_balanced(run_ranks(steps, 2, both(blocks_folder, tmp_path, kinds)), kinds)
+
+
+@pytest.mark.full
+def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
+    """To the last bit; and a run without the exchange goes on with it."""
+    keys = (*KINDS["packed_budget"], "trainer.save_freq=2")
+
+    def job(name: str, steps: int, *own: str) -> LMRLConfig:
+        return tiny_lm_config(lm_folder, tmp_path / name, *keys, f"trainer.total_training_steps={steps}", *own)
+
+    whole = run_ranks(fit, 2, job("whole", 4))[0]
+    run_ranks(fit, 2, job("parts", 2))
+    again = run_ranks(fit, 2, job("parts", 4))[0]
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+    assert rows(tmp_path / "parts" / "out") == rows(tmp_path / "whole" / "out")
+    run_ranks(fit, 2, job("off", 2, "trainer.balance_batch=false"))
+    run_ranks(fit, 2, job("off", 4))
+    wanted = read_metrics(tmp_path / "whole" / "out" / METRICS_FILE)
+    for row, expected in zip(read_metrics(tmp_path / "off" / "out" / METRICS_FILE), wanted, strict=True):
+        assert row["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-2)
+        exchanged = row["step"] > 2
+        assert ("perf/token_imbalance_drawn" in row) == exchanged
+        assert row["perf/token_imbalance"] == (
+            pytest.approx(expected["perf/token_imbalance"], rel=1e-2)
+            if exchanged
+            else pytest.approx(expected["perf/token_imbalance_drawn"])
+        )
+        assert 1 <= expected["perf/token_imbalance"] < expected["perf/token_imbalance_drawn"] < 2
+
+
+def language(cfg: Any) -> Any:
+    from phalanx.training.lm_rl import build
+
+    return build(cfg)
+
+
+@pytest.mark.full
+def test_the_actors_ranks_exchange(lm_folder: Path, tmp_path: Path) -> None:
+    """What other ranks have drawn, with all that came with it: to the last bit as on ranks that do everything."""
+    keys = (*KINDS["packed_budget"], "parallel.fsdp_size=1")
+    apart = (*keys, "placement={rollout: 0-1, actor: 2-3}")
+    once = (*apart, "actor.ppo_epochs=1")
+    together = run_roles(language, 2, tiny_lm_config(lm_folder, tmp_path / "together", *keys))
+    alike = run_roles(language, 4, tiny_lm_config(lm_folder, tmp_path / "apart", *apart))
+    assert learned(tmp_path / "apart") == learned(tmp_path / "together")
+    assert all(torch.equal(value, alike[name]) for name, value in together.items())
+    for name, key in (("pipelined", "rollout.parts=2"), ("one_step_off", "rollout.correction=token_tis")):
+        runs = []
+        for on in ("true", "false"):
+            options = (*once, f"rollout.schedule={name}", key, f"trainer.balance_batch={on}")
+            run_roles(language, 4, tiny_lm_config(lm_folder, tmp_path / name / on, *options))
+            runs.append(learned(tmp_path / name / on))
+        for row, expected in zip(*runs, strict=True):
+            assert row["reward/mean"] == expected["reward/mean"]
+            assert row["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-3)
+        whole = read_metrics(tmp_path / name / "true" / "out" / METRICS_FILE)
+        assert any(row["perf/token_imbalance"] < row["perf/token_imbalance_drawn"] for row in whole)
