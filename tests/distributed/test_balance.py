@@ -112,6 +112,20 @@ def test_a_step_of_blocks(blocks_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+def test_values_are_of_the_samples_that_are_trained(lm_folder: Path, tmp_path: Path) -> None:
+    """In the second step, before which a critic says 0 of all."""
+    runs = []
+    for on in ("true", "false"):
+        cfg = tiny_lm_config(lm_folder, tmp_path / on, *LINEAR, *KINDS["ppo"], f"trainer.balance_batch={on}")
+        run_ranks(fit, 2, cfg)
+        runs.append(rows(tmp_path / on / "out"))
+    one, other = (run[-1] for run in runs)
+    assert one["step"] == 2 and abs(one["critic/values_mean"]) > 1e-3
+    for key in ("critic/values_mean", "critic/explained_variance", "critic/grad_norm", "actor/grad_norm"):
+        assert one[key] == pytest.approx(other[key], rel=1e-3), key
+
+
+@pytest.mark.full
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     """To the last bit; and a run without the exchange goes on with it."""
     keys = (*KINDS["packed_budget"], "trainer.save_freq=2")
