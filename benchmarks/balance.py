@@ -1,6 +1,6 @@
 """Responses of very different lengths with and without trainer.balance_batch: seconds per update, and tokens.
 
-    python benchmarks/balance.py                     # 2 and 4 ranks, 4 steps of each kind in turns
+    python benchmarks/balance.py                     # 2 and 4 ranks, 4 steps of each kind
     python benchmarks/balance.py --ranks 2 --steps 2 --no-docs
 
 Ranks are forked processes over gloo that run a job of a tiny language model: its optimizer steps, and the exchange, are
@@ -10,6 +10,7 @@ simulated by the rule that the job follows. The tables go to docs/performance.md
 """
 
 import argparse
+import json
 import random
 import statistics
 import sys
@@ -32,7 +33,7 @@ from tests.ranks import run_ranks  # noqa: E402
 
 N = 8  # responses to a prompt; each rank draws those of two prompts
 MEDIAN, LONGEST = 40, 1280  # tokens of a response
-SECONDS = 5e-4  # of a token of the update
+SECONDS = 2e-3  # of a token of the update
 KINDS = {"as drawn": "false", "balanced": "true"}
 
 
@@ -45,17 +46,17 @@ def main() -> None:
     run = ["| ranks | samples | s per update | most tokens of a rank / mean |", "|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as name:
         model = tiny_lm(Path(name) / "model")
+        settings = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 2 * LONGEST}
+        (model / "config.json").write_text(json.dumps(settings))
         for ranks in args.ranks:
-            rows: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
-            for step in range(args.steps):  # in turns, each with other lengths
-                for kind, on in KINDS.items():
-                    folder = Path(name) / f"{ranks}_{kind}_{step}"
-                    keys = (f"trainer.balance_batch={on}", f"trainer.seed={step}", f"data.train_batch_size={2 * ranks}")
-                    run_ranks(trained, ranks, config(model, folder, *keys), timeout=300)
-                    rows[kind] += [row for row in metrics(folder / "out") if row["step"] > 0]
-            for kind, measured in rows.items():
-                seconds = statistics.mean(row["time/update"] for row in measured)
-                most = statistics.mean(row["perf/token_imbalance"] for row in measured)
+            for kind, on in KINDS.items():  # of the same lengths, which are others in each step
+                folder = Path(name) / f"{ranks}_{on}"
+                keys = [f"trainer.balance_batch={on}", f"trainer.total_training_steps={args.steps + 1}"]
+                keys += [f"{key}={2 * ranks}" for key in ("data.train_batch_size", "actor.ppo_mini_batch_size")]
+                run_ranks(trained, ranks, config(model, folder, *keys), timeout=900)
+                rows = [row for row in metrics(folder / "out") if row["step"] > 1]  # the first one warms up
+                seconds = statistics.mean(row["time/update"] for row in rows)
+                most = statistics.mean(row["perf/token_imbalance"] for row in rows)
                 run.append(f"| {ranks} | {kind} | {seconds:.2f} | {most:.2f} |")
                 print(run[-1], flush=True)
     head = "| ranks | tokens, as drawn | tokens, balanced | operations, as drawn | operations, balanced |"
@@ -77,11 +78,9 @@ def config(model: Path, folder: Path, *keys: str) -> LMRLConfig:
         "model.use_remove_padding=true",
         "actor.use_dynamic_bsz=true",
         "actor.ppo_max_token_len_per_gpu=2048",
-        "actor.ppo_mini_batch_size=null",
         f"data.max_response_length={LONGEST}",
         f"rollout.n={N}",
         "rollout.micro_batch_size_per_gpu=16",
-        "trainer.total_training_steps=1",
         "parallel.fsdp_size=1",
         *keys,
     )
