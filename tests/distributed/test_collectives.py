@@ -1,9 +1,10 @@
 """What all ranks agree on, and how little they say for it."""
 
+import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from phalanx.distributed.collectives import agree
+from phalanx.distributed.collectives import agree, exchange
 from tests.ranks import run_ranks
 
 
@@ -28,3 +29,15 @@ def _collectives(error: str | None) -> list[str]:
 def test_where_nothing_is_wrong_one_small_tensor_goes_round() -> None:
     assert run_ranks(_collectives, 2, None) == [["gloo:all_reduce"]] * 2
     assert run_ranks(_collectives, 2, "no OCR") == [["gloo:all_reduce", "gloo:broadcast"]] * 2
+
+
+def _exchange(sent: dict[int, dict[int, list[int]]]) -> dict[int, list[int]]:
+    rank = dist.get_rank()
+    parcels = {to: torch.tensor(data, dtype=torch.uint8) for to, data in sent.get(rank, {}).items()}
+    received = exchange(parcels, [source for source, targets in sent.items() if rank in targets])
+    return {source: data.tolist() for source, data in received.items()}
+
+
+def test_parcels_of_any_size_go_to_some_of_the_ranks() -> None:
+    sent = {0: {2: [1, 2, 3]}, 1: {0: [4], 2: [5, 6]}, 2: {1: [7] * 1000}}
+    assert run_ranks(_exchange, 4, sent) == [{1: [4]}, {2: [7] * 1000}, {0: [1, 2, 3], 1: [5, 6]}, {}]

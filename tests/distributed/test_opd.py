@@ -134,8 +134,8 @@ def views(cfg: FlowRLConfig) -> dict[str, Any]:
             t.collector.prompts.batch(0), seed=0, step=0, each=t.collector.rewards.submit
         )
     numbers = torch.arange(t.updater.plan.samples)[:, None]
-    plan, counted = t.updater.plan, torch.ones(t.updater.plan.samples, dtype=torch.bool)
-    batch = Minibatches.of(samples, torch.zeros(plan.samples), counted, numbers, plan, t.world, corrects=True)
+    counted = torch.ones(len(numbers), dtype=torch.bool)
+    batch = Minibatches.of(samples, torch.zeros(len(numbers)), counted, numbers, t.world, corrects=True)
     seen = t.updater.reference_outputs(batch)["teacher"]
     model = replace(cfg.model, path=cfg.algorithm.teacher_path)
     alone = build_policy(model, cfg.parallel, cfg.data, t.world, seed=0, detach_uncond=False)

@@ -65,8 +65,8 @@ def share_of_the_loss(ranks: int, mode: str) -> list[float]:
     plan = BatchPlan(
         samples=8, per_rank=8 // ranks, updates=2, micro=1, actions=1, rollout_micro=1, exact=True, units=8 // ranks
     )
-    units = Units.of(torch.arange(8)[:, None], counted, plan, world)
     own = slice(world.rank * plan.per_rank, (world.rank + 1) * plan.per_rank)
+    units = Units.of(torch.arange(8)[:, None], counted, torch.arange(8)[own], world)
     steps = optimizer_steps(mask[own], units, plan, world, mode=mode, constant=5.0)
     return [sum((loss[own][rows] * weight).sum().item() for rows, weight in parts) for parts in steps]
 
@@ -90,7 +90,8 @@ def dealt_out(ranks: int, counted: list[bool], updates: int) -> list[list[tuple[
     plan = BatchPlan(
         samples=n, per_rank=share, updates=updates, micro=1, actions=1, rollout_micro=1, exact=True, units=share
     )
-    units = Units.of(torch.arange(n)[:, None], torch.tensor(counted), plan, world)
+    index = torch.arange(share) + world.rank * share
+    units = Units.of(torch.arange(n)[:, None], torch.tensor(counted), index, world)
     one_action = torch.ones(share, 1, dtype=torch.bool)
     found = []
     for parts in optimizer_steps(one_action, units, plan, world, mode="token-mean", constant=None):

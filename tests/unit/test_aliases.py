@@ -79,7 +79,7 @@ VERL = {
 NOTHING = (
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu actor_rollout_ref.rollout.log_prob_micro_batch_size "
     "actor_rollout_ref.ref.fsdp_config.param_offload actor_rollout_ref.rollout.enforce_eager "
-    "actor_rollout_ref.model.use_shm data.shuffle data.val_batch_size trainer.balance_batch "
+    "actor_rollout_ref.model.use_shm data.shuffle data.val_batch_size "
     "actor_rollout_ref.actor.fsdp_config.grad_offload"
 )
 

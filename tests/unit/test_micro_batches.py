@@ -25,7 +25,8 @@ def batches(samples: Samples) -> Minibatches:
     number = torch.arange(len(samples.index), dtype=torch.float32)
     noised = Noised(number[:, None, None].expand(-1, WINDOW, 3), number[:, None].expand(-1, WINDOW) / 10)
     every = torch.ones(len(number), dtype=torch.bool)
-    units = Units(every, 0, torch.arange(len(number))[:, None], every)
+    places = torch.arange(len(number))
+    units = Units(every, torch.zeros_like(places), places, places[:, None], every)
     return Minibatches(samples, number, units, torch.device("cpu"), {"old": number * 2}, noised)
 
 
@@ -57,3 +58,20 @@ def test_fresh_noise_leads_from_image_to_noise() -> None:
     noised = Noised(torch.tensor([[[5.0, 0.0]], [[1.0, 1.0]]]), torch.tensor([[0.25], [1.0]]))
     assert noised.latents(clean).tolist() == [[[2.0, 1.5]], [[1.0, 1.0]]]
     assert noised.target(clean).tolist() == [[[4.0, -2.0]], [[-2.0, 2.0]]]
+
+
+def test_each_optimizer_step_is_balanced() -> None:
+    """Of 12 units, of which two do not count, on two ranks: the costly ones of a step apart, three or fewer to a rank."""
+    counted = torch.ones(12, dtype=torch.bool)
+    counted[[2, 9]] = False
+    numbers = torch.arange(12)
+    units = Units(counted, numbers // 6, numbers[:6], numbers[:6, None], counted[:6])
+    costs = torch.tensor([8, 1, 9, 7, 1, 6, 1, 1, 2, 9, 2, 1], dtype=torch.float64)
+    dealt = units.dealt(2)
+    assert dealt.tolist() == [0, 1, -1, 0, 1, 0, 1, 0, 1, -1, 0, 1]
+    ranks = units.balanced(costs, 2, 2)
+    # of the first step 8 + 2 + 1, and 7 + 6; of the second 2 + 1, and 1 + 1 + 1; and 9, and 9
+    assert [numbers[(dealt == k) & (ranks == 0)].tolist() for k in (0, 1, -1)] == [[0, 7, 10], [6, 8], [2]]
+    assert ranks.bincount().tolist() == [6, 6]
+    # nothing moves where nothing is gained
+    assert units.balanced(torch.ones(12, dtype=torch.float64), 2, 2) is units.ranks

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from phalanx.functional.token_budget import cost, needed, split
+from phalanx.functional.token_budget import cost, evenly_dealt, needed, split
 
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
@@ -36,3 +36,18 @@ def test_by_hand() -> None:
     assert (needed(lengths, 14, packed=False), needed(lengths, 13, packed=False)) == (2, 3)
     assert (needed(lengths, 11, packed=True), needed(lengths, 10, packed=True)) == (2, 3)
     assert needed(lengths, 20, packed=True, least=4) == 4
+
+
+def test_ranks_get_equal_costs() -> None:
+    assert evenly_dealt([1, 9, 5, 5], [2, 2]) == [0, 0, 1, 1]  # 9, then 5 and 5 to the other, which is full then
+    assert evenly_dealt([2, 2, 2, 2], [2, 2]) == [0, 1, 0, 1]
+    assert evenly_dealt([7, 1, 1], [0, 1, 2]) == [1, 2, 2]
+    assert evenly_dealt([], [0, 0]) == []
+    rng = random.Random(0)
+    for _ in range(100):
+        ranks, each = rng.randint(1, 8), rng.randint(2, 20)
+        costs = [rng.lognormvariate(0, 0.5) for _ in range(ranks * each)]
+        result = evenly_dealt(costs, [each] * ranks)
+        assert [result.count(rank) for rank in range(ranks)] == [each] * ranks
+        totals = [sum(cost for cost, where in zip(costs, result, strict=True) if where == r) for r in range(ranks)]
+        assert max(totals) - min(totals) <= max(costs)

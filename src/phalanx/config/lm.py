@@ -199,6 +199,11 @@ class LMTrainerConfig(TrainerConfig):
     """The run."""
 
     critic_warmup: int = arg(0, "first training steps, in which only the critic is trained", ge=0)
+    balance_batch: bool = arg(
+        True,
+        "in reinforcement learning ranks exchange samples before they train them, so that each has about equal work, "
+        "where passes differ in cost: with actor.use_dynamic_bsz or model.use_remove_padding",
+    )
 
 
 @dataclass

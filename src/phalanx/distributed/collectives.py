@@ -1,6 +1,6 @@
 """Collectives across all ranks on small CPU values. Every rank must reach each call."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -110,6 +110,26 @@ def to_first(value: Tensor, source: int) -> None:
         dist.send(value, dst=0)
     elif dist.get_rank() == 0:
         dist.recv(value, src=source)
+
+
+def exchange(parcels: Mapping[int, Tensor], sources: Iterable[int]) -> dict[int, Tensor]:
+    """Send `parcels` [K] uint8 on the CPU to the ranks that they are for; returns those of the ranks `sources`, which
+    all have one for this rank. Only ranks that have something for one another are connected.
+    """
+    sizes = {rank: torch.tensor([len(parcel)]) for rank, parcel in parcels.items()}
+    coming = {rank: torch.empty(1, dtype=torch.int64) for rank in sources}
+    _swap(sizes, coming)
+    received = {rank: torch.empty(int(size), dtype=torch.uint8) for rank, size in coming.items()}
+    _swap(parcels, received)
+    return received
+
+
+def _swap(sent: Mapping[int, Tensor], received: Mapping[int, Tensor]) -> None:
+    """Send tensors to ranks, and fill those that come from others."""
+    operations = [dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sent.items()]
+    operations += [dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in received.items()]
+    for work in dist.batch_isend_irecv(operations) if operations else []:
+        work.wait()
 
 
 def gather_object(value: T) -> list[T]:

@@ -4,7 +4,7 @@ A pass over padded samples has rows x longest tokens, one over packed samples th
 """
 
 from collections.abc import Sequence
-from heapq import heapify, heapreplace
+from heapq import heapify, heappop, heapreplace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,25 @@ def needed(tokens: Tensor, budget: int, *, packed: bool, least: int = 1) -> int:
     while parts < len(tokens) and _largest(tokens, parts, packed=packed) > budget:
         parts += 1
     return min(parts, len(tokens))
+
+
+def evenly_dealt(costs: Sequence[float], room: Sequence[int]) -> list[int]:
+    """The rank of each sample or unit: the costliest first, each to the rank with the least so far that has room.
+
+    Args:
+        costs: of each unit; of equal ones the first comes first.
+        room: the most units of each rank, in sum at least as many as there are.
+    """
+    left, result = list(room), [0] * len(costs)
+    heap = [(0.0, rank) for rank in range(len(left)) if left[rank]]
+    for unit in sorted(range(len(costs)), key=lambda unit: (-costs[unit], unit)):
+        total, rank = heap[0]
+        result[unit], left[rank] = rank, left[rank] - 1
+        if left[rank]:
+            heapreplace(heap, (total + costs[unit], rank))
+        else:
+            heappop(heap)
+    return result
 
 
 def _largest(tokens: Tensor, parts: int, *, packed: bool) -> int:

@@ -78,7 +78,9 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     if cfg.algorithm.needs_critic:
         model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
         critic = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, cfg.trainer.critic_warmup)
-    trainer = build_trainer(cfg, plan, algorithm, components, prompts, teachers, critic)
+    # else all passes have one shape, and cost the same
+    costs = policy.sample_flops if cfg.trainer.balance_batch and plan.by_tokens else None
+    trainer = build_trainer(cfg, plan, algorithm, components, prompts, teachers, critic, costs)
     if world.lead:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some])
     return trainer

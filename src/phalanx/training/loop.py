@@ -15,7 +15,6 @@ from torch import Tensor
 from phalanx.distributed.collectives import reduce_sum
 from phalanx.functional.advantage import fill_missing, on_scored
 from phalanx.training.job import Job
-from phalanx.training.minibatches import Minibatches
 from phalanx.training.update import StepLog, Updater
 from phalanx.types import Samples
 
@@ -39,7 +38,7 @@ def train(job: Job, collector: Collects, updater: Updater) -> None:
 
     Raises JobError, on all ranks, for a failure that its message explains, and Stopped where a signal ended the job.
     """
-    policy, algorithm, critic, plan = updater.policy, updater.algorithm, updater.critic, updater.chunk_plan
+    policy, algorithm, critic = updater.policy, updater.algorithm, updater.critic
     for step in job.steps():
         start, log = time.perf_counter(), StepLog()
 
@@ -63,14 +62,14 @@ def train(job: Job, collector: Collects, updater: Updater) -> None:
                 advantage = on_scored(algorithm.advantage, reward, group_id, 0.0)  # [N]
                 counted = on_scored(algorithm.sample_mask, reward, group_id, False)  # [N] bool
                 units = algorithm.units(fill_missing(reward, group_id), group_id)  # [U, samples of a unit]
-                corrects = algorithm.corrects
-                batch = Minibatches.of(samples, advantage, counted, units, plan, job.world, corrects=corrects)
+                # B samples that this rank trains: its own or, where their costs differ, an equal share of the work.
+                batch = updater.batches(samples, advantage, counted, units, log)
                 if batch.learns and algorithm.levels is None:  # of the reference, of a teacher
                     batch.reference_outputs = updater.reference_outputs(batch)  # [B, A, ...] by names of weights
 
                 # PPO and its like: an advantage per action in place of one per sample.
                 if batch.learns and algorithm.per_action:
-                    values = None if critic is None else critic.values(samples)  # [B, A]
+                    values = None if critic is None else critic.values(batch.samples)  # [B, A]
                     scored = batch.scored(values)
                     credit = algorithm.credit(scored, reduce_sum)
                     batch.advantage = credit.advantage  # [B, A]
@@ -93,7 +92,7 @@ def train(job: Job, collector: Collects, updater: Updater) -> None:
                         loss = (per_action * micro.weight).sum()
                         loss.backward()
                         scalars.append(stats)
-                        log.micro_batch(samples, rows, loss.detach())
+                        log.micro_batch(batch.samples, rows, loss.detach())
                         job.timers.advance()
                         del micro, per_action, loss  # before the next micro-batch takes their place
                     if not updater.ends_update(chunk):  # more samples of this optimizer step are to come

@@ -11,6 +11,7 @@ from phalanx.distributed.collectives import reduce_sum
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.functional.aggregation import action_weights, count_actions
+from phalanx.functional.token_budget import evenly_dealt
 from phalanx.types import Batch, Samples, Scored
 
 
@@ -101,18 +102,17 @@ class Minibatches:
         advantage: Tensor,
         sample_mask: Tensor,
         numbers: Tensor,
-        plan: BatchPlan,
         world: World,
         *,
         corrects: bool,
+        ranks: Tensor | None = None,
     ) -> "Minibatches":
         """The batches of this rank's samples, given advantage [N] and sample_mask [N] bool of those of all ranks, and
-        the numbers [U, s] of the samples that are trained as one.
+        the numbers [U, s] of the samples that are trained as one. `ranks`: see Units.of.
         """
-        units = Units.of(numbers, sample_mask, plan, world)
-        # advantages are of all ranks' samples [N], as groups span ranks; a rank trains consecutive ones [B]
-        local = slice(world.data_rank * plan.per_rank, (world.data_rank + 1) * plan.per_rank)
-        return cls(samples, advantage[local], units, world.device, corrects=corrects)
+        units = Units.of(numbers, sample_mask, samples.index, world, ranks)
+        # advantages are of all ranks' samples [N], as groups span ranks
+        return cls(samples, advantage[samples.index], units, world.device, corrects=corrects)
 
     @property
     def mask(self) -> Tensor:
@@ -163,23 +163,29 @@ class Minibatches:
 class Units:
     """The units of samples that a step trains on, in the order of their numbers, and which of them count.
 
-    `counted` [U] bool, of all ranks' units. `first` is the number of this rank's first one; `local` [u, s] are its
-    units, by the places of their samples on this rank, and `kept` [u] bool those of them that count.
+    `counted` [U] bool, of all ranks' units, and `ranks` [U], which of the ranks with different samples trains each.
+    `numbers` [u] are this rank's units, `local` [u, s] the places of their samples on this rank, and `kept` [u] bool
+    those of them that count.
     """
 
     counted: Tensor
-    first: int
+    ranks: Tensor
+    numbers: Tensor
     local: Tensor
     kept: Tensor
 
     @classmethod
-    def of(cls, numbers: Tensor, sample_mask: Tensor, plan: BatchPlan, world: World) -> "Units":
-        """Units [U, s] of the samples of all ranks, where sample_mask [N] says which samples are trained on."""
+    def of(
+        cls, numbers: Tensor, sample_mask: Tensor, index: Tensor, world: World, ranks: Tensor | None = None
+    ) -> "Units":
+        """Units [U, s] of the samples of all ranks, where sample_mask [N] says which samples are trained on. This rank
+        has the samples `index` [B], in ascending order. `ranks` [U]: see Units; None: each has consecutive units.
+        """
         counted = sample_mask[numbers].all(1)  # [U]: a pair counts where both of its samples do
-        share = len(numbers) // world.data_size
-        first = world.data_rank * share
-        local = slice(first, first + share)
-        return cls(counted, first, numbers[local] - world.data_rank * plan.per_rank, counted[local])
+        if ranks is None:  # as they were drawn
+            ranks = torch.arange(len(numbers)) // (len(numbers) // world.data_size)
+        local = (ranks == world.data_rank).nonzero().flatten()
+        return cls(counted, ranks, local, torch.searchsorted(index, numbers[local]), counted[local])
 
     def dealt(self, updates: int) -> Tensor:
         """[U] the optimizer step that trains on each unit; -1 for those that do not count.
@@ -190,13 +196,35 @@ class Units:
         turn = (self.counted.cumsum(0) - 1) % updates  # 0, 1, .., updates - 1, 0, .. over the units that count
         return torch.where(self.counted, turn, -1)
 
+    def balanced(self, costs: Tensor, updates: int, size: int) -> Tensor:
+        """[U] which of `size` ranks trains each unit, where units of these costs [U] are spread as evenly as can be,
+        equally many to each rank; `ranks`, where that makes no optimizer step shorter.
+        """
+        dealt, ranks = self.dealt(updates), torch.empty_like(self.ranks)
+        left = torch.full((size,), len(self.numbers))
+        # each optimizer step for itself, as there all ranks wait for one another; those that do not count come last
+        for k in (*range(updates), -1):
+            rows = (dealt == k).nonzero().flatten()
+            # equal numbers make equally many passes, and leave each rank the room that `places` needs
+            room = left if k == -1 else torch.full((size,), math.ceil(len(rows) / size))
+            ranks[rows] = torch.tensor(evenly_dealt(costs[rows].tolist(), room.tolist()), dtype=ranks.dtype)
+            left -= ranks[rows].bincount(minlength=size)
+
+        def longest(ranks: Tensor) -> Tensor:
+            """The sum over the optimizer steps of the costs of the rank with most."""
+            totals = torch.zeros(updates, size, dtype=costs.dtype)
+            at = (dealt[self.counted], ranks[self.counted])
+            return totals.index_put(at, costs[self.counted], accumulate=True).amax(1).sum()
+
+        return ranks if longest(ranks) < longest(self.ranks) else self.ranks
+
     def places(self, dealt: Tensor, updates: int) -> list[Tensor]:
         """This rank's units of each optimizer step, as rows of `local`: equally many, those that count come first.
 
         What a step lacks is filled up with units that do not count, so that all ranks can make equally many
         micro-batches of one size.
         """
-        local = dealt[self.first : self.first + len(self.local)]
+        local = dealt[self.numbers]
         # units that do not count, divided alternately as well; their weights are 0
         spare = (local == -1).nonzero().flatten()
         turn = torch.arange(len(spare)) % updates
@@ -243,7 +271,7 @@ def optimizer_steps(
     steps = []
     for k, (actions, samples) in enumerate(totals.tolist()):
         # collectives of a backward pass want every rank: all make as many passes as the rank with most units
-        busiest = int((dealt == k).view(world.data_size, -1).sum(1).max())
+        busiest = int(units.ranks[dealt == k].bincount(minlength=1).max())
         if busiest == 0 or actions == 0:  # nothing to learn from, on any rank
             if not at_least_one:
                 continue

@@ -1,7 +1,7 @@
 """A job of reinforcement learning: the parts that the loop is handed, put together."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from phalanx.config.run import RLConfig
@@ -21,7 +21,7 @@ from phalanx.training.minibatches import BatchPlan
 from phalanx.training.optim import TrainState
 from phalanx.training.update import Updater
 from phalanx.training.validation import Validator
-from phalanx.types import Algorithm
+from phalanx.types import Algorithm, Samples
 
 log = logging.getLogger(__name__)
 
@@ -62,8 +62,10 @@ def build_trainer(
     prompts: PromptStream,
     teachers: Mapping[str, LoadedTeacher] | None = None,
     critic: CriticTrainer | None = None,
+    costs: Callable[[Samples], list[float]] | None = None,
 ) -> Trainer:
-    """The job, on all ranks in step. `teachers` are the algorithm's, loaded, and `critic` is the one that it wants.
+    """The job, on all ranks in step. `teachers` are the algorithm's, loaded, `critic` is the one that it wants, and
+    `costs` those of samples by which ranks exchange them (see Updater).
 
     Raises ValueError for a checkpoint or a folder that cannot be used.
     """
@@ -117,6 +119,7 @@ def build_trainer(
         critic=critic,
         chunks=collector.chunks,
         noun=noun,
+        costs=costs,
     )
     return Trainer(job, collector, updater)
 

@@ -1,6 +1,6 @@
 """Optimizer steps on collected samples: reference outputs, fresh noise, early stops, and the metrics of a step."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from phalanx.config.run import RLConfig
-from phalanx.distributed.collectives import reduce_float, reduce_sum
+from phalanx.distributed.collectives import all_gather, reduce_float, reduce_sum
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import fold_in
 from phalanx.telemetry.flops import peak_flops
@@ -18,7 +18,8 @@ from phalanx.telemetry.step_metrics import merged_rows, peak_memory_gb, token_me
 from phalanx.training.collect import Rescorer
 from phalanx.training.components import LoadedTeacher, TrainedPolicy
 from phalanx.training.critic import CriticTrainer
-from phalanx.training.minibatches import BatchPlan, Minibatches, optimizer_steps
+from phalanx.training.disaggregated.wire import exchanged
+from phalanx.training.minibatches import BatchPlan, Minibatches, Units, optimizer_steps
 from phalanx.training.optim import TrainState
 from phalanx.types import Algorithm, Policy, Samples
 
@@ -75,7 +76,8 @@ class Updater:
     """The learning rule with what it is computed from, around the loop of forward and backward passes.
 
     `plan` is the arithmetic of a whole training step, `chunk_plan` that of each of its `chunks`. `teachers` are the
-    algorithm's, loaded, and `critic` is the one that it wants.
+    algorithm's, loaded, and `critic` is the one that it wants. `costs` are those of training each of this rank's
+    samples, where ranks exchange samples so that these are even; None: each rank trains those that it has.
     """
 
     def __init__(
@@ -93,10 +95,11 @@ class Updater:
         critic: CriticTrainer | None = None,
         chunks: int = 1,
         noun: str = "samples",
+        costs: Callable[[Samples], list[float]] | None = None,
     ) -> None:
         self.cfg, self.plan, self.algorithm, self.policy, self.world = cfg, plan, algorithm, policy, world
         self.state, self.rescorer, self.timers, self.noun = state, rescorer, timers, noun
-        self.teachers, self.critic, self.chunks = dict(teachers or {}), critic, chunks
+        self.teachers, self.critic, self.chunks, self.costs = dict(teachers or {}), critic, chunks, costs
         self.chunk_plan = plan
         if chunks > 1:
             samples, per_rank = plan.samples // chunks, plan.per_rank // chunks
@@ -113,6 +116,28 @@ class Updater:
             return 0
         epochs = self.plan.epochs + (0 if self.critic is None else self.critic.epochs)
         return epochs * self.plan.updates * self.plan.passes
+
+    # -- shares of ranks ------------------------------------------------------------------------------------------
+
+    def batches(self, samples: Samples, advantage: Tensor, counted: Tensor, units: Tensor, log: StepLog) -> Minibatches:
+        """The batches of the samples that this rank trains, see Minibatches.of; with `costs` after an exchange."""
+        ranks, updates, size = None, self.chunk_plan.updates, self.world.data_size
+        if self.costs is not None and size > 1 and counted[units].any():
+            drawn = Units.of(units, counted, samples.index, self.world)
+            assert samples.tokens is not None, "samples that differ in cost have tokens"
+            local = torch.stack([torch.tensor(self.costs(samples), dtype=torch.float64), samples.tokens.double()], 1)
+            costs, tokens = all_gather(local)[units].sum(1).T  # [U] each, of all ranks
+            trained = torch.zeros(size, dtype=torch.float64).index_add(0, drawn.ranks, tokens * drawn.counted)
+            log.rows[-1]["perf/token_imbalance_drawn"] = float(trained.max() / trained.mean().clamp(min=1))
+            # who trains what follows from the costs of all samples, which all ranks know
+            ranks = drawn.balanced(costs, updates, size)
+            if not ranks.equal(drawn.ranks):
+                of_samples = torch.full((len(counted),), -1)
+                of_samples[units] = ranks[:, None].expand(units.shape)
+                samples = exchanged(samples, of_samples, self.world)
+        return Minibatches.of(
+            samples, advantage, counted, units, self.world, corrects=self.algorithm.corrects, ranks=ranks
+        )
 
     # -- optimizer steps ------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from phalanx.distributed.collectives import exchange
+from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
 from phalanx.telemetry.records import Record
 from phalanx.training.collect import Collected
@@ -61,7 +63,7 @@ def stopped(signal: int) -> Tensor:
     return _file({}, {"stop": signal})
 
 
-def serialize(collected: Collected, rows: slice, stop: int = 0) -> Tensor:
+def serialize(collected: Collected, rows: slice | Tensor, stop: int = 0) -> Tensor:
     """Bytes [K] uint8 of the samples in `rows` of this rank's, with the reward of all and the metrics. `stop`: the
     signal that a rank has heard while they were drawn.
     """
@@ -83,11 +85,12 @@ def serialize(collected: Collected, rows: slice, stop: int = 0) -> Tensor:
             tensors |= {f"trace/{field.name}/{name}": tensor for name, tensor in value.items()}
         else:
             plain[field.name] = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-    prompts = {p.group_id: asdict(replace(p, meta={})) for p in samples.prompts[rows]}
+    of_rows = [samples.prompts[i] for i in at.tolist()]
+    prompts = {p.group_id: asdict(replace(p, meta={})) for p in of_rows}
     plain_values = {
         "trace": plain,
         "prompts": list(prompts.values()),
-        "groups": [p.group_id for p in samples.prompts[rows]],
+        "groups": [p.group_id for p in of_rows],
         "stop": stop,
         "exact": samples.exact,
         "on_policy": samples.on_policy,
@@ -141,6 +144,25 @@ def concatenate(parts: Sequence[Collected]) -> Collected:
     for some in samples:
         values["prompts"] += some.prompts
     return replace(parts[0], samples=replace(samples[0], **values))
+
+
+def exchanged(samples: Samples, ranks: Tensor, world: World) -> Samples:
+    """The samples that are this rank's by `ranks` [N], which has the rank of each of all ranks' samples, -1 for those
+    that nobody needs; as yet each rank has consecutive ones, `samples`.
+    """
+    this, kind, parcels = world.data_rank, type(samples.trace), dict[int, Tensor]()
+    goes = ranks[samples.index]
+    for rank in goes[goes >= 0].unique().tolist():
+        parcels[rank] = serialize(Collected(samples, torch.empty(0), {}), (goes == rank).nonzero().flatten())
+    sources = ((ranks == this).nonzero().flatten() // len(samples.index)).unique().tolist()
+    kept = {this: parcels.pop(this)} if this in parcels else {}
+    arrived = kept | exchange(parcels, [rank for rank in sources if rank != this])
+    parts = []
+    for rank in sources:
+        part, _ = deserialize(arrived[rank], kind, world.device)
+        assert part is not None, "a parcel of another rank has samples"
+        parts.append(part)
+    return concatenate(parts).samples
 
 
 def serialize_records(row: dict[str, float], kept: dict[str, list[Record]]) -> Tensor:
