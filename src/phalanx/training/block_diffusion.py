@@ -167,7 +167,7 @@ class BlockDiffusion:
         self.shares = Shares(len(examples), samples_of_rank(cfg, world.size), micro, world, cfg.data.seed)
 
     def begin(self, steps: range) -> None:
-        """Nothing is cheaper done ahead."""
+        """Do nothing: no work of these samples is cheaper when it is done ahead."""
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
         """The samples, noised anew: a function of (trainer.seed, step, the sample's number in the batch)."""
