@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
@@ -204,3 +204,54 @@ def test_memory_of_blocks(ranks: int, overrides: list[str], medium_lm: Path, tmp
     took = run_ranks(measure, ranks, cfg, timeout=240)[0]
     job = planned(cfg, Cluster(1, ranks))
     compare(job, count(job), took)
+
+
+@pytest.fixture(scope="session")
+def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of 11.1 M weights, in three layers with 16 experts each."""
+    from assets.make.tiny_lm import make_tokenizer
+
+    folder, tokenizer = tmp_path_factory.mktemp("models") / "medium_experts", make_tokenizer()
+    settings = Qwen3MoeConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        moe_intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        Qwen3MoeForCausalLM(settings).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@needs_glibc
+@pytest.mark.parametrize(
+    "overrides",
+    [pytest.param([], id="full"), pytest.param([CHECKPOINTING], id="checkpointing", marks=pytest.mark.long)],
+)
+def test_memory_of_experts_on_ranks(overrides: list[str], experts_folder: Path, tmp_path: Path) -> None:
+    """The peak is within 2 %, with the rows that travel to the experts of another rank and back."""
+    chat = [{"role": "user", "content": PROMPT}]
+    tokenizer = AutoTokenizer.from_pretrained(experts_folder)
+    length = len(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"])
+    sizes = [f"data.max_prompt_length={length}", "data.max_response_length=16", "data.train_batch_size=4"]
+    batch = ["rollout.n=8", "rollout.micro_batch_size_per_gpu=8", "actor.log_prob_chunk_size=64"]
+    batch += ["actor.ppo_mini_batch_size=4", "actor.ppo_micro_batch_size_per_gpu=4"]
+    keys = [FULL, SHARDED, "parallel.expert_parallel=true", *overrides]
+    cfg = tiny_lm_config(experts_folder, tmp_path, *sizes, *batch, *keys)
+    (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": PROMPT}) + "\n") * 4)
+    one, other = run_ranks(measure, 2, cfg, timeout=240)
+    took = {name: (one[name] + other[name]) // 2 for name in one}  # a row that does not come to one comes to the other
+    job = planned(cfg, Cluster(1, 2))
+    memory = count(job)
+    compare(job, memory, took)
+    assert memory.peak == pytest.approx(took["peak"], rel=0.02), (one, other, memory)

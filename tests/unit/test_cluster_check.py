@@ -11,11 +11,11 @@ import torch
 from phalanx.cluster import diagnose, facts
 from phalanx.cluster.facts import Gpu, Machine, PathFact, RankInfo
 from phalanx.cluster.measure import wrong_sum
-from phalanx.cluster.messages import difference, listed, name_nodes, spans
+from phalanx.cluster.messages import difference, listed, name_nodes
 from phalanx.cluster.table import table
 from phalanx.config import ConfigError, load
 from phalanx.config.tasks import CheckClusterConfig
-from phalanx.distributed.roles import Roles
+from phalanx.distributed.roles import Roles, span
 from tests.ranks import ROOT
 
 MACHINE = Machine(
@@ -289,7 +289,7 @@ def test_roles() -> None:
 def test_lists() -> None:
     assert [listed(list("abc")[:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
     assert listed([str(n) for n in range(10)]) == "0, 1, 2, 3, 4, 5, 6, 7 and 2 more"
-    assert spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+    assert span([0, 1, 2, 5, 7, 8], ", ") == "0-2, 5, 7-8"
 
 
 def test_table() -> None:

@@ -1,4 +1,4 @@
-"""Learning rules, a file each, and the classes that new ones derive from."""
+"""The learning rules, one file per rule, and the base classes of new ones."""
 
 import inspect
 from collections.abc import Callable

@@ -71,17 +71,17 @@ class GroupAlgorithm:
         return torch.arange(len(reward))[:, None]
 
     def credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
-        """Only algorithms with `per_action` are asked."""
+        """It is called only for algorithms with `per_action`."""
         raise AssertionError("the actions of a sample share its advantage")
 
     def decay(self, name: str, step: int) -> float:
-        """Only algorithms with `averages` are asked."""
+        """It is called only for algorithms with `averages`."""
         raise AssertionError(f"{name} is not an average of this algorithm")
 
     def corrupt(self, policy: Policy, samples: Samples, seeds: Sequence[int]) -> Any:
-        """Only algorithms with `levels` are asked."""
+        """It is called only for algorithms with `levels`."""
         raise AssertionError("this algorithm trains on the sampled actions")
 
     def reference_output(self, policy: Policy, batch: Batch) -> Tensor:
-        """Only algorithms with `references` are asked."""
+        """It is called only for algorithms with `references`."""
         raise AssertionError("this algorithm looks at no other weights")

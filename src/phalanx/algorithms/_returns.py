@@ -1,4 +1,4 @@
-"""The base of algorithms whose advantages are of single tokens: a reward at each of them, and GRPO's surrogate."""
+"""The base of algorithms with an advantage per token: a reward at each token, and GRPO's surrogate."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

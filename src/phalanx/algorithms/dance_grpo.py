@@ -6,7 +6,7 @@ It is flow_grpo's surrogate on other samples: steps of the paper's SDE (rollout.
 the last, of which a random share is trained; the images of a prompt begin with the same noise.
 
 Deviations from the paper:
-1. The trained steps are drawn for a training step, the same for all images; the authors' code draws an image's own.
+1. The trained steps are drawn once per training step, for all images; the authors' code draws them per image.
 2. The std of a group's rewards is the population's, plus 1e-4; the authors' is the sample's, plus 1e-8.
 3. As in flow_grpo, groups of equal rewards have weight 0, and a KL to the reference can be added.
 """

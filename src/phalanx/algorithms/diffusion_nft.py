@@ -12,7 +12,7 @@ Deviations from the paper and its authors' code:
 2. Samples of a group whose rewards are all equal have weight 0 and leave the mean's denominator;
    the authors train them with r = 1/2.
 3. The authors sample with a solver of second order (such as rollout.solver=dpm_solver++) and train at 9 of its 10 noise
-   levels; here the sampler is Euler's where the user is silent, and `train_timesteps` says how many levels.
+   levels; here the default sampler is Euler's, and `train_timesteps` says how many levels.
 """
 
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ class Algorithm(ForwardAlgorithm):
         self.limit = limit if config.old_decay_limit is None else config.old_decay_limit
 
     def decay(self, name: str, step: int) -> float:
-        """Of the sampling weights, after training step number `step` (from 1)."""
+        """The decay d of the sampling weights after training step number `step` (from 1)."""
         assert name == "old"
         return min(self.rate * max(step - self.flat, 0), self.limit)
 

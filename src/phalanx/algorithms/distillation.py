@@ -1,7 +1,7 @@
 """On-policy distillation of language models: a student learns from a frozen teacher on its own responses
 (https://arxiv.org/abs/2306.13649; as a policy gradient https://thinkingmachines.ai/blog/on-policy-distillation/).
 
-The teacher says the log-probability log pi_T of each token that the student drew. With c = distillation_loss_coef,
+The teacher gives the log-probability log pi_T of each token that the student drew. With c = distillation_loss_coef,
 `loss_type` chooses what pulls log pi there:
 
     k1:  A - c (log pi_old - log pi_T) is each token's advantage in grpo's clipped surrogate: the policy gradient of the
@@ -59,7 +59,7 @@ class Algorithm(grpo.Algorithm):
         )
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] of the rewards; zeros where these teach nothing."""
+        """[N] advantages of the rewards; zeros where task rewards are not used."""
         if not self.config.use_task_rewards:
             return torch.zeros(len(reward))
         return super().advantage(reward, group_id)

@@ -7,7 +7,7 @@ training steps, from the first step of the schedule to the last but one. MixGRPO
 with a solver of second order, and fewer of them: rollout.solver=dpm_solver++ rollout.ode_compression=0.4.
 
 Deviations from the paper:
-1. Flash begins the solver anew behind the window; the authors' code goes on from the predictions within it.
+1. Flash restarts the solver after the window; the authors' code continues from the predictions within it.
 2. The levels of Flash's longer steps are taken from the schedule, those nearest to an even spread over it.
 3. The std of a group's rewards is the population's, plus 1e-4; the authors' is the sample's, plus 1e-8.
 4. As in flow_grpo, groups of equal rewards have weight 0, and a KL to the reference can be added.

@@ -12,7 +12,7 @@ With `teacher_guidance` a guided teacher teaches a student that samples without 
 Deviations from the paper:
 1. There is one teacher, for all prompts.
 2. Only the steps of the rollout's window are stochastic and trained, where rollout.sde_window_size says so.
-3. `velocity` is beside it: the same states, with equal weight at all noise levels.
+3. `velocity` is an addition: it has the same states, with equal weights at all noise levels.
 """
 
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Algorithm(GroupAlgorithm):
         self.teachers = (Teacher(TEACHER, config.teacher_path, key, guidance, config.teacher_revision),)
 
     def advantage(self, reward: Tensor, group_id: Tensor) -> Tensor:
-        """[N] zeros: rewards are reported, and teach nothing."""
+        """[N] zeros: rewards are only reported."""
         return torch.zeros(len(reward))
 
     def sample_mask(self, reward: Tensor, group_id: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ with rho the likelihood ratio of a token, A whitened over the tokens of all rank
 text before a token (section `critic`), and r_t the sample's reward at its last token, less a KL to the reference.
 
 Deviations from the paper:
-1. Generalised advantages (arXiv 1506.02438) of a response, which is an episode: nothing comes behind its last token.
+1. Generalised advantages (arXiv 1506.02438) of a response, which is an episode: V is 0 after its last token.
 2. Policy and critic are two models with an optimizer each, as in verl.
 3. For negative advantages rho is bounded by clip_ratio_c, as in verl (dual clip).
 """

@@ -10,7 +10,7 @@ with rho the likelihood ratio of a token, and r_t the sample's reward at its las
 
 Deviations from the paper:
 1. For negative advantages rho is bounded by clip_ratio_c, as in verl (dual clip).
-2. Of either form the KL may be in the reward (kl_reward_coef) or in the loss (kl_loss_coef); the paper has it in the
+2. In either form the KL may be in the reward (kl_reward_coef) or in the loss (kl_loss_coef); the paper has it in the
    reward, and with a baseline in the loss (k2).
 """
 

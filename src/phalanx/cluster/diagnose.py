@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from phalanx.cluster.facts import ENOUGH, Gpu, Machine, PathFact, RankInfo
-from phalanx.cluster.messages import Nodes, count, difference, listed, numbered, on_nodes
+from phalanx.cluster.messages import Nodes, difference, listed, numbered, on_nodes
+from phalanx.config.messages import counted
 from phalanx.distributed.roles import ACTOR, Roles
 
 OK, WARNING, FAIL = "ok", "warning", "FAIL"
@@ -95,7 +96,7 @@ def ranks(nodes: Nodes, infos: Sequence[RankInfo], expect: int | None = None) ->
         advice = "the launcher must set it to the number of ranks on a node"
         topic.fail(f"{listed(shares)}, but LOCAL_WORLD_SIZE={wrong[0]}; {advice}")
     each = f", {per_node} on each" if len(nodes) > 1 else ""
-    return topic.or_ok(f"{size} on {count(len(nodes), 'node')}{each}")
+    return topic.or_ok(f"{size} on {counted(len(nodes), 'node')}{each}")
 
 
 def placement(roles: Roles) -> list[Finding]:
@@ -128,7 +129,7 @@ def settings(machines: Machines) -> list[Finding]:
         odd = difference({node: machine.settings.get(key, "not set") for node, machine in machines.items()})
         if odd is not None:
             topic.fail(f"{key} is {odd}; give every node the same file and overrides")
-    return topic.or_ok(_on_all(count(len(keys), "key"), machines))
+    return topic.or_ok(_on_all(counted(len(keys), "key"), machines))
 
 
 def gpus(nodes: Nodes, infos: Mapping[int, Gpu]) -> list[Finding]:
@@ -295,7 +296,7 @@ def sums(nodes: Nodes, problems: Mapping[int, str | None]) -> list[Finding]:
     if wrong:
         problem = problems[wrong[0]]
         topic.fail(f"wrong on {on_nodes(nodes, wrong)}: {problem}; suspect a GPU, a cable or the network's driver")
-    return topic.or_ok(f"correct on {count(len(problems), 'rank')}")
+    return topic.or_ok(f"correct on {counted(len(problems), 'rank')}")
 
 
 def bandwidths(nodes: Nodes, measured: Rates) -> list[Finding]:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx import __version__
+from phalanx.config.load import flat
 from phalanx.config.tasks import CheckClusterConfig
 from phalanx.distributed.launch import Launch
 from phalanx.models.flow.folder import model_index
@@ -133,7 +134,7 @@ def look_at_machine(cfg: CheckClusterConfig) -> Machine:
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return Machine(
         versions=versions(),
-        settings=dict(flat(asdict(cfg))),
+        settings=flat(asdict(cfg)),
         memory_gb=int(memory["MemTotal"]) * 1024 / 1e9,
         memory_free_gb=int(memory["MemAvailable"]) * 1024 / 1e9,
         shm_free_gb=shutil.disk_usage("/dev/shm").free / 1e9,
@@ -172,15 +173,6 @@ def source_digest() -> str:
     for file in sorted(root.rglob("*.py")):
         digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
     return digest.hexdigest()
-
-
-def flat(section: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Dotted keys of a configuration with their values as text."""
-    for key, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, str(value)
 
 
 def named_paths(cfg: CheckClusterConfig) -> Iterator[tuple[str, str]]:

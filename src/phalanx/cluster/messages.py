@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from phalanx.cluster.facts import RankInfo
+from phalanx.distributed.roles import span
 
 Nodes = Mapping[str, Sequence[int]]
 
@@ -21,17 +22,6 @@ def name_nodes(infos: Iterable[RankInfo]) -> dict[str, list[int]]:
     return nodes
 
 
-def spans(ranks: Sequence[int]) -> str:
-    """Sorted numbers, abbreviated: `0-7, 9`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    return ", ".join([str(first) if first == last else f"{first}-{last}" for first, last in runs])
-
-
 def listed(names: Sequence[str]) -> str:
     """`a, b and c`; of many, the first eight."""
     if len(names) > 8:
@@ -39,14 +29,9 @@ def listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
-def count(number: int, noun: str) -> str:
-    """`1 node`, `2 nodes`."""
-    return f"{number} {noun}{'s' * (number != 1)}"
-
-
 def numbered(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 4-7`."""
-    return f"rank{'s' * (len(ranks) > 1)} {spans(ranks)}"
+    return f"rank{'s' * (len(ranks) > 1)} {span(ranks, ', ')}"
 
 
 def on_nodes(nodes: Nodes, ranks: Collection[int]) -> str:

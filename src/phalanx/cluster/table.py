@@ -5,8 +5,8 @@ from collections.abc import Mapping
 
 from phalanx.cluster.diagnose import Rates, by_node
 from phalanx.cluster.facts import Gpu, Machine
-from phalanx.cluster.messages import Nodes, spans
-from phalanx.distributed.roles import Roles
+from phalanx.cluster.messages import Nodes
+from phalanx.distributed.roles import Roles, span
 
 TEXTS = ("node", "ranks", "device")
 FIGURES = (
@@ -64,9 +64,9 @@ def table(
             for role, ranks_of_role in roles.ranks.items():
                 here = sorted(set(ranks).intersection(ranks_of_role))
                 if here:
-                    parts.append(f"{role} {spans(here)}")
+                    parts.append(f"{role} {span(here, ', ')}")
             cells["roles"] = ", ".join(parts)
-        grid.add_row(name, spans(ranks), *[cells.get(title, "-") for title in (*texts[2:], *FIGURES)])
+        grid.add_row(name, span(ranks, ", "), *[cells.get(title, "-") for title in (*texts[2:], *FIGURES)])
     text = io.StringIO()
     Console(file=text, width=1000, highlight=False, markup=False).print(grid)
     return "\n".join(map(str.rstrip, text.getvalue().splitlines()))

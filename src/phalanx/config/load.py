@@ -331,3 +331,14 @@ def _complaint(value: Any, meta: dict[str, Any]) -> str | None:
         if not holds(value, limit):
             return f"{words} {limit:g}"
     return None
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """The values of a configuration as text by their dotted names."""
+    values: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, dict) and value:
+            values |= flat(value, f"{prefix}{key}.")
+        else:
+            values[f"{prefix}{key}"] = str(value)
+    return values

@@ -46,6 +46,12 @@ def shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else cut(repr(value))
 
 
+def counted(number: int, noun: str) -> str:
+    """A number of things, in words."""
+    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number} {noun}{plural}"
+
+
 def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean ...?` where one of the known words is near, else nothing."""
     near = difflib.get_close_matches(word, known, 1)

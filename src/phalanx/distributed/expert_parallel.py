@@ -90,7 +90,7 @@ class Exchange:
     """Rows that have come to this rank's experts: `rows`, sorted by expert, `counts` [experts] per expert."""
 
     def __init__(
-        self, rows: Tensor, counts: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+        self, rows: Tensor, counts: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
     ) -> None:
         self.sent, self.received, self.group = sent, received, group
         came = _Travel.apply(rows, sent, received, group)
@@ -110,14 +110,20 @@ class _Travel(torch.autograd.Function):
     """Send rows to other ranks, `sent` to each; the backward pass sends gradients the opposite way."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None
+    ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        output = rows.new_empty(sum(received), rows.shape[1])
-        dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
-        return output
+        return _sent(rows, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        output = grad.new_empty(sum(ctx.sent), grad.shape[1])
-        dist.all_to_all_single(output, grad.contiguous(), ctx.sent, ctx.received, group=ctx.group)
-        return output, None, None, None
+        return _sent(grad, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _sent(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup | None) -> Tensor:
+    """The rows that arrive where each rank sends `sent` of its own to each other one."""
+    output, rows = rows.new_empty(sum(received), rows.shape[1]), rows.contiguous()
+    if not rows.is_meta:  # those of a plan have only shapes
+        dist.all_to_all_single(output, rows, received, sent, group=group)
+    return output

@@ -12,7 +12,7 @@ the order in which they are given.
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,7 +85,7 @@ def roles_of(placement: Mapping[str, Any], launch: Launch) -> Roles:
     return Roles(ranks_of_role)
 
 
-def span(ranks: tuple[int, ...]) -> str:
+def span(ranks: Collection[int], separator: str = ",") -> str:
     """`0-3,8` of (0, 1, 2, 3, 8)."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
@@ -93,7 +93,7 @@ def span(ranks: tuple[int, ...]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return separator.join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
 def _hint(role: str) -> str:

@@ -5,7 +5,7 @@ block sees itself and the clean blocks before it. A row of a pass is
 
     [ clean tokens (L) ; state 1 (S) ; state 2 (S) ; ... ]
 
-with any number of states, each of one block at some time. Three integers a position say what it attends to, `block`
+with any number of states, each of one block at some time. Three integers per position say what it attends to, `block`
 (where it stands in the sequence), `chunk` (0 in the clean part, else which states see one another) and `limit`:
 
     i sees j  <=>  chunk_j = chunk_i and block_j <= block_i   or   chunk_j = 0 and block_j < limit_i
@@ -112,7 +112,7 @@ def sees(block_q: Tensor, chunk_q: Tensor, limit_q: Tensor, block_k: Tensor, chu
 
 
 def states_of(ids: Tensor, views: Views, *, mask_id: int, count: int) -> States:
-    """The rows in which all `views` of ids [B, T] are seen, padded to `count` states a sample."""
+    """The rows in which all `views` of ids [B, T] are seen, padded to `count` states per sample."""
     batch, device = len(ids), ids.device
     blocks, kinds, size = views.weight.shape[1:]
     wanted = (views.weight != 0).any(-1).flatten(1)
@@ -160,7 +160,7 @@ def replayed(trace: BlockTrace, estimate: str = "trace") -> Views:
     """The states in which the tokens of responses are looked at.
 
     trace: those that the rollout went through, each token in the state that it was unmasked in, exactly. Estimates of
-    what the literature takes in place of these, at one or two states a block: block_mean_field, each block all masked
+    what the literature takes in place of these, at one or two states per block: block_mean_field, each block all masked
     behind its clean past; mean_field, all blocks masked at once behind the prompt (d1, arXiv 2504.12216); elbo, each
     token masked with probability t ~ U(0, 1), of weight 1/t; coupled, the mean of all masked and of two complementary
     halves, a token masked in the first with probability t ~ U(.2, .8), of weight 1/t and 1/(1 - t) (DiffuCoder, arXiv

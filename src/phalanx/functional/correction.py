@@ -2,10 +2,10 @@
 
 rho = exp(d), d = log p_policy - log p_engine of an action.
 
-Of denoising steps both are averaged over the latent's dims, as all log-probabilities are here (a sum over 10^5 dims
+For denoising steps both are averaged over the latent's dims, as all log-probabilities are here (a sum over 10^5 dims
 would make rho useless): the limits of `truncated_is` and `rejection` are of the size of PPO's clip range, not of 1.
 
-Of tokens the limit is a ratio. Sources: truncated importance sampling of tokens and of sequences (F. Yao et al., "Your
+For tokens the limit is a ratio. Sources: truncated importance sampling of tokens and of sequences (F. Yao et al., "Your
 efficient RL framework secretly brings you off-policy RL training", 2025; verl's rollout correction), and masks (IcePop,
 arXiv 2510.18855, section 3.1).
 """

@@ -82,7 +82,7 @@ def noise_weight(std: Tensor, typical_std: float) -> Tensor:
     """[W] weights of the trained steps, proportional to their transitions' std [W].
 
     `typical_std` is the mean std of all steps of the schedule that can be trained, over which the
-    weights have the mean 1. Within a window they need not: one of late, quiet steps counts less.
+    weights have the mean 1. Within a window their mean may differ: late steps have a small std, and weights below 1.
     """
     return std.float() / typical_std
 

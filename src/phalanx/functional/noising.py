@@ -8,7 +8,7 @@ def noise_levels(uniform: Tensor, count: int, schedule: Tensor, *, distribution:
     """The levels [B, count] of B samples from random numbers.
 
     Args:
-        uniform: [B, >= max(count, len(schedule))] random numbers of 0 .. 1.
+        uniform: [B, >= max(count, len(schedule))] random numbers in [0, 1).
         schedule: [N] the noise levels of the rollout's steps, without the last, 0.
         distribution: "schedule": levels of the schedule in random order, none twice before all were drawn; "uniform",
             or "logit_normal" (SD3, arXiv 2403.03206, section 3.1), then moved by `shift`: s t / (1 + (s - 1) t).

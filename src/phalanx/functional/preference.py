@@ -28,8 +28,8 @@ def dpo_loss(error: Tensor, reference_error: Tensor, *, beta: float) -> tuple[Te
 
 
 def best_and_worst(reward: Tensor, group_id: Tensor) -> Tensor:
-    """[G, 2] the numbers of each group's sample of the highest reward and of that of the lowest, groups in ascending
-    order of their id. Of equals the best is the last and the worst the first, so that the two always differ.
+    """[G, 2] int64: the indices of the samples with the highest and with the lowest reward of each group, groups in
+    ascending order of their ids. Among equal rewards the last is the best and the first the worst, so that they differ.
     """
     order, counts = sorted_in_groups(reward, group_id)
     ends = counts.cumsum(0)

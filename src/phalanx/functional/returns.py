@@ -3,8 +3,8 @@
 Sources: generalised advantage estimation (arXiv 1506.02438, equations 11 and 16); whitening over the whole batch
 (REINFORCE++, arXiv 2501.03262); the clipped value loss of PPO's authors' code, whose range verl calls cliprange_value.
 
-Shapes: B samples of this rank, A tokens of the longest response. Tokens outside of a mask [B, A] are no steps: they are
-passed over, and what is returned for them is 0. `total` sums a CPU tensor over all ranks.
+Shapes: B samples of this rank, A tokens of the longest response. Tokens outside of a mask [B, A] are not steps: they
+are skipped, and the results for them are 0. `total` sums a CPU tensor over all ranks.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def gae(reward: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: floa
         delta_t = r_t + gamma V_{t+1} - V_t,    A_t = delta_t + gamma lam A_{t+1},    R_t = A_t + V_t
 
     Args:
-        reward, values: [B, A]; behind the last token V is 0.
+        reward, values: [B, A]; after the last token V is 0.
         mask: [B, A] bool.
 
     Returns:
@@ -70,7 +70,7 @@ def value_loss(
 
     Args:
         values, old, returns: [B, A]: the critic's now, and as they were when the returns were taken.
-        mask: [B, A] bool, the tokens of which the scalars speak.
+        mask: [B, A] bool, the tokens over which the scalars are taken.
 
     Returns:
         The loss [B, A], and detached scalars: vf_loss, its mean, and vf_clipfrac, the share of tokens whose gradient is

@@ -17,7 +17,7 @@ LARGEST = 1e18  # of a score or a reward: float32 holds no squares of larger one
 class Share:
     """One term's part in the sum: its `weight`, and the range `clip` (low, high) of its scores.
 
-    With `initial_weight`, the weight goes on a straight line from there to `weight` in the first `weight_steps` steps.
+    With `initial_weight`, the weight changes linearly from it to `weight` in the first `weight_steps` training steps.
     """
 
     weight: float = 1.0

@@ -22,7 +22,7 @@ def clipped_tokens(
     Args:
         log_ratio: [B, A] ln rho.
         advantage: [B] (for all tokens of a sample) or [B, A].
-        mask: [B, A] bool, the real tokens, of which the scalars speak.
+        mask: [B, A] bool, the real tokens, over which the scalars are taken.
 
     Returns:
         The loss per token [B, A] float32, and detached scalars: those of `token_stats`, clipfrac_higher, clipfrac_lower

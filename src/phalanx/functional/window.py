@@ -17,7 +17,7 @@ def sde_window(
     """The window of training step `step` (counted from 0): one for all prompt groups, since a
     group's rewards are compared with one another.
 
-    `size` None is all steps of the range; `window_range` [a, b] (None: all steps but the last)
+    `size` None stands for all steps of the range; `window_range` [a, b] (None: all steps but the last)
     holds steps a .. b-1. `random` draws the start from a .. b - size by (seed, step); `progressive`
     moves it by `stride` (None: its size) every `iters` steps, to b - size at most.
 

@@ -1,25 +1,22 @@
 """The batches of a planned step, in words, and its messages: bytes that a rank receives, and sends as many."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from phalanx.config.flow import FlowRunConfig
-from phalanx.config.lm import LMRunConfig
+from phalanx.config.messages import counted
 from phalanx.distributed.roles import ACTOR, ROLLOUT
 from phalanx.plan.blueprint import PlannedFlowPolicy
-from phalanx.plan.jobs import by_task, task_of
+from phalanx.plan.jobs import task_of
 from phalanx.plan.ledger import kinds
-from phalanx.plan.lm import PER_LOOK, PlannedBlockRollout
+from phalanx.plan.lm import PER_LOOK, PlannedBlockPolicy, PlannedBlockRollout
 from phalanx.plan.rehearsal import Planned, RLRehearsal, SupervisedRehearsal
-from phalanx.plan.tables import Rows, counted
+from phalanx.plan.tables import Rows
 
 
 def batch(p: Planned) -> Rows:
     """The arithmetic of a step."""
     trainer, samples, part = p.cfg.trainer, task_of(p.cfg).samples, "step"
     noun, total = samples.removesuffix("s"), trainer.total_training_steps
-    updates_of, inputs_of = by_task(_OF_MODELS, p.cfg)
+    updates_of, inputs_of = (_lm_updates, _tokens) if p.policy.tokens else (_flow_updates, _texts)
     run = "" if total is None else counted(total, "step")
     if isinstance(p, SupervisedRehearsal):
         shares, source = p.task.shares, samples
@@ -35,13 +32,13 @@ def batch(p: Planned) -> Rows:
         rows = [
             ("a step", f"{plan.samples // n} prompts x {n} {samples} = {plan.samples} {samples}"),
             ("a rank", f"{counted(plan.per_rank, noun)} of {counted(prompts, 'prompt')}{in_parts}"),
-            *updates_of(p, p.cfg),
+            *updates_of(p),
         ]
         if total is not None:
             run += f", {counted(total * plan.updates * plan.epochs, 'optimizer step')}"
     return [
         *rows,
-        *inputs_of(p, p.cfg),
+        *inputs_of(p),
         ("forward passes", f"{_forward(p)}, a rank and {part}"),
         ("run", run or f"as many steps as trainer.total_epochs={trainer.total_epochs} and the {source} make"),
     ]
@@ -57,11 +54,11 @@ def _forward(p: Planned) -> str:
     return ", ".join(texts)
 
 
-def _lm_updates(p: RLRehearsal, cfg: LMRunConfig) -> Rows:
-    plan, facts = p.plan, cfg.rollout.facts
+def _lm_updates(p: RLRehearsal) -> Rows:
+    plan = p.plan
     assert p.samples.tokens is not None, "samples of tokens have lengths"
     longest, what = int(p.samples.tokens[0]), "tokens"
-    engine = "" if facts.weights == "policy" else f", in {cfg.rollout.engine}"
+    engine = "" if p.cfg.rollout.facts.weights == "policy" else f", in {p.cfg.rollout.engine}"
     if isinstance(p.rollout, PlannedBlockRollout):
         what, each = "positions", p.rollout.per_look
         engine = f", {each:.3g} tokens a look at a block{' (assumed, for the time)' * (each == PER_LOOK)}"
@@ -75,11 +72,13 @@ def _lm_updates(p: RLRehearsal, cfg: LMRunConfig) -> Rows:
     ]
 
 
-def _tokens(p: Planned, cfg: LMRunConfig) -> Rows:
+def _tokens(p: Planned) -> Rows:
     """The lengths of a language model's samples, and the states of their blocks."""
-    rows = [("tokens", f"{cfg.data.max_prompt_length} + {cfg.data.max_response_length}, the most that there can be")]
+    prompt = p.cfg.data.max_prompt_length
+    rows = [("tokens", f"{prompt} + {p.policy.tokens - prompt}, the most that there can be")]
     if isinstance(p, SupervisedRehearsal):
-        rows.append(("states", f"one of each block of a response, {cfg.model.block_size} tokens"))
+        assert isinstance(p.policy, PlannedBlockPolicy), "of a model in blocks"
+        rows.append(("states", f"one of each block of a response, {p.policy.size} tokens"))
     elif isinstance(p.rollout, PlannedBlockRollout) and p.samples.tokens is not None:
         size, most = p.rollout.policy.size, p.rollout.most
         clean = int(p.samples.tokens[0]) - most * size
@@ -87,7 +86,7 @@ def _tokens(p: Planned, cfg: LMRunConfig) -> Rows:
     return rows
 
 
-def _flow_updates(p: RLRehearsal, cfg: FlowRunConfig) -> Rows:
+def _flow_updates(p: RLRehearsal) -> Rows:
     assert isinstance(p.policy, PlannedFlowPolicy), "of a flow model"
     plan, images = p.plan, p.plan.first(1)
     # branches that share a forward pass
@@ -102,17 +101,11 @@ def _flow_updates(p: RLRehearsal, cfg: FlowRunConfig) -> Rows:
     ]
 
 
-def _texts(p: Planned, cfg: FlowRunConfig) -> Rows:
+def _texts(p: Planned) -> Rows:
     assert isinstance(p.policy, PlannedFlowPolicy), "of a flow model"
-    length = p.policy.model.most_tokens(cfg.data.max_prompt_length, cfg.rollout.height, cfg.rollout.width)
+    image = p.policy.model.most_tokens
+    length = image(p.cfg.data.max_prompt_length, p.cfg.rollout.height, p.cfg.rollout.width)
     return [("texts", f"{counted(length, 'token')}, the most that there can be")]
-
-
-# lines about updates on drawn samples, and about the inputs of the model
-_OF_MODELS: dict[type, tuple[Callable[[RLRehearsal, Any], Rows], Callable[[Planned, Any], Rows]]] = {
-    FlowRunConfig: (_flow_updates, _texts),
-    LMRunConfig: (_lm_updates, _tokens),
-}
 
 
 # -- messages -----------------------------------------------------------------------------------------------------

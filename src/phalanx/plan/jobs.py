@@ -1,11 +1,11 @@
 """A planned job on a cluster: its parts on the meta device, after a training step that its ledger counted."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,8 +36,6 @@ from phalanx.training.minibatches import BatchPlan
 from phalanx.training.teacher import LoadedFlowTeacher, check_kind, load_teacher
 from phalanx.types import Teacher
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True)
 class Task:
@@ -57,13 +55,9 @@ class Task:
     plan: Callable[[Any, int], BatchPlan] | None = None
 
 
-def by_task(table: Mapping[type, T], cfg: RunConfig) -> T:
-    """The entry of a configuration's class, or of the first of its bases that has one."""
-    return next(table[kind] for kind in type(cfg).__mro__ if kind in table)
-
-
 def task_of(cfg: RunConfig) -> Task:
-    return by_task(_TASKS, cfg)
+    """The entry of a configuration's class, or of the first of its bases that has one."""
+    return next(_TASKS[kind] for kind in type(cfg).__mro__ if kind in _TASKS)
 
 
 def planned(cfg: RunConfig, cluster: Cluster) -> Planned:

@@ -114,6 +114,10 @@ class Ledger(TorchDispatchMode):
         elif func is aten.nonzero.default and args[0].is_meta:
             places = [self._count_true(args[0]), args[0].dim()]
             func, args, kwargs = aten.new_empty.default, (args[0], places), {"dtype": torch.long}
+        elif func is aten.bincount.default and args[0].is_meta:
+            func, args, kwargs = aten.new_empty.default, (args[0], [args[2]]), {}
+        elif func is aten._grouped_mm.default:  # torch knows its shapes only in bfloat16
+            func, args, kwargs = aten.new_empty.default, (args[0], _grouped_shape(*args[:3])), {}
         elif func is aten.masked_scatter_backward.default:  # torch's own would look for what is true
             func, args = aten.new_empty.default, (args[0], args[2])
         # results that are views of an argument, or the argument itself, are nothing new
@@ -260,6 +264,14 @@ def _form(value: Any) -> Hashable:
     if isinstance(value, list | tuple):
         return tuple(map(_form, value))
     return type(value), value
+
+
+def _grouped_shape(first: Tensor, second: Tensor, ends: Tensor) -> list[int]:
+    """The shape of a product of groups: of rows [N, K] by their group's matrix [G, K, M], or of columns [K, N] by
+    rows [N, M] in each of G groups.
+    """
+    groups = [len(ends)] if second.dim() == 2 else []
+    return [*groups, first.shape[0], second.shape[-1]]
 
 
 def _storages(tree: Any) -> list[torch.UntypedStorage]:

@@ -13,10 +13,12 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from phalanx.config.lm import LMRunConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.expert_parallel import Exchange
 from phalanx.distributed.mesh import lone_world
 from phalanx.engines.loading import loading
 from phalanx.functional.block_diffusion import BlockTrace, States, Views, states_of
@@ -61,6 +63,49 @@ class PlannedLMPolicy(CountedPolicy, LMPolicy):
         self.ledger.mark(predicting, rows * trace.width)
         lengths = [longest] * rows if self.config.use_remove_padding else None
         return torch.stack(self.trained.module(trace.ids, predicting, temperature, lengths))
+
+
+class PlannedExperts:
+    """The experts of a `layer` on one of `ranks` ranks, in place of SpreadExperts: to them come as many tokens as the
+    rank sends. Passes beside an update have all experts where these are `unsharded`; the layout counts their memory.
+    """
+
+    def __init__(self, layer: nn.Module, policy: PlannedLMPolicy, ranks: int, *, unsharded: bool) -> None:
+        self.layer, self.ledger, self.dtype = layer, policy.ledger, policy.trained.dtype
+        self.ranks, self.unsharded = ranks, unsharded
+
+    @property
+    def gathered(self) -> bool | None:
+        """None where tokens travel, as in SpreadExperts."""
+        return None if self.ledger.phase.name == "update" or not self.unsharded else True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What the layer computes with: experts of this rank, or of all."""
+        parts = dict(self.layer.named_parameters(recurse=False))
+        if self.gathered is None:
+            return {name: p.to(self.dtype) for name, p in parts.items()}
+        with self.ledger.uncounted():
+            return {name: p.new_empty(len(p) * self.ranks, *p.shape[1:], dtype=self.dtype) for name, p in parts.items()}
+
+    def exchange(self, rows: Tensor, counts: Tensor) -> Exchange:
+        """Let rows [N, D] go, and as many come."""
+        return Exchange(rows, counts.view(self.ranks, -1), [len(rows)], [len(rows)], None)
+
+
+def keep_apart(policy: PlannedLMPolicy, parallel: ParallelConfig) -> None:
+    """Have layers with experts keep those of one rank, and exchange tokens, where the layout says so."""
+    module = policy.trained.module
+    for w in policy.layout.weights:
+        if not w.apart:
+            continue
+        owner, _, leaf = w.name.rpartition(".")
+        layer = module.get_submodule(owner)
+        part = nn.Parameter(torch.empty(w.part, dtype=w.kept, device=META).view(-1, *w.shape[1:]), w.trained)
+        setattr(layer, leaf, part)
+        if w.trained:
+            policy.trained.parameters[w.name] = part
+        layer.spread = PlannedExperts(layer, policy, w.width, unsharded=parallel.rollout_unsharded)
+        module.lm.config._experts_implementation = experts.SPREAD
 
 
 class PlannedLMRollout(LMRollout):
@@ -264,5 +309,6 @@ def planned_lm_policy(
         policy = make(module, _Tokenizer(), world, config, cfg.parallel, cfg.data, **options)
     policy.trained.config = model  # PiSSA's reference is a copy
     policy.count(ledger, blocks, cfg.parallel, cluster)
+    keep_apart(policy, cfg.parallel)
     policy.files, policy.tokens = Path(model.path), cfg.data.max_prompt_length + cfg.data.max_response_length
     return policy

@@ -234,8 +234,7 @@ def _beside(p: Planned, weights: list[Weight]) -> dict[str, int]:
     state = p.state.optimizer.state()
     moments = 0
     for w in weights:
-        whole = sum(tensor.nbytes for tensor in state[w.name].values() if tensor.dim() > 0)
-        moments += whole * w.part // w.numel
+        moments += w.part * sum(tensor.itemsize for tensor in state[w.name].values() if tensor.dim() > 0)
     average = sum(w.part for w in weights) * 4
     return {
         "optimizer's state": moments,

@@ -4,19 +4,20 @@ Also the seconds of a step under each schedule, and the fastest split of the ran
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from phalanx.config import ConfigError
+from phalanx.config.messages import counted
 from phalanx.config.run import SCHEDULES, RLConfig, RunConfig
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles
 from phalanx.plan.jobs import task_of
 from phalanx.plan.layout import Cluster
 from phalanx.plan.rehearsal import Planned, RLRehearsal
-from phalanx.plan.tables import Rows, counted
+from phalanx.plan.tables import Rows
 from phalanx.telemetry.flops import named_peak_flops
 
 CARD = "H100"  # where no GPU is named, nor here
@@ -227,17 +228,10 @@ def step_seconds(schedule: str, parts: int, work: Mapping[str, float], split: Ma
 
 def best_splits(schedule: str, parts: int, work: Mapping[str, float], world: int, unit: int = 1) -> list[Split]:
     """The splits of a world among the roles that have work, in multiples of `unit`, the fastest first."""
-    every = _splits(world, INFERENCE in work, unit)
-    return sorted(every, key=lambda split: step_seconds(schedule, parts, work, split))
-
-
-def _splits(world: int, scores: bool, unit: int) -> Iterator[Split]:
-    """All ways to give a world's ranks to rollout and actor, and to inference if it `scores`."""
-    step = unit * -(-world // (unit * MOST))
+    splits, step = [], unit * -(-world // (unit * MOST))
     for rollout in range(step, world, step):
-        left = world - rollout
-        for inference in range(step, left, step) if scores else [0]:
-            actor = left - inference
-            if actor % unit == 0:
-                split = {ROLLOUT: rollout, ACTOR: actor}
-                yield split | {INFERENCE: inference} if inference else split
+        for inference in range(step, world - rollout, step) if INFERENCE in work else [0]:
+            split = {ROLLOUT: rollout, ACTOR: world - rollout - inference, INFERENCE: inference}
+            if split[ACTOR] % unit == 0:
+                splits.append({role: ranks for role, ranks in split.items() if ranks})
+    return sorted(splits, key=lambda split: step_seconds(schedule, parts, work, split))

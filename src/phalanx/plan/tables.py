@@ -63,9 +63,3 @@ def _span(ranks: range) -> str:
     if len(ranks) <= GROUPS:
         return " ".join(map(str, ranks))
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"
-
-
-def counted(number: int, noun: str) -> str:
-    """A number of things, in words."""
-    plural = "" if number == 1 else "es" if noun.endswith("ch") else "s"
-    return f"{number} {noun}{plural}"

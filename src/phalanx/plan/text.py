@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
+from phalanx.config.messages import counted
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.distributed.placement import judged_beside, place
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT, Roles, roles_of, span
@@ -14,7 +15,7 @@ from phalanx.plan.layout import Cluster, Weight
 from phalanx.plan.memory import Memory, count
 from phalanx.plan.pace import Gpu, arithmetic
 from phalanx.plan.rehearsal import Planned, RLRehearsal
-from phalanx.plan.tables import GROUPS, Rows, Scale, counted, groups, listed, shortened, table
+from phalanx.plan.tables import GROUPS, Rows, Scale, groups, listed, shortened, table
 from phalanx.plan.warnings import ALLOWED, crossing, fewer_blocks, warnings
 
 NETWORK = 50e9  # assumed bytes per second between nodes: a link of 400 Gbit/s

@@ -117,30 +117,27 @@ def fewer_blocks(p: Planned, gpu: Gpu) -> tuple[int, int] | None:
     share, memory = p.policy.trained.recomputed, gpu.memory
     if memory is None or not share or "update" not in p.ledger.phases:
         return None
-
-    def update() -> int:
-        """Bytes on the device at the peak of the last update."""
-        counted = count(p, memory)
-        (phase,) = [phase for phase in counted.phases if phase.name == "update"]
-        return sum(counted.held.values()) + phase.total
-
-    def update_with(blocks: int) -> int:
-        train_again(p, blocks)
-        return update()
-
-    room = memory * (1 - SPARE) - ALLOWED
-    configured, now = round(share * len(p.policy.blocks)), update()
-    if now > room:
-        return None
+    configured = round(share * len(p.policy.blocks))
     before = dict(p.ledger.phases), p.state.updates_made, p.state.micro_batches
-    few, many, taken = 0, configured, {configured: now, 0: update_with(0)}
-    if taken[0] <= room:
-        many = 0
+
+    def excess(blocks: int) -> float:
+        """Bytes of an update with so many blocks recomputed, at its peak, above those that it may take."""
+        if blocks != configured:
+            train_again(p, blocks)
+        counted = count(p, memory)
+        update = next(phase.total for phase in counted.phases if phase.name == "update")
+        return sum(counted.held.values()) + update + ALLOWED - memory * (1 - SPARE)
+
+    above = {configured: excess(configured)}
+    if above[configured] > 0:
+        return None
+    above[0] = excess(0)
+    few, many = 0, configured if above[0] > 0 else 0
     while many - few > 1:
-        met = few + (taken[few] - room) / (taken[few] - taken[many]) * (many - few)
+        met = few + above[few] / (above[few] - above[many]) * (many - few)
         tried = min(max(math.ceil(met), few + 1), many - 1)
-        taken[tried] = update_with(tried)
-        few, many = (few, tried) if taken[tried] <= room else (tried, many)
+        above[tried] = excess(tried)
+        few, many = (few, tried) if above[tried] <= 0 else (tried, many)
     p.policy.recompute(many)
     flops = p.flops
     p.policy.recompute(configured)

@@ -19,12 +19,13 @@ from importlib.resources import files
 from pathlib import Path
 from statistics import median
 
+from phalanx.config.load import flat
 from phalanx.telemetry.advice import Advisor, is_training_row
 from phalanx.telemetry.charts import Chart, charts_of, constants_of
 from phalanx.telemetry.comparison import comparison_table
 from phalanx.telemetry.loggers import LOSS
 from phalanx.telemetry.metrics import METRICS_FILE
-from phalanx.telemetry.run_folder import Point, Run, flat, read_run
+from phalanx.telemetry.run_folder import Point, Run, read_run
 from phalanx.telemetry.samples import notes_html, samples_html
 
 REPORT_FILE = "report.html"

@@ -87,16 +87,5 @@ def read_run(folder: Path, label: str = "") -> Run:
     return Run(folder, label, read_metrics(folder / METRICS_FILE), text, config if isinstance(config, dict) else {})
 
 
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
-    """The values of a configuration as text by their dotted names."""
-    values: dict[str, str] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            values |= flat(value, f"{prefix}{key}.")
-        else:
-            values[f"{prefix}{key}"] = str(value)
-    return values
-
-
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)

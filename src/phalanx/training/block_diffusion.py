@@ -9,6 +9,7 @@ the model, checkpoints, validation and logs are those of reinforcement learning.
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,9 +26,8 @@ from phalanx.functional.block_diffusion import States, Views, states_of
 from phalanx.models.lm.blocks import BlockDiffusionPolicy, build_block_policy
 from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.telemetry.metrics import check_loggers
-from phalanx.training import batch_plan
-from phalanx.training.components import JobComponents, build_rewards, start
-from phalanx.training.lm_rl import fitting_sets
+from phalanx.training import batch_plan, lm_rl
+from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
 from phalanx.training.supervised import Shares, SupervisedTrainer, share_of_rank, supervised_trainer
 
 log = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     )
     examples = fitting(rows, policy, cfg.data.response_key, first=world.rank == 0)
     val_sets = {name: [question(prompt) for prompt in prompts] for name, prompts in val_sets.items()}
-    val_sets = fitting_sets(val_sets, policy, first=world.rank == 0)
+    val_sets = fitting_sets(val_sets, partial(lm_rl.fitting, policy=policy, first=world.rank == 0))
     decoded = cfg.rollout.micro_batch_size_per_gpu or DECODED_TOGETHER
     rollout = build_rollout(cfg, policy, world, decoded, None)
     components = JobComponents(world, rewards, policy, rollout, val_sets)
@@ -167,7 +167,7 @@ class BlockDiffusion:
         self.shares = Shares(len(examples), samples_of_rank(cfg, world.size), micro, world, cfg.data.seed)
 
     def begin(self, steps: range) -> None:
-        """Nothing is cheaper done ahead."""
+        """Do nothing: no work of these samples is cheaper when it is done ahead."""
 
     def passes(self, share: list[int], step: int) -> list[Noised]:
         """The samples, noised anew: a function of (trainer.seed, step, the sample's number in the batch)."""

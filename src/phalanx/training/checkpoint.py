@@ -144,7 +144,7 @@ def _checksum(path: Path) -> int:
 def find(root: Path, without: Collection[Path] = ()) -> Path | None:
     """The newest complete checkpoint below `root`, but for those of `without`.
 
-    Half-written and incomplete ones are passed over with a message.
+    Incomplete ones are skipped with a message.
     """
     for folder in sorted(root.glob("step_*"), reverse=True):
         if not folder.is_dir() or folder in without:
@@ -263,7 +263,7 @@ class Checkpointer:
     def load(self, folder: Path, state: dict[str, Any]) -> Progress:
         """Fill `state` in place, whatever the number of ranks that saved it.
 
-        Raises ValueError where that fails: the state is then good for nothing.
+        Raises ValueError where that fails: the state must not be used then.
         """
         try:
             dcp.load(state, storage_reader=Reader(folder), process_group=self.world.checkpoint_group)
@@ -272,8 +272,8 @@ class Checkpointer:
         return Progress(**read_meta(folder)["progress"])
 
     def save(self, state: dict[str, Any], progress: Progress, in_flight: Tensor | None = None) -> None:
-        """Copy the state to the CPU and write it in the background, the one before first. `in_flight`: bytes of samples
-        of this rank that are to be trained next.
+        """Copy the state to the CPU and write it in the background, after the previous one. `in_flight`: bytes of
+        samples of this rank that are to be trained next.
         """
         self.wait()  # two copies at once might not fit into the memory
         final = self.root / f"step_{progress.step:06d}"

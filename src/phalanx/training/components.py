@@ -15,7 +15,7 @@ from torch import Tensor
 
 from phalanx.config.lm import LMRunConfig
 from phalanx.config.run import RLConfig, RunConfig
-from phalanx.data.prompts import PromptRow
+from phalanx.data.prompts import PromptRow, numbered
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import broadcast_object
 from phalanx.distributed.launch import Launch
@@ -158,3 +158,14 @@ def about(teacher: Teacher) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{teacher.key}: {str(error).removeprefix('model.path: ')}") from error
+
+
+def fitting_sets(
+    sets: dict[str, list[Prompt]], fitting: Callable[[list[PromptRow], str], list[PromptRow]]
+) -> dict[str, list[Prompt]]:
+    """The prompts of each validation set that `fitting(rows, key)` keeps, where `key` names the set in messages."""
+    kept = {}
+    for name, prompts in sets.items():
+        rows = [PromptRow(p.text, p.negative, p.meta, p.messages, p.place) for p in prompts]
+        kept[name] = [numbered(row, i) for i, row in enumerate(fitting(rows, f"data.val_files ({name})"))]
+    return kept

@@ -53,8 +53,8 @@ class CriticTrainer:
     ) -> dict[str, float]:
         """All optimizer steps on the returns [B, A] of this rank's samples; critic/... metrics.
 
-        mask [B, A] bool: the tokens that count; `old` [B, A] are the values that the returns rest on. `advance` is
-        called after each micro-batch.
+        mask [B, A] bool: the tokens that count; `old` [B, A] are the values that the returns were computed from.
+        `advance` is called after each micro-batch.
         """
         model, samples = self.critic.trained, batch.samples
         stats: list[list[dict[str, Any]]] = []  # of each optimizer step, of each micro-batch

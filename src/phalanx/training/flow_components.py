@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from phalanx.config.flow import FlowRunConfig
 from phalanx.config.load import ConfigError
@@ -11,8 +12,8 @@ from phalanx.distributed.context_parallel import KEY
 from phalanx.models.flow.policy import FAMILIES, FlowPolicy, build_policy, family_of, image_columns
 from phalanx.rollout.flow import build_rollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
-from phalanx.training.components import JobComponents, build_rewards, start
-from phalanx.training.prompt_lengths import fitting_sets
+from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
+from phalanx.training.prompt_lengths import fitting
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,8 @@ def build_components(
     val_sets = validation_sets(cfg.data.val_files, images=image_columns(cfg.model), prompt=cfg.data.prompt_key)
     rewards = build_rewards(cfg, world, rows, val_sets)
     policy = build_policy(cfg.model, cfg.parallel, cfg.data, world, seed=cfg.trainer.seed, detach_uncond=detach_uncond)
-    val_sets = fitting_sets(val_sets, policy.model, cfg.data, first=world.rank == 0)
+    fit = partial(fitting, model=policy.model, data=cfg.data, first=world.rank == 0)
+    val_sets = fitting_sets(val_sets, fit)
     rollout, exact = None, cfg.rollout.facts.exact
     if world.samples:
         rollout = build_rollout(policy, cfg.rollout, world, micro, window=window)

@@ -140,7 +140,7 @@ class FlowMatching:
         return self.policy.model.encode_images(pixels)
 
     def metrics(self, sums: dict[str, float]) -> dict[str, float]:
-        """The loss is all there is."""
+        """There are no metrics beside the loss."""
         return {}
 
     def encode_all(self, steps: range) -> None:

@@ -32,8 +32,8 @@ CONFIG_FILE = "config.yaml"
 
 
 class Sampling(Protocol):
-    """Those who draw a job's samples, as far as the job asks: here (phalanx.training.validation.Validator), or on ranks
-    of their own (phalanx.training.disaggregated.schedules).
+    """Those who draw a job's samples, as far as the job asks: here (phalanx.training.validation.Validator), or on other
+    ranks (phalanx.training.disaggregated.schedules).
     """
 
     @property

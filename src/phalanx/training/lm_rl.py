@@ -10,7 +10,7 @@ from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
+from phalanx.data.prompts import PromptRow, load_prompts, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
@@ -26,14 +26,14 @@ from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm import build_rollout, check_engine
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
-from phalanx.training.components import JobComponents, build_rewards, start
+from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
 from phalanx.training.critic import CriticTrainer
 from phalanx.training.disaggregated.batches import checked, part_of
 from phalanx.training.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.training.lm_teacher import load_teacher
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.rl import Trainer, build_trainer
-from phalanx.types import Algorithm, Prompt
+from phalanx.types import Algorithm
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     environments = Environments(cfg.environment) if cfg.environment.used else None
     if environments is not None:
         rows = with_tools(rows, environments)
-        for name, held_out in val_sets.items():
-            kept = with_tools([as_row(prompt) for prompt in held_out], environments)
-            val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
+        val_sets = fitting_sets(val_sets, lambda held_out, _: with_tools(held_out, environments))
     world = start(cfg)
     rewards = build_rewards(cfg, world, rows, val_sets, outputs="completions")
     if val_sets and rewards is not None and not rewards.validates:
@@ -62,7 +60,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
     rows = fitting(rows, "data.train_files", policy, first=world.lead)
-    val_sets = fitting_sets(val_sets, policy, first=world.lead)
+    val_sets = fitting_sets(val_sets, partial(fitting, policy=policy, first=world.lead))
     prompts = PromptStream(rows, plan.samples // cfg.rollout.n, data.seed)
     components = JobComponents(world, rewards, policy, None, val_sets, exact=cfg.rollout.facts.exact)
     if world.samples:
@@ -167,20 +165,6 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
         gone = len(rows) - len(kept)
         log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, gone, len(rows), limit)
     return kept
-
-
-def fitting_sets(val_sets: dict[str, list[Prompt]], policy: LMPolicy, *, first: bool) -> dict[str, list[Prompt]]:
-    """The validation prompts that are short enough, likewise, by their files' names."""
-    sets = {}
-    for name, held_out in val_sets.items():
-        kept = fitting([as_row(p) for p in held_out], f"data.val_files ({name})", policy, first=first)
-        sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
-    return sets
-
-
-def as_row(prompt: Prompt) -> PromptRow:
-    """A validation prompt as the row that it came from."""
-    return PromptRow(prompt.text, prompt.negative, prompt.meta, prompt.messages, prompt.place)
 
 
 def with_tools(rows: list[PromptRow], environments: Environments) -> list[PromptRow]:

@@ -20,7 +20,7 @@ from phalanx.types import Samples
 
 
 class Collects(Protocol):
-    """Samples with rewards: drawn here (phalanx.training.collect.Collector), or on ranks of their own
+    """Samples with rewards: drawn here (phalanx.training.collect.Collector), or on other ranks
     (phalanx.training.disaggregated.schedules). The samples of a training step come in `chunks`, one after the other.
     """
 

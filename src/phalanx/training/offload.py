@@ -1,4 +1,4 @@
-"""The optimizer's state on the host, which visits the device a part at a time (`parallel.optimizer_offload`)."""
+"""The optimizer's state on the host, which is copied to the device part by part (`parallel.optimizer_offload`)."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -82,7 +82,7 @@ class OffloadedState:
     def visits(self) -> Iterator[list[Tensor]]:
         """The parameters of each part, whose state is on their device until the next part is asked for.
 
-        To be run to its end: all is back on the host then.
+        The iterator must be exhausted: only then is all state back on the host.
         """
         accelerator = torch.get_device_module(self._device)  # of a CPU, streams and events do nothing
         computing = accelerator.current_stream()

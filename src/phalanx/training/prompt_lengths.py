@@ -4,9 +4,8 @@ import logging
 from typing import Any
 
 from phalanx.config.messages import cut
-from phalanx.data.prompts import DataError, PromptRow, numbered
+from phalanx.data.prompts import DataError, PromptRow
 from phalanx.models.flow.family import FlowModel
-from phalanx.types import Prompt
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +41,6 @@ def fitting(rows: list[PromptRow], key: str, model: FlowModel, data: Any, *, fir
     if first:
         log.warning("%s and are cut there, first %s%s; %s", count, where, unseen, remedy)
     return rows
-
-
-def fitting_sets(sets: dict[str, list[Prompt]], model: FlowModel, data: Any, *, first: bool) -> dict[str, list[Prompt]]:
-    """The same of validation sets, by their names."""
-    result = {}
-    for name, prompts in sets.items():
-        rows = [PromptRow(p.text, p.negative, p.meta, p.messages) for p in prompts]
-        kept = fitting(rows, f"data.val_files ({name})", model, data, first=first)
-        result[name] = [numbered(row, i) for i, row in enumerate(kept)]
-    return result
 
 
 def _plain(text: Any) -> str:

@@ -43,7 +43,7 @@ class StepLog:
     stopped: bool = False  # whether the rest of the step's updates are left out
 
     def chunk(self, samples: Samples, row: dict[str, float]) -> None:
-        """A chunk of samples is there, of which `row` are the metrics."""
+        """Note the metrics `row` of a chunk of samples that has arrived."""
         self.rows.append(row)
         if samples.lengths is not None:
             self.lengths.append(samples.lengths)

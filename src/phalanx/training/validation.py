@@ -44,7 +44,7 @@ class Validator:
         return sum(map(len, self.val_sets.values()))
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        """Nothing is drawn elsewhere."""
+        """Do nothing: no other ranks sample."""
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
         """The row of a validation on all sets with these weights (None: the policy's own), and on rank 0 the samples to
@@ -63,7 +63,7 @@ class Validator:
         return row, kept
 
     def in_flight(self, step: int) -> Tensor | None:
-        """Nothing is drawn ahead."""
+        """There are none: no samples are drawn ahead."""
         return None
 
     def end(self, stop: int = 0) -> None:

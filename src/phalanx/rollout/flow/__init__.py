@@ -1,4 +1,4 @@
-"""Sampling engines of flow models, a file each."""
+"""The sampling engines of flow models, one file per engine."""
 
 from typing import Any
 

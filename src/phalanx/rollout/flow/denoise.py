@@ -82,7 +82,7 @@ class Generated(NamedTuple):
 def generate(policy: FlowPolicy, job: Job) -> Generated:
     """Denoise a micro-batch and decode it.
 
-    Stochastic in the window; with noise but no window, as in validation, in all steps but the last.
+    Steps are stochastic in the window; with noise but no window, as in validation, all steps but the last are.
     """
     sampler, schedule, window = job.sampler, job.schedule, job.window
     shape = policy.model.sample_shape(sampler.height, sampler.width, sampler.num_frames)

@@ -181,7 +181,7 @@ class PolicyRollout:
         return replace(samples, outputs=outputs, log_prob=log_prob, trace=trace), numbers
 
     def draw(self, job: Job, prompts: list[Prompt], each: Each) -> Generated:
-        """All images of a job, a micro-batch after the other, each handed to `each` when it is done."""
+        """All images of a job, one micro-batch after the other; each is handed to `each` when it is done."""
         parts = []
         for part in torch.arange(len(job.names)).split(self.micro_batch_size):
             micro = replace(job, rows=job.rows[part], names=[job.names[j] for j in part.tolist()])
@@ -256,7 +256,7 @@ class PolicyRollout:
             each(images[:real], [prompts[j // n] for j in part[:real]])
 
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
-        """Nothing beyond the rewards: all images have one size."""
+        """There are no metrics beside the rewards: all images have one size."""
         return {}
 
     def generate(self, job: Job) -> Generated:

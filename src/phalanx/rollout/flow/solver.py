@@ -34,7 +34,7 @@ def multistep_solver(levels: list[float]) -> Step:
     timesteps = iter(scheduler.timesteps)
 
     def step(velocity: Tensor, sample: Tensor) -> Tensor:
-        """One step on."""
+        """Take one step: from the sample [B, ...] at a level to the one at the next level."""
         taken: Tensor = scheduler.step(velocity, next(timesteps), sample, return_dict=False)[0]
         return taken
 

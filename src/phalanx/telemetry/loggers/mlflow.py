@@ -4,13 +4,14 @@ import os
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from phalanx.config.load import flat
 from phalanx.telemetry.loggers import Logger, RunStart
 from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of
 
@@ -54,7 +55,7 @@ class Mlflow(Logger):
         known = self._client.get_experiment_by_name(trainer.project_name)
         experiment = known.experiment_id if known else self._client.create_experiment(trainer.project_name, artifacts)
         run_id: str = self._client.create_run(experiment, run_name=trainer.experiment_name).info.run_id
-        self._client.log_batch(run_id, params=[Param(key, str(value)) for key, value in _leaves(start.config)])
+        self._client.log_batch(run_id, params=[Param(*pair) for pair in flat(start.config).items()])
         return run_id
 
     def log(self, step: int, row: dict[str, float]) -> None:
@@ -85,12 +86,3 @@ class Mlflow(Logger):
         self._worker.shutdown()
         for sent in self._sent:
             sent.result()
-
-
-def _leaves(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted keys of a configuration, and their values."""
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value

@@ -1,7 +1,7 @@
 """Samples on their way from the ranks that draw them to others: as bytes, without pickles.
 
 A parcel holds some samples of one rank; who receives them joins the parcels of those ranks that have a share of what
-is its own. It is a file of safetensors, in which all that is no tensor stands as JSON.
+is its own. It is a file of safetensors, in which everything but tensors stands as JSON.
 """
 
 import json

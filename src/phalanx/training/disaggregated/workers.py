@@ -83,7 +83,7 @@ class Pace:
 
 
 class RolloutWorker:
-    """A rank that samples: rewards and validation are its business, too."""
+    """A rank that samples; it also computes rewards and validations."""
 
     def __init__(self, cfg: RLConfig, plan: BatchPlan, components: JobComponents, prompts: PromptStream) -> None:
         """`plan` is that of this role: see phalanx.training.disaggregated.batches.of_role."""
