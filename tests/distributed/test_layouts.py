@@ -58,6 +58,18 @@ def sd3_reference(
     return kind, run_ranks(one_step, 1, cfg)
 
 
+@pytest.mark.seldom(
+    "lora-2-parallel.fsdp_size=2",
+    "lora-4-parallel.fsdp_size=1",
+    "lora-4-parallel.fsdp_size=4",
+    "lora-4-parallel.fsdp_size=2-parallel.rollout_unsharded=false-parallel.reshard_after_forward=false",
+    "lora-2-parallel.fsdp_size=1-parallel.optimizer_offload=true",
+    "lora-2-parallel.fsdp_size=2-parallel.optimizer_offload=true",
+    "full-2-parallel.fsdp_size=1",
+    "full-4-parallel.fsdp_size=1",
+    "full-4-parallel.fsdp_size=2",
+    "full-2-parallel.fsdp_size=2-parallel.optimizer_offload=true",
+)
 @pytest.mark.quick(
     "lora-2-parallel.fsdp_size=1",
     "lora-4-parallel.fsdp_size=2",
@@ -71,6 +83,7 @@ def test_layout(world: int, layout: tuple[str, ...], sd3_reference: Any, sd3_fol
     assert_same_step(reference, run_ranks(one_step, world, cfg), cfg.optim.lr)
 
 
+@pytest.mark.seldom("lora-actor.ppo_micro_batch_size_per_gpu=4", "full-actor.ppo_micro_batch_size_per_gpu=4")
 @pytest.mark.quick("lora-actor.ppo_micro_batch_size_per_gpu=1")
 @pytest.mark.parametrize("micro", MICRO_BATCHES)
 def test_actor_micro_batch(micro: str, sd3_reference: Any, sd3_folder: Path, tmp_path: Path) -> None:
@@ -89,6 +102,7 @@ def test_replicated_lora_over_a_sharded_base(qwen_folder: Path, tmp_path: Path) 
     assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
 
 
+@pytest.mark.seldom("flux-full", "z_image-lora")
 @pytest.mark.quick("flux-lora", "z_image-full")
 @pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
 @pytest.mark.parametrize("family", ["flux", "z_image"])
