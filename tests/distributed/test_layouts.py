@@ -142,12 +142,12 @@ def compiled_step(cfg: FlowRLConfig) -> dict[str, Any]:
     return one_step(cfg)
 
 
-def test_compiled_blocks_are_sharded_and_checkpointed(qwen_folder: Path, tmp_path: Path) -> None:
+def test_compiled_blocks_are_sharded_and_checkpointed(sd3_folder: Path, tmp_path: Path) -> None:
     """With one graph for both modes: the first update has a ratio of exactly 1."""
     keys = (*LORA, "actor.ppo_micro_batch_size_per_gpu=2")
-    reference = run_ranks(one_step, 1, configure(qwen_folder, tmp_path / "a", *keys))
+    reference = run_ranks(one_step, 1, configure(sd3_folder, tmp_path / "a", *keys))
     fast = ("model.compile=true", "model.gradient_checkpointing=true", "parallel.fsdp_size=2")
-    cfg = configure(qwen_folder, tmp_path / "b", *keys, *fast)
+    cfg = configure(sd3_folder, tmp_path / "b", *keys, *fast)
     found = run_ranks(compiled_step, 2, cfg, timeout=240)
     assert all(part["row"]["actor/first_ratio_error"] == 0 for part in (*reference, *found))
     torch.testing.assert_close(together(found, "images"), together(reference, "images"), rtol=0, atol=1e-3)
