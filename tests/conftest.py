@@ -32,19 +32,21 @@ torch.set_num_threads(1)
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark as `full` the cases that their test's mark `quick` does not name."""
-    unknown: dict[str, set[str]] = {}
+    """Mark as `full` the cases that their test's mark `quick` does not name, and as `long` those that `seldom` names."""
+    unknown: dict[tuple[str, str], set[str]] = {}
     for item in items:
-        mark = item.get_closest_marker("quick")
-        if mark is None:
-            continue
         test, _, case = item.nodeid.partition("[")
-        unknown.setdefault(test, set(mark.args)).discard(case.removesuffix("]"))
-        if case.removesuffix("]") not in mark.args:
-            item.add_marker(pytest.mark.full)
-    wrong = [f"{test}: no case is called {name!r}" for test, names in unknown.items() for name in sorted(names)]
+        case = case.removesuffix("]")
+        for name, other in (("quick", "full"), ("seldom", "long")):
+            mark = item.get_closest_marker(name)
+            if mark is None:
+                continue
+            unknown.setdefault((name, test), set(mark.args)).discard(case)
+            if (case in mark.args) == (name == "seldom"):
+                item.add_marker(other)
+    wrong = [f"{name}: {test}: no case is called {case!r}" for (name, test), cases in unknown.items() for case in cases]
     if wrong and not any("::" in argument for argument in config.args):
-        raise pytest.UsageError("quick: " + "; ".join(wrong))
+        raise pytest.UsageError("; ".join(sorted(wrong)))
 
 
 def model_folder(make: Callable[..., Path], name: str, **options: Any) -> Any:

@@ -13,6 +13,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ _role = ""  # of this process, where ranks have roles
 _leads: bool | None = None  # None: as rank 0 does
 _first: bool | None = None
 _format_warning = warnings.formatwarning
+_leave = os._exit  # `begin` may replace it
 hide: Callable[[str], str] = str  # takes secrets out of what is printed and reported; `hide_with` sets it
 
 
@@ -93,13 +95,26 @@ def end_with_parent() -> None:
 
 def begin() -> None:
     """Leave a mark for the launcher until `end`, which adds a status that is not 0: a rank that ends with status 0 and
-    leaves its mark has not done its job.
+    leaves its mark has not done its job. A torchrun that was started without the launcher looks for no marks, so there
+    os._exit itself is replaced.
     """
     global _mark
     folder = os.environ.pop(MARKS, None)  # what this process starts is no rank
-    if folder is not None:
+    if folder is None and "TORCHELASTIC_RUN_ID" in os.environ:
+        os._exit = partial(_left, os.getpid())  # type: ignore[assignment]
+    elif folder is not None:
         _mark = Path(folder, os.environ["LOCAL_RANK"])  # a rank that is started again may have another number
         _mark.write_text(os.environ["RANK"])
+
+
+def _left(rank_pid: int, status: int) -> NoReturn:
+    """What os._exit does in a rank, and in the processes that it forks: in the rank the job has not been done."""
+    if os.getpid() != rank_pid:
+        _leave(status)
+    caller = sys._getframe(1)
+    where = f"{caller.f_code.co_filename}:{caller.f_lineno}"
+    words = f"error: {place()} ended before its job was done, by os._exit({status}) at {where}"
+    end(status or 1, words, words)
 
 
 def hide_with(function: Callable[[str], str]) -> None:
@@ -185,4 +200,4 @@ def end(status: int, report: str | None = None, words: str | None = None) -> NoR
                 _mark.write_text(f"{rank()} {status}")
     with contextlib.suppress(OSError):
         sys.stdout.flush()  # os._exit flushes nothing
-    os._exit(status)
+    _leave(status)

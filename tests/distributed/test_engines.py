@@ -98,6 +98,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
+@pytest.mark.seldom("lm-1")
 @pytest.mark.quick("flow-1", "lm-2")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("made", KINDS, indirect=True)
@@ -111,6 +112,7 @@ def test_an_engine_of_ones_own_samples(made: Made, ranks: int, tmp_path: Path) -
     assert all("rollout/logprob_abs_diff_mean" not in row for row in rows(tmp_path / "counted"))
 
 
+@pytest.mark.seldom("flow-1", "lm-1")
 @pytest.mark.quick("flow-2")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("made", KINDS, indirect=True)

@@ -32,6 +32,7 @@ def configure(model: Path, folder: Path, name: str, *overrides: str) -> FlowRLCo
     return algorithm_config(model, folder, name, "rollout.micro_batch_size_per_gpu=4", *overrides)
 
 
+@pytest.mark.seldom("rwr-algorithm.temperature=0.5-algorithm.level_distribution=uniform")
 @pytest.mark.quick(
     "diffusion_nft-model.lora_rank=4-algorithm.kl_loss_coef=0.01",
     "awm-algorithm.kl_loss_coef=0.01-rollout.noise_level=0.7",
@@ -49,6 +50,7 @@ def test_layouts_agree(name: str, kind: tuple[str, ...], sd3_folder: Path, tmp_p
         assert one[0]["row"]["actor/old_distance"] > 0
 
 
+@pytest.mark.seldom("awm")
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["diffusion_nft", "awm"])
 def test_qwen_image(name: str, qwen_folder: Path, tmp_path: Path) -> None:
@@ -59,6 +61,7 @@ def test_qwen_image(name: str, qwen_folder: Path, tmp_path: Path) -> None:
     assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
 
 
+@pytest.mark.seldom("4")
 @pytest.mark.quick("1")
 @pytest.mark.parametrize("micro", [1, 4])
 def test_actor_micro_batch(micro: int, sd3_folder: Path, tmp_path: Path) -> None:

@@ -65,6 +65,7 @@ def one_step(cfg: FlowRLConfig) -> dict[str, Any]:
     }
 
 
+@pytest.mark.seldom("velocity")
 @pytest.mark.quick("kl")
 @pytest.mark.parametrize("loss_type", ["kl", "velocity"])
 def test_nothing_to_learn_from_oneself(loss_type: str, sd3_folder: Path, tmp_path: Path) -> None:
@@ -153,6 +154,7 @@ def views(cfg: FlowRLConfig) -> dict[str, Any]:
     }
 
 
+@pytest.mark.seldom("1-3")
 @pytest.mark.quick("3-5")
 @pytest.mark.parametrize(("student", "teacher"), [(1, 3), (3, 1), (3, 5)])
 def test_guidance_of_the_teacher(student: int, teacher: int, sd3_folder: Path, tmp_path: Path) -> None:

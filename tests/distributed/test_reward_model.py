@@ -190,6 +190,7 @@ def held(model: torch.nn.Module) -> int:
     return sum(p.numel() for n, p in named if "embed" not in n)
 
 
+@pytest.mark.seldom("gemma3_text-4", "glm4-4", "qwen3_moe-4")
 @pytest.mark.quick("qwen2-2", "gemma3_text-2", "glm4-2", "qwen3_moe-2")
 @pytest.mark.parametrize("tp", [2, 4])
 @pytest.mark.parametrize("kind", ["qwen2", "gemma3_text", "glm4", "qwen3_moe"])

@@ -55,6 +55,7 @@ def kind(request: pytest.FixtureRequest, lm_folder: Path, blocks_folder: Path, s
     return (pictures if request.param == "flow-lora" else language), config
 
 
+@pytest.mark.seldom("lm-lora")
 @pytest.mark.quick("lm", "flow-lora")
 def test_roles_learn_what_all_ranks_learn(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """Synchronous: the same samples, gradients and validations to the last bit, sharded or not."""
@@ -85,6 +86,7 @@ def test_a_teacher_stands_beside_the_actor(sd3_folder: Path, lm_folder: Path, tm
         assert all(torch.equal(value, apart[name]) for name, value in together.items())
 
 
+@pytest.mark.seldom("lm-lora", "blocks")
 @pytest.mark.full
 def test_shards_of_other_widths(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """One rank samples for three that share the weights' shards, and two for one: whole tensors cross the roles."""
@@ -103,6 +105,7 @@ def test_shards_of_other_widths(kind: tuple[Job, Job], tmp_path: Path) -> None:
         assert_same_weights(together, apart, 1e-3)
 
 
+@pytest.mark.seldom("lm-lora", "blocks")
 @pytest.mark.quick("lm")
 def test_parts_are_the_step(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """Pipelined: samples of a part are trained while the next ones are drawn, and the gradient is that of the step."""
@@ -118,6 +121,7 @@ def test_parts_are_the_step(kind: tuple[Job, Job], tmp_path: Path) -> None:
     assert_same_weights(together, apart, 1e-3)
 
 
+@pytest.mark.seldom("seq-mean-token-mean")
 @pytest.mark.full
 @pytest.mark.parametrize("mode", ["seq-mean-token-sum", "seq-mean-token-mean"])
 def test_parts_with_each_mean(mode: str, lm_folder: Path, tmp_path: Path) -> None:
@@ -142,6 +146,7 @@ def test_each_update_has_parts_of_its_own(lm_folder: Path, tmp_path: Path) -> No
 STEPS = ("trainer.total_training_steps=4", "trainer.save_freq=2", "rollout.schedule=one_step_off")
 
 
+@pytest.mark.seldom("lm", "lm-lora")
 @pytest.mark.quick("flow-lora")
 def test_one_step_off_goes_on_with_what_was_in_flight(kind: tuple[Job, Job], tmp_path: Path) -> None:
     """A resumed run is the run to the last bit: the samples that were drawn already are in the checkpoint."""

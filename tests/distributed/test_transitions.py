@@ -46,6 +46,7 @@ def assert_same_step(one: dict[str, Any], two: list[dict[str, Any]]) -> None:
     assert other["actor/grad_norm"] == pytest.approx(row["actor/grad_norm"], rel=1e-5)
 
 
+@pytest.mark.seldom("grpo_guard-model.lora_rank=4-algorithm.kl_loss_coef=0.04")
 @pytest.mark.quick(
     "flow_dppo-model.lora_rank=4-algorithm.threshold=1e-9",
     "dance_grpo-model.lora_rank=4",
@@ -80,6 +81,7 @@ def test_the_mask_stops_what_moves_away(sd3_folder: Path, tmp_path: Path) -> Non
     assert loose["row"]["actor/divergence"] > tight["row"]["actor/divergence"] > 0
 
 
+@pytest.mark.seldom("dance_grpo")
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["grpo_guard", "dance_grpo"])
 def test_qwen_image(name: str, qwen_folder: Path, tmp_path: Path) -> None:

@@ -137,6 +137,12 @@ def around_other_weights(cfg: FlowRLConfig) -> None:
         assert torch.equal(sample(), before)
 
 
+@pytest.mark.seldom(
+    "model.lora_rank=4-true-false",
+    "model.lora_rank=4-false-true",
+    "model.lora_rank=0-true-false",
+    "model.lora_rank=0-false-true",
+)
 @pytest.mark.quick("model.lora_rank=4-true-true", "model.lora_rank=0-false-false")
 @pytest.mark.parametrize("gathered", ["true", "false"])
 @pytest.mark.parametrize("reshard", ["true", "false"])

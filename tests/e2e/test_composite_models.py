@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import PeftModel
-from safetensors.torch import load_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from phalanx.config import load
 from phalanx.config.tasks import ExportConfig
 from phalanx.jobs.export import Export
-from phalanx.models.lm.model import load_model
+from phalanx.models.lm.model import load_model, read_lora
+from phalanx.models.lora import start_from_lora
 from tests.lm import tiny_lm_config
 from tests.ranks import run_ranks
 
@@ -122,6 +123,44 @@ def test_a_lora_goes_on_the_whole(kind: str, lm_folder: Path, tmp_path: Path) ->
     assert not [name for name, _ in adapter.named_modules() if "vision" in name and "lora" in name]
     merged = export(tmp_path / "out", tmp_path / "merged", "merge_lora=true")
     assert torch.allclose(logits_of(whole_of(merged)), trained, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefix"),
+    [
+        ("Gemma3", "model.language_model."),
+        ("Gemma3", "model."),  # of the text part by itself
+        ("Mistral3", "language_model.model."),  # before transformers 4.52
+    ],
+)
+def test_training_starts_from_a_lora_of_the_whole(kind: str, prefix: str, lm_folder: Path, tmp_path: Path) -> None:
+    base, adapter = composite(kind, lm_folder, tmp_path / "base"), tmp_path / "adapter"
+    targets = r".*language_model\..*\.(q_proj|down_proj)"
+    torch.manual_seed(1)
+    lora = get_peft_model(whole_of(base), LoraConfig(r=3, target_modules=targets, init_lora_weights=False))
+    lora.save_pretrained(adapter)
+    file = adapter / "adapter_model.safetensors"
+    named = {}
+    for name, tensor in load_file(file).items():
+        named[name.replace("model.language_model.", prefix)] = tensor
+    assert any(name.startswith(f"base_model.model.{prefix}layers.1.") for name in named)
+    save_file(named, file)
+    model = load_model(tiny_lm_config(base, tmp_path).model, torch.float32, chunk=1)
+    before = logits_of(model.lm)
+    start_from_lora(model, str(adapter), read_lora)
+    wanted = logits_of(lora)
+    assert (wanted - before).abs().max() > 0.1
+    torch.testing.assert_close(logits_of(model.lm), wanted, rtol=0, atol=1e-4)
+
+
+def test_a_lora_of_the_vision_tower_is_refused(lm_folder: Path, tmp_path: Path) -> None:
+    base = composite("Gemma3", lm_folder, tmp_path / "base")
+    get_peft_model(whole_of(base), LoraConfig(r=3, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    model = load_model(tiny_lm_config(base, tmp_path).model, torch.float32, chunk=1)
+    with pytest.raises(
+        ValueError, match=r"^model\.lora_path: '.*' is of another model, or of parts that are not trained: "
+    ):
+        start_from_lora(model, str(tmp_path / "adapter"), read_lora)
 
 
 def test_the_text_part_computes_what_the_whole_does(

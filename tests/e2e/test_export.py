@@ -145,6 +145,7 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
+@pytest.mark.seldom("sd3-pissa-model", "flux-lora-model", "z-lora-model")
 @pytest.mark.quick("sd3-lora-ema", "qwen-lora-model")
 @pytest.mark.parametrize("weights", ["ema", "model"])
 @pytest.mark.parametrize("name", ["sd3-lora", "qwen-lora", "sd3-pissa", "flux-lora", "z-lora"])

@@ -112,6 +112,21 @@ def test_ranks_that_end_before_their_job_is_done_fail_it(nproc: int, tmp_path: P
     assert done.returncode == 1
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("status", [0, 7])
+def test_a_rank_that_ends_below_a_plain_torchrun(status: int, tmp_path: Path) -> None:
+    """Without train.sh: torchrun's own report comes behind the line. Processes that the rank forks may end so."""
+    forked = "os.fork() == 0 and os._exit(0)"
+    task = script(tmp_path, f"os._exit({status})", each=forked)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(task)]
+    done = subprocess.run(command, cwd=ROOT, env=launch_environment({}), capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    line = task.read_text().splitlines().index(f"        os._exit({status})") + 1
+    where = f"by os._exit({status}) at {task}:{line}"
+    told = f"error: rank 1 on {socket.gethostname()} ended before its job was done, {where}"
+    assert done.stderr.count(f"{told}\n") == 2  # by the rank, and in torchrun's report
+
+
 def test_called_code_that_exits_is_one_line_with_its_place(tmp_path: Path) -> None:
     done = torchrun([script(tmp_path, "sys.exit(0)")])
     assert mistakes(done.stderr) == f"error: SystemExit: 0 at {tmp_path}/task.py:14\n"

@@ -58,6 +58,7 @@ def prompts(texts: list[str]) -> str:
     return f"prompts={json.dumps(texts)}"
 
 
+@pytest.mark.seldom("z_image")
 @pytest.mark.quick("sd3")
 @pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image"])
 def test_a_model_folder(family: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from tests.jobs import tiny_config
 from tests.ranks import run_ranks
 
 SETTINGS = ("trainer.total_training_steps=9", "trainer.save_freq=2", "model.lora_rank=4", "trainer.max_checkpoints=9")
+SETTINGS += ("data.train_batch_size=2",)
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def test_a_rank_that_hangs(sd3_folder: Path, tmp_path: Path) -> None:
         assert job.wait(4 * TIMEOUT_S) == 1
         assert time.monotonic() - begin < TIMEOUT_S + 25
         assert f"stacks of rank 1 on {HOST}:" in job.said
+        assert 'task.py", line' in job.said and "in advantage" in job.said  # where it hangs
         assert "Timed out waiting" in job.said
         assert steps(tmp_path) == [1, 2]
 
@@ -49,6 +50,7 @@ def test_a_rank_that_is_frozen_is_named(sd3_folder: Path, tmp_path: Path) -> Non
         assert f"lost rank 1 on {HOST}: no sign of life for " in job.said.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_a_rank_that_is_killed_is_named(sd3_folder: Path, tmp_path: Path) -> None:
     with Job(sd3_folder, tmp_path, *SETTINGS, env={"PHASE_S": "0.1"}) as job:
         job.until(lambda: job.phase(1)[1] >= 1)

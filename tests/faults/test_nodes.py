@@ -74,15 +74,16 @@ def test_a_host_goes_and_comes_back(hosts: Hosts, sd3_folder: Path, tmp_path: Pa
 
 
 def test_a_stop_of_node_0_is_one_line_on_the_other(hosts: Hosts, sd3_folder: Path, tmp_path: Path) -> None:
+    """Of an elastic job whose second node comes later, which node 0 tells, too."""
     settings = (*FIXED, "trainer.total_training_steps=500")
     elastic = {"NNODES": "1:2", "PHASE_S": "0.1", "RDZV_CONF": "last_call_timeout=3"}
-    with (
-        hosts.job(0, sd3_folder, tmp_path, *settings, **elastic) as a,
-        hosts.job(1, sd3_folder, tmp_path, *settings, **elastic) as b,
-    ):
-        a.until(lambda: worlds(a.said)[-1:] == [4] and len(steps(tmp_path)) >= 2)
-        kill(a.process.pid, signal.SIGTERM)
-        assert (a.wait(60), b.wait(60)) == (143, 143), a.said + b.said
+    with hosts.job(0, sd3_folder, tmp_path, *settings, **elastic) as a:
+        a.until(lambda: steps(tmp_path))
+        with hosts.job(1, sd3_folder, tmp_path, *settings, **elastic) as b:
+            a.until(lambda: worlds(a.said)[-1:] == [4] and len(steps(tmp_path)) >= 2)
+            assert "\nnodes come or go: starting again after step " in a.said and "stopped by" not in a.said
+            kill(a.process.pid, signal.SIGTERM)
+            assert (a.wait(60), b.wait(60)) == (143, 143), a.said + b.said
     assert "stopped by SIGTERM after step " in a.said
     lines = [line for line in b.said.splitlines() if not line.startswith(("waiting for node 0", "[W"))]
     first, last = lines

@@ -45,6 +45,7 @@ def node(number: int, port: int, model: Path, folder: Path, *overrides: str, **e
     return Job(model, folder, *overrides, env=place, name=f"node_{number}", lm=True)
 
 
+@pytest.mark.seldom("synchronous")
 @pytest.mark.quick("one step off")
 @pytest.mark.parametrize(
     "schedule", [*list(SCHEDULES)[:2], pytest.param("one step off, dropped", marks=pytest.mark.long)]
@@ -157,6 +158,7 @@ REPORTS = {
 }
 
 
+@pytest.mark.seldom("actor")
 @pytest.mark.quick("reward")
 @pytest.mark.parametrize("where", REPORTS)
 def test_a_role_that_fails_says_so_once(where: str, lm_folder: Path, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_holds_differences_only(path: Path) -> None:
     assert cfg["trainer.experiment_name"] == path.stem
 
 
+@pytest.mark.seldom("grpo-quickstart", "ppo-quickstart", "grpo-math_deepseek_r1_distill_1_5b")
 @pytest.mark.quick("grpo-gsm8k_qwen25_7b", "ppo-gsm8k_qwen25_7b")
 @recipes
 def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:

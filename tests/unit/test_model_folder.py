@@ -179,6 +179,7 @@ def test_a_tokenizer_must_tell_texts_apart_and_fit_its_encoder(folder: Path) -> 
 
 def test_a_hub_id_is_pinned(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as the hub's cache shows: two revisions lie in it, and each is found by its name."""
+    import huggingface_hub
     import huggingface_hub.constants as constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -191,6 +192,16 @@ def test_a_hub_id_is_pinned(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert model_index("some/model")["_class_name"] == "Other"
     assert model_index("some/model", "v1")["_class_name"] == "StableDiffusion3Pipeline"
     pinned = FlowModelConfig(path="some/model", revision="v1")
-    assert base_folder(pinned) == repo / "snapshots" / ("b" * 40)
+    found = repo / "snapshots" / ("b" * 40)
+    assert base_folder(pinned) == found
+    (found / "text_encoder" / "model.safetensors").unlink()  # a variant's is not fetched
+    monkeypatch.setattr(
+        huggingface_hub, "list_repo_files", lambda path, revision: [ENCODER.replace(".safe", ".fp16.safe")]
+    )
+    with refused(
+        "model.path: some/model/text_encoder has weights only of the variant fp16; write the folder anew without it, by "
+        "from_pretrained(..., variant='fp16').save_pretrained(...) of the model's class"
+    ):
+        base_folder(pinned)
     with refused("model.path: 'some/model': no such folder, and no hub has it at revision 'v2' within reach"):
         model_index("some/model", "v2")

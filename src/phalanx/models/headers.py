@@ -52,13 +52,7 @@ def check_weights(part: Path, key: str = "model.path") -> None:
         pickles = sorted(part.glob("*.bin"))
         hint = f"; {pickles[0].name} is a pickle, which is not read: save it with safe_serialization" if pickles else ""
         raise ValueError(f"{key}: {part} has no weights (*.safetensors){hint}")
-    variants = [_VARIANT.fullmatch(file.name) for file in files]
-    if variants[0] is not None and all(variants):
-        name = variants[0][1]
-        raise ValueError(
-            f"{key}: {part} has weights only of the variant {name}; write the folder anew without it, by "
-            f"from_pretrained(..., variant={name!r}).save_pretrained(...) of the model's class"
-        )
+    check_variants(str(part), [file.name for file in files], key)
     for file in files:
         try:
             if kind(file) != "file":
@@ -70,6 +64,17 @@ def check_weights(part: Path, key: str = "model.path") -> None:
         for name, dtype in dtypes.items():
             if name.endswith((".weight", ".bias")) and dtype[0] in "IUB" and dtype != "BF16":
                 raise ValueError(f"{key}: {file}: {name} is of dtype {dtype}; expected floating point")
+
+
+def check_variants(part: str, files: list[str], key: str = "model.path") -> None:
+    """Raise ValueError where the weights of a component, by the names of their files, are only those of a variant."""
+    variants = [_VARIANT.fullmatch(file) for file in files]
+    if variants and variants[0] is not None and all(variants):
+        name = variants[0][1]
+        raise ValueError(
+            f"{key}: {part} has weights only of the variant {name}; write the folder anew without it, by "
+            f"from_pretrained(..., variant={name!r}).save_pretrained(...) of the model's class"
+        )
 
 
 def check_numbers(value: Any, place: str) -> None:

@@ -238,8 +238,8 @@ def start_from_lora(
         if weight.shape != (len(up), down.shape[1]):
             held = list(weight.shape) if name in linear else "no such linear layer"
             raise ValueError(
-                f"model.lora_path: {path!r} is of another model: its {name} adds {[len(up), down.shape[1]]}, the model "
-                f"has {held}"
+                f"model.lora_path: {path!r} is of another model, or of parts that are not trained: its {name} adds "
+                f"{[len(up), down.shape[1]]}, the model has {held}"
             )
         if uses[id(weight)] > 1:
             raise ValueError(f"model.lora_path: {path!r} has {name}, whose weights another layer of the model shares")

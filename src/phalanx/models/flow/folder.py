@@ -3,7 +3,7 @@
 import importlib
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from phalanx.config.messages import cut, shown
 from phalanx.engines.loading import check_weights, loading
 from phalanx.models.flow import headers
 from phalanx.models.flow.headers import absent_components, check_index, component_names
-from phalanx.models.headers import read_json
+from phalanx.models.headers import check_variants, read_json
 from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter
 
 _ENDINGS = ("json", "txt", "model", "jinja", "safetensors")  # of the files of a component that are read
@@ -144,18 +144,26 @@ def base_folder(config: FlowModelConfig) -> Path:
     folder = Path(config.path).expanduser()
     if folder.is_dir():
         return folder
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import list_repo_files, snapshot_download
 
     names = component_names(model_index(config.path, config.revision))
     patterns = ["model_index.json"]
     for name in names:
         patterns += [f"{name}/*.{ending}" for ending in _ENDINGS]
     with _from_hub(config.path, config.revision):
-        return Path(
+        folder = Path(
             snapshot_download(
                 config.path, revision=config.revision, allow_patterns=patterns, ignore_patterns=["*fp16*"]
             )
         )
+    for name in names:
+        if (folder / name / "config.json").is_file() and not any((folder / name).glob("*.safetensors")):
+            files: list[str] = []
+            with suppress(OSError):  # out of reach: what the cache lacks is told by who loads it
+                files = list_repo_files(config.path, revision=config.revision)
+            stored = [file for file in files if file.startswith(f"{name}/") and file.endswith(".safetensors")]
+            check_variants(f"{config.path}/{name}", [file.removeprefix(f"{name}/") for file in stored])
+    return folder
 
 
 def dtype_on_disk(folder: Path) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ llada2.register()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # the keyword of a language model's forward, which transformers 5.24 has renamed
 CACHE = "cache" if tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24) else "past_key_values"
+# how a composite model's names of the decoder begin, those before transformers 4.52 last
+_IN_WHOLE = re.compile(r"^(model\.)?language_model\.(model\.)?")
 
 
 class CausalLM(nn.Module):
@@ -247,10 +250,13 @@ def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path
 
 
 def read_lora(path: str) -> Layers:
-    """The LoRA of model.lora_path, by the names of a CausalLM's layers; ValueError, in one line, for what is none."""
+    """The LoRA of model.lora_path, by the names of a CausalLM's layers; ValueError, in one line, for what is none.
+    That of a composite model's text part may have the names of the whole, also those before transformers 4.52.
+    """
     file = lora_file(path)
     with loading(f"model.lora_path: {path!r} does not load"):
-        return {f"lm.{name}": layer for name, layer in read_adapter(file).items()}
+        layers = read_adapter(file)
+    return {f"lm.{_IN_WHOLE.sub('model.', name)}": layer for name, layer in layers.items()}
 
 
 def positions(config: Any) -> int | None:
