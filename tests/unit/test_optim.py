@@ -163,11 +163,12 @@ def test_weights_are_kept_in_float32_where_the_module_computes_in_bfloat16() -> 
 
 
 @pytest.mark.parametrize("part", [PART, 300, 1])  # all parameters together, some, each by itself
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_offload_changes_nothing(name: str, part: int) -> None:
-    """The moments travel, in parts; they end up on the CPU, and all is as without."""
+@pytest.mark.parametrize(("name", "ranks"), [("adamw", 1), ("adamw", 2), ("muon", 1)])
+def test_offload_changes_nothing(name: str, ranks: int, part: int) -> None:
+    """The moments travel, in parts; they are on the CPU, and all is as without."""
     kept, moved = (
-        run_ranks(train, 1, settings(name=name), 1, torch.float32, offload, part)[0] for offload in (False, True)
+        run_ranks(train, ranks, settings(name=name), ranks, torch.float32, offload, part)[0]
+        for offload in (False, True)
     )
     assert moved["devices"] == {"cpu"} and kept["device"] in kept["devices"]
     assert kept["said"] == moved["said"]
@@ -180,9 +181,12 @@ def test_parts_of_the_state_take_turns_on_the_device(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("phalanx.training.offload.PART", 1024)
     sizes = [100, 200, 0, 7, 300, 1, 150, 90]  # 0: of uneven shards
     parameters = [torch.zeros(n) for n in sizes]
-    states = [{"step": torch.tensor(0.0), "m": torch.full((n,), float(i))} for i, n in enumerate(sizes)]
+    states = [{"step": torch.tensor(0.0), "m": torch.empty(n, device="meta")} for n in sizes]
     first = [state["step"] for state in states]
     offloaded = OffloadedState(zip(parameters, states, strict=True))
+    for i, state in enumerate(states):
+        assert state["m"].device == torch.device("cpu") and not state["m"].any()
+        state["m"] += i
     homes = [state["m"].data_ptr() for state in states]
     for turn in range(2):
         seen: list[int] = []

@@ -357,8 +357,8 @@ def test_the_copy_of_a_sampling_engine(keys: list[str], sd3_folder: Path, tmp_pa
     plan = plan_of(cfg, Cluster(1, 4))
     forward = section(describe(plan, Gpu()), "Batch")[6]
     assert forward == "forward passes  4 to sample, 2 to score samples again, 2 to train, a rank and step"
-    # it gets the weights once, as they are kept; the policy's are gathered to score its samples
-    sent, stored = {t.what: t.size for t in messages(plan)}, plan.policy.layout.stored()
+    # it gets the weights once, in the dtype that it computes in; the policy's are gathered to score its samples
+    sent, stored = {t.what: t.size for t in messages(plan)}, plan.policy.layout.for_engine()
     assert sent["weights, gathered for the engine"] == stored // 2
     assert sent["weights, gathered to score samples"] == sum(plan.policy.layout.units()) // 2
     assert "weights, gathered to sample" not in sent

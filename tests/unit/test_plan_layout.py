@@ -82,12 +82,13 @@ def test_parts_are_filled_up() -> None:
     weights = [Weight("bias", (5,), torch.float32, True, 4, -1)]
     for unit in range(2):
         weights.append(Weight(f"{unit}.base", (6, 10), torch.bfloat16, False, 4, unit))
-        weights.append(Weight(f"{unit}.lora", (3, 10), torch.float32, True, 4, unit))
+        weights.append(Weight(f"{unit}.lora_A", (3, 10), torch.float32, True, 4, unit))
     sharded = Layout(weights, Cluster(1, 8), 4, torch.bfloat16)
     # over 4 ranks: 6 rows are 2 on a rank, 3 rows are 1, and 5 numbers are 2
     assert sharded.kept(weights) == 2 * 4 + 2 * (2 * 10 * 2 + 1 * 10 * 4)
     assert sharded.units() == [4 * (20 + 10) * 2, 4 * (20 + 10) * 2, 4 * 2 * 2]
-    assert sharded.stored() == 4 * sharded.kept(weights)
+    assert sharded.stored() == 4 * sharded.kept(sharded.trained)
+    assert sharded.for_engine() == 4 * (2 * 2 + 2 * (2 * 10 * 2 + 1 * 10 * 4))
     assert sum(sharded.gradient(w) for w in sharded.trained) == 2 * 4 + 2 * 10 * 4
     assert sum(sharded.gradient(w, summed=True) for w in sharded.trained) == (5 + 2 * 30) * 4
     assert sharded.reduced() == 4 * (2 + 2 * 10) * 4

@@ -42,6 +42,7 @@ def config(*keys: str) -> LMRLConfig:
         pytest.param([f"{MICRO}=16", "parallel.reshard_after_forward=false"], id="one pass, not resharded"),
         pytest.param([CHECKPOINTING, f"{MICRO}=8"], id="two passes"),
         pytest.param([CHECKPOINTING, f"{MICRO}=4"], id="four passes"),
+        pytest.param([CHECKPOINTING, f"{MICRO}=4", "parallel.sync_each_batch=true"], id="four passes, each reduced"),
         pytest.param([CHECKPOINTING, f"{MICRO}=16", "model.lora_rank=16"], id="LoRA"),
     ],
 )

@@ -200,6 +200,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("parallel.param_offload=true", "parallel.expert_parallel=true"),
         "parallel.param_offload: true does not work with parallel.expert_parallel",
     ),
+    (
+        LMRLConfig,
+        ("parallel.sync_each_batch=true", "model.lora_rank=4"),
+        "parallel.sync_each_batch: true is for training all weights",
+    ),
     (LMRLConfig, ("model.compile=true", "model.use_remove_padding=true"), "model.compile: true would compile anew"),
     (SampleConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
     (SampleConfig, (), "neither prompts nor prompt_file is set"),

@@ -68,6 +68,11 @@ class ParallelConfig:
 
     fsdp_size: Optional[int] = arg(None, "ranks that share one copy of the weights; null: the ranks of a node", ge=1)
     reshard_after_forward: bool = arg(True, "free a block's gathered weights after its forward pass in training")
+    sync_each_batch: bool = arg(
+        False,
+        "under FSDP reduce gradients to the ranks' parts after each micro-batch, not once per optimizer step: more "
+        "messages, but no whole gradients in between",
+    )
     rollout_unsharded: bool = arg(True, "gather all weights once for the whole rollout (needs memory for a full copy)")
     lora_sharding: str = arg(
         "shard", "LoRA weights under FSDP: sharded with their block, or replicated", choices=("shard", "replicate")

@@ -1,7 +1,8 @@
 """The trained module over the mesh: sharded (FSDP2, HSDP) or replicated, one interface for both.
 
-Gradients are summed across all ranks, never averaged, in float32, once per optimizer step: the
-loss's weights hold the global denominator, so the sum is the whole batch's gradient in any layout.
+Gradients are summed across all ranks, never averaged, in float32, once per optimizer step, or with
+`parallel.sync_each_batch` per micro-batch within a shard group: the loss's weights hold the global
+denominator, so the sum is the whole batch's gradient in any layout.
 The optimizer owns float32 (or `lora_dtype`) values: sharded DTensors under FSDP; where the weights
 are replicated, the module's own parameters or, if it computes in another dtype, float32 copies.
 
@@ -201,12 +202,15 @@ class Sharded:
             m.reshard()
 
     def set_last_micro_batch(self, last: bool) -> None:
-        """Before a backward pass: reduce gradients only if it is the last of the optimizer step."""
+        """Before a backward pass: sum gradients over ranks if it is the last of the optimizer step."""
         if self._fsdp:
-            # until then each rank adds up whole gradients: more memory, but one reduction per step
-            self._fsdp[0].set_requires_gradient_sync(last)
-            # the last backward pass waits for the reductions; the others have none to wait for
-            self._fsdp[0].set_is_last_backward(last)
+            # Until then each rank adds up whole gradients, which need more memory but one reduction per step, or the
+            # parts that are left after a reduction per pass. Copies of the weights sum once in either case.
+            sync = last or self.config.sync_each_batch
+            self._fsdp[0].set_requires_gradient_sync(sync)
+            self._fsdp[0].set_requires_all_reduce(last)
+            # a backward pass waits for its reductions; the others have none to wait for
+            self._fsdp[0].set_is_last_backward(sync)
 
     def reduce_gradients(self) -> None:
         """After the last backward pass: sum replicated parameters' gradients across all ranks.

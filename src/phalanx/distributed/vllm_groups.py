@@ -22,6 +22,8 @@ from phalanx.distributed.mesh import group_timeout
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine's core stays in this process
     "VLLM_NO_USAGE_STATS": "1",  # nothing is sent to its makers
+    "VLLM_SKIP_P2P_CHECK": "1",  # the driver's word counts: the check waits for all ranks of the world
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",  # its buffers are one set per process, whichever engine's group made them
 }
 # unlike those, the user's own setting wins: many warnings on a CPU, none for the user of a task
 DEFAULTS = {"VLLM_LOGGING_LEVEL": "ERROR"}
@@ -53,8 +55,9 @@ class VllmGroups:
                 return new_group(members, limit, backend, use_local_synchronization=True)
 
             def coordinator(members: Sequence[int], name: str) -> Any:
-                # Where a name begins with tp, vLLM uses shared memory: that waits forever for a
-                # rank that died, and its files outlive a killed process.
+                # vLLM's fast all-reduces of GPUs are for groups of exactly this name. On CPUs the same name would
+                # get shared memory, which waits forever for a rank that died, and whose files outlive a killed
+                # process.
                 make = parallel_state.init_model_parallel_group
                 return make([list(members)], local_rank, backend, group_name=name)
 
@@ -62,8 +65,9 @@ class VllmGroups:
             with _new_group(lambda *_, **__: dist.group.WORLD):
                 everyone = list(range(dist.get_world_size()))
                 world = parallel_state.init_world_group(everyone, local_rank, backend)
+            parallel_state.set_custom_all_reduce(current_platform.use_custom_allreduce())
             with _new_group(ours):
-                shared = coordinator(ranks, "replica")
+                shared = coordinator(ranks, "replica" if current_platform.is_cpu() else "tp")
                 alone = coordinator([dist.get_rank()], "alone")
         self.cpu_group: dist.ProcessGroup = shared.cpu_group
         self._groups: dict[str, Any] = {"_WORLD": world, "_NODE_COUNT": 1}

@@ -60,7 +60,6 @@ class VllmEngine:
             async_scheduling=False,  # so that the ranks of a replica surely take the same steps
             enforce_eager=True,  # answers are short: compiling and recording graphs would take longer
             enable_prefix_caching=False,  # an answer must not depend on what was asked before
-            disable_custom_all_reduce=True,  # its setup waits for all ranks of the world
             use_tqdm_on_load=False,
             **({} if text else {"limit_mm_per_prompt": {"image": 1, "video": 0}, "mm_processor_cache_gb": 0}),
         )

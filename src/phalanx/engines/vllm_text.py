@@ -67,7 +67,8 @@ class TextEngine:
                     dtype=config.dtype,
                     max_model_len=config.longest,
                     max_num_seqs=config.together,
-                    max_num_batched_tokens=max(2048, config.longest),
+                    # prompts that are read at once; a GPU needs more of them than a CPU to be busy
+                    max_num_batched_tokens=max(8192 if cuda else 2048, config.longest),
                     seed=0,
                     gpu_memory_utilization=config.gpu_memory_utilization,
                     kv_cache_memory_bytes=None if cuda else CPU_KV_CACHE,
@@ -76,7 +77,6 @@ class TextEngine:
                     enable_chunked_prefill=cuda,  # on a CPU a seeded request that is cut in two crashes
                     enforce_eager=not cuda,
                     enable_prefix_caching=True,
-                    disable_custom_all_reduce=True,  # its setup waits for all ranks of the world
                     use_tqdm_on_load=False,
                     logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
                 )

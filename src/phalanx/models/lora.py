@@ -116,17 +116,21 @@ def lora_off(module: nn.Module) -> Iterator[None]:
             layer._disable_adapters = state
 
 
-def merged_weights(state: dict[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(state: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """A module's state_dict under its names without a LoRA, one whole and merged tensor at a time.
 
-    Sharded tensors are gathered: all ranks of a shard group must draw all of them, in step.
+    Sharded tensors are gathered, in `dtype` where that has fewer bits: all ranks of a shard group must draw all of
+    them, in step. With a LoRA, sums are in float32.
     """
     scale = lora_alpha(config) / config.lora_rank if config.lora_rank > 0 else 0.0
     for name, tensor in state.items():
         if ".lora_" in name:
             continue
+        merged = name.endswith(".base_layer.weight")
+        if isinstance(tensor, DTensor) and tensor.dtype.itemsize > dtype.itemsize and not merged:
+            tensor = tensor.to(dtype)
         weight = _whole(tensor)
-        if name.endswith(".base_layer.weight"):
+        if merged:
             stem = name.removesuffix("base_layer.weight")
             down = _whole(state[f"{stem}lora_A.default.weight"])
             up = _whole(state[f"{stem}lora_B.default.weight"])

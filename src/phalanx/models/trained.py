@@ -76,11 +76,11 @@ class TrainedModel:
 
     @torch.no_grad()
     def whole_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """All weights, one after the other, with the LoRA merged, for an engine's own copy.
+        """All weights, one after the other, with the LoRA merged, for an engine's own copy in the module's dtype.
 
         All ranks must draw all of them, in step; see merged_weights.
         """
-        yield from merged_weights(self.module.state_dict(), self.config)
+        yield from merged_weights(self.module.state_dict(), self.config, self.dtype)
 
     @property
     def shapes(self) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -166,9 +166,17 @@ class Layout:
         *blocks, root = self.units()
         return sum(blocks) + root if throughout else root + 2 * max(blocks)
 
-    def stored(self, *, trained: bool = False) -> int:
-        """The sharded weights, whole, in the dtype that they are kept in; or of them those that are `trained`."""
-        return sum(w.gathered * w.kept.itemsize for w in (self.trained if trained else self.weights) if w.sharded)
+    def stored(self) -> int:
+        """The sharded weights that are trained, whole, in the dtype that they are kept in."""
+        return sum(w.gathered * w.kept.itemsize for w in self.trained if w.sharded)
+
+    def for_engine(self) -> int:
+        """The sharded weights, whole, as they are gathered for an engine: only a LoRA with more bits than `dtype`."""
+        total = 0
+        for w in self.weights:
+            size = w.kept.itemsize if w.lora else min(w.kept.itemsize, self.dtype.itemsize)
+            total += w.gathered * size * w.sharded
+        return total
 
     def gradient(self, w: Weight, *, summed: bool = False) -> int:
         """A gradient between passes: this rank's reduced part, or while passes are `summed`, the whole in float32."""
@@ -243,13 +251,14 @@ class ShardedUpdate:
 
     `summed`: gradients are added up over several passes, whole and in float32. The one pass that runs begins with all
     of these: it stands for the last one, which reduces them, or where there are more than two for one in the `middle`.
+    With `parallel.sync_each_batch` each pass reduces them, and it is the parts that are added up.
     """
 
     def __init__(
         self, module: nn.Module, blocks: list[nn.Module], layout: Layout, ledger: Ledger, parallel: ParallelConfig
     ) -> None:
         self.ledger, self.layout, self.reshards = ledger, layout, parallel.reshard_after_forward
-        self.summed, self.middle = False, True
+        self.summed, self.middle, self._each = False, True, parallel.sync_each_batch
         self._sizes, self._reduced = layout.units(), layout.by_unit(layout.trained)
         self._weights: dict[int, list[Weight]] = {}
         for w in layout.trained:
@@ -266,10 +275,12 @@ class ShardedUpdate:
             unit.register_forward_hook(partial(self._leave, number))
 
     def begin(self) -> None:
-        """Before a pass: nothing is gathered. Gradients that are summed are there as a whole."""
+        """Before a pass: nothing is gathered. Gradients that are summed are there as a whole, or as parts."""
         self.end()
-        if self.summed:
-            self.ledger.keep_gradient(sum(self.layout.gradient(w, summed=True) for w in self.layout.trained))
+        if not self.summed:
+            return
+        for w in self.layout.trained:
+            self.ledger.keep_gradient(self.layout.gradient(w, summed=not self._each))
 
     def add_gradient(self, w: Weight) -> None:
         """A gradient that autograd has computed, as FSDP2 keeps it until the backward pass of its unit ends."""
@@ -328,7 +339,7 @@ class ShardedUpdate:
             return
         keep, weights = self.ledger.keep_gradient, self._weights[number]
         computed = self._computed.pop(number)
-        if self.summed:
+        if self.summed and not self._each:
             keep(-computed)
             if self.middle:  # added to those that are there as a whole
                 return
@@ -338,7 +349,8 @@ class ShardedUpdate:
         keep(self._message)  # filled from the gradients, which are there until then
         keep(-computed)
         keep(sum(w.part for w in weights) * REDUCED)
-        keep(sum(self.layout.gradient(w) * (not w.away) - w.part * REDUCED for w in weights))
+        kept = 0 if self.summed and self._each else 1  # of the parts, which may be added to those of other passes
+        keep(sum(kept * self.layout.gradient(w) * (not w.away) - w.part * REDUCED for w in weights))
 
     def _hold(self, name: str, size: int) -> None:
         """Let `size` gathered bytes be there by this name, in place of those before."""

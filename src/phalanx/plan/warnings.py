@@ -78,7 +78,8 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
     micro = "actor.ppo_micro_batch_size_per_gpu" if p.plan else f"{section}.micro_batch_size_per_gpu"
     if p.plan is not None and p.plan.budget is not None:
         micro = "actor.ppo_max_token_len_per_gpu"
-    whole = largest.gradients > largest.activations and p.state.micro_batches > p.state.updates_made and sharded
+    summed = p.state.micro_batches > p.state.updates_made and sharded and not parallel.sync_each_batch
+    whole = largest.gradients > largest.activations and summed
     held = {name for name, size in memory.held.items() if size > memory.peak / 20}
     divided = bool(held & {"frozen weights", "trained weights", "optimizer's state", *p.frozen})
     share = reward is not None and reward.share is not None
@@ -87,6 +88,7 @@ def _mends(p: Planned, memory: Memory) -> list[str]:
     mends = {
         "model.gradient_checkpointing=true": update and not cfg.model.gradient_checkpointing,
         "a larger model.gradient_checkpointing_blocks": update and 0 < p.policy.trained.recomputed < 1,
+        "parallel.sync_each_batch=true": update and summed and cfg.model.lora_rank == 0,
         f"a larger {micro} (gradients are whole between the passes of an update)": update and whole,
         f"a smaller {micro}": update and not whole,
         "parallel.reshard_after_forward=true": update and not parallel.reshard_after_forward and sharded,

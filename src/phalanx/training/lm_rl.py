@@ -10,7 +10,7 @@ from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import PromptRow, load_prompts, validation_sets
+from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch

@@ -51,13 +51,10 @@ class _Part:
                 self.moments.append(_Moment(state, key, value.shape, value.dtype, self.size))
                 self.size += value.nbytes + -value.nbytes % _ALIGNED
 
-    def move_to_host(self, *, pin: bool) -> None:
+    def make(self, *, pin: bool) -> None:
         # of all at once: torch rounds each block of pinned memory up to a power of two
-        self.host = torch.empty(self.size, dtype=torch.uint8, pin_memory=pin)
-        for moment in self.moments:
-            value = moment.state[moment.key]
-            moment.place(self.host)
-            moment.state[moment.key].copy_(value)
+        self.host = torch.zeros(self.size, dtype=torch.uint8, pin_memory=pin)
+        self.place(self.host)
 
     def place(self, memory: Tensor) -> None:
         for moment in self.moments:
@@ -68,7 +65,9 @@ class OffloadedState:
     """The state of optimizers over parameters that are on one device."""
 
     def __init__(self, states: Iterable[tuple[Tensor, State]]) -> None:
-        """`states` are those of each parameter; their tensors are replaced by ones on the host, pinned for a GPU."""
+        """`states` are those of each parameter, whose tensors only tell shapes and dtypes: zeros on the host take their
+        places, pinned for a GPU.
+        """
         self._parts = [_Part()]
         for parameter, state in states:
             self._device = parameter.device
@@ -77,7 +76,7 @@ class OffloadedState:
                 self._parts.append(_Part())
             self._parts[-1].add(parameter, state)
         for part in self._parts:
-            part.move_to_host(pin=self._device.type == "cuda")
+            part.make(pin=self._device.type == "cuda")
 
     def visits(self) -> Iterator[list[Tensor]]:
         """The parameters of each part, whose state is on their device until the next part is asked for.

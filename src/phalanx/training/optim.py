@@ -50,20 +50,21 @@ class Optimizer:
         matrices = [part for name, part in self._parts.items() if name in muon]
         rest = [part for name, part in self._parts.items() if name not in muon]
         self._optimizers: list[torch.optim.Optimizer] = []
+        home = "meta" if offload else None  # then the host has them from the start
         # The state is made before the first step: a checkpoint is loaded into the tensors that are there, and a resumed
         # run has not made a step yet.
         if rest:
             beta1, beta2 = config.betas
             adamw = torch.optim.AdamW(rest, betas=(beta1, beta2), eps=config.eps, weight_decay=config.weight_decay)
             for part in rest:
-                moments = {"exp_avg": torch.zeros_like(part), "exp_avg_sq": torch.zeros_like(part)}
+                moments = {name: torch.zeros_like(part, device=home) for name in ("exp_avg", "exp_avg_sq")}
                 adamw.state[part] = {"step": torch.tensor(0.0)} | moments
             self._optimizers.append(adamw)
         if matrices:
             # its update scaled to the size of AdamW's, so that one learning rate serves both
             optimizer = torch.optim.Muon(matrices, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
             for part in matrices:
-                optimizer.state[part] = {"momentum_buffer": torch.zeros_like(part)}
+                optimizer.state[part] = {"momentum_buffer": torch.zeros_like(part, device=home)}
             self._optimizers.append(optimizer)
         self._offloaded = OffloadedState(self._states().items()) if offload else None
 

@@ -30,6 +30,10 @@ RULES = (
     Rule("parallel.param_offload parallel.expert_parallel", RUN, "Weights are not offloaded under expert parallelism.",
          lambda c: c.parallel.param_offload and c.parallel.expert_parallel,
          "parallel.param_offload: true does not work with parallel.expert_parallel; set one to false"),
+    Rule("parallel.sync_each_batch model.lora_rank", RUN, "Gradients of a LoRA are reduced once per optimizer step.",
+         lambda c: c.parallel.sync_each_batch and c.model.lora_rank > 0,
+         "parallel.sync_each_batch: true is for training all weights: a LoRA's gradients need little memory; set it to "
+         "false"),
     Rule("model.compile model.use_remove_padding model.attn_implementation", LM_RL,
          "Compiled blocks with packed samples need flash attention.",
          lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",

@@ -1,0 +1,84 @@
+"""Sharded weights and gradients: when they travel, and in which dtype, is no part of what arrives."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from phalanx.config.run import ModelConfig, ParallelConfig
+from phalanx.distributed import mesh
+from phalanx.distributed.fsdp import Sharded
+from phalanx.models.lora import merged_weights
+from tests.ranks import run_ranks
+
+MICRO_BATCHES = 3
+
+
+def whole_numbers(*shape: int, seed: int) -> Tensor:
+    """Small ones, whose products and sums float32 holds exactly in any order."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def net() -> nn.Sequential:
+    """Three blocks, of which the last rank's parts are smaller, and a head outside of them."""
+    layers = [nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)]
+    for i, layer in enumerate(layers):
+        layer.weight.data = whole_numbers(*layer.weight.shape, seed=i)
+        layer.bias.data = whole_numbers(len(layer.bias), seed=10 + i)
+    return nn.Sequential(*layers)
+
+
+def gradients(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[int]]:
+    """The sums of some micro-batches' gradients, and of how many tensors a rank keeps whole ones after each."""
+    world = mesh.start(parallel)
+    module = net()
+    sharded = Sharded(module, list(module[:3]), world, parallel, torch.float32)
+    there = []
+    for i in range(MICRO_BATCHES):
+        sharded.set_last_micro_batch(i == MICRO_BATCHES - 1)
+        module(whole_numbers(2, 5, seed=100 + MICRO_BATCHES * world.rank + i)).sum().backward()
+        there.append(0)
+        for unit in module.modules():
+            if isinstance(unit, FSDPModule):
+                for p in unit._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                    there[-1] += p._unsharded_param.grad is not None
+    sharded.reduce_gradients()
+    wholes = {}
+    for name, p in sharded.parameters.items():
+        assert isinstance(p.grad, DTensor)
+        wholes[name] = p.grad.full_tensor()
+    return wholes, there
+
+
+@pytest.mark.parametrize("ranks", [2, 4], ids=["shards", "two copies of shards"])
+def test_gradients_of_each_micro_batch_are_summed_alike(ranks: int) -> None:
+    """Reduced after each micro-batch or once, they are the same numbers, and none is whole meanwhile."""
+    once = run_ranks(gradients, ranks, ParallelConfig(fsdp_size=2))
+    each = run_ranks(gradients, ranks, ParallelConfig(fsdp_size=2, sync_each_batch=True))
+    for (expected, whole), (found, parts) in zip(once, each, strict=True):
+        assert any(value.any() for value in expected.values())
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+        assert (whole, parts) == ([8, 8, 0], [0, 0, 0])
+
+
+def for_an_engine(dtype: torch.dtype) -> list[dict[str, Any]]:
+    """Weights kept in float32, of a module that computes in `dtype`: as an engine gets them, and cast afterwards."""
+    parallel = ParallelConfig(fsdp_size=2)
+    module = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+    Sharded(module, list(module[:2]), mesh.start(parallel), parallel, dtype)
+    state = module.state_dict()
+    with torch.no_grad():
+        sent = dict(merged_weights(state, ModelConfig(path="x"), dtype))
+        return [sent, {name: value.full_tensor().to(dtype) for name, value in state.items()}]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_are_cast_before_they_are_gathered(dtype: torch.dtype) -> None:
+    for sent, cast in run_ranks(for_an_engine, 2, dtype):
+        assert sent.keys() == cast.keys()
+        for name, value in sent.items():
+            assert value.dtype is dtype and torch.equal(value, cast[name]), name
