@@ -52,7 +52,7 @@ def faults(mutant: Mutant | None, job: Callable[[Any], None], cfg: Any, port: in
 
 
 def fit(cfg: Any) -> None:
-    build_of(cfg)(cfg).fit()
+    build_of(cfg)(cfg).run()
 
 
 def test_offload_alone() -> None:
