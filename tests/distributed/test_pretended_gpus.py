@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.training import flow_rl, lm_rl
 from tests import tiny_vlm
 from tests.jobs import tiny_config
-from tests.llada2 import tiny_llada2
 from tests.lm import tiny_lm_config
 from tests.pretended.jobs import rehearse
 from tests.pretended.record import Record
@@ -22,9 +22,10 @@ AGAIN = "model.gradient_checkpointing=true"
 KL = "algorithm.kl_loss_coef=0.04"
 STATES = (KL, "actor.ema.decay=0.9", "parallel.optimizer_offload=true")
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80")
+WOKEN = "engines/sleeping.py:Sleeping.awake"
 FILMS = "reward.functions=[{name: jpeg_incompressibility}]"
 JUDGE = ("reward.model.engine=transformers", "reward.model.max_tokens=4")
-OF_TEXTS = ("reward.functions=[{name: length}, {name: llm_judge, weight: 0}]", *JUDGE)
+OF_TEXTS = ("reward.functions=[{name: length}, {name: llm_judge, weight: 0}]", *JUDGE, "reward.model.temperature=1")
 OF_IMAGES = ("reward.functions=[{name: jpeg_incompressibility}, {name: vlm_ocr, weight: 0}]", *JUDGE)
 # by name: the folder of a model, the keys, and the ranks
 JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
@@ -50,11 +51,6 @@ ALIKE = {"flux", "z_image", "lm", "lm_2_ranks"}  # jobs whose paths others of th
 
 def build_of(cfg: Any) -> Any:
     return lm_rl.build if isinstance(cfg, LMRLConfig) else flow_rl.build
-
-
-@pytest.fixture(scope="session")
-def llada2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_llada2(tmp_path_factory.mktemp("models") / "llada2")
 
 
 def configure(name: str, model: Path, folder: Path) -> Any:
@@ -89,6 +85,9 @@ def test_a_job_on_pretended_gpus(name: str, request: pytest.FixtureRequest, tmp_
     for record in rehearse(build_of(cfg), cfg, JOBS[name][2]):
         for phase, most in CEILINGS[name].items():
             assert record.waits()[phase] <= most, waits(record, phase)
+        if name == "judge":  # all of it was on the device for each of two steps: transformers also computes elsewhere
+            weights = sum(value.numel() for value in load_file(model / "model.safetensors").values())
+            assert record.copied["judge", "host to device, pinned", WOKEN] == 2 * weights * 2
 
 
 # Host syncs of two steps. An update's are: the rows and weights of each micro-batch, which come from the host, and the
@@ -105,9 +104,9 @@ CEILINGS = {
     "z_image": {"rollout": 32, "update": 58},
     "wan_2_ranks_a_sample": {"rollout": 35, "update": 66},
     "lm_2_ranks": {"rollout": 363, "update": 94},
-    "judge": {"rollout": 716, "judge": 60, "update": 154},
+    "judge": {"rollout": 716, "judge": 64, "update": 154},
     "judge_beside": {"update": 42},  # the judge is awake in all phases of the rollout
-    "roles": {"sync": 2, "rollout": 716, "judge": 60, "wait": 12, "update": 154},
+    "roles": {"sync": 2, "rollout": 716, "judge": 64, "wait": 12, "update": 154},
     "flow_roles": {"sync": 2, "rollout": 29, "judge": 370, "wait": 24, "update": 58},
     "experts": {"rollout": 484, "update": 130},
 }
