@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from phalanx.distributed.mesh import World
+from tests.llada2 import tiny_llada2
 from tests.lm import tiny_blocks, tiny_lm
 from tests.policies import one_rank
 from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
@@ -68,6 +69,7 @@ z_image_folder = model_folder(tiny_z_image, "z_image")
 wan_folder = model_folder(tiny_wan, "wan")
 lm_folder = model_folder(tiny_lm, "lm")
 blocks_folder = model_folder(tiny_blocks, "blocks")
+llada2_folder = model_folder(tiny_llada2, "llada2")
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from phalanx.config.lm import LMRLConfig
 from phalanx.training import flow_rl, lm_rl
+from tests import tiny_vlm
 from tests.jobs import tiny_config
 from tests.lm import tiny_lm_config
 from tests.pretended.jobs import rehearse
@@ -20,7 +22,11 @@ AGAIN = "model.gradient_checkpointing=true"
 KL = "algorithm.kl_loss_coef=0.04"
 STATES = (KL, "actor.ema.decay=0.9", "parallel.optimizer_offload=true")
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=80")
+WOKEN = "engines/sleeping.py:Sleeping.awake"
 FILMS = "reward.functions=[{name: jpeg_incompressibility}]"
+JUDGE = ("reward.model.engine=transformers", "reward.model.max_tokens=4")
+OF_TEXTS = ("reward.functions=[{name: length}, {name: llm_judge, weight: 0}]", *JUDGE, "reward.model.temperature=1")
+OF_IMAGES = ("reward.functions=[{name: jpeg_incompressibility}, {name: vlm_ocr, weight: 0}]", *JUDGE)
 # by name: the folder of a model, the keys, and the ranks
 JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "sd3_lora": ("sd3", (AGAIN, LORA), 1),
@@ -34,6 +40,11 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "z_image": ("z_image", (LORA,), 1),
     "wan_2_ranks_a_sample": ("wan", (LORA, FILMS, "parallel.ulysses_sequence_parallel_size=2"), 2),
     "lm_2_ranks": ("lm", (AGAIN, "parallel.fsdp_size=2"), 2),
+    "judge": ("lm", OF_TEXTS, 1),  # which sleeps
+    "judge_beside": ("sd3", (LORA, *OF_IMAGES, "reward.model.placement=ranks 1-1"), 2),
+    "roles": ("lm", (*OF_TEXTS, "placement={rollout: 0, actor: 1}"), 2),
+    "flow_roles": ("sd3", (LORA, *OF_IMAGES, "placement={rollout: 0, actor: 1}"), 2),
+    "experts": ("llada2", ("parallel.fsdp_size=2", "parallel.expert_parallel=true"), 2),
 }
 ALIKE = {"flux", "z_image", "lm", "lm_2_ranks"}  # jobs whose paths others of these take as well
 
@@ -43,8 +54,15 @@ def build_of(cfg: Any) -> Any:
 
 
 def configure(name: str, model: Path, folder: Path) -> Any:
-    make = tiny_lm_config if JOBS[name][0] in ("lm", "blocks") else tiny_config
-    return make(model, folder, BF16, *JOBS[name][1])
+    kind, keys, _ = JOBS[name]
+    if OF_TEXTS[0] in keys:
+        keys = (*keys, f"reward.model.path={model}")
+    elif OF_IMAGES[0] in keys:
+        words = tiny_vlm.tokenizer()
+        tiny_vlm.save(folder / "judge", tiny_vlm.untrained(words), words)
+        keys = (*keys, f"reward.model.path={folder / 'judge'}")
+    make = tiny_lm_config if kind in ("lm", "blocks", "llada2") else tiny_config
+    return make(model, folder, BF16, *keys)
 
 
 def waits(record: Record, phase: str) -> dict[str, int]:
@@ -67,6 +85,9 @@ def test_a_job_on_pretended_gpus(name: str, request: pytest.FixtureRequest, tmp_
     for record in rehearse(build_of(cfg), cfg, JOBS[name][2]):
         for phase, most in CEILINGS[name].items():
             assert record.waits()[phase] <= most, waits(record, phase)
+        if name == "judge":  # all of it was on the device for each of two steps: transformers also computes elsewhere
+            weights = sum(value.numel() for value in load_file(model / "model.safetensors").values())
+            assert record.copied["judge", "host to device, pinned", WOKEN] == 2 * weights * 2
 
 
 # Host syncs of two steps. An update's are: the rows and weights of each micro-batch, which come from the host, and the
@@ -83,4 +104,9 @@ CEILINGS = {
     "z_image": {"rollout": 32, "update": 58},
     "wan_2_ranks_a_sample": {"rollout": 35, "update": 66},
     "lm_2_ranks": {"rollout": 363, "update": 94},
+    "judge": {"rollout": 716, "judge": 64, "update": 154},
+    "judge_beside": {"update": 42},  # the judge is awake in all phases of the rollout
+    "roles": {"sync": 2, "rollout": 716, "judge": 64, "wait": 12, "update": 154},
+    "flow_roles": {"sync": 2, "rollout": 29, "judge": 370, "wait": 24, "update": 58},
+    "experts": {"rollout": 484, "update": 130},
 }

@@ -16,6 +16,7 @@ from phalanx.training.offload import OffloadedState
 from tests.distributed.test_pretended_gpus import JOBS, build_of, configure
 from tests.pretended.jobs import pretend
 from tests.pretended.mutants import MUTANTS, Mutant
+from tests.pretended.vllm import steps
 from tests.ranks import free_port, run_ranks
 
 
@@ -52,18 +53,30 @@ def faults(mutant: Mutant | None, job: Callable[[Any], None], cfg: Any, port: in
 
 
 def fit(cfg: Any) -> None:
-    build_of(cfg)(cfg).fit()
+    build_of(cfg)(cfg).run()
 
 
-def test_offload_alone() -> None:
-    assert run_ranks(faults, 1, None, offload, None, free_port(), init=False) == [[]]
+def sleeping_rollout(cfg: Any) -> None:
+    steps(True, False)
+
+
+def sleeping_judge(cfg: Any) -> None:
+    steps(False, True)
+
+
+PARTS = {"offload": offload, "sleeping_rollout": sleeping_rollout, "sleeping_judge": sleeping_judge}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_alone(name: str) -> None:
+    assert run_ranks(faults, 1, None, PARTS[name], None, free_port(), init=False) == [[]]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("mutant", MUTANTS, ids=str)
 def test_a_mutant_is_stopped(mutant: Mutant, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    if mutant.job == "offload":
-        (stops,) = run_ranks(faults, 1, mutant, offload, None, free_port(), init=False)
+    if mutant.job in PARTS:
+        (stops,) = run_ranks(faults, 1, mutant, PARTS[mutant.job], None, free_port(), init=False)
     else:
         folder, _, world = JOBS[mutant.job]
         model: Path = request.getfixturevalue(f"{folder}_folder")

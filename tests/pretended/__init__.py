@@ -7,6 +7,7 @@
 - `streams`: each stream has a vector clock; what reads memory that another stream writes must have waited for it.
 - `groups`: a collective gets tensors of the device that its group's back end serves.
 - `cuda`: what Python code asks of torch.cuda and of a tensor.
+- `vllm`: an engine that sleeps, wakes and answers by vLLM's rules.
 - `record`: faults, and where the host waited for the device.
 """
 

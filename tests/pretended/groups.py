@@ -1,5 +1,7 @@
 """Process groups: gloo does the work of nccl, and each collective gets what the group's back end serves."""
 
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,7 +12,9 @@ from torch.utils._pytree import tree_map
 
 from tests.pretended.places import CPU, device_of, memory_of, put
 from tests.pretended.record import RECORD, caller
-from tests.pretended.streams import Memory
+from tests.pretended.streams import Event, Memory, Stream, current, within
+
+TrueGloo = dist.ProcessGroupGloo
 
 
 def served(backend: str) -> set[str]:
@@ -32,6 +36,7 @@ def install() -> None:
         return group, prefix
 
     distributed_c10d._new_process_group_helper = made
+    dist.ProcessGroupGloo, dist.ProcessGroupNCCL = Gloo, Nccl  # type: ignore[misc, attr-defined]
 
 
 def backend_of(args: Any, kwargs: Any) -> str:
@@ -76,3 +81,79 @@ def collective(func: Any, name: str, written: list[Tensor], tensors: list[Tensor
 
 def _on_cpu(value: Any) -> Any:
     return CPU if isinstance(value, torch.device) else value
+
+
+class Gloo:
+    """As ProcessGroupGloo, for who makes a group without torch.distributed: no dispatcher sees its collectives."""
+
+    backend = "gloo"
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        self._group, self._rank = TrueGloo(store, rank, size, timeout), rank
+
+    def barrier(self) -> Any:
+        return self._group.barrier()
+
+    def broadcast(self, tensors: list[Tensor], options: Any) -> Any:
+        work = self._group.broadcast
+        return self._run("broadcast", tensors, options.rootRank != self._rank, lambda: work(tensors, options))
+
+    def send(self, tensors: list[Tensor], to: int, tag: int) -> Any:
+        return self._run("send", tensors, False, lambda: self._group.send(tensors, to, tag))
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Any:
+        return self._run("recv", tensors, True, lambda: self._group.recv(tensors, source, tag))
+
+    def _run(self, name: str, tensors: list[Tensor], writes: bool, work: Callable[[], Any]) -> Any:
+        for tensor in tensors:
+            place = device_of(tensor)
+            if place.type not in served(self.backend):
+                RECORD.fault(f"{name}: a tensor on {place} for a group of {self.backend}")
+            RECORD.collectives[RECORD.phase, f"{name} {place.type}", caller()] += 1
+        return self._start(tensors, writes, work)
+
+    def _start(self, tensors: list[Tensor], writes: bool, work: Callable[[], Any]) -> Any:
+        for tensor in tensors:
+            memory = memory_of(tensor)
+            if memory is not None:
+                memory.host_writes() if writes else memory.host_reads()
+        return work()
+
+
+class Nccl(Gloo):
+    """As ProcessGroupNCCL: a collective is work of a stream of its own, which follows the one that asks for it; who
+    needs the result has to wait for it.
+    """
+
+    backend = "nccl"
+
+    class Options:
+        """As ProcessGroupNCCL.Options."""
+
+        _timeout: timedelta
+
+    def __init__(self, store: dist.Store, rank: int, size: int, options: Any) -> None:
+        super().__init__(store, rank, size, options._timeout)
+        self._stream = Stream()
+
+    def _start(self, tensors: list[Tensor], writes: bool, work: Callable[[], Any]) -> Any:
+        self._stream.wait_stream(current())
+        with within(self._stream):
+            for tensor in tensors:
+                memory = memory_of(tensor)
+                assert memory is not None, "on a device"
+                memory.write() if writes else memory.read()
+                memory.kept_for.add(self._stream)  # torch keeps the tensors of a collective
+        work().wait()
+        return NcclWork(self._stream)
+
+
+class NcclWork:
+    """As the Work of a collective: the current stream waits for it, and not the host."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._done = Event().record(stream)
+
+    def wait(self) -> bool:
+        current().wait_event(self._done)
+        return True

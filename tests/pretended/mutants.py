@@ -60,6 +60,11 @@ OFFLOAD = "training/offload.py"
 IN_POLICY = "rollout/flow/in_policy.py"
 LM_POLICY = "rollout/lm/in_policy.py"
 DECODE = "rollout/lm/decode.py"
+JUDGE = "engines/transformers.py"
+TEXT_ENGINE = "engines/vllm_text.py"
+JUDGE_ENGINE = "engines/vllm.py"
+LINK = "distributed/link.py"
+EXPERTS = "distributed/expert_parallel.py"
 
 MUTANTS = [
     Mutant("sd3_lora", "distributed/seed.py", "torch.Generator(device).manual", "torch.Generator().manual"),
@@ -109,4 +114,36 @@ MUTANTS = [
     Mutant("ppo", "training/critic.py", "weight.to(self.world.device)).sum()", "weight).sum()"),
     Mutant("blocks", "rollout/lm/denoise.py", "input_ids=ids.to(device)", "input_ids=ids"),
     Mutant("blocks", "rollout/lm/in_blocks.py", "step.to(ids.device), seeds.to", "step.to('cpu'), seeds.to"),
+    Mutant("judge", JUDGE, "noise.to(scores.device)", "noise"),
+    Mutant("judge_beside", JUDGE, ").to(self._device, dtype=self._model.dtype)", ")"),
+    Mutant("roles", LINK, "store, device.type)", "store)"),
+    Mutant(
+        "roles",
+        LINK,
+        "torch.empty(usual, dtype=torch.uint8, device=self._device)",
+        "torch.empty(usual, dtype=torch.uint8)",
+    ),
+    Mutant("roles", LINK, "list(digest), dtype=torch.uint8, device=self._device)", "list(digest), dtype=torch.uint8)"),
+    Mutant("roles", LINK, "work.popleft().wait()", "work.popleft()"),
+    Mutant("roles", LINK, "            work.wait()\n            upcoming", "            pass\n            upcoming"),
+    Mutant("experts", EXPERTS, "here = torch.empty_like(there)", "here = torch.empty(there.shape, dtype=there.dtype)"),
+    Mutant("experts", EXPERTS, "torch.arange(counts.shape[1], device=rows.device)", "torch.arange(counts.shape[1])"),
+    Mutant("sleeping_rollout", TEXT_ENGINE, "torch.cuda.empty_cache()", "pass"),
+    Mutant("sleeping_rollout", TEXT_ENGINE, 'self._llm.wake_up(tags=["weights"])', "pass"),
+    Mutant("sleeping_rollout", TEXT_ENGINE, "self.refresh(weights)", "pass"),
+    Mutant("sleeping_rollout", TEXT_ENGINE, 'self._llm.wake_up(tags=["kv_cache"])', "pass"),
+    Mutant(
+        "sleeping_rollout",
+        TEXT_ENGINE,
+        "                self._llm.sleep(level=2)\n\n    def refresh",
+        "                pass\n\n    def refresh",
+    ),
+    Mutant("sleeping_judge", JUDGE_ENGINE, "torch.cuda.empty_cache()", "pass"),
+    Mutant("sleeping_judge", JUDGE_ENGINE, "self._llm.wake_up()", "pass"),
+    Mutant(
+        "sleeping_judge",
+        JUDGE_ENGINE,
+        "            self._llm.sleep(level=1)\n\n    def answer",
+        "            pass\n\n    def answer",
+    ),
 ]

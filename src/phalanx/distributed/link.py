@@ -163,12 +163,12 @@ class Link:
         """Where tensors lie in each message, and its bytes; those of a message are there until the next but one."""
         buckets = list(_buckets(shapes))
         usual = max((size for _, size in buckets if size <= BUCKET_BYTES), default=0)
-        kept = torch.empty(2, usual, dtype=torch.uint8, device=self._device)
+        kept = [torch.empty(usual, dtype=torch.uint8, device=self._device) for _ in range(2)]
         for number, (bucket, size) in enumerate(buckets):
             large = size > BUCKET_BYTES
             yield (
                 bucket,
-                torch.empty(size, dtype=torch.uint8, device=self._device) if large else kept[number % 2, :size],
+                torch.empty(size, dtype=torch.uint8, device=self._device) if large else kept[number % 2][:size],
             )
 
     # -- samples ----------------------------------------------------------------------------------

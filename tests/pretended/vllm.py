@@ -1,0 +1,110 @@
+"""A pretended vLLM with vLLM's own rules of sleeping, beside a pretended GPU."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+from phalanx.config.reward import RewardModelConfig
+from phalanx.engines import vllm as judge_engine
+from phalanx.engines import vllm_text
+from phalanx.engines.vllm import VllmEngine
+from phalanx.engines.vllm_text import TextEngine, TextEngineConfig
+from phalanx.functional.tokens import WHOLE
+
+EVENTS: list[str] = []
+SAMPLING = vllm_text.Sampling(4, 1.0, WHOLE, [], [])
+
+
+class Groups:
+    """The groups of an engine that is alone."""
+
+    def active(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class LLM:
+    """As vllm.LLM: where memory is, and what may be asked then; one sleeping engine in a process."""
+
+    sleepers = 0
+
+    def __init__(self, path: str, *, enable_sleep_mode: bool, **_: Any) -> None:
+        LLM.sleepers += enable_sleep_mode
+        assert LLM.sleepers <= 1, "Sleep mode can only be used for one instance per process."
+        self.name, self.sleeps = path, enable_sleep_mode
+        self.awake, self.loaded = {"weights", "kv_cache"}, "rollout" not in path
+
+    def say(self, what: str) -> None:
+        EVENTS.append(f"{self.name} {what}")
+
+    def sleep(self, level: int) -> None:
+        assert self.sleeps and self.awake == {"weights", "kv_cache"}, "it sleeps already"
+        self.awake, self.loaded = set(), self.loaded and level == 1
+        self.say(f"sleeps at {level}")
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        assert EVENTS[-1] == "cache emptied" or self.awake, "torch holds the memory"
+        tags = tags or ["weights", "kv_cache"]
+        assert not self.awake & set(tags), "it is awake already"
+        self.awake |= set(tags)
+        self.say(f"wakes {' '.join(tags)}")
+
+    def collective_rpc(self, method: str, kwargs: dict[str, Any]) -> None:
+        assert method == "reload_weights" and "weights" in self.awake, "weights go to memory that is not there"
+        for name, tensor in kwargs["weights_iterator"]:
+            assert tensor.device.type == "cuda", name
+        self.loaded = True
+        self.say("loads")
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def generate(self, prompts: list[Any], settings: list[Any], **_: Any) -> list[Any]:
+        self._asked()
+        entry = {5: SimpleNamespace(logprob=-1.0)}
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5], logprobs=[entry])]) for _ in prompts]
+
+    def chat(self, talks: list[Any], *_: Any, **__: Any) -> list[Any]:
+        self._asked()
+        return [SimpleNamespace(outputs=[SimpleNamespace(text="Score: 5")]) for _ in talks]
+
+    def get_tokenizer(self) -> Any:
+        return SimpleNamespace(all_special_tokens=[], get_added_vocab=dict)
+
+    def _asked(self) -> None:
+        assert self.loaded and self.awake == {"weights", "kv_cache"}, "asked while it sleeps"
+        self.say("answers")
+
+
+def pretend_vllm() -> None:
+    """A module `vllm`, in a forked process with a pretended GPU."""
+    modules = ("vllm", "vllm.exceptions", "vllm.v1", "vllm.v1.executor", "vllm.v1.executor.uniproc_executor")
+    sys.modules.update({name: ModuleType(name) for name in modules})
+    vars(sys.modules["vllm"]).update(LLM=LLM, SamplingParams=SimpleNamespace)
+    vars(sys.modules["vllm.exceptions"]).update(VLLMError=RuntimeError)
+    vars(sys.modules["vllm.v1.executor.uniproc_executor"]).update(UniProcExecutor=object)
+    torch.cuda.empty_cache = lambda: EVENTS.append("cache emptied")
+    judge_engine.special_tokens = lambda tokenizer: []  # the tokenizer is pretended too
+
+
+def weights() -> Iterator[tuple[str, torch.Tensor]]:
+    yield "w", torch.ones(2, device="cuda")
+
+
+def steps(rollout_sleeps: bool, judge_sleeps: bool) -> list[str]:
+    """Two steps of a rollout and a judge on one rank, as the loop runs them."""
+    pretend_vllm()
+    config = TextEngineConfig("rollout", None, "bfloat16", 1, 0.5, 64, 4, rollout_sleeps)
+    rollout = TextEngine(config, Groups(), 0, 0)  # type: ignore[arg-type]
+    section = RewardModelConfig(path="judge", sleep=judge_sleeps)
+    judge = VllmEngine(section, Groups(), 0, 0, text=True)  # type: ignore[arg-type]
+    for _ in range(2):
+        with rollout.awake(weights()):
+            rollout.generate([[1, 2]], [0], SAMPLING)
+        with judge.awake():
+            judge.answer(None, [(0, "?")])
+        EVENTS.append("update")
+    return EVENTS
