@@ -82,9 +82,11 @@ class Samples:
     `index` [B] is each sample's number in the step across all ranks; sample i belongs to group i // n. `weight` [B, A]
     are factors of the policy's term of the loss where another engine drew the samples. `exact`: a replay repeats
     log_prob to the last bit where the rollout's are exact at all; False on all ranks where the shapes have changed
-    since. `lengths` [B, 2], on the CPU, are the tokens of each prompt and of its response, where samples are made of
-    tokens. `on_policy`: each of them is trained once, by the weights that drew it, so that log_prob is that of the pass
-    that trains it, NaN here. `positions` [B] of each sample in a pass, on the CPU, where those are not its tokens.
+    since. `lengths` [B, 3], on the CPU, are the tokens of each prompt, those behind it, and those of these that were
+    drawn, where samples are made of tokens. `on_policy`: each of them is trained once, by the weights that drew it, so
+    that log_prob is that of the pass that trains it, NaN here. `positions` [B] of each sample in a pass, on the CPU,
+    where those are not its tokens.
+    `lost` [B] bool, on the CPU: samples that are left out of advantages and loss whatever their reward, None for none.
     `version` [B], on the CPU: the training steps of the weights that drew each, where those may be older than the
     policy's.
     """
@@ -101,13 +103,14 @@ class Samples:
     on_policy: bool = False
     positions: Tensor | None = None
     version: Tensor | None = None
+    lost: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor | None:
         """[B] of the samples in a pass, with their prompts."""
         if self.positions is not None:
             return self.positions
-        return None if self.lengths is None else self.lengths.sum(1)
+        return None if self.lengths is None else self.lengths[:, :2].sum(1)
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,44 @@ def test_a_packed_pass_is_a_padded_one(keys: dict[str, Any], lm_folder: Path, wo
         torch.testing.assert_close(packed_, padded, rtol=1e-5, atol=1e-5)
 
 
+def test_conversations_are_replayed_as_their_turns_are(lm_folder: Path, world: World) -> None:
+    """Answers stand between what was sampled: padded, packed, trimmed, and each turn in a pass of its own behind all
+    that was said before.
+    """
+    turns = [[(4, 3), (2, 5)], [(3, 1), (6, 2), (1, 4)], [(8, 2)]]  # (given, sampled) tokens, one after the other
+    ids = torch.randint(3, 400, (3, 24), generator=torch.Generator().manual_seed(0))
+    sampled = torch.zeros(3, 24, dtype=torch.bool)
+    singly: list[tuple[int, int, int]] = []  # row, tokens before a turn, and its own
+    ends = [0, 0, 0]
+    for row, said in enumerate(turns):
+        for given, drawn in said:
+            begin = ends[row] + given
+            ends[row] = begin + drawn
+            sampled[row, begin : ends[row]] = True
+            singly.append((row, begin, drawn))
+    starts, lengths = torch.tensor([said[0][0] for said in turns]), sampled.sum(1)
+    whole = TokenTrace(ids, starts, lengths, 8, sampled=sampled, ends=torch.tensor(ends))
+    found = []
+    for packed, trim in ((False, False), (False, True), (True, True)):
+        config = LMModelConfig(path=str(lm_folder), dtype="float32", use_remove_padding=packed)
+        data = LMDataConfig(max_prompt_length=64, max_response_length=16)
+        policy = build_policy(config, ParallelConfig(), data, world, chunk=5, temperature=0.7, seed=0, trim=trim)
+        disturb(policy, 0.02)
+        some = TokenTrace.joined([whole.select(torch.tensor([2, 0])), whole.select(torch.tensor([1]))])
+        replay = policy.replay(some).log_prob.detach()[torch.tensor([1, 2, 0])]
+        assert torch.equal(replay != 0, whole.mask)
+        found.append(replay)
+    by_turns: list[list[Tensor]] = [[], [], []]
+    for row, begin, drawn in singly:
+        turn = TokenTrace(ids[row : row + 1], torch.tensor([begin]), torch.tensor([drawn]), drawn)
+        by_turns[row].append(policy.replay(turn).log_prob.detach()[0])
+    expected = torch.zeros(3, 8)
+    for row, parts in enumerate(by_turns):
+        expected[row, : int(lengths[row])] = torch.cat(parts)
+    for replay in found:
+        torch.testing.assert_close(replay, expected, rtol=1e-5, atol=1e-5)
+
+
 def flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **kwargs: Any) -> Any:
     """Variable lengths as flash-attention takes them."""
     ends = kwargs["cu_seq_lens_q"]
@@ -107,8 +145,9 @@ def test_operations_are_those_of_real_tokens(lm_folder: Path, world: World) -> N
 
     assert policy.forward_flops(7, 3) == pytest.approx(forward(7, 3), rel=1e-3)  # rotations are products, too
     prompts, lengths = [Prompt("a", i // 2, {}) for i in range(4)], torch.tensor([[4, 3], [4, 11], [9, 1], [9, 7]])
+    lengths = torch.cat([lengths, lengths[:, 1:]], 1)
     samples = Samples(prompts, [], torch.zeros(4, 11), torch.ones(4, 11).bool(), None, torch.arange(4), lengths=lengths)
-    scored = sum(forward(p + r, r) for p, r in lengths.tolist())
+    scored = sum(forward(p + r, r) for p, r, _ in lengths.tolist())
     decoded = scored - forward(4, 0) - forward(9, 0)
     expected = decoded + scored * (1 + 3 * 0.5 + 1)  # half of them were trained, and all seen by a reference
     found = policy.step_flops(samples, actions=11, count=4, updates=0.5, references=1.0, recomputed=False)

@@ -3,6 +3,7 @@
 import pytest
 
 from phalanx.config import ConfigError, aliases, load
+from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import help_text
@@ -51,6 +52,8 @@ VERL = {
     "actor_rollout_ref.rollout.gpu_memory_utilization": "rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",
     "actor_rollout_ref.rollout.val_kwargs.top_p": "rollout.val.top_p",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "environment.max_turns",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "environment.tool_config_path",
     "actor_rollout_ref.actor.optim.lr": "optim.lr",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps, a number of updates",
     "actor_rollout_ref.actor.kl_loss_coef": "algorithm.kl_loss_coef",
@@ -91,10 +94,24 @@ def test_verls_keys_of_language_models_say_what_they_are_called_here(key: str) -
 
 def test_aliases_are_keys() -> None:
     text = help_text(LMRLConfig, "", None, ["algorithm.name=ppo"])
-    for name in aliases.OF_LANGUAGE_MODELS.values():
+    for name in (aliases.OF_LANGUAGE_MODELS | aliases.OF_ENVIRONMENTS).values():
         first = name.split(",")[0].split(" ")[0].rstrip(";")
         assert f"\n  {first}: " in text or first == "path", name
     text += help_text(FlowRLConfig, "", None, [])
     for name in aliases.RENAMED.values():
         first = name.split(",")[0].split(" ")[0]
         assert f"\n  {first}: " in text or first in ("the", "path"), name
+
+
+@pytest.mark.parametrize("key", aliases.OF_ENVIRONMENTS)
+def test_keys_of_conversations_say_what_they_are_called_here(key: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(LMRLConfig, None, ["model.path=x", f"{key}=1"])
+    assert str(error.value) == f"unknown key {key}; here it is {aliases.OF_ENVIRONMENTS[key]}"
+
+
+def test_jobs_without_environments_name_none() -> None:
+    for config in (FlowRLConfig, BlockDiffusionTaskConfig):
+        with pytest.raises(ConfigError) as error:
+            load(config, None, ["model.path=x", "environment_factory=x"])
+        assert "environment." not in str(error.value)

@@ -68,6 +68,22 @@ def test_the_tokens_are_transformers(template: str) -> None:
         assert ids == theirs["input_ids"]
 
 
+@pytest.mark.parametrize("arguments", [{"x": "½"}, '{"x": "½"}'], ids=["object", "text"])
+def test_arguments_are_what_the_template_reads(arguments: Any) -> None:
+    """Data have them as objects or as JSON text, and templates read the one or join the other with texts."""
+    call = {"type": "function", "id": "1", "function": {"name": "add", "arguments": arguments}}
+    row = chat([USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "9"}], tools=[SCHEMA])
+    expected = {
+        "f.arguments | tojson": '{"x": "½"}',
+        "f.name ~ f.arguments.x": "add½",
+        "f.name + f.arguments": 'add{"x": "½"}',
+    }
+    for written, text in expected.items():
+        each = "{% for m in messages if m.tool_calls %}{% set f = m.tool_calls[0].function %}{{ " + written + " }}"
+        (ids,) = tokens(each + "{% endfor %}" + CHATML, [row])
+        assert chat_tokenizer().decode(ids).startswith(f"{text}<|im_start|>")
+
+
 def test_a_text_and_a_system_prompt() -> None:
     tokenizer = chat_tokenizer()
     text = Prompt("What is 1+1?", 0, {})

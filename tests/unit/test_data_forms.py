@@ -128,7 +128,9 @@ def test_chats_with_tools(tmp_path: Path) -> None:
     answer = {"role": "tool", "name": "add", "content": "2"}
     talk = [USER, call, answer]
     lines = write(
-        tmp_path / "p.jsonl", {"prompt": talk, "tools": [schema]}, {"prompt": talk, "tools": json.dumps([schema])}
+        tmp_path / "p.jsonl",
+        {"prompt": talk, "tools": [json.dumps(schema)]},
+        {"prompt": talk, "tools": json.dumps([schema])},
     )
     columns = write_parquet(
         tmp_path / "p.parquet", [{"prompt": talk, "tools": [schema]}, {"prompt": [USER], "tools": None}]

@@ -6,7 +6,7 @@ import runpy
 import shlex
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ from phalanx.__main__ import COMMANDS, find_config
 from phalanx.cli import _plan_words
 from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
+from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
@@ -31,6 +32,7 @@ from phalanx.config.tasks import (
     ServeRewardConfig,
 )
 from phalanx.data.prompts import load_prompts
+from phalanx.environments import Environments
 from phalanx.models.flow.folder import model_index
 from phalanx.plan import clusters
 from phalanx.rewards import RewardSet
@@ -140,7 +142,8 @@ def test_configurations(tmp_path: Path) -> None:
     for i, block in enumerate(found):
         file = tmp_path / f"{i}.yaml"
         file.write_text(block.text)
-        load(FlowRLConfig, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
+        schema = LMRLConfig if block.text.startswith("environment:") else FlowRLConfig
+        load(schema, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
 
 
 def test_links() -> None:
@@ -332,6 +335,31 @@ def test_the_reward_examples_of_text(examples: Path) -> None:
     reward.submit(["Let me think.\n42\n", "42\n", "42"], prompts)
     rows = {name: scores.tolist() for name, scores in reward.collect().items()}
     assert rows == {"exact": [1, 1, 1], "accuracy": [0, 0, 1], "compute_score": [0, 1, 1]}
+
+
+def test_the_environment_examples(examples: Path) -> None:
+    (block,) = [block for block in blocks("yaml") if block.title == "environments.yaml"]
+    Path("environments.yaml").write_text(block.text)
+    cfg = load(LMRLConfig, "environments.yaml", ["model.path=x"]).environment
+    environments = Environments(cfg)
+    guess = environments.open({"environment": "guess", "prompt": "Play."}, 5, 0)
+    guess.reset().result(9)
+    answers = [guess.hear({"role": "assistant", "content": text}).result(9) for text in ("what?", "0")]
+    assert [turn.messages[0]["content"] for turn in answers] == ["This is no number.", "higher"]
+    assert guess.reward().result(9) == pytest.approx(-0.1)
+    cfg = EnvironmentConfig(path="environments/shop.py:Shop", tools=["environments/units.py:to_miles"])
+    environments = Environments(replace(cfg, max_calls_per_turn=4))
+    shop = environments.open({"prompt": "Sell.", "stock": {"apple": 2}}, 5, 0)
+    assert shop.reset().result(9)[0]["content"] == "\n\nThere are 1 goods."
+    calls = [("count", {"name": "apple"}), ("sell", {"name": "apple"}), ("sell", {"name": "apple", "amount": 2})]
+    calls += [("to_miles", {"kilometers": 1.609344}), ("count", {})]
+    made = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in calls]
+    turns = [shop.hear({"role": "assistant", "content": "", "tool_calls": [call]}).result(9) for call in made]
+    texts = [turn.messages[0]["content"] for turn in turns]
+    assert texts[:4] == ["2", "sold", "error: there are only 1", "1.0"]
+    page = (ROOT / "docs" / "environments.md").read_text()
+    assert f"`{texts[4]}`" in page
+    assert shop.reward().result(9) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(

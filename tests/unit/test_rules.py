@@ -63,6 +63,21 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (LMRLConfig, ("environment.tools=[calculator]", *BLOCKS, IN_BLOCKS), "environment.path: block diffusion"),
     (
         LMRLConfig,
+        ("environment.tools=[calculator]", "rollout.engine=vllm"),
+        "rollout.engine: vllm draws samples of one turn; with an environment expected rollout.engine=policy",
+    ),
+    (
+        LMRLConfig,
+        ("environment.tools=[calculator]", "rollout.stop_token_ids=[3]"),
+        "rollout.stop: with an environment a turn ends by an end token of the model",
+    ),
+    (
+        LMRLConfig,
+        ("reward.functions=[{name: environment}]",),
+        "reward.functions: the reward environment is what an environment gives; set environment.path",
+    ),
+    (
+        LMRLConfig,
         ("algorithm.name=ppo", "trainer.critic_warmup=4", "trainer.total_training_steps=3"),
         "trainer.critic_warmup: 4 is beyond trainer.total_training_steps=3; expected fewer",
     ),

@@ -113,6 +113,16 @@ OF_LANGUAGE_MODELS = {
     "actor_rollout_ref.actor.use_torch_compile": "model.compile",
     "actor_rollout_ref.rollout.free_cache_engine": "rollout.sleep",
     "actor_rollout_ref.rollout.max_model_len": "data.max_prompt_length and data.max_response_length",
+    "actor_rollout_ref.rollout.multi_turn.enable": "environment.path or environment.tools, null and [] without turns",
+    "actor_rollout_ref.rollout.multi_turn.format": "environment.format",
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": "environment.max_turns",
+    "actor_rollout_ref.rollout.multi_turn.max_parallel_calls": "environment.max_calls_per_turn",
+    "actor_rollout_ref.rollout.multi_turn.max_tool_response_length": "environment.max_observation_length, in tokens",
+    "actor_rollout_ref.rollout.multi_turn.max_user_turns": "environment.max_turns",
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": "environment.tool_config_path",
+    "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side": (
+        "environment.truncate_side, the part that is left out: left there is right here"
+    ),
     "actor_rollout_ref.rollout.name": "rollout.engine",
     "actor_rollout_ref.rollout.prompt_length": "data.max_prompt_length",
     "actor_rollout_ref.rollout.response_length": "data.max_response_length",
@@ -128,6 +138,17 @@ OF_LANGUAGE_MODELS = {
     "reward_model.model.path": "reward.model.path",
     "reward_model.reward_manager": "reward.functions, a list",
     "reward.reward_manager.name": "reward.functions, a list",
+}
+
+# verl's and TRL's, in jobs whose language models talk to environments.
+OF_ENVIRONMENTS = {
+    "actor_rollout_ref.rollout.multi_turn.function_tool_path": "environment.tools, a list of file.py:function",
+    "actor_rollout_ref.rollout.multi_turn.interaction_config_path": "environment.path, of a class with step(message)",
+    "chat_template_kwargs": "data.chat_template_kwargs",
+    "data.tool_config_path": "environment.tool_config_path",
+    "environment_factory": "environment.path",
+    "max_tool_calling_iterations": "environment.max_turns, which is one more",
+    "tools": "environment.tools",
 }
 
 # Of verl and VeRL-Omni, where the rollout is an engine beside the trainer.
@@ -159,6 +180,9 @@ NOTHING_TO_SET = (
     "actor_rollout_ref.rollout.max_num_batched_tokens",
     "actor_rollout_ref.rollout.max_num_seqs",
     "actor_rollout_ref.rollout.mode",
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts",
+    "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode",
+    "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template",
     "actor_rollout_ref.rollout.name",
     "actor_rollout_ref.rollout.step_execution",
     "actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -183,6 +207,8 @@ def alias(key: str, known: Collection[str]) -> str | None:
     if key.startswith("critic.") and "critic.optim.lr" not in known:
         return None  # of a job that has no critic
     renamed = RENAMED | OF_LANGUAGE_MODELS if "data.max_response_length" in known else RENAMED
+    if "environment.path" in known:
+        renamed = renamed | OF_ENVIRONMENTS
     if key in renamed:
         return f"here it is {renamed[key]}"
     head = max((head for head in PREFIXES if key.startswith(head)), key=len, default=None)

@@ -9,6 +9,7 @@ from phalanx.config.registry import resolve_object
 
 KEY = "rollout.engine"
 BLOCK_ENGINES = {"policy": "phalanx.rollout.lm.in_blocks:BlockDiffusionRollout"}  # of block diffusion
+TURN_ENGINES = {"policy": "phalanx.rollout.lm.conversations:ConversationRollout"}  # with an environment
 FORMS = ("module:Class", "path/to/file.py:Class")
 
 

@@ -9,7 +9,7 @@ from phalanx.config.ranges import COUNT, TIMES
 
 @dataclass
 class EnvironmentConfig:
-    """What a language model talks to: tools, or an environment that reads its turns."""
+    """The partner of a language model: tools, or an environment that reads its turns."""
 
     path: Any = arg(
         None,

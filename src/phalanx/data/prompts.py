@@ -239,14 +239,22 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _tools(value: Any) -> Any:
-    """Tools for the chat template, a list of JSON schemas or the JSON text of one; any other value as it is."""
-    if isinstance(value, str):
-        try:
-            parsed = parse_json(value)
-        except ValueError:
-            return value
-        value = parsed if isinstance(parsed, list) else value
+    """Tools for the chat template, a list of JSON schemas, or the JSON text of one or of each; any other value as it
+    is.
+    """
+    value = _parsed(value, list)
+    if isinstance(value, list):
+        value = [_parsed(item, dict) for item in value]
     return _without_nulls(value)
+
+
+def _parsed(value: Any, kind: type) -> Any:
+    """The value of a JSON text of that kind; any other value as it is."""
+    try:
+        parsed = parse_json(value) if isinstance(value, str) else None
+    except ValueError:
+        return value
+    return parsed if isinstance(parsed, kind) else value
 
 
 def _ground_truth(columns: dict[str, Any], text: str, quoted: bool) -> Any:

@@ -1,4 +1,4 @@
-"""What environments give back, and the errors that end a job."""
+"""The answers of environments, and the errors that end a job."""
 
 from dataclasses import dataclass, field
 from typing import Any

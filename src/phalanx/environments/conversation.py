@@ -18,7 +18,7 @@ Ended = Literal["done", "timeout", "error"] | None
 
 
 class Conversation:
-    """What happens between a sample and its environment: `reset`, then `hear` for each turn, `reward` and `close`.
+    """A sample and its instance of an environment: `reset`, then `hear` for each turn, `reward` and `close`.
 
     Each of them begins when the one before has ended. `ended` says why there is no further turn: the environment or
     the model is done, a call ran too long, after which nothing of the instance is called again, or raised. `calls`

@@ -21,7 +21,7 @@ _ANSWERS_S = 1.0  # in which an event loop that is not blocked answers
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a call: its value, or the error that it raised, or that it ran too long."""
+    """The end of a call: its value, or the error that it raised, or that it ran too long."""
 
     value: Any = None
     error: BaseException | None = None

@@ -168,7 +168,7 @@ def _public(factory: type) -> list[str]:
 
 
 def _taken(factory: type) -> frozenset[str] | None:
-    """What reset takes of a row, None where it takes all."""
+    """The names of what reset takes of a row; None where it takes all."""
     reset = next(vars(base)["reset"] for base in factory.__mro__ if "reset" in vars(base))
     parameters = inspect.signature(reset).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):

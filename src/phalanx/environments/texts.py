@@ -1,4 +1,4 @@
-"""What an environment returns, as text and messages for the model."""
+"""Values that an environment returns, as text and messages for the model."""
 
 import json
 import numbers
@@ -19,7 +19,7 @@ class Odd(Exception):
 
 
 def text_of(value: Any, most_tokens: int, side: str) -> str:
-    """What a tool returned, as a text that a tokenizer takes, cut where it is certainly longer than `most_tokens`."""
+    """The value that a tool returned, as a text that a tokenizer takes, cut where it is certainly longer than `most_tokens`."""
     if isinstance(value, str):
         text = value
     elif value is None:
@@ -112,7 +112,7 @@ def number_of(value: Any, what: str) -> float:
 
 
 def reward_of(value: Any, what: str) -> float | dict[str, float] | None:
-    """What `get_reward` returned. Raises Odd for what is no number, dict of numbers or None."""
+    """The reward that `get_reward` returned. Raises Odd for what is no number, dict of numbers or None."""
     if isinstance(value, dict):
         rewards = {}
         for name, part in value.items():

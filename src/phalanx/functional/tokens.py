@@ -68,6 +68,10 @@ class TokenTrace:
     Where sampling is truncated, and once the policy has scored them, `counts` [B, A] int32 are the tokens that each
     token of a response was drawn from, and `kept` [B, K] int32 these tokens, one after the other, padded behind.
 
+    A conversation is a sample, too: `ends` [B] are its tokens in all, and `sampled` [B, T] bool those that the policy
+    drew, of which `lengths` is the number; the others are what it was answered, which is given, as the prompt is.
+    Without these two all tokens behind the prompt are drawn.
+
     All ranks pad to the same T and A, so that each pass over some of the samples has one shape.
     """
 
@@ -78,6 +82,13 @@ class TokenTrace:
     certainty: Tensor | None = None
     counts: Tensor | None = None
     kept: Tensor | None = None
+    sampled: Tensor | None = None
+    ends: Tensor | None = None
+
+    @property
+    def stops(self) -> Tensor:
+        """[B] the tokens of each sample in all."""
+        return self.starts + self.lengths if self.ends is None else self.ends
 
     def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
@@ -100,7 +111,9 @@ class TokenTrace:
 
     def trimmed(self) -> Self:
         """The same, no wider than the longest of these samples."""
-        return replace(self, ids=self.ids[:, : int((self.starts + self.lengths).max())])
+        width = int(self.stops.max())
+        sampled = None if self.sampled is None else self.sampled[:, :width]
+        return replace(self, ids=self.ids[:, :width], sampled=sampled)
 
     def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
         """The trace with the policy's certainty, and with the tokens that were kept unless it has them."""
@@ -135,6 +148,8 @@ class TokenTrace:
     @property
     def responses(self) -> Tensor:
         """[B, T] bool: where the tokens of the responses stand in ids."""
+        if self.sampled is not None:
+            return self.sampled
         at = torch.arange(self.ids.shape[1], device=self.ids.device)
         return (at >= self.starts[:, None]) & (at < (self.starts + self.lengths)[:, None])
 

@@ -32,7 +32,7 @@ class Record:
     `index` is the prompt's number in its validation set (times the samples per prompt, where there are several), so
     that the same index at two steps is the same prompt and noise. `scores` are the terms of the reward by their names,
     `ground_truth` is what the prompt's data says. `truncated` is true of a text that ends at the limit of its length,
-    and not at its end of sequence.
+    and not at its end of sequence. `messages` are the whole conversation of which a text is the last turn.
     """
 
     prompt: str
@@ -43,6 +43,7 @@ class Record:
     scores: dict[str, float] = field(default_factory=dict)
     ground_truth: str | None = None
     truncated: bool = False
+    messages: list[dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.output, str):
@@ -84,6 +85,8 @@ class Record:
             row["ground_truth"] = self.ground_truth
         if self.truncated:
             row["truncated"] = True
+        if self.messages is not None:
+            row["messages"] = self.messages
         return row
 
 
@@ -102,10 +105,10 @@ def kind_of(records: Sequence[Record]) -> str:
 def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record]) -> Path:
     """Write the samples of one validation and return their folder, such as `run_folder/images/<set>/step_000010`.
 
-    Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite), `scores`, `ground_truth` and
-    `truncated` where there are any, and `file` or `text`, in the order of `rows`. Beside it are `00003.png` for index 3
-    and `grid.png`; of videos also `00003.mp4`, as `video` in the index, and `grid.mp4`. The folder appears at once,
-    complete, and replaces an older one.
+    Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite), `scores`, `ground_truth`,
+    `truncated` and `messages` where there are any, and `file` or `text`, in the order of `rows`. Beside it are
+    `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the index, and `grid.mp4`. The
+    folder appears at once, complete, and replaces an older one.
     """
     assert len({record.index for record in rows}) == len(rows), "two records have one index"
     kind = kind_of(rows)

@@ -47,12 +47,12 @@ def token_metrics(
     lengths: Tensor, trained: int, step_s: float, timers: Timers, ranks: int | None = None
 ) -> dict[str, float]:
     """perf/... of samples that are made of tokens: their sum, and those that each phase reads or makes per rank
-    and second. lengths [B, 2] are those of this rank's prompts and responses; `trained` tokens of them went through the
+    and second. `lengths`: see phalanx.types.Samples, of this rank; `trained` tokens of them went through the
     update. `ranks` counts those of all roles; None: those of this group.
     """
     ranks, here = ranks or dist.get_world_size(), dist.get_world_size()
     local, trained = trained, reduce_int(trained, "sum")
-    total, drawn = reduce_int(int(lengths.sum()), "sum"), reduce_int(int(lengths[:, 1].sum()), "sum")
+    total, drawn = reduce_int(int(lengths[:, :2].sum()), "sum"), reduce_int(int(lengths[:, 2].sum()), "sum")
     row = {
         "perf/total_num_tokens": float(total),
         "perf/tokens_per_gpu_per_s": total / ranks / step_s,

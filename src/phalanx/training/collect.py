@@ -195,7 +195,7 @@ class Collector:
             return samples, reward, self.rollout.metrics(samples, reward)
         with self.timers("reward"):  # waits for what is left: the rest was scored while sampling went on
             terms = self._gather_terms() | self._policy_terms(samples)
-        reward, redrawn, config = self._combine(terms, step), 0, self.cfg.rollout
+        reward, redrawn, config = self._combine(terms, step, samples), 0, self.cfg.rollout
         check_range(reward)
         unit, limit = step * self.chunks + chunk, max(config.max_num_gen_batches, config.max_draws_per_prompt)
         rows = self._rows(unit)
@@ -216,7 +216,7 @@ class Collector:
             real = numbers >= 0
             drawn = {name: terms[name].index_copy(0, numbers[real], again[name][real]) for name in again}
             terms = drawn | self._policy_terms(samples)
-            reward = self._combine(terms, step)
+            reward = self._combine(terms, step, samples)
             check_range(reward)
             redrawn += int(stale.sum())
         if redrawn > 0:
@@ -269,11 +269,13 @@ class Collector:
         terms = self.rewards.rewards.of_policy(self.policy, samples, self.plan.passes_of(1))
         return {name: all_gather(values) for name, values in terms.items()}
 
-    def _combine(self, terms: dict[str, Tensor], step: int) -> Tensor:
-        """The reward [N] that is trained, of its terms [N]; NaN for samples that lack one of them."""
+    def _combine(self, terms: dict[str, Tensor], step: int, samples: Samples) -> Tensor:
+        """The reward [N] that is trained, of its terms [N]; NaN for samples that lack one of them, or are lost."""
         rewards = self.rewards.rewards
         group_id = None if self.cfg.reward.normalize == "none" else self.group_id
         scored = ~torch.stack(list(terms.values())).isnan().any(0)
+        if samples.lost is not None:
+            scored &= ~all_gather(samples.lost)
         if scored.all():
             return rewards.weighted(terms, step, group_id)
         reward = torch.full((self.plan.samples,), torch.nan)

@@ -17,6 +17,8 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.roles import INFERENCE, ROLLOUT
+from phalanx.environments.environments import Environments
+from phalanx.environments.registry import COLUMN
 from phalanx.functional.tokens import Truncation
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.critic import build_critic
@@ -43,6 +45,12 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     data, key = cfg.data, cfg.data.prompt_key
     rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False)
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False)
+    environments = Environments(cfg.environment) if cfg.environment.used else None
+    if environments is not None:
+        rows = with_tools(rows, environments)
+        for name, held_out in val_sets.items():
+            kept = with_tools([as_row(prompt) for prompt in held_out], environments)
+            val_sets[name] = [numbered(row, i) for i, row in enumerate(kept)]
     world = start(cfg)
     rewards = build_rewards(cfg, world, rows, val_sets, outputs="completions")
     if val_sets and rewards is not None and not rewards.validates:
@@ -61,7 +69,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         part = part_of(plan, cfg, world)
         decoded = cfg.rollout.micro_batch_size_per_gpu or part.per_rank
         passes = scoring(plan, algorithm, cfg.rollout)
-        rollout = build_rollout(cfg, policy, world, decoded, passes)
+        rollout = build_rollout(cfg, policy, world, decoded, passes, environments)
         components = replace(components, rollout=rollout, exact=rollout.exact)
         if world.role == ROLLOUT:
             return RolloutWorker(cfg, part, components, prompts)
@@ -170,4 +178,23 @@ def fitting_sets(val_sets: dict[str, list[Prompt]], policy: LMPolicy, *, first: 
 
 def as_row(prompt: Prompt) -> PromptRow:
     """A validation prompt as the row that it came from."""
-    return PromptRow(prompt.text, prompt.negative, prompt.meta, prompt.messages)
+    return PromptRow(prompt.text, prompt.negative, prompt.meta, prompt.messages, prompt.place)
+
+
+def with_tools(rows: list[PromptRow], environments: Environments) -> list[PromptRow]:
+    """The rows with the tools of their environments, which the chat template reads. Raises ConfigError for a row of no
+    environment, or with tools of its own, which nobody would run.
+    """
+    result = []
+    for row in rows:
+        try:
+            environments.check_row(row.meta)
+        except ValueError as error:
+            raise ConfigError(f"{row.place}: {error}") from error
+        if row.meta.get("tools"):
+            raise ConfigError(
+                f"{row.place}: it has tools of its own, in the column tools, which no environment runs; leave them out"
+            )
+        name = None if None in environments.names else row.meta[COLUMN]
+        result.append(replace(row, meta=row.meta | {"tools": environments.tools(name)}))
+    return result

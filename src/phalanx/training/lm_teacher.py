@@ -24,7 +24,7 @@ class LoadedLMTeacher:
         """Operations of the teacher's pass over a sample, relative to those of the policy's own."""
         trace: TokenTrace = samples.trace
         scored = float(trace.lengths.float().mean())
-        length = float(trace.starts.float().mean()) + scored
+        length = float(trace.stops.float().mean())
         return self.policy.forward_flops(length, scored) / self.student.forward_flops(length, scored)
 
     def samples(self, samples: Samples) -> Samples:

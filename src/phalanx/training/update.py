@@ -29,7 +29,7 @@ Pass = tuple[Tensor, Tensor]  # rows [b] of this rank's samples, and the weights
 class StepLog:
     """The numbers of a training step on this rank: `rows` of metrics of its chunks, `scalars` of the loss for each
     optimizer step and micro-batch, what each optimizer step returned (`updates`), and the samples and tokens that were
-    trained, counted each time. `lengths` [B, 2] are those of the chunks' samples, where these are made of tokens.
+    trained, counted each time. `lengths` [B, 3] are those of the chunks' samples, where these are made of tokens.
     """
 
     rows: list[dict[str, float]] = field(default_factory=list)

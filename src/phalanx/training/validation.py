@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from phalanx.training.collect import check_range
 from phalanx.types import Each, Outputs, Policy, Prompt, Rollout
 
 Score = Callable[[], tuple[Tensor, dict[str, Tensor]]]
+Kept = tuple[Output, dict[str, Any]]  # an output, and what its Record says beside
 Records = dict[str, list[Record]]  # by the names of validation sets
 
 
@@ -89,7 +91,7 @@ def validate(
     # ranks must do equal work, so the end is filled up with the last prompt and cut off again below
     local = [prompts[min(world.data_rank * share + j, len(prompts) - 1)] for j in range(share)]
     pictures: dict[int, Tensor] = {}  # of this rank's prompts, by their numbers
-    texts: dict[int, tuple[str, bool]] = {}  # and whether they are truncated
+    texts: dict[int, Kept] = {}
 
     def each(outputs: Outputs, sampled: list[Prompt]) -> None:
         for prompt, output in zip(sampled, outputs, strict=True):
@@ -98,7 +100,10 @@ def validate(
                 continue
             # a prompt's samples come one after the other, its first one first
             if isinstance(output, str):
-                texts.setdefault(number, (output, prompt.meta.get("truncated", False)))
+                beside = {"truncated": prompt.meta.get("truncated", False)}
+                if "environment_reward" in prompt.meta:  # a conversation, of which the output is the last turn
+                    beside["messages"] = prompt.meta["messages"]
+                texts.setdefault(number, (output, beside))
             elif number not in pictures:
                 # floats would take four times the memory until the end
                 pictures[number] = (output * 255).round_().byte().movedim(-3, -1).contiguous()
@@ -118,13 +123,13 @@ def validate(
         row[f"val/{name}/reward/{term}"] = values[scored].mean().item()
     kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
     records = []
-    for number, (output, truncated) in enumerate(kept):
+    for number, (output, beside) in enumerate(kept):
         scores = {term: float(values[number * n]) for term, values in terms.items()}
         prompt, truth = prompts[number], None
         if isinstance(output, str) and "ground_truth" in prompt.meta:
             truth = str(prompt.meta["ground_truth"])
         value = float(reward[number * n])
-        records.append(Record(prompt.text, value, output, number, rollout.fps, scores, truth, truncated))
+        records.append(Record(prompt.text, value, output, number, rollout.fps, scores, truth, **beside))
     return row, records
 
 
@@ -133,12 +138,8 @@ def _holder(number: int, share: int, world: World) -> int:
     return number // share * world.context_size
 
 
-def _on_first(
-    pictures: dict[int, Tensor], texts: dict[int, tuple[str, bool]], count: int, share: int, world: World
-) -> list[tuple[Output, bool]]:
-    """On rank 0 the `count` outputs that all ranks kept, in the order of prompts, and whether each is truncated; else
-    nothing.
-    """
+def _on_first(pictures: dict[int, Tensor], texts: dict[int, Kept], count: int, share: int, world: World) -> list[Kept]:
+    """On rank 0 the `count` outputs that all ranks kept, in the order of prompts; else nothing."""
     # pictures go one at a time, as a gather would hold room for those of every rank; texts are small
     if world.rank != 0:
         for number in sorted(pictures):
@@ -150,7 +151,7 @@ def _on_first(
         to_first(pictures[number], _holder(number, share, world))
     for part in gather_object(texts):
         texts |= part
-    outputs: dict[int, tuple[Output, bool]] = {**texts}
+    outputs = dict(texts)
     for number, picture in pictures.items():
-        outputs[number] = picture.numpy(), False
+        outputs[number] = picture.numpy(), {}
     return [outputs[number] for number in range(len(outputs))]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from phalanx.config.engines import TURN_ENGINES
 from phalanx.config.rules.rule import LM_RL, Rule, changed
 
 
@@ -10,6 +11,12 @@ def _without(c: Any) -> tuple[str, Any] | None:
     if c.environment.used:
         return None
     return next(changed(c.environment, type(c.environment)(), "environment."), None)
+
+
+def _rewards_nothing(c: Any) -> bool:
+    """Whether the reward of an environment is asked for and there is none."""
+    asked = [entry for entry in c.reward.functions if entry.name == "environment" and entry.path is None]
+    return bool(asked) and not c.environment.used
 
 
 RULES = (
@@ -31,4 +38,18 @@ RULES = (
          lambda c: c.environment.used and c.model.block_size is not None,
          "environment.path: block diffusion (model.block_size={c.model.block_size}) has a single turn; leave the "
          "section out"),
+    Rule("environment.path environment.tools environment.tool_config_path rollout.engine", LM_RL,
+         "Samples of several turns are drawn in the policy's own modules.",
+         lambda c: c.environment.used and c.rollout.engine not in TURN_ENGINES,
+         "rollout.engine: {c.rollout.engine} draws samples of one turn; with an environment expected "
+         "rollout.engine=policy"),
+    Rule("environment.path environment.tools environment.tool_config_path rollout.stop rollout.stop_token_ids", LM_RL,
+         "With an environment, turns end by the model's end tokens.",
+         lambda c: c.environment.used and (c.rollout.stop or c.rollout.stop_token_ids),
+         "rollout.stop: with an environment a turn ends by an end token of the model, behind which the answer stands; "
+         "leave rollout.stop and rollout.stop_token_ids out"),
+    Rule("reward.functions environment.path environment.tools environment.tool_config_path", LM_RL,
+         "The reward environment is that of an environment.", _rewards_nothing,
+         "reward.functions: the reward environment is what an environment gives; set environment.path, or leave it "
+         "out"),
 )  # fmt: skip

@@ -33,8 +33,8 @@ def run(code: str) -> None:
             if value is not None:
                 print(repr(value))
     except Exception as error:  # whatever the code raises
-        own = error.__traceback__  # of this file
-        rest = None if own is None or isinstance(error, SyntaxError) else own.tb_next
+        frame = error.__traceback__  # of this file
+        rest = None if frame is None or isinstance(error, SyntaxError) else frame.tb_next
         traceback.print_exception(type(error), error, rest)
 
 

@@ -48,7 +48,7 @@ class Python:
         return self._run(code)
 
     def _run(self, code: str, needs_all: bool = False) -> str:
-        """What a script prints. `needs_all`: ValueError where this machine lacks a layer of the confinement."""
+        """The output of a script. `needs_all`: ValueError where this machine lacks a layer of the confinement."""
         arguments = [str(self._timeout_s), str(self._memory), "1" if self._unconfined else "0"]
         variables = environment() | {"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:replace"}
         child = subprocess.Popen(
@@ -82,7 +82,7 @@ class Python:
         return text if problem is None else f"{text}\nerror: {problem}".lstrip()
 
     def _read(self, child: "subprocess.Popen[bytes]") -> tuple[bytes, str | None]:
-        """What the process writes until it ends, or is stopped for the reason that is returned as well."""
+        """The output of the process until it ends, or is stopped for the reason that is returned as well."""
         assert child.stdout is not None
         output, deadline = b"", time.monotonic() + _PATIENCE * self._timeout_s
         poll = select.poll()

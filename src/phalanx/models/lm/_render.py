@@ -12,6 +12,7 @@ import random
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 from datetime import date
 from typing import Any
 
@@ -93,16 +94,50 @@ def with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     return message
 
 
+def with_arguments(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Messages, or a part of one, whose calls of tools have other arguments."""
+    if isinstance(value, list):
+        return [with_arguments(item, change) for item in value]
+    if isinstance(value, dict):
+        given = {}
+        for name, item in value.items():
+            given[name] = change(item) if name == "arguments" else with_arguments(item, change)
+        return given
+    return value
+
+
+def as_object(arguments: Any) -> Any:
+    """Arguments that are the JSON text of an object, as that object."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else None
+    except ValueError:
+        return arguments
+    return value if isinstance(value, dict) else arguments
+
+
+def as_text(arguments: Any) -> Any:
+    """Arguments as JSON text."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
 def rendered(template: jinja2.Template, line: str) -> str:
     """The text of one line of the input. Raises whatever the template does."""
     variables = json.loads(line)
-    variables["messages"] = [with_reasoning(message) for message in variables["messages"]]
-    random.seed(0)  # for the filter `random`: all ranks read the same prompt
-    text = template.render(**variables)
+    messages = [with_reasoning(message) for message in variables["messages"]]
+    try:
+        text = rendered_with(template, variables, with_arguments(messages, as_object))
+    except TypeError:  # some templates join arguments with texts
+        text = rendered_with(template, variables, with_arguments(messages, as_text))
     most = 2**20 + 20 * len(line)
     if len(text) > most:
         raise ValueError(f"{len(text)} characters from a chat of {len(line)}; at most {most} are read")
     return text
+
+
+def rendered_with(template: jinja2.Template, variables: dict[str, Any], messages: list[Any]) -> str:
+    """The text of one chat."""
+    random.seed(0)  # for the filter `random`: all ranks read the same prompt
+    return template.render(**{**variables, "messages": messages})
 
 
 def reason(error: Exception) -> str:

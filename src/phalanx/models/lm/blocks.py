@@ -155,13 +155,13 @@ class BlockDiffusionPolicy(LMPolicy):
         """Operations of a pass forward over each sample with all of its states, with the logits of its response."""
         assert samples.lengths is not None, "samples of this policy have lengths"
         lengths, states = samples.lengths.tolist(), self.states(samples.trace).tolist()
-        return [self.states_flops(p + r, n, r) for (p, r), n in zip(lengths, states, strict=True)]
+        return [self.states_flops(p + r, n, r) for (p, r, _), n in zip(lengths, states, strict=True)]
 
     def decode_flops(self, samples: Samples) -> list[float]:
         """Operations of decoding each sample, with its prompt: whole blocks have logits at each look."""
         assert samples.lengths is not None, "samples of this policy have lengths"
         lengths, looks = samples.lengths.tolist(), self.looks(samples.trace).tolist()
-        return [self.states_flops(p + r, n, n * self.size) for (p, r), n in zip(lengths, looks, strict=True)]
+        return [self.states_flops(p + r, n, n * self.size) for (p, r, _), n in zip(lengths, looks, strict=True)]
 
     def states_flops(self, length: int, states: float, logits: float) -> float:
         """Operations of a forward pass over `length` clean tokens and `states` states of them, with `logits` logits."""
@@ -221,15 +221,21 @@ def load_blocks(
 
 def check_layers(lm: Any, path: str) -> None:
     """Raise ValueError, in one line, for a model that cannot look at blocks."""
+    other = other_layers(lm)
+    if other:
+        raise ValueError(
+            f"model.block_size: {path!r} has layers of other kinds ({other[0]}) than attention "
+            "to all that was before; blocks cannot be denoised with it"
+        )
+
+
+def other_layers(lm: Any) -> list[str]:
+    """The kinds of a model's layers that do not attend to all that was before."""
     settings = lm.config.to_dict()
     windows = ["sliding_attention"] if settings.get("sliding_window") else []  # of all layers, in older models
     kinds = settings.get("layer_types") or windows
     other = sorted({kind for kind in kinds if kind != "full_attention"})
-    if other or lm._is_stateful:
-        raise ValueError(
-            f"model.block_size: {path!r} has layers of other kinds ({other[0] if other else 'a state'}) than attention "
-            "to all that was before; blocks cannot be denoised with it"
-        )
+    return other or (["a state"] if lm._is_stateful else [])
 
 
 @torch.no_grad()

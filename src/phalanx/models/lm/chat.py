@@ -10,6 +10,7 @@ import subprocess
 import sys
 from array import array
 from collections.abc import Sequence
+from contextlib import closing, suppress
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,7 @@ def prompt_tokens(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig,
                 raise ValueError(f"data.chat_template_kwargs: {path!r} has no chat template, which would read them")
             texts = []
             for prompt in some:
-                messages = _messages(prompt, data.system_prompt)
+                messages = with_system_prompt(_chat(prompt), data.system_prompt)
                 texts.append("\n\n".join(message.get("content", "") for message in messages))
             encoded = tokenizer(texts)
         else:
@@ -53,9 +54,12 @@ def prompt_tokens(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig,
     return tokens
 
 
-def _messages(prompt: Prompt, system: str | None) -> list[dict[str, Any]]:
-    """The chat of a prompt; `system`: see data.system_prompt."""
-    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+def _chat(prompt: Prompt) -> list[dict[str, Any]]:
+    return prompt.messages or [{"role": "user", "content": prompt.text}]
+
+
+def with_system_prompt(messages: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
+    """The chat with the system message that it lacks; `system`: see data.system_prompt."""
     if system is not None and messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     return messages
@@ -68,51 +72,82 @@ def _rendered(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig, pat
     for number, prompt in enumerate(prompts):
         tools = prompt.meta.get("tools")
         schemas = isinstance(tools, list) and bool(tools) and all(isinstance(tool, dict) for tool in tools)
-        chat = {"messages": _messages(prompt, data.system_prompt), "tools": tools if schemas else None}
+        chat = {"messages": with_system_prompt(_chat(prompt), data.system_prompt), "tools": tools if schemas else None}
         chats.append(chat)
-        try:
-            template = tokenizer.get_chat_template(None, chat["tools"])
-        except ValueError as error:
-            reason = " ".join(str(error).split())
-            raise ValueError(f"model.path: {path!r}: its chat templates have none for a prompt: {reason}") from error
-        by_template.setdefault(template, []).append(number)
+        by_template.setdefault(template_of(tokenizer, chat["tools"], path), []).append(number)
     texts = [""] * len(prompts)
-    fixed = {"documents": None, **tokenizer.special_tokens_map, "add_generation_prompt": True}
-    fixed |= data.chat_template_kwargs
     for template, numbers in by_template.items():
-        some = _of_template(template, [chats[number] for number in numbers], fixed, data, path)
+        with closing(ChatRenderer(template, tokenizer, data, path)) as renderer:
+            some = _of_template(renderer, [chats[number] for number in numbers])
         for number, text in zip(numbers, some, strict=True):
             texts[number] = text
     return texts
 
 
-def _of_template(
-    template: str, chats: list[dict[str, Any]], fixed: dict[str, Any], data: LMDataConfig, path: str
-) -> list[str]:
-    """The texts of chats, all by one template, which is tried first with chats of the same roles."""
-    probes: list[dict[str, Any]] = []
+def template_of(tokenizer: Any, tools: list[dict[str, Any]] | None, path: str) -> str:
+    """The chat template for chats with these tools. Raises ValueError where the model's folder has none."""
+    try:
+        return str(tokenizer.get_chat_template(None, tools))
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"model.path: {path!r}: its chat templates have none for a prompt: {reason}") from error
+
+
+class ChatRenderer:
+    """A chat template of the model's folder `path`, with the variables of the configuration."""
+
+    def __init__(self, template: str, tokenizer: Any, data: LMDataConfig, path: str) -> None:
+        """Raises ValueError, with one line, for a template that cannot be used."""
+        self.name = f"model.path: {path!r}: its chat template"  # for messages
+        self._fixed = {"documents": None, **tokenizer.special_tokens_map, "add_generation_prompt": True}
+        self._fixed |= data.chat_template_kwargs
+        self._template = template, data.chat_template_date or date.today().isoformat()
+        try:
+            self._process: TemplateProcess | None = TemplateProcess(*self._template)
+        except TemplateProblem as error:
+            raise ValueError(f"{self.name} cannot be used: {error}") from error
+        try:
+            _check_kwargs(data.chat_template_kwargs, self._process.variables, path)
+        except ValueError:
+            self.close()
+            raise
+
+    def text(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, **variables: Any) -> str:
+        """The text of a chat. Raises ValueError, with one line, for one that the template does not render."""
+        if self._process is None:
+            self._process = TemplateProcess(*self._template)
+        try:
+            return self._process.render({"messages": messages, "tools": tools, **self._fixed, **variables})
+        except TemplateProblem as error:
+            self._process = None  # it has ended
+            last = next((message["content"] for message in reversed(messages) if message["role"] == "user"), "")
+            chat = f"the prompt {cut(last)!r}, a chat of {_roles(messages)}"
+            raise ValueError(f"{self.name} does not render {chat}: {error}") from error
+
+    def close(self) -> None:
+        """End the template's process; another text starts a new one."""
+        if self._process is not None:
+            self._process.close()
+        self._process = None
+
+
+def _of_template(renderer: ChatRenderer, chats: list[dict[str, Any]]) -> list[str]:
+    """The texts of chats, all by one template, which is also tried with other chats of the same roles."""
+    texts = [renderer.text(**chat) for chat in chats]
+    probes = 0
     for roles in dict.fromkeys(tuple(message["role"] for message in chat["messages"]) for chat in chats):
-        if _PROBED.issuperset(roles) and len(probes) < _PROBES:
-            messages = [{"role": role, "content": f"sentence {i} of a chat"} for i, role in enumerate(roles)]
-            probes.append({"messages": messages, "tools": None})
-    every = [*chats, *probes]
-    variables, texts, problem = _ask(template, _day(data), [{**chat, **fixed} for chat in every])
-    its = f"model.path: {path!r}: its chat template"
-    if variables is None:
-        raise ValueError(f"{its} cannot be used: {problem}")
-    _check_kwargs(data.chat_template_kwargs, variables, path)
-    if problem is not None:
-        asked = every[len(texts)]["messages"]
-        last = next((message["content"] for message in reversed(asked) if message["role"] == "user"), "")
-        raise ValueError(f"{its} does not render the prompt {cut(last)!r}, a chat of {_roles(asked)}: {problem}")
-    for probe, text in zip(probes, texts[len(chats) :], strict=True):
-        for message in probe["messages"]:
+        if not _PROBED.issuperset(roles) or probes == _PROBES:
+            continue
+        probes += 1
+        messages = [{"role": role, "content": f"sentence {i} of a chat"} for i, role in enumerate(roles)]
+        text = renderer.text(messages, None)
+        for message in messages:
             if message["role"] != "assistant" and message["content"] not in text:
                 raise ValueError(
-                    f"{its} leaves out the text of the {message['role']} in a chat of {_roles(probe['messages'])}; "
+                    f"{renderer.name} leaves out the text of the {message['role']} in a chat of {_roles(messages)}; "
                     "expected one that renders it"
                 )
-    return texts[: len(chats)]
+    return texts
 
 
 def _roles(messages: list[dict[str, Any]]) -> str:
@@ -131,41 +166,56 @@ def _check_kwargs(kwargs: dict[str, Any], variables: Sequence[str], path: str) -
             )
 
 
-def _day(data: LMDataConfig) -> str:
-    return data.chat_template_date or date.today().isoformat()
+class TemplateProblem(Exception):
+    """A chat template, or a chat, cannot be rendered."""
 
 
-def _ask(template: str, day: str, chats: Sequence[dict[str, Any]]) -> tuple[list[str] | None, list[str], str | None]:
-    """Render chats in a process, by one template: the variables that it reads (None: it cannot be used), the texts of
-    the chats up to the first that fails, and the problem with that one.
+class TemplateProcess:
+    """A chat template in a confined process, which renders one chat after the other.
+
+    Raises TemplateProblem, whose message is a part of a line, where the template cannot be used or a chat not be
+    rendered; it is then closed.
     """
-    lines = [json.dumps(line) for line in ([template, day], *chats)]
-    command = [sys.executable, "-P", str(_CHILD), str(sandbox.__file__), str(SECONDS)]
-    # no set has another order in another rank
-    given = sandbox.environment() | {"PYTHONHASHSEED": "0"}
-    result = subprocess.run(
-        command, input="\n".join(lines) + "\n", capture_output=True, text=True, encoding="utf-8", env=given, check=False
-    )
-    problem = None
-    if result.returncode != 0:
-        late = result.returncode in (-signal.SIGPROF, -signal.SIGXCPU)
-        problem = f"it takes more than {SECONDS:g} s" if late else f"its process ended with {result.returncode}"
-        if result.stderr.strip():
-            problem += f" ({result.stderr.strip().splitlines()[-1]})"
-    answered, _, _ = result.stdout.rpartition("\n")  # the last line of a process that was ended may be a part
-    head, *answers = answered.splitlines() or [json.dumps([problem, [], []])]
-    refused, variables, missing = json.loads(head)
-    if missing:
-        _tell_missing(" and no ".join(missing))
-    if refused is not None:
-        return None, [], refused
-    texts: list[str] = []
-    for answer in answers:
-        failed, text = json.loads(answer)
-        if failed is not None:
-            return variables, texts, failed
-        texts.append(text)
-    return variables, texts, problem
+
+    def __init__(self, template: str, day: str) -> None:
+        command = [sys.executable, "-P", str(_CHILD), str(sandbox.__file__), str(SECONDS)]
+        # no set has another order in another rank
+        given = sandbox.environment() | {"PYTHONHASHSEED": "0"}
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._child = subprocess.Popen(command, text=True, encoding="utf-8", env=given, **pipes)
+        self.variables, missing = self._ask([template, day], 2)  # that the template reads
+        if missing:
+            _tell_missing(" and no ".join(missing))
+
+    def render(self, variables: dict[str, Any]) -> str:
+        """The text of a chat."""
+        (text,) = self._ask(variables, 1)
+        return str(text)
+
+    def close(self) -> None:
+        """End the process."""
+        self._child.communicate()
+
+    def _ask(self, question: Any, values: int) -> list[Any]:
+        """The values of an answer."""
+        assert self._child.stdin is not None and self._child.stdout is not None
+        with suppress(BrokenPipeError):  # it has ended: see below
+            self._child.stdin.write(json.dumps(question) + "\n")
+            self._child.stdin.flush()
+        answer = self._child.stdout.readline()
+        if answer.endswith("\n"):  # else it is a part of one
+            problem, *rest = json.loads(answer)
+            if problem is None:
+                return list(rest)
+            self.close()
+            raise TemplateProblem(problem)
+        _, errors = self._child.communicate()
+        code = self._child.returncode
+        late = code in (-signal.SIGPROF, -signal.SIGXCPU)
+        problem = f"it takes more than {SECONDS:g} s" if late else f"its process ended with {code}"
+        if errors.strip():
+            problem += f" ({errors.strip().splitlines()[-1]})"
+        raise TemplateProblem(problem)
 
 
 @cache

@@ -165,7 +165,7 @@ class LMPolicy:
         """The samples of a pass, and their lengths where they are packed."""
         if self.trim:
             trace = trace.trimmed()
-        return trace, (trace.starts + trace.lengths).tolist() if self.config.use_remove_padding else None
+        return trace, trace.stops.tolist() if self.config.use_remove_padding else None
 
     def predict(self, trace: Any, corrupted: Any) -> Tensor:
         """Only of kinds of policy that corrupt their samples."""
@@ -208,7 +208,7 @@ class LMPolicy:
     def sample_flops(self, samples: Samples) -> list[float]:
         """Operations of a pass forward over each sample, with the logits of its response."""
         assert samples.lengths is not None, "samples of this policy have lengths"
-        return [self.forward_flops(p + r, r) for p, r in samples.lengths.tolist()]
+        return [self.forward_flops(p + r, drawn) for p, r, drawn in samples.lengths.tolist()]
 
     def decode_flops(self, samples: Samples) -> list[float]:
         """Operations of decoding each sample, with its prompt: as many as of a pass over all of it."""
@@ -237,7 +237,7 @@ class LMPolicy:
             references=references,
         )
         if recomputed:
-            decoded += (1 - self.trained.recomputed) * updates * self.forward_flops(0, int(samples.lengths[:, 1].sum()))
+            decoded += (1 - self.trained.recomputed) * updates * self.forward_flops(0, int(samples.lengths[:, 2].sum()))
         return passes + round(decoded / len(prompts) * count)
 
     # -- weights ----------------------------------------------------------------------------------

@@ -3,11 +3,12 @@
 import os
 from typing import Any
 
-from phalanx.config.engines import BLOCK_ENGINES, engine_class
-from phalanx.config.lm import ENGINES, LMRunConfig
+from phalanx.config.engines import BLOCK_ENGINES, TURN_ENGINES, engine_class
+from phalanx.config.lm import ENGINES, LMRLConfig, LMRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
+from phalanx.environments.environments import Environments
 from phalanx.models.lm.blocks import BlockDiffusionPolicy
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.in_policy import check_stops
@@ -34,11 +35,23 @@ def check_engine(cfg: LMRunConfig, *, installed: bool = True) -> None:
         )
 
 
-def build_rollout(cfg: LMRunConfig, policy: LMPolicy, world: World, decoded: int, passes: Passes | None) -> Rollout:
+def build_rollout(
+    cfg: LMRunConfig,
+    policy: LMPolicy,
+    world: World,
+    decoded: int,
+    passes: Passes | None,
+    environments: Environments | None = None,
+) -> Rollout:
     """The rollout that `rollout.engine` names for the kind of policy; all ranks in step. `decoded` samples are drawn
-    together; `passes` are those of the training. Raises ValueError where an engine refuses the model.
+    together; `passes` are those of the training; `environments`: whom samples talk to. Raises ValueError where an
+    engine refuses the model.
     """
     engine, names = cfg.rollout.engine, BLOCK_ENGINES if isinstance(policy, BlockDiffusionPolicy) else ENGINES
     check_stops(policy, cfg.rollout)
-    rollout: Rollout = made(engine_class(engine, names), engine, policy, cfg.rollout, world, decoded, passes=passes)
+    beside: dict[str, Any] = {"passes": passes}
+    if environments is not None:
+        assert isinstance(cfg, LMRLConfig), "only such jobs have environments"
+        names, beside = TURN_ENGINES, beside | {"environment": cfg.environment, "environments": environments}
+    rollout: Rollout = made(engine_class(engine, names), engine, policy, cfg.rollout, world, decoded, **beside)
     return rollout

@@ -79,6 +79,6 @@ class BlockDiffusionRollout(LMRollout):
         return replace(trace, states=most)
 
     def _positions(self, samples: Samples) -> Tensor:
-        assert samples.lengths is not None, "samples of tokens have lengths"
+        assert samples.tokens is not None, "samples of tokens have lengths"
         states: Tensor = self.policy.states(samples.trace).cpu()
-        return samples.lengths.sum(1) + (states - 1) * self.policy.size
+        return samples.tokens + (states - 1) * self.policy.size

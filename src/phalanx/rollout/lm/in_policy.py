@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from phalanx.types import Each, Prompt, Samples
 class Drawn:
     """A sample: the tokens of its prompt and of its response, its text, whether the limit cut it, what the engine says
     of the response's log-probabilities, and where it was denoised the steps that unmasked its tokens, of which so many
-    stand `behind` its end.
+    stand `behind` its end. `beside`: further metadata of its reward.
     """
 
     prompt: list[int]
@@ -36,6 +36,12 @@ class Drawn:
     log_probs: Sequence[float] = ()
     steps: Sequence[int] = ()
     behind: int = 0
+    beside: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def length(self) -> int:
+        """The tokens that the model drew."""
+        return len(self.response)
 
 
 class LMRollout:
@@ -123,7 +129,7 @@ class LMRollout:
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """response/... and prompt/... of the samples of all ranks; reward [N] is theirs."""
         trace: TokenTrace = samples.trace
-        lengths = torch.tensor([float(len(drawn.response) - drawn.behind) for drawn in self._drawn])
+        lengths = torch.tensor([float(drawn.length - drawn.behind) for drawn in self._drawn])
         cut = torch.tensor([drawn.truncated for drawn in self._drawn])
         total = reduce_int(len(cut), "sum")
         count = reduce_int(int(cut.sum()), "sum")  # cut by max_response_length
@@ -215,13 +221,15 @@ class LMRollout:
 
     def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
         """The samples as tensors of the same sizes on all ranks, with the policy's log-probabilities."""
-        # [B]: where a response begins in its row, and its length; T and A are the longest of all ranks
+        # [B]: where a response begins in its row, the tokens behind, and those of these that are drawn; T and A are
+        # the longest of all ranks
         starts = torch.tensor([len(drawn.prompt) for drawn in self._drawn])
-        lengths = torch.tensor([len(drawn.response) for drawn in self._drawn])
-        longest = reduce_int(int((starts + lengths).max()), "max")
+        behind = torch.tensor([len(drawn.response) for drawn in self._drawn])
+        lengths = torch.tensor([drawn.length for drawn in self._drawn])
+        longest = reduce_int(int((starts + behind).max()), "max")
         ids = torch.full((len(self._drawn), longest), self.policy.pad)  # [B, T]: prompt, response, padding
         for i, drawn in enumerate(self._drawn):
-            ids[i, : starts[i] + lengths[i]] = torch.tensor(drawn.prompt + drawn.response)
+            ids[i, : starts[i] + behind[i]] = torch.tensor(drawn.prompt + drawn.response)
         device, width = self.world.device, reduce_int(int(lengths.max()), "max")
         trace = self._trace(ids.to(device), starts.to(device), lengths.to(device), width)
         mask = trace.mask  # [B, A]
@@ -229,7 +237,7 @@ class LMRollout:
             cut = torch.tensor([drawn.truncated for drawn in self._drawn], device=device)
             mask = mask & ~cut[:, None]  # DAPO's overlong filtering: a cut response has no loss
         texts = [drawn.text for drawn in self._drawn]
-        lengths = torch.stack([starts, lengths], 1)
+        lengths = torch.stack([starts, behind, lengths], 1)
         samples = Samples(prompts, texts, torch.empty(0), mask, trace, index, lengths=lengths)
         return self._scored(replace(samples, positions=self._positions(samples)))
 
@@ -276,10 +284,12 @@ def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:
 
 
 def measured(prompt: Prompt, drawn: Drawn, decoding: Decoding) -> Prompt:
-    """The prompt as its reward sees it: with the response's tokens up to its end, their limit, and whether it cut."""
+    """The prompt as its reward sees it: with the response's tokens up to its end, their limit, and whether it cut; and
+    with what the sample has beside.
+    """
     lengths = {
         "response_length": len(drawn.response) - drawn.behind,
         "max_response_length": decoding.limit,
         "truncated": drawn.truncated,
     }
-    return replace(prompt, meta=prompt.meta | lengths)
+    return replace(prompt, meta=prompt.meta | lengths | drawn.beside)

@@ -1,0 +1,224 @@
+"""Calls of tools in what a language model wrote, by the format in which its model family writes them.
+
+The parsers read each character a fixed number of times, and a call that is malformed makes an `error` of one line in
+place of an exception: a policy may write anything. `parse_response` of transformers raises at the first malformed call,
+and reads a description of the format that few model folders have.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from phalanx.config.files import parse_json
+from phalanx.config.messages import ConfigError, cut, nearest, reason
+from phalanx.config.registry import object_forms, resolve_object
+from phalanx.types import JobError
+
+# The message {role, content} of a text, with `tool_calls` where there are any, `reasoning_content` where the text
+# begins with thoughts, and `error` where a call is malformed: one line on the first of these.
+Parser = Callable[[str], dict[str, Any]]
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+_THINK, _THOUGHT = "<think>", "</think>"
+_TAG = "<|python_tag|>"
+_PARAMETER = re.compile(r"<parameter=([^<>\n]*)>")
+
+
+class CallError(ValueError):
+    """A call that is malformed; the message is a part of a line."""
+
+
+def parser(format: str, tools: Sequence[dict[str, Any]] = ()) -> Parser:
+    """The parser of `environment.format`: a name of FORMATS, or a function of the user's own that returns such a
+    message, or raises ValueError for a malformed call. `tools` are their schemas, for formats that write all arguments
+    as texts. Raises ConfigError for a format that is unknown.
+    """
+    if ":" in format:
+        return _of_user(resolve_object(format, "environment.format", "function"), format)
+    if format not in FORMATS:
+        near = nearest(format, list(FORMATS)) or ";"
+        known = f"known: {', '.join(FORMATS)}, {object_forms('function')}"
+        raise ConfigError(f"environment.format={format!r} is unknown{near} {known}")
+    types = _types(tools)
+    return lambda text: _message(text, FORMATS[format], types)
+
+
+class _Found:
+    """The parts of a text: its calls, what is wrong with some, and the rest."""
+
+    def __init__(self) -> None:
+        self.calls: list[dict[str, Any]] = []
+        self.error: str | None = None  # of the first that is malformed
+        self.rest: list[str] = []
+
+    def add(self, read: Callable[[], dict[str, Any]]) -> None:
+        """Read a call."""
+        try:
+            self.calls.append(read())
+        except ValueError as error:
+            self.error = self.error or _problem(error)
+
+
+Types = dict[str, dict[str, set[str]]]  # of arguments, by the tool's name
+
+
+def _message(text: str, read: Callable[[str, Types], _Found], types: Types) -> dict[str, Any]:
+    """The message of a text. A call among thoughts is none."""
+    thoughts, thought, answer = text.partition(_THOUGHT)
+    if not thought:  # the template may have begun the thoughts
+        thoughts, answer = (text, "") if text.lstrip().startswith(_THINK) else ("", text)
+    found = read(answer, types)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(found.rest).strip()}
+    if thoughts:
+        message["reasoning_content"] = thoughts.strip().removeprefix(_THINK).strip()
+    if found.calls:
+        message["tool_calls"] = [{"type": "function", "function": call} for call in found.calls]
+    if found.error is not None:
+        message["error"] = found.error
+    return message
+
+
+def _tagged(text: str, read: Callable[[str], dict[str, Any]]) -> _Found:
+    """Calls between tags; a turn may end without the last closing one."""
+    found, place = _Found(), 0
+    while (start := text.find(_OPEN, place)) >= 0:
+        found.rest.append(text[place:start])
+        end = text.find(_CLOSE, start)
+        end = end if end >= 0 else len(text)
+        body = text[start + len(_OPEN) : end].strip()
+        found.add(lambda body=body: read(body))
+        place = end + len(_CLOSE)
+    found.rest.append(text[place:])
+    return found
+
+
+def _hermes(text: str, types: Types) -> _Found:
+    """JSON objects between tags: Hermes, Qwen2.5 and Qwen3."""
+    return _tagged(text, lambda body: _call(parse_json(body), "arguments"))
+
+
+def _qwen3_coder(text: str, types: Types) -> _Found:
+    """A function between tags, with a tag for each argument, whose text may have lines: Qwen3-Coder, Qwen3.5 and later.
+
+    Arguments have the types of the tool's schema; what is of none stays a text.
+    """
+    return _tagged(text, lambda body: _function(body, types))
+
+
+def _llama3(text: str, types: Types) -> _Found:
+    """A text that is one JSON object, or several behind semicolons: Llama 3.1 to 3.3."""
+    found, (before, tag, rest) = _Found(), text.partition(_TAG)
+    body = (rest if tag else text).strip()
+    if not tag and not (body.startswith("{") and '"name"' in body):
+        found.rest.append(text)
+        return found
+    found.rest.append(before if tag else "")
+    for part in _objects(body):
+        found.add(lambda part=part: _call(parse_json(part), "parameters"))
+    return found
+
+
+FORMATS: dict[str, Callable[[str, Types], _Found]] = {"hermes": _hermes, "qwen3_coder": _qwen3_coder, "llama3": _llama3}
+
+
+def _call(value: Any, arguments: str) -> dict[str, Any]:
+    """A call of a JSON value {name, arguments}."""
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        raise CallError(f"expected a JSON object with a name and {arguments}")
+    given = value.get(arguments, value.get("arguments", {}))
+    if isinstance(given, str):
+        given = parse_json(given)
+    if not isinstance(given, dict):
+        raise CallError(f"the {arguments} should be a JSON object")
+    return {"name": value["name"], "arguments": given}
+
+
+def _function(body: str, types: Types) -> dict[str, Any]:
+    """A call `<function=name>` with `<parameter=name>` each."""
+    head, closed, rest = body.partition(">")
+    name = head.removeprefix("<function=").strip()
+    if not closed or not head.startswith("<function=") or not name:
+        raise CallError("expected <function=name> behind <tool_call>")
+    arguments: dict[str, Any] = {}
+    place = 0
+    while (found := _PARAMETER.search(rest, place)) is not None:
+        end = rest.find("</parameter>", found.end())
+        if end < 0:
+            raise CallError(f"no </parameter> behind <parameter={found[1]}>")
+        text = rest[found.end() : end].removeprefix("\n").removesuffix("\n")
+        arguments[found[1].strip()] = _typed(text, types.get(name, {}).get(found[1].strip(), set()))
+        place = end
+    return {"name": name, "arguments": arguments}
+
+
+def _types(tools: Sequence[dict[str, Any]]) -> Types:
+    """The types of arguments, by tool."""
+    types: Types = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        schemas = function.get("parameters", {}).get("properties", {})
+        types[function["name"]] = {name: _kinds(schema) for name, schema in schemas.items()}
+    return types
+
+
+def _kinds(schema: dict[str, Any]) -> set[str]:
+    """The types that a JSON schema allows."""
+    listed = schema.get("type", [])
+    kinds = {listed} if isinstance(listed, str) else set(listed)
+    if schema.get("nullable"):
+        kinds.add("null")
+    for choice in schema.get("anyOf", []):
+        kinds |= _kinds(choice)
+    return kinds
+
+
+def _typed(text: str, kinds: set[str]) -> Any:
+    """An argument of these types; a text where there are none, and where it is not of them."""
+    word = text.strip()
+    if "null" in kinds and word in ("null", "None"):
+        return None
+    if not kinds or "string" in kinds:
+        return text
+    try:
+        return parse_json(word.lower() if word in ("True", "False") else word)
+    except ValueError:
+        return text
+
+
+def _objects(text: str) -> list[str]:
+    """JSON objects one behind another, apart by semicolons and space; what is none comes whole, as the last."""
+    parts, place, decoder = [], 0, json.JSONDecoder()
+    while place < len(text):
+        try:
+            _, end = decoder.raw_decode(text, place)
+        except (ValueError, RecursionError):
+            return [*parts, text[place:]]
+        parts.append(text[place:end])
+        place = end
+        while place < len(text) and text[place] in "; \t\r\n":
+            place += 1
+    return parts
+
+
+def _problem(error: ValueError) -> str:
+    return f"malformed call: {cut(' '.join(str(error).split()))}"
+
+
+def _of_user(read: Callable[[str], Any], path: str) -> Parser:
+    """The parser of a user's function."""
+
+    def parse(text: str) -> dict[str, Any]:
+        try:
+            message = read(text)
+        except ValueError as error:
+            return {"role": "assistant", "content": text, "error": _problem(error)}
+        except Exception as error:  # whatever the user's code raises
+            raise JobError(f"environment.format={path!r} raised {reason(error)}") from error
+        if not isinstance(message, dict) or not isinstance(message.get("content"), str):
+            raise JobError(
+                f"environment.format={path!r} returned {type(message).__name__}; expected a message {{role, content}}, "
+                "with tool_calls where the text has any"
+            )
+        return {"role": "assistant", **message}
+
+    return parse

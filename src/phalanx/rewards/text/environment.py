@@ -1,0 +1,36 @@
+"""The reward that the environment of each sample gives."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class Environment:
+    """What the environment's `get_reward` returns, or the sum of the rewards of its steps.
+
+    Of a dict, the number under `key`, or without one the sum of all. Samples that a failure of the environment ended
+    have 0, and are left out of the training.
+    """
+
+    def __init__(self, key: str | None = None) -> None:
+        self._key = key
+
+    def __call__(
+        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
+        return [self._score(meta) for meta in metadata]
+
+    def _score(self, meta: Mapping[str, Any]) -> float:
+        reward = meta["environment_reward"]
+        if reward is None:
+            if meta["ended"] in ("timeout", "error"):
+                return 0.0
+            raise ValueError("the environment gives no reward; expected a method get_reward, or step")
+        if not isinstance(reward, dict):
+            if self._key is not None:
+                raise ValueError(f"the environment's reward is a number, without a key {self._key!r}")
+            return float(reward)
+        if self._key is None:
+            return float(sum(reward.values()))
+        if self._key not in reward:
+            raise ValueError(f"the environment's reward has no key {self._key!r}; it has {', '.join(reward) or 'none'}")
+        return float(reward[self._key])

@@ -1,0 +1,309 @@
+"""Samples of several turns, in the very modules that are trained: between two turns an environment or tools answer."""
+
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from phalanx.config.environment import EnvironmentConfig
+from phalanx.config.lm import LMRolloutConfig
+from phalanx.distributed.collectives import agree, reduce_float, reduce_int
+from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
+from phalanx.distributed.seed import fold_in
+from phalanx.environments.base import Message, Turn
+from phalanx.environments.conversation import Conversation
+from phalanx.environments.environments import Environments
+from phalanx.environments.registry import COLUMN
+from phalanx.environments.texts import joined, shortened
+from phalanx.functional.tokens import TokenTrace
+from phalanx.models.lm.blocks import other_layers
+from phalanx.models.lm.calls import Parser, parser
+from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.turns import TurnRenderer
+from phalanx.rollout.lm.converse import Spoken, converse
+from phalanx.rollout.lm.decode import Decoding
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.types import Each, JobError, Prompt, Samples
+
+log = logging.getLogger(__name__)
+LOST = ("timeout", "error")  # conversations that the environment's failures ended: they say nothing of the policy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversed(Drawn):
+    """A sample of several turns, whose `response` is all behind the prompt, and whose `text` is that of the last turn.
+
+    `sampled`: the tokens that the model drew. `ended`: why there was no further turn: the environment or the model was
+    done, there was no room for a further turn (turns) or further tokens, a call ran too long (timeout) or raised
+    (error). `mistakes`, `failures` and `seconds`: see phalanx.environments.conversation.
+    """
+
+    sampled: Sequence[bool]
+    ended: str
+    turns: int
+    calls: int
+    mistakes: int
+    failures: int
+    seconds: float
+
+    @property
+    def length(self) -> int:
+        """The tokens that the model drew."""
+        return sum(self.sampled)
+
+
+@dataclass
+class _Talk:
+    """A conversation under way. `messages` are all, those of the prompt among them."""
+
+    conversation: Conversation
+    renderer: TurnRenderer
+    parse: Parser
+    messages: list[Message]
+    prompt: list[int] = field(default_factory=list)
+    turns: int = 0
+    full: bool = False  # it had as many turns as there may be
+
+    def ended(self, spoken: Spoken | None) -> str:
+        """See Conversed."""
+        if self.conversation.ended is not None:
+            return self.conversation.ended
+        return "turns" if self.full and not (spoken is not None and spoken.cut) else "tokens"
+
+
+class ConversationRollout(LMRollout):
+    """See phalanx.types.Rollout. Nothing within a conversation waits for other ranks: these meet once all conversations
+    of a micro-batch have ended, where the failure of one ends all.
+    """
+
+    def __init__(
+        self,
+        policy: LMPolicy,
+        config: LMRolloutConfig,
+        world: World,
+        micro_batch_size: int,
+        passes: Passes | None,
+        environment: EnvironmentConfig,
+        environments: Environments,
+    ) -> None:
+        """Raises ValueError for a model whose conversations cannot be rendered or decoded."""
+        super().__init__(policy, config, world, micro_batch_size, passes)
+        self.environment, self.environments = environment, environments
+        other = other_layers(policy.trained.module.lm)
+        if other:
+            raise ValueError(
+                f"environment.path: {policy.config.path!r} has layers of other kinds ({other[0]}) than attention to "
+                "all that was before; conversations cannot be decoded with it"
+            )
+        self._renderers: dict[str | None, tuple[TurnRenderer, Parser]] = {}
+        for name in environments.names:
+            tools, calls = environments.tools(name), environment.max_calls_per_turn
+            renderer = TurnRenderer(policy.tokenizer, self.data, policy.config.path, tools, policy.ends, calls=calls)
+            self._renderers[name] = renderer, parser(environment.format, tools)
+        self._warned = False
+
+    def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
+        """Those of all rollouts, response/... of the tokens that were drawn, and conversation/... and tools/..."""
+        row, drawn = super().metrics(samples, reward), self._conversed
+        total = reduce_int(len(drawn), "sum")
+
+        def mean(values: Sequence[float], of: float = total) -> float:
+            return reduce_float(float(sum(values)), "sum") / max(of, 1)
+
+        calls = [some.calls + some.mistakes for some in drawn]
+        made = reduce_int(sum(calls), "sum")
+        row |= {
+            "conversation/length_mean": mean([len(some.response) for some in drawn]),
+            "conversation/length_max": reduce_float(float(max(len(some.response) for some in drawn)), "max"),
+            "conversation/turns_mean": mean([some.turns for some in drawn]),
+            "conversation/turns_max": reduce_float(float(max(some.turns for some in drawn)), "max"),
+            "tools/call_frequency": mean(calls),
+            "tools/mistake_frequency": mean([some.mistakes for some in drawn], made),
+            "tools/failure_frequency": mean([some.failures for some in drawn], made),
+            "tools/seconds_mean": mean([some.seconds for some in drawn]),
+        }
+        for ended in ("turns", "tokens", *LOST):
+            row[f"conversation/{ended}_ratio"] = mean([some.ended == ended for some in drawn])
+        return row
+
+    @property
+    def _conversed(self) -> list[Conversed]:
+        """Those of the last `sample`."""
+        return [drawn for drawn in self._drawn if isinstance(drawn, Conversed)]
+
+    def _draw(
+        self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
+    ) -> list[Drawn]:
+        drawn = super()._draw(prompts, names, decoding, each)
+        with self._in_step():
+            problem = self.environments.check()
+        if problem is not None and not self._warned:
+            log.warning("%s; from here on see tools/failure_frequency", problem)
+            self._warned = True
+        return drawn
+
+    def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
+        """See LMRollout."""
+        drawn: list[Drawn] = []
+        with self._in_step():
+            drawn += self._converse(prompts, names, decoding)
+        return drawn
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """For a block that all ranks run at once: raise the JobError of the lowest rank that has one, on all."""
+        failure: JobError | None = None
+        try:
+            yield
+        except JobError as error:
+            failure = error
+        message, _ = agree(None if failure is None else str(failure), 0)
+        if message is not None:
+            raise JobError(message) from failure
+
+    def _converse(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
+        talks = self._begun(prompts, names)
+        # those whose environment does not begin, or adds more than a prompt may have, say nothing
+        fits = self.data.max_prompt_length
+        places = [i for i, talk in enumerate(talks) if talk.conversation.ended is None and len(talk.prompt) <= fits]
+        speaking = [talks[i] for i in places]
+        spoken: dict[int, Spoken] = {}
+        if places:
+            tokens, rows = _distinct([talk.prompt for talk in speaking])
+            uniform = self._uniform([names[i] for i in places], decoding.limit, decoding)
+            room, partner = [decoding.limit] * len(places), _Partner(speaking, self.environment, self.policy.tokenizer)
+            forward, settings, join = self.policy.trained.module, self.policy.settings, self.environment.join
+            said = converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join)
+            spoken = dict(zip(places, said, strict=True))
+        rewards = [talk.conversation.reward() for talk in talks]
+        drawn: list[Drawn] = []
+        for i, (talk, reward) in enumerate(zip(talks, rewards, strict=True)):
+            drawn.append(self._conversation(talk, spoken.get(i), reward.result()))
+            talk.conversation.close()
+        return drawn
+
+    def _begun(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]]) -> list[_Talk]:
+        """A conversation with each prompt, in a new instance of its environment, which may have added to the prompt."""
+        talks = []
+        for prompt, name in zip(prompts, names, strict=True):
+            messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+            row = {key: value for key, value in prompt.meta.items() if key != "tools"}
+            # the samples of a prompt are compared: (seed, step, group) is what they begin with
+            conversation = self.environments.open(
+                row | {"prompt": prompt.messages or prompt.text}, fold_in(*name[:3]), fold_in(*name, "environment")
+            )
+            kind = None if None in self._renderers else prompt.meta[COLUMN]
+            talks.append(_Talk(conversation, *self._renderers[kind], list(messages)))
+        resets = [talk.conversation.reset() for talk in talks]
+        for talk, prompt, reset in zip(talks, prompts, resets, strict=True):
+            added = reset.result()
+            if added:
+                talk.messages = joined(talk.messages, added)
+                with _about(talk):
+                    talk.prompt = talk.renderer.prompt(talk.messages)
+            else:
+                talk.prompt = self.policy.encode(prompt)
+        return talks
+
+    def _conversation(self, talk: _Talk, spoken: Spoken | None, reward: float | dict[str, float] | None) -> Conversed:
+        """What came of a conversation."""
+        tokens = [] if spoken is None else spoken.tokens
+        ended, conversation = talk.ended(spoken), talk.conversation
+        text = "" if spoken is None else self.policy.decode(spoken.turn)
+        if spoken is not None and talk.messages[-1]["role"] != "assistant" and ended == "tokens":
+            talk.messages.append({"role": "assistant", "content": text})  # a turn that has no end
+        beside = {
+            "messages": talk.messages,
+            "turns": talk.turns,
+            "tool_calls": conversation.calls,
+            "ended": ended,
+            "environment_reward": reward,
+        }
+        return Conversed(
+            talk.prompt[-self.data.max_prompt_length :],
+            tokens,
+            text,
+            ended != "done",
+            beside=beside,
+            sampled=[] if spoken is None else spoken.sampled,
+            ended=ended,
+            turns=talk.turns,
+            calls=conversation.calls,
+            mistakes=conversation.mistakes,
+            failures=conversation.failures,
+            seconds=conversation.seconds,
+        )
+
+    def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
+        if reduce_int(sum(drawn.length for drawn in self._drawn), "sum") == 0:
+            raise JobError(
+                "environment: no sample of this step has a token; expected prompts with what reset adds of at most "
+                f"data.max_prompt_length={self.data.max_prompt_length} tokens"
+            )
+        lost = torch.tensor([drawn.ended in LOST for drawn in self._conversed])
+        return replace(super()._samples(prompts, index), lost=lost)
+
+    def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> TokenTrace:
+        sampled = torch.zeros(ids.shape, dtype=torch.bool)
+        ends = torch.zeros(len(ids), dtype=torch.long)
+        for i, drawn in enumerate(self._conversed):
+            ends[i] = len(drawn.prompt) + len(drawn.response)
+            sampled[i, len(drawn.prompt) : ends[i]] = torch.tensor(drawn.sampled, dtype=torch.bool)
+        return TokenTrace(ids, starts, lengths, width, sampled=sampled.to(ids.device), ends=ends.to(ids.device))
+
+
+class _Partner:
+    """See phalanx.rollout.lm.converse.Partner."""
+
+    def __init__(self, talks: Sequence[_Talk], config: EnvironmentConfig, tokenizer: Any) -> None:
+        self._talks, self._config, self._tokenizer = talks, config, tokenizer
+
+    def hear(self, sample: int, turn: list[int]) -> Future[Turn]:
+        talk = self._talks[sample]
+        message = talk.parse(talk.renderer.text(turn))
+        talk.messages.append(message)
+        talk.turns += 1
+        return talk.conversation.hear(message)
+
+    def answer(self, sample: int, heard: Turn) -> list[int] | None:
+        talk = self._talks[sample]
+        messages = [self._cut(message) for message in heard.messages]
+        talk.messages += messages
+        if heard.done or talk.conversation.ended is not None:
+            return None
+        talk.full = talk.turns == self._config.max_turns
+        if talk.full:
+            return None
+        with _about(talk):
+            return talk.renderer.answer(messages)
+
+    def _cut(self, message: Message) -> Message:
+        """The message, whose content is no longer than it may be."""
+        most = self._config.max_observation_length
+        tokens = self._tokenizer(message["content"], add_special_tokens=False)["input_ids"]
+        if len(tokens) <= most:
+            return message
+        kept = shortened(list(tokens), most, self._config.truncate_side)
+        return {**message, "content": str(self._tokenizer.decode(kept))}
+
+
+@contextmanager
+def _about(talk: _Talk) -> Iterator[None]:
+    """What the template does not render within the block ends the job."""
+    try:
+        yield
+    except ValueError as error:
+        raise JobError(str(error)) from error
+
+
+def _distinct(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """The different ones, and the number among these of each."""
+    known: dict[tuple[int, ...], int] = {}
+    rows = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
+    return [list(prompt) for prompt in known], rows

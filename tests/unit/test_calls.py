@@ -1,0 +1,181 @@
+"""Calls of tools in texts, by the format of the model family."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config import ConfigError
+from phalanx.models.lm.calls import FORMATS, parser
+from phalanx.types import JobError
+
+PROPERTIES = {
+    "x": {"type": "integer"},
+    "on": {"type": "boolean"},
+    "text": {"type": "string"},
+    "items": {"type": "array"},
+    "limit": {"anyOf": [{"type": "number"}, {"type": "null"}]},
+    "label": {"type": ["string", "null"]},
+}
+TOOLS = [{"type": "function", "function": {"name": "calc", "parameters": {"properties": PROPERTIES}}}]
+
+
+def call(name: str, **arguments: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def hermes(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+def coder(name: str, *arguments: tuple[str, str]) -> str:
+    body = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments)
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+CALL = '{"name": "calc", "arguments": {"x": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        ("hermes", " It is <b>4</b>. ", "It is <b>4</b>.", []),
+        ("hermes", f"I see.\n{hermes(CALL)}\n", "I see.", [call("calc", x=1)]),
+        ("hermes", f"{hermes(CALL)}{hermes(CALL)} done", "done", [call("calc", x=1), call("calc", x=1)]),
+        ("hermes", f"<tool_call>{CALL}", "", [call("calc", x=1)]),
+        ("hermes", hermes('{"name": "now"}'), "", [call("now")]),
+        ("hermes", hermes('{"name": "calc", "arguments": "{\\"x\\": 1}"}'), "", [call("calc", x=1)]),
+        ("qwen3_coder", f"Hm.{coder('calc', ('x', '1'), ('on', 'True'))}", "Hm.", [call("calc", x=1, on=True)]),
+        ("qwen3_coder", coder("calc", ("text", "1\n\n<b>2</b>")), "", [call("calc", text="1\n\n<b>2</b>")]),
+        (
+            "qwen3_coder",
+            coder("calc", ("text", "12"), ("items", "[1, 2]")),
+            "",
+            [call("calc", text="12", items=[1, 2])],
+        ),
+        ("qwen3_coder", coder("calc", ("x", "one"), ("y", "2")), "", [call("calc", x="one", y="2")]),
+        ("qwen3_coder", coder("calc", ("limit", "None"), ("label", "7")), "", [call("calc", limit=None, label="7")]),
+        ("qwen3_coder", coder("other"), "", [call("other")]),
+        ("llama3", '{"name": "calc", "parameters": {"x": 1}}', "", [call("calc", x=1)]),
+        ("llama3", f'<|python_tag|>{CALL}; {{"name": "now"}}', "", [call("calc", x=1), call("now")]),
+        ("llama3", 'The set {"a", "b"}.', 'The set {"a", "b"}.', []),
+        ("llama3", "{x | x > 0}", "{x | x > 0}", []),
+    ],
+)
+def test_calls(form: str, text: str, content: str, calls: list[dict[str, Any]]) -> None:
+    message = parser(form, TOOLS)(text)
+    assert message == {"role": "assistant", "content": content} | ({"tool_calls": calls} if calls else {})
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "problem"),
+    [
+        ("hermes", hermes("{calc}"), "Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
+        ("hermes", hermes("[1]"), "expected a JSON object with a name and arguments"),
+        ("hermes", hermes('{"name": 3}'), "expected a JSON object with a name and arguments"),
+        ("hermes", hermes('{"name": "calc", "arguments": [1]}'), "the arguments should be a JSON object"),
+        ("hermes", hermes("[" * 100_000), "it is nested too deeply"),
+        (
+            "hermes",
+            hermes('{"x": ' + "9" * 5000 + "}"),
+            "Exceeds the limit (4300 digits) for integer string conversion",
+        ),
+        ("hermes", hermes('{"name": "\\ud83d"}'), "\\ud83d is half of a surrogate pair, which no text can hold"),
+        ("qwen3_coder", hermes(CALL), "expected <function=name> behind <tool_call>"),
+        ("qwen3_coder", hermes("<function=calc>\n<parameter=x>\n1"), "no </parameter> behind <parameter=x>"),
+        ("llama3", "<|python_tag|>print(1)", "Expecting value: line 1 column 1 (char 0)"),
+        ("llama3", '{"name": "calc", "parameters": 3}', "the parameters should be a JSON object"),
+        ("llama3", f"{CALL}; and more", "Expecting value: line 1 column 1 (char 0)"),
+    ],
+)
+def test_a_malformed_call_is_a_line(form: str, text: str, problem: str) -> None:
+    message = parser(form, TOOLS)(text)
+    error = message["error"]
+    assert error.startswith(f"malformed call: {problem}") and "\n" not in error and len(error) < 300
+    json.dumps(message)
+
+
+def test_good_calls_beside_a_malformed_one() -> None:
+    message = parser("hermes")(f"{hermes(CALL)}{hermes('{')}{hermes(CALL)}")
+    assert message["tool_calls"] == [call("calc", x=1)] * 2 and message["error"].startswith("malformed call: ")
+
+
+@pytest.mark.parametrize("begin", ["<think>", ""])
+def test_a_call_among_thoughts_is_none(begin: str) -> None:
+    thought = f"I could call {hermes(CALL)}"
+    message = parser("hermes")(f"{begin}\n{thought}\n</think>\n\nIt is 4.")
+    assert message == {"role": "assistant", "content": "It is 4.", "reasoning_content": thought}
+    never = parser("hermes")(f"<think>{thought}")
+    assert never == {"role": "assistant", "content": "", "reasoning_content": thought}
+
+
+LONG = 100_000
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize(
+    "part",
+    [
+        "<tool_call>",
+        "</tool_call>",
+        "<tool_call></tool_call>",
+        '<tool_call>{"name": "a", "arguments": {}}',
+        '<tool_call>["</tool_call>',
+        "<tool_call><function=calc><parameter=x></tool_call>",
+        "<parameter=",
+        "<parameter=x>",
+        "<think>",
+        "</think>",
+        '{"name": "a"};',
+        '{"name": [',
+        "[",
+        '{"name": "a", "parameters": {"name": ',
+        "\\ud83d",
+        "9",
+        " ",
+    ],
+)
+def test_long_texts_take_little_time(form: str, part: str) -> None:
+    """No text of a policy holds up a step."""
+    read = parser(form, TOOLS)
+    for begin in ("", "<tool_call>", "<tool_call><function=calc>", '{"name": '):
+        start = time.process_time()
+        assert read(begin + part * (LONG // len(part)))["role"] == "assistant"
+        assert time.process_time() - start < 1.0
+
+
+def test_a_parser_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_calls.py").write_text(
+        "def read(text):\n"
+        "    if text == 'bad':\n"
+        "        raise ValueError('no\\nverb')\n"
+        "    if text == 'bug':\n"
+        "        return 1 / 0\n"
+        "    return text if text == 'text' else {'content': text.upper()}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    for path in ("my_calls:read", f"{tmp_path}/my_calls.py:read"):
+        read = parser(path)
+        assert read("a") == {"role": "assistant", "content": "A"}
+        assert read("bad") == {"role": "assistant", "content": "bad", "error": "malformed call: no verb"}
+        with pytest.raises(JobError, match=r"^environment.format='.*:read' raised ZeroDivisionError: division by zero"):
+            read("bug")
+        with pytest.raises(JobError, match=r":read' returned str; expected a message \{role, content\}, with tool_cal"):
+            read("text")
+    sys.modules.pop("my_calls", None)
+
+
+def test_an_unknown_format() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parser("hermess")
+    assert str(caught.value) == (
+        "environment.format='hermess' is unknown; did you mean hermes? known: hermes, qwen3_coder, llama3, "
+        "module:function or path/to/file.py:function"
+    )
+    with pytest.raises(
+        ConfigError, match=r"^environment.format='nowhere:read': no module 'nowhere' on the Python path"
+    ):
+        parser("nowhere:read")
