@@ -33,13 +33,14 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-tools base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
 	@echo "make quickstart-lora  the same with a LoRA"
 	@echo "make quickstart-lm    train a tiny language model on word problems with GRPO, two CPU ranks, about 2 minutes"
 	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in an environment of its own"
+	@echo "make quickstart-tools    train a tiny language model to call a calculator with GRPO, two CPU ranks, about a minute"
 	@echo "make quickstart-bd    GRPO of a tiny block-diffusion model on word problems, two CPU ranks, about 2 minutes"
 	@echo "make test-fast        tests of numbers and of single modules that start no process, under a minute on 2 cores"
 	@echo "make test             one test of each kind, 10 to 35 minutes on 2 cores"
@@ -57,6 +58,7 @@ help:
 	@echo "make learn-bd         the same of block diffusion, half an hour"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
+	@echo "make base-tools       make the tiny language model with a calculator again, out of that one, about 2 minutes"
 	@echo "make base-bd          make the tiny block-diffusion model again, out of that one, about 3 minutes"
 	@echo "make docs             build the documentation into site/"
 	@echo "make wheel            build the wheel into dist/"
@@ -75,6 +77,9 @@ quickstart-lm: $(VENV)/.installed
 
 quickstart-bd: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/block_diffusion/quickstart.yaml $(ARGS)
+
+quickstart-tools: $(VENV)/.installed
+	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart_tools.yaml $(ARGS)
 
 quickstart-lm-vllm: $(VLLM_VENV)/.installed
 	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" \
@@ -161,6 +166,10 @@ base: $(VENV)/.installed-base
 base-lm: $(VENV)/.installed
 	@$(ON_CPU) python assets/make/make_base_lm.py output_dir=outputs/base_lm
 	@rm -rf assets/words/base && cp -R outputs/base_lm/. assets/words/
+
+base-tools: $(VENV)/.installed
+	@$(ON_CPU) python assets/make/make_base_tools.py output_dir=outputs/base_tools
+	@rm -rf assets/calculator && cp -R outputs/base_tools assets/calculator
 
 base-bd: $(VENV)/.installed
 	@$(ON_CPU) python assets/make/make_base_lm.py output_dir=outputs/base_bd steps=0

@@ -3,6 +3,7 @@ has the right ideas and many wrong answers.
 """
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ TEMPLATE = (
 VOCABULARY = 512
 PROMPT_WEIGHT = 0.1  # of a prompt's tokens in the loss
 FACT_TOKENS = 56  # of a row of bare arithmetic
+Row = tuple[list[int], list[float]]  # tokens, and their weights in the loss
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -70,45 +72,53 @@ def pretrain(folder: Path, *, steps: int, batch_size: int, lr: float, seed: int)
     torch.manual_seed(seed)
     tokenizer = make_tokenizer()
     model = make_model(tokenizer)
+    rng, half = random.Random(seed), batch_size // 2
+    stories = iter(problems(steps * half, seed + 1, "train"))
+
+    def batch() -> list[Row]:
+        rows = [_story(tokenizer, next(stories), rng) for _ in range(half)]
+        return rows + [_facts(tokenizer, rng) for _ in range(batch_size - half)]
+
+    fit(model, tokenizer.pad_token_id, batch, steps=steps, lr=lr)
+    model.half().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def fit(model: Any, pad: int, batch: Callable[[], list[Row]], *, steps: int, lr: float, decay: float = 0.0) -> None:
+    """Cross-entropy by Muon and AdamW; the learning rate falls to a twentieth in the last `decay` of the steps."""
     hidden = [p for p in model.model.layers.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if all(p is not q for q in hidden)]
     optimizers = [
         torch.optim.Muon(hidden, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
-    rng, half = random.Random(seed), batch_size // 2
-    stories = iter(problems(steps * half, seed + 1, "train"))
     for step in range(steps):
-        rows = [_story(tokenizer, next(stories), rng) for _ in range(half)]
-        rows += [_facts(tokenizer, rng) for _ in range(batch_size - half)]
-        ids, weight = _padded(rows, tokenizer.pad_token_id)
+        ids, weight = _padded(batch(), pad)
         logits = model(input_ids=ids[:, :-1]).logits
         losses = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
         loss = (losses * weight[:, 1:].flatten()).sum() / weight[:, 1:].sum()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        factor = min(1.0, (step + 1) / 20)
+        if decay and step >= (1 - decay) * steps:
+            factor = max(0.05, (steps - step) / (decay * steps))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = lr * min(1.0, (step + 1) / 20)
+                group["lr"] = lr * factor
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % 50 == 0:
             print(f"step {step + 1} of {steps}: loss {loss.item():.3f}", flush=True)
-    model.half().save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
-_Row = tuple[list[int], list[float]]  # tokens, and their weights in the loss
-
-
-def _story(tokenizer: Any, found: Any, rng: random.Random) -> _Row:
+def _story(tokenizer: Any, found: Any, rng: random.Random) -> Row:
     chat = [{"role": "user", "content": found.question}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
     answer = tokenizer(found.solution(rng, shown=0.5, marked=0.7) + END)["input_ids"]
     return prompt + answer, [PROMPT_WEIGHT] * len(prompt) + [1.0] * len(answer)
 
 
-def _facts(tokenizer: Any, rng: random.Random) -> _Row:
+def _facts(tokenizer: Any, rng: random.Random) -> Row:
     tokens, weights = [tokenizer.convert_tokens_to_ids(START)], [0.0]
     while len(tokens) < FACT_TOKENS:
         question, result = fact(rng).split("=")
@@ -118,7 +128,7 @@ def _facts(tokenizer: Any, rng: random.Random) -> _Row:
     return tokens, weights
 
 
-def _padded(rows: list[_Row], pad: int) -> tuple[Tensor, Tensor]:
+def _padded(rows: list[Row], pad: int) -> tuple[Tensor, Tensor]:
     longest = max(len(tokens) for tokens, _ in rows)
     ids, weight = torch.full((len(rows), longest), pad), torch.zeros(len(rows), longest)
     for i, (tokens, weights) in enumerate(rows):

@@ -44,26 +44,27 @@ def problem(rng: random.Random) -> Problem:
     kind = rng.randrange(6)
     if kind == 0:
         question = f"{x} has {a} {of}. {x} buys {b} more and gives {c} to {y}. How many {of} does {x} have now?"
-        return _made(question, (a, "+", b), ("-", c))
+        return made(question, (a, "+", b), ("-", c))
     if kind == 1:
         gone = rng.randint(2, min(20, k * few - 1))
         question = f"{x} has {k} boxes with {few} {of} each. {y} takes {gone} {of}. How many {of} are left?"
-        return _made(question, (k, "*", few), ("-", gone))
+        return made(question, (k, "*", few), ("-", gone))
     if kind == 2:
         question = f"{x} sells {a} {of} on Monday and {b} more than that on Tuesday. How many {of} is that in all?"
-        return _made(question, (a, "+", b), ("+", a))
+        return made(question, (a, "+", b), ("+", a))
     if kind == 3:
         a, b = max(a, b) + 1, min(a, b)
         question = f"{x} has {a} {of}, which is {b} more than {y} has. How many {of} do they have together?"
-        return _made(question, (a, "-", b), ("+", a))
+        return made(question, (a, "-", b), ("+", a))
     if kind == 4:
         question = f"{x} makes {few} {of} a day for {k} days and then buys {a}. How many {of} does {x} have?"
-        return _made(question, (k, "*", few), ("+", a))
+        return made(question, (k, "*", few), ("+", a))
     question = f"{x} has {a} {of} and {y} has {b}. They find {c} more. How many {of} do they have together?"
-    return _made(question, (a, "+", b), ("+", c))
+    return made(question, (a, "+", b), ("+", c))
 
 
-def _made(question: str, first: tuple[int, str, int], second: tuple[str, int]) -> Problem:
+def made(question: str, first: tuple[int, str, int], second: tuple[str, int]) -> Problem:
+    """A problem whose second step goes on with the result of the first."""
     between = _result(*first)
     end = _result(between, *second)
     steps = (f"{first[0]}{first[1]}{first[2]}={between}", f"{between}{second[0]}{second[1]}={end}")
@@ -78,9 +79,9 @@ def problems(count: int, seed: int, split: str) -> list[Problem]:
     """`count` problems of a split, some of which may be equal."""
     rng, found = random.Random(seed), list[Problem]()
     while len(found) < count:
-        made = problem(rng)
-        if made.split == split:
-            found.append(made)
+        new = problem(rng)
+        if new.split == split:
+            found.append(new)
     return found
 
 

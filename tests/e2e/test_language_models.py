@@ -25,6 +25,19 @@ def test_the_quickstart_learns(tmp_path: Path) -> None:
     assert (tmp_path / "samples" / "test" / "step_000020" / "index.jsonl").is_file()
 
 
+def test_the_quickstart_with_tools_learns(tmp_path: Path) -> None:
+    """In the first 12 of its steps more answers are right, since the calculator is called more often."""
+    keys = ["trainer.total_training_steps=12", "trainer.save_freq=-1", "trainer.test_freq=-1"]
+    keys += ["trainer.val_before_train=false", f"trainer.output_dir={tmp_path}"]
+    done = torchrun([TASK, "configs/grpo/quickstart_tools.yaml", *keys], nproc=2, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in read_metrics(tmp_path / METRICS_FILE) if row["step"] > 0]
+    for key in ("reward/mean", "tools/call_frequency", "conversation/turns_mean"):
+        first, last = (sum(row[key] for row in some) / 3 for some in (rows[:3], rows[-3:]))
+        assert last > first + 0.15, key
+    assert all(row["actor/first_ratio_error"] == 0 for row in rows)
+
+
 @pytest.mark.full
 def test_the_recipe_of_ppo_trains_policy_and_critic(tmp_path: Path) -> None:
     """A few steps of it, at a quarter of its size."""
