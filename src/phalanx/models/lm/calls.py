@@ -43,7 +43,7 @@ def parser(format: str, tools: Sequence[dict[str, Any]] = ()) -> Parser:
     return lambda text: _message(text, FORMATS[format], types)
 
 
-class _Found:
+class _Parts:
     """The parts of a text: its calls, what is wrong with some, and the rest."""
 
     def __init__(self) -> None:
@@ -51,10 +51,10 @@ class _Found:
         self.error: str | None = None  # of the first that is malformed
         self.rest: list[str] = []
 
-    def add(self, read: Callable[[], dict[str, Any]]) -> None:
+    def add(self, text: str, read: Callable[[str], dict[str, Any]]) -> None:
         """Read a call."""
         try:
-            self.calls.append(read())
+            self.calls.append(read(text))
         except ValueError as error:
             self.error = self.error or _problem(error)
 
@@ -62,42 +62,42 @@ class _Found:
 Types = dict[str, dict[str, set[str]]]  # of arguments, by the tool's name
 
 
-def _message(text: str, read: Callable[[str, Types], _Found], types: Types) -> dict[str, Any]:
+def _message(text: str, read: Callable[[str, Types], _Parts], types: Types) -> dict[str, Any]:
     """The message of a text. A call among thoughts is none."""
     thoughts, thought, answer = text.partition(_THOUGHT)
     if not thought:  # the template may have begun the thoughts
         thoughts, answer = (text, "") if text.lstrip().startswith(_THINK) else ("", text)
-    found = read(answer, types)
-    message: dict[str, Any] = {"role": "assistant", "content": "".join(found.rest).strip()}
+    parts = read(answer, types)
+    message: dict[str, Any] = {"role": "assistant", "content": "".join(parts.rest).strip()}
     if thoughts:
         message["reasoning_content"] = thoughts.strip().removeprefix(_THINK).strip()
-    if found.calls:
-        message["tool_calls"] = [{"type": "function", "function": call} for call in found.calls]
-    if found.error is not None:
-        message["error"] = found.error
+    if parts.calls:
+        message["tool_calls"] = [{"type": "function", "function": call} for call in parts.calls]
+    if parts.error is not None:
+        message["error"] = parts.error
     return message
 
 
-def _tagged(text: str, read: Callable[[str], dict[str, Any]]) -> _Found:
+def _tagged(text: str, read: Callable[[str], dict[str, Any]]) -> _Parts:
     """Calls between tags; a turn may end without the last closing one."""
-    found, place = _Found(), 0
+    parts, place = _Parts(), 0
     while (start := text.find(_OPEN, place)) >= 0:
-        found.rest.append(text[place:start])
+        parts.rest.append(text[place:start])
         end = text.find(_CLOSE, start)
         end = end if end >= 0 else len(text)
         body = text[start + len(_OPEN) : end].strip()
-        found.add(lambda body=body: read(body))
+        parts.add(body, read)
         place = end + len(_CLOSE)
-    found.rest.append(text[place:])
-    return found
+    parts.rest.append(text[place:])
+    return parts
 
 
-def _hermes(text: str, types: Types) -> _Found:
+def _hermes(text: str, types: Types) -> _Parts:
     """JSON objects between tags: Hermes, Qwen2.5 and Qwen3."""
     return _tagged(text, lambda body: _call(parse_json(body), "arguments"))
 
 
-def _qwen3_coder(text: str, types: Types) -> _Found:
+def _qwen3_coder(text: str, types: Types) -> _Parts:
     """A function between tags, with a tag for each argument, whose text may have lines: Qwen3-Coder, Qwen3.5 and later.
 
     Arguments have the types of the tool's schema; what is of none stays a text.
@@ -105,20 +105,20 @@ def _qwen3_coder(text: str, types: Types) -> _Found:
     return _tagged(text, lambda body: _function(body, types))
 
 
-def _llama3(text: str, types: Types) -> _Found:
+def _llama3(text: str, types: Types) -> _Parts:
     """A text that is one JSON object, or several behind semicolons: Llama 3.1 to 3.3."""
-    found, (before, tag, rest) = _Found(), text.partition(_TAG)
+    parts, (before, tag, rest) = _Parts(), text.partition(_TAG)
     body = (rest if tag else text).strip()
     if not tag and not (body.startswith("{") and '"name"' in body):
-        found.rest.append(text)
-        return found
-    found.rest.append(before if tag else "")
+        parts.rest.append(text)
+        return parts
+    parts.rest.append(before if tag else "")
     for part in _objects(body):
-        found.add(lambda part=part: _call(parse_json(part), "parameters"))
-    return found
+        parts.add(part, lambda text: _call(parse_json(text), "parameters"))
+    return parts
 
 
-FORMATS: dict[str, Callable[[str, Types], _Found]] = {"hermes": _hermes, "qwen3_coder": _qwen3_coder, "llama3": _llama3}
+FORMATS: dict[str, Callable[[str, Types], _Parts]] = {"hermes": _hermes, "qwen3_coder": _qwen3_coder, "llama3": _llama3}
 
 
 def _call(value: Any, arguments: str) -> dict[str, Any]:
@@ -141,12 +141,12 @@ def _function(body: str, types: Types) -> dict[str, Any]:
         raise CallError("expected <function=name> behind <tool_call>")
     arguments: dict[str, Any] = {}
     place = 0
-    while (found := _PARAMETER.search(rest, place)) is not None:
-        end = rest.find("</parameter>", found.end())
+    while (opening := _PARAMETER.search(rest, place)) is not None:
+        end = rest.find("</parameter>", opening.end())
         if end < 0:
-            raise CallError(f"no </parameter> behind <parameter={found[1]}>")
-        text = rest[found.end() : end].removeprefix("\n").removesuffix("\n")
-        arguments[found[1].strip()] = _typed(text, types.get(name, {}).get(found[1].strip(), set()))
+            raise CallError(f"no </parameter> behind <parameter={opening[1]}>")
+        text = rest[opening.end() : end].removeprefix("\n").removesuffix("\n")
+        arguments[opening[1].strip()] = _typed(text, types.get(name, {}).get(opening[1].strip(), set()))
         place = end
     return {"name": name, "arguments": arguments}
 
@@ -187,7 +187,8 @@ def _typed(text: str, kinds: set[str]) -> Any:
 
 def _objects(text: str) -> list[str]:
     """JSON objects one behind another, apart by semicolons and space; what is none comes whole, as the last."""
-    parts, place, decoder = [], 0, json.JSONDecoder()
+    parts: list[str] = []
+    place, decoder = 0, json.JSONDecoder()
     while place < len(text):
         try:
             _, end = decoder.raw_decode(text, place)
