@@ -32,7 +32,7 @@ from phalanx.config.tasks import (
     ServeRewardConfig,
 )
 from phalanx.data.prompts import load_prompts
-from phalanx.environments import Environments
+from phalanx.environments import EnvironmentFailure, Environments
 from phalanx.models.flow.folder import model_index
 from phalanx.plan import clusters
 from phalanx.rewards import RewardSet
@@ -360,6 +360,11 @@ def test_the_environment_examples(examples: Path) -> None:
     page = (ROOT / "docs" / "environments.md").read_text()
     assert f"`{texts[4]}`" in page
     assert shop.reward().result(9) == pytest.approx(1 / 3)
+    pear = {"type": "function", "function": {"name": "sell", "arguments": {"name": "pear", "amount": 0}}}
+    shop.hear({"role": "assistant", "content": "", "tool_calls": [pear]}).result(9)
+    with pytest.raises(EnvironmentFailure) as error:
+        environments.check()
+    assert str(error.value).replace(f"{examples}/", "") in page.replace("\n", " ")
     environments = Environments(EnvironmentConfig(path="environments/review.py:solve", kwargs={"rounds": 1}))
     review = environments.open({"prompt": [{"role": "user", "content": "Write."}]}, 5, 0)
     assert review.reset().result(9) == []

@@ -130,6 +130,20 @@ def test_a_conversation_with_tools(file: Path) -> None:
     environments.close()
 
 
+def test_an_environment_cannot_change_the_data(file: Path) -> None:
+    path = file.with_name("changing.py")
+    path.write_text(
+        "class Changing:\n    def reset(self, goods, seed):\n        goods['apple'].append(seed)\n        return str(goods)\n"
+        '    def look(self) -> str:\n        """Looks."""\n'
+    )
+    environments, _ = opened(path, "Changing")
+    row: dict[str, Any] = {"prompt": "x", "goods": {"apple": [1]}}
+    for seed in (2, 3):
+        added = environments.open(row, seed, 0).reset().result(5)
+        assert added == [{"role": "user", "content": f"{{'apple': [1, {seed}]}}"}]
+    assert row == {"prompt": "x", "goods": {"apple": [1]}}
+
+
 def test_mistakes_of_the_model_are_answered(file: Path) -> None:
     _, conversation = opened(file, max_calls_per_turn=6)
     conversation.reset().result(5)
@@ -233,6 +247,9 @@ def test_hung_calls_end_their_conversations_side_by_side(file: Path, tool: str) 
     assert time.perf_counter() - start < 2.5
     assert {conversation.ended for conversation in conversations} == {"timeout"}
     assert [conversation.reward().result(5) for conversation in conversations] == [None] * 4
+    for conversation in conversations:
+        conversation.close()
+        assert conversation.closed is None, "nothing of an instance is called again"
     # the pool has as many threads as before, and another event loop
     after = environments.open({"prompt": "x"}, 0, 9)
     after.reset().result(5)
