@@ -80,7 +80,7 @@ class PlannedExperts:
         return None if self.ledger.phase.name == "update" or not self.unsharded else True
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the layer computes with: experts of this rank, or of all."""
+        """The tensors that the layer computes with: the experts of this rank, or of all."""
         parts = dict(self.layer.named_parameters(recurse=False))
         if self.gathered is None:
             return {name: p.to(self.dtype) for name, p in parts.items()}
