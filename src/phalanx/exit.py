@@ -101,7 +101,7 @@ def begin() -> None:
     global _mark
     folder = os.environ.pop(MARKS, None)  # what this process starts is no rank
     if folder is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        os._exit = partial(_left, os.getpid())  # type: ignore[assignment]
+        os._exit = partial(_left, os.getpid())
     elif folder is not None:
         _mark = Path(folder, os.environ["LOCAL_RANK"])  # a rank that is started again may have another number
         _mark.write_text(os.environ["RANK"])
