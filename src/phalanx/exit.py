@@ -108,7 +108,7 @@ def begin() -> None:
 
 
 def _left(rank_pid: int, status: int) -> NoReturn:
-    """What os._exit does in a rank, and in the processes that it forks: in the rank the job has not been done."""
+    """The os._exit of a rank and of the processes that it forks: where the rank itself calls it, its job is not done."""
     if os.getpid() != rank_pid:
         _leave(status)
     caller = sys._getframe(1)
