@@ -101,14 +101,14 @@ def begin() -> None:
     global _mark
     folder = os.environ.pop(MARKS, None)  # what this process starts is no rank
     if folder is None and "TORCHELASTIC_RUN_ID" in os.environ:
-        os._exit = partial(_left, os.getpid())  # type: ignore[assignment]
+        os._exit = partial(_left, os.getpid())
     elif folder is not None:
         _mark = Path(folder, os.environ["LOCAL_RANK"])  # a rank that is started again may have another number
         _mark.write_text(os.environ["RANK"])
 
 
 def _left(rank_pid: int, status: int) -> NoReturn:
-    """What os._exit does in a rank, and in the processes that it forks: in the rank the job has not been done."""
+    """The os._exit of a rank and of the processes that it forks: where the rank itself calls it, its job is not done."""
     if os.getpid() != rank_pid:
         _leave(status)
     caller = sys._getframe(1)

@@ -62,6 +62,8 @@ def test_two_nodes_are_one_world(sd3_folder: Path, tmp_path: Path) -> None:
     assert "report:" in nodes[0].stdout and "report:" not in nodes[1].stdout
 
 
+@pytest.mark.long
+@pytest.mark.full
 def test_killed_run_resumes_as_if_it_had_not_been(sd3_folder: Path, tmp_path: Path) -> None:
     args = ["trainer.total_training_steps=6", "trainer.save_freq=2", "model.lora_rank=4", "actor.ema.decay=0.9"]
     whole = run_task([TASK, *overrides(sd3_folder, tmp_path / "whole"), *args], nproc=2)
