@@ -14,13 +14,16 @@ import json
 import multiprocessing
 import os
 import resource
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # before torch is asked for GPUs: a process that has started CUDA has no forks that can use it
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -28,6 +31,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for trainer.deter
 
 import smoke_kernels
 import smoke_kill
+import smoke_lm
 import smoke_steps
 import torch
 from measure import origin
@@ -44,6 +48,8 @@ CHECKS: dict[str, Callable[[], Iterator[Line]]] = {
     "transfers": smoke_kernels.transfers,
     "judge": smoke_kernels.sleeping_judge,
     "vllm": smoke_steps.sleeping_vllm,
+    "vllm_judge": smoke_lm.vllm_beside_a_judge,
+    "packed": smoke_lm.packed,
     "kill": smoke_kill.kill,
 }
 LIMIT_S = 240.0  # of a check
@@ -67,14 +73,65 @@ def main() -> None:
             took, cpu = time.perf_counter() - begun, cpu_seconds() - cpu
             found[check] = {"s": round(took, 2), "cpu_s": round(cpu, 2), "lines": [asdict(line) for line in lines]}
             print(f"\n{check}, {took:.1f} s, {cpu:.1f} s of the CPU", *map(row, lines), sep="\n", flush=True)
-        where = json.loads((Path(name) / "origin.json").read_text())
+        places = [json.loads((Path(name) / f"{check}.json").read_text()) for check in args.only]
+    where = max(places, key=lambda place: place["peak_gb"])
     states = [line["state"] for check in found.values() for line in check["lines"]]
     took = time.perf_counter() - start
     counts = ", ".join(f"{states.count(state)} {state}" for state in (PASS, FAIL, NONE))
     print(f"\n{counts} in {took:.0f} s on {where['device']}, torch {where['torch']}; {args.json}", flush=True)
+    report = for_an_issue(where, {check: each["lines"] for check, each in found.items()})
+    print("\nfor an issue:", *report, sep="\n", flush=True)
     args.json.parent.mkdir(parents=True, exist_ok=True)
-    args.json.write_text(json.dumps({**where, "s": round(took, 1), "checks": found}, indent=1) + "\n")
+    result = {**where, "s": round(took, 1), "issue": report, "checks": found}
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(1 if FAIL in states else 0)
+
+
+PACKAGES = ("phalanx", "transformers", "diffusers", "peft", "accelerate", "vllm", "vllm-omni", "flash-attn", "triton")
+
+
+def for_an_issue(where: dict[str, Any], checks: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Five lines: the device and its driver, torch, packages, what has passed and failed, and the peak of memory."""
+    versions = []
+    for name in PACKAGES:
+        try:
+            versions.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            versions.append(f"{name} -")
+    lines = [line for each in checks.values() for line in each]
+    states = [line["state"] for line in lines]
+    failed = ", ".join(line["name"].strip() for line in lines if line["state"] == FAIL) or "none"
+    return [
+        f"device: {where['device']}, driver {where['driver']}, Python {where['python']}",
+        f"torch: {where['torch']}, CUDA {where['cuda']}, cuDNN {where['cudnn']}, NCCL {where['nccl']}",
+        f"packages: {', '.join(versions)}, commit {where['commit']}",
+        f"passed: {states.count(PASS)}, without an answer: {states.count(NONE)}, failed: {failed}",
+        f"peak memory: {where['peak_gb']:.2f} GB {where['peak_of']}",
+    ]
+
+
+def driver() -> str | None:
+    """The version of NVIDIA's driver; None where there is no nvidia-smi, or it fails."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    return done.stdout.strip().partition("\n")[0] if done.returncode == 0 else None
+
+
+def state_of(check: str) -> dict[str, Any]:
+    """Where a check ran, as its process knows it at its end."""
+    cuda = torch.cuda.is_available()
+    peak = torch.cuda.max_memory_allocated() if cuda else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {
+        **origin(device()),
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda else None,
+        "peak_gb": peak / 1e9,
+        "peak_of": f"{'allocated by torch' if cuda else 'of the process'} in the check {check}",
+    }
 
 
 def run(check: str, folder: Path) -> list[Line]:
@@ -112,10 +169,12 @@ def child(check: str, folder: Path) -> NoReturn:
         os.execv(sys.executable, [sys.executable, __file__, "--only", check, "--child", str(folder)])
     if device().type == "cpu":
         torch.set_num_threads(1)
-    (folder / "origin.json").write_text(json.dumps(origin(device())))
+    file = folder / f"{check}.json"
+    file.write_text(json.dumps(state_of(check)))  # of a check that crashes later
     with (folder / f"{check}.jsonl").open("w", buffering=1) as out:
         for line in CHECKS[check]():
             out.write(json.dumps(asdict(line)) + "\n")
+    file.write_text(json.dumps(state_of(check)))
     sys.stdout.flush()
     os._exit(0)  # threads of process groups and compilers would outlive the interpreter's end
 

@@ -345,7 +345,8 @@ def fsdp() -> Iterator[Line]:
     with patch.object(World, "shard_size", 2), patch.object(mesh, "check_launch", lambda *_: None):
         for name, overrides in LAYOUTS.items():
             yield from tried(f"FSDP2, {name}", partial(_fsdp, name, overrides, norm))
-        yield from tried("FSDP2, resumed", _resumed)
+        for name in SAVES:
+            yield from tried(f"FSDP2{name}, resumed", partial(_resumed, name))
 
 
 LAYOUTS = {
@@ -370,9 +371,17 @@ def _fsdp(name: str, overrides: list[str], norm: float) -> Iterator[Line]:
     yield judged("  its gradient norm, of that without FSDP", abs(away - 1) < 0.01, away)
 
 
-def _resumed() -> Iterator[Line]:
+SAVES = {
+    "": [],
+    ", param_offload": ["parallel.param_offload=true"],
+    ", optimizer_offload": ["parallel.optimizer_offload=true"],
+    ", both offloads": ["parallel.param_offload=true", "parallel.optimizer_offload=true"],
+}
+
+
+def _resumed(name: str) -> Iterator[Line]:
     """Two steps, and the second again from the checkpoint that was written in the background of it."""
-    cfg = configured(QWEN, small(), "trainer.deterministic=true")
+    cfg = configured(QWEN, small(), "trainer.deterministic=true", *SAVES[name])
     cfg.trainer.save_freq, cfg.trainer.total_training_steps = 1, 2
     folder = Path(cfg.trainer.output_dir)
     weights = []
@@ -389,7 +398,7 @@ def _resumed() -> Iterator[Line]:
         torch.use_deterministic_algorithms(False)
     one, other = weights
     differ = sum(not torch.equal(value, other[name]) for name, value in one.items())
-    yield judged("FSDP2, tensors that a resumed run has otherwise", differ == 0, differ, "", f"of {len(one)}")
+    yield judged(f"FSDP2{name}, tensors that a resumed run has otherwise", differ == 0, differ, "", f"of {len(one)}")
 
 
 # -- (6) compiling, (8) vLLM --------------------------------------------------------------------------------------

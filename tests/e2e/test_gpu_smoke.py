@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import ROOT, launch_environment
 
@@ -38,7 +39,9 @@ PASSES = [
     *(f"FSDP2, {name}, |ratio - 1|" for name in ("gathered once a rollout", "gathered at each block")),
     *(f"FSDP2, {name}, |ratio - 1|" for name in ("without checkpointing", "param_offload", "optimizer_offload")),
     "FSDP2, sharded LoRA, |ratio - 1|",
-    "FSDP2, tensors that a resumed run has otherwise",
+    *(f"FSDP2{name}, tensors that a resumed run has otherwise" for name in ("", ", param_offload", ", both offloads")),
+    "FSDP2, optimizer_offload, tensors that a resumed run has otherwise",
+    "packed by sdpa, off from padded",
     "judge that slept answers as before",
 ]
 OF_STEPS = [
@@ -49,6 +52,7 @@ OF_STEPS = [
     "2 ranks, one killed: the job ends",
 ]
 NOTHING = ["attention by cuDNN, mask", "peak of a step of 1 blocks, allocated", "host to device", "vLLM, asleep"]
+NOTHING += ["packed by flash_attention_2, off from padded", "vLLM asleep beside a judge, gradient norm"]
 
 
 def passed(folder: Path, checks: tuple[str, ...], names: list[str]) -> dict[str, dict[str, Any]]:
@@ -73,6 +77,7 @@ def test_steps_are_timed_on_a_cpu(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_checks_run_on_a_cpu(tmp_path: Path) -> None:
     checks = ("attention", "exact", "exact_lm", "plan", "fsdp", "transfers", "judge", "vllm")
+    checks += ("vllm_judge", "packed")
     lines = passed(tmp_path, checks, PASSES)
     for name in NOTHING:
         assert lines[name]["state"] == "-" and lines[name]["note"], name
@@ -116,4 +121,8 @@ gpu_smoke.main()
         *(("small", "FAIL"), ("large", "FAIL"), ("after it", "PASS"), ("before it", "PASS"), ("fsdp", "FAIL")),
         *(("judge that slept answers as before", "PASS"), ("its memory on the device", "-")),
     ]
+    report = done.stdout.partition("for an issue:\n")[2].splitlines()
+    heads = ["device", "torch", "packages", "passed", "peak memory"]
+    assert [line.partition(":")[0] for line in report] == heads
+    assert report[3].endswith("failed: small, large, fsdp") and f"torch: {torch.__version__}" in report[1]
     assert "ValueError: no such thing\n" in done.stdout and "attention| ValueError: no such thing" in done.stderr
