@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Environment:
-    """What the environment's `get_reward` returns, or the sum of the rewards of its steps.
+    """The value of the environment's `get_reward`, or the sum of the rewards of its steps.
 
     Of a dict, the number under `key`, or without one the sum of all. Samples that a failure of the environment ended
     have 0, and are left out of the training.

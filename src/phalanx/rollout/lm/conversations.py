@@ -179,8 +179,8 @@ class ConversationRollout(LMRollout):
             uniform = self._uniform([names[i] for i in places], decoding.limit, decoding)
             room, partner = [decoding.limit] * len(places), _Partner(speaking, self.environment, self.policy.tokenizer)
             forward, settings, join = self.policy.trained.module, self.policy.settings, self.environment.join
-            said = converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join)
-            spoken = dict(zip(places, said, strict=True))
+            talked = converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join)
+            spoken = dict(zip(places, talked, strict=True))
         rewards = [talk.conversation.reward() for talk in talks]
         drawn: list[Drawn] = []
         for i, (talk, reward) in enumerate(zip(talks, rewards, strict=True)):
@@ -212,7 +212,7 @@ class ConversationRollout(LMRollout):
         return talks
 
     def _conversation(self, talk: _Talk, spoken: Spoken | None, reward: float | dict[str, float] | None) -> Conversed:
-        """What came of a conversation."""
+        """The sample that a conversation has become."""
         tokens = [] if spoken is None else spoken.tokens
         ended, conversation = talk.ended(spoken), talk.conversation
         text = "" if spoken is None else self.policy.decode(spoken.turn)
@@ -295,7 +295,7 @@ class _Partner:
 
 @contextmanager
 def _about(talk: _Talk) -> Iterator[None]:
-    """What the template does not render within the block ends the job."""
+    """A message that the template does not render within the block ends the job."""
     try:
         yield
     except ValueError as error:

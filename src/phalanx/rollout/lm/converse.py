@@ -139,7 +139,7 @@ def _joining(heard: dict[int, Future[Any]], step: int, join: int, *, alone: bool
 
 
 class _Batch:
-    """What the model has read of each sample: a row of the cache, in some of whose columns the sample has no token."""
+    """The tokens of each sample that the model has read: a row of the cache, of which some columns are no token."""
 
     def __init__(self, forward: Callable[..., Any], config: Any, device: torch.device, pad: int) -> None:
         self._forward, self._device, self._pad = forward, device, pad
