@@ -108,7 +108,7 @@ def begin() -> None:
 
 
 def _left(rank_pid: int, status: int) -> NoReturn:
-    """The os._exit of a rank and of the processes that it forks: where the rank calls it, its job is not done."""
+    """The os._exit of a rank and of the processes that it forks: a rank that calls it has not done its job."""
     if os.getpid() != rank_pid:
         _leave(status)
     caller = sys._getframe(1)

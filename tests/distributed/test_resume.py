@@ -175,6 +175,16 @@ def test_a_foreign_checkpoint_is_passed_over(meta: str, tmp_path: Path, caplog: 
 
 
 @pytest.mark.full
+def test_other_training_prompts_are_told(sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    keys = (*LORA, "trainer.save_freq=1")
+    run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *keys, "trainer.total_training_steps=1"))
+    shutil.copy(tmp_path / "prompts.txt", tmp_path / "other.txt")
+    run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *keys, f"data.train_files=[{tmp_path}/other.txt]"))
+    line = f"data.train_files: other training prompts than before: {tmp_path}/prompts.txt"
+    assert capfd.readouterr().err.count(line) == 1
+
+
+@pytest.mark.full
 def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
     cfg = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS)
     run_ranks(fit, 1, cfg)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch.distributed as dist
+from omegaconf import OmegaConf
 from torch import Tensor
 
 from phalanx.config import save
@@ -313,6 +314,10 @@ class Job:
             state.loaded(progress.updates_beside[name])
         if self.world.rank == 0:
             log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
+            before = folder.parent.parent / CONFIG_FILE  # of the run that wrote it, where it is one of ours
+            files = OmegaConf.select(OmegaConf.load(before), "data.train_files") if before.is_file() else None
+            if files is not None and list(files) != list(self.cfg.data.train_files):
+                log.warning("data.train_files: other training prompts than before: %s", ", ".join(map(str, files)))
         return progress
 
 
