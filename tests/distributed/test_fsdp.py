@@ -35,7 +35,7 @@ def gradients(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[int]]:
     """The sums of some micro-batches' gradients, and of how many tensors a rank keeps whole ones after each."""
     world = mesh.start(parallel)
     module = net()
-    sharded = Sharded(module, list(module[:3]), world, parallel, torch.float32)
+    sharded = Sharded(module, list(module)[:3], world, parallel, torch.float32)
     there = []
     for i in range(MICRO_BATCHES):
         sharded.set_last_micro_batch(i == MICRO_BATCHES - 1)
@@ -43,7 +43,9 @@ def gradients(parallel: ParallelConfig) -> tuple[dict[str, Tensor], list[int]]:
         there.append(0)
         for unit in module.modules():
             if isinstance(unit, FSDPModule):
-                for p in unit._get_fsdp_state()._fsdp_param_group.fsdp_params:
+                group = unit._get_fsdp_state()._fsdp_param_group
+                assert group is not None
+                for p in group.fsdp_params:
                     there[-1] += p._unsharded_param.grad is not None
     sharded.reduce_gradients()
     wholes = {}
@@ -69,7 +71,7 @@ def for_an_engine(dtype: torch.dtype) -> list[dict[str, Any]]:
     """Weights kept in float32, of a module that computes in `dtype`: as an engine gets them, and cast afterwards."""
     parallel = ParallelConfig(fsdp_size=2)
     module = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
-    Sharded(module, list(module[:2]), mesh.start(parallel), parallel, dtype)
+    Sharded(module, list(module)[:2], mesh.start(parallel), parallel, dtype)
     state = module.state_dict()
     with torch.no_grad():
         sent = dict(merged_weights(state, ModelConfig(path="x"), dtype))
