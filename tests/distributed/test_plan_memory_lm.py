@@ -234,11 +234,7 @@ def experts_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_glibc
-@pytest.mark.parametrize(
-    "overrides",
-    [pytest.param([], id="full"), pytest.param([CHECKPOINTING], id="checkpointing", marks=pytest.mark.long)],
-)
-def test_memory_of_experts_on_ranks(overrides: list[str], experts_folder: Path, tmp_path: Path) -> None:
+def test_memory_of_experts_on_ranks(experts_folder: Path, tmp_path: Path) -> None:
     """The peak is within 2 %, with the rows that travel to the experts of another rank and back."""
     chat = [{"role": "user", "content": PROMPT}]
     tokenizer = AutoTokenizer.from_pretrained(experts_folder)
@@ -246,7 +242,7 @@ def test_memory_of_experts_on_ranks(overrides: list[str], experts_folder: Path, 
     sizes = [f"data.max_prompt_length={length}", "data.max_response_length=16", "data.train_batch_size=4"]
     batch = ["rollout.n=8", "rollout.micro_batch_size_per_gpu=8", "actor.log_prob_chunk_size=64"]
     batch += ["actor.ppo_mini_batch_size=4", "actor.ppo_micro_batch_size_per_gpu=4"]
-    keys = [FULL, SHARDED, "parallel.expert_parallel=true", *overrides]
+    keys = [FULL, SHARDED, "parallel.expert_parallel=true"]
     cfg = tiny_lm_config(experts_folder, tmp_path, *sizes, *batch, *keys)
     (tmp_path / "prompts.jsonl").write_text((json.dumps({"prompt": PROMPT}) + "\n") * 4)
     one, other = run_ranks(measure, 2, cfg, timeout=240)
