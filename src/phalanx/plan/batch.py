@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from phalanx.config.flow import FlowRunConfig
+from phalanx.config.flow import FlowRLConfig
 from phalanx.config.messages import counted
 from phalanx.distributed.roles import ACTOR, ROLLOUT
 from phalanx.plan.blueprint import PlannedFlowPolicy
@@ -103,9 +103,9 @@ def _flow_updates(p: RLRehearsal) -> Rows:
 
 
 def _texts(p: Planned) -> Rows:
-    assert isinstance(p.policy, PlannedFlowPolicy) and isinstance(p.cfg, FlowRunConfig), "of a flow model"
-    rollout, most_tokens = p.cfg.rollout, p.policy.model.most_tokens
-    length = most_tokens(p.cfg.data.max_prompt_length, rollout.height, rollout.width)
+    assert isinstance(p.policy, PlannedFlowPolicy) and isinstance(p.cfg, FlowRLConfig), "of a flow model"
+    image = p.policy.model.most_tokens
+    length = image(p.cfg.data.max_prompt_length, p.cfg.rollout.height, p.cfg.rollout.width)
     return [("texts", f"{counted(length, 'token')}, the most that there can be")]
 
 
@@ -129,9 +129,9 @@ def messages(p: Planned) -> list[Traffic]:
     """
     layout, parallel, phases = p.policy.layout, p.cfg.parallel, p.ledger.phases
     engine = p.cfg.rollout.facts.weights == "copy" and p.role in ("", ROLLOUT)
-    gathered = {"weights, gathered for the engine": layout.stored() * engine}  # bytes of whole weights
+    gathered = {"weights, gathered for the engine": layout.for_engine() * engine}  # bytes of whole weights
     if p.role == ACTOR:
-        gathered["weights, gathered for other roles"] = layout.stored(trained=True)
+        gathered["weights, gathered for other roles"] = layout.stored()
     for kind in kinds(p.frozen):
         if not kind.message or kind.name not in phases:
             continue
@@ -150,7 +150,8 @@ def messages(p: Planned) -> list[Traffic]:
     apart = any(map(cluster.crosses, cluster.shard_groups(width)))
     spread = any(map(cluster.crosses, cluster.replicate_groups(width)))
     reduced, message = layout.reduced() * updates, layout.message() * updates
-    gathered["gradients, reduced to their parts"] = reduced
+    reductions = p.state.micro_batches if parallel.sync_each_batch else updates
+    gathered["gradients, reduced to their parts"] = layout.reduced() * reductions
     items = [Traffic(purpose, size * (width - 1) // width, apart) for purpose, size in gathered.items()]
     items.append(Traffic("gradients, summed over copies", 2 * reduced // width * (copies - 1) // copies, spread))
     everywhere = 2 * message * (cluster.ranks - 1) // cluster.ranks
