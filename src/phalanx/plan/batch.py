@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from phalanx.config.flow import FlowRLConfig
+from phalanx.config.flow import FlowRunConfig
 from phalanx.config.messages import counted
 from phalanx.distributed.roles import ACTOR, ROLLOUT
 from phalanx.plan.blueprint import PlannedFlowPolicy
@@ -103,7 +103,7 @@ def _flow_updates(p: RLRehearsal) -> Rows:
 
 
 def _texts(p: Planned) -> Rows:
-    assert isinstance(p.policy, PlannedFlowPolicy) and isinstance(p.cfg, FlowRLConfig), "of a flow model"
+    assert isinstance(p.policy, PlannedFlowPolicy) and isinstance(p.cfg, FlowRunConfig), "of a flow model"
     image = p.policy.model.most_tokens
     length = image(p.cfg.data.max_prompt_length, p.cfg.rollout.height, p.cfg.rollout.width)
     return [("texts", f"{counted(length, 'token')}, the most that there can be")]

@@ -134,7 +134,7 @@ class PlannedLMRollout(LMRollout):
             with self.policy.ledger.during("rollout: log-probs"):
                 parts = self.passes.parts(share, positions[:, None])
                 log_prob = in_order([self.policy.replay(trace.select(part)).log_prob for part in parts], parts)
-        lengths = torch.tensor([[self.before, self.how.limit]]).repeat(share, 1)
+        lengths = torch.tensor([[self.before, self.how.limit, self.how.limit]]).repeat(share, 1)
         local_prompts = [prompts[i // n] for i in index.tolist()]
         on_policy = self.exact and self.passes is None
         beside: dict[str, Any] = {"lengths": lengths, "on_policy": on_policy, "positions": positions}
