@@ -55,7 +55,9 @@ def talks(rollout: Any, prompts: list[Prompt]) -> list[Talk]:
 
 
 def job(cfg: LMRLConfig) -> dict[str, Any]:
-    """Conversations with tools that behave, and with such that do not; then training; then a tool that ends the job."""
+    """Conversations with tools that behave, whose answers join at known steps or as they arrive, and with such that do
+    not; then training; then a tool that ends the job.
+    """
     from phalanx.training.lm_rl import build
 
     trainer = build(cfg)
@@ -65,6 +67,9 @@ def job(cfg: LMRLConfig) -> dict[str, Any]:
     with rollout.awake():
         result["fine"] = talks(rollout, prompts)
         result["odd"] = talks(rollout, odd)
+        join, cfg.environment.join = cfg.environment.join, 0
+        result["arriving"] = talks(rollout, prompts)
+    cfg.environment.join = join
     trainer.fit()
     cfg.environment.on_error = "fail"
     half = len(prompts) // 2  # those of the second rank
@@ -110,7 +115,8 @@ def of_all(ranks: list[dict[str, Any]], name: str) -> list[Talk]:
 def test_replicas_of_two_ranks_hold_the_same_conversations(jobs: Any) -> None:
     (alone, _), (together, _) = jobs[1], jobs[2]
     fine = of_all(alone, "fine")
-    assert fine == of_all(together, "fine")
+    for ranks in (alone, together):
+        assert of_all(ranks, "fine") == of_all(ranks, "arriving") == fine
     turns = {str(sampled).count("False, True") for _, sampled, _, _ in fine}
     assert turns >= {1, 2}
 
