@@ -155,9 +155,12 @@ class Requests:
 
     def add(self, key: tuple[int, int], prompt: list[int], seed: int, sampling: Sampling) -> None:
         """Ask for a response, a function of these; `step` names it by its key, which has no other request now."""
+        from vllm.sampling_params import RequestOutputKind
+
         name = f"{key[0]}:{key[1]}"
+        settings = _settings(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)  # not each token by itself
         self._keys[name] = key
-        self._engine.add_request(name, {"prompt_token_ids": prompt}, _settings(sampling, seed))
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, settings)
 
     def step(self) -> list[tuple[tuple[int, int], list[int], list[float]]]:
         """A token more for those that run: keys, responses and log-probabilities of those that end with it."""
@@ -167,10 +170,8 @@ class Requests:
         return ended
 
 
-def _settings(sampling: Sampling, seed: int) -> Any:
+def _settings(sampling: Sampling, seed: int, **beside: Any) -> Any:
     """Those of a request."""
-    from vllm.sampling_params import RequestOutputKind
-
     from vllm import SamplingParams
 
     return SamplingParams(
@@ -184,7 +185,7 @@ def _settings(sampling: Sampling, seed: int) -> Any:
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        **beside,
     )
 
 
