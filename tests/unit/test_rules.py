@@ -63,8 +63,8 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (LMRLConfig, ("environment.tools=[calculator]", *BLOCKS, IN_BLOCKS), "environment.path: block diffusion"),
     (
         LMRLConfig,
-        ("environment.tools=[calculator]", "rollout.engine=vllm"),
-        "rollout.engine: vllm draws samples of one turn; with an environment expected rollout.engine=policy",
+        ("environment.tools=[calculator]", "rollout.engine=phalanx.rollout.lm.in_policy:LMRollout"),
+        "rollout.engine: phalanx.rollout.lm.in_policy:LMRollout draws samples of one turn; with an environment expected",
     ),
     (
         LMRLConfig,

@@ -9,7 +9,10 @@ from phalanx.config.registry import resolve_object
 
 KEY = "rollout.engine"
 BLOCK_ENGINES = {"policy": "phalanx.rollout.lm.in_blocks:BlockDiffusionRollout"}  # of block diffusion
-TURN_ENGINES = {"policy": "phalanx.rollout.lm.conversations:ConversationRollout"}  # with an environment
+TURN_ENGINES = {  # with an environment
+    "policy": "phalanx.rollout.lm.conversations:ConversationRollout",
+    "vllm": "phalanx.rollout.lm.vllm_conversations:VllmConversationRollout",
+}
 FORMS = ("module:Class", "path/to/file.py:Class")
 
 

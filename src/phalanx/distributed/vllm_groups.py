@@ -10,13 +10,15 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from phalanx.distributed.mesh import group_timeout
+
+T = TypeVar("T")
 
 # vLLM reads its environment when it is imported and when an engine is built.
 ENVIRONMENT = {
@@ -72,6 +74,13 @@ class VllmGroups:
         self.cpu_group: dist.ProcessGroup = shared.cpu_group
         self._groups: dict[str, Any] = {"_WORLD": world, "_NODE_COUNT": 1}
         self._groups |= dict.fromkeys(SHARED, shared) | dict.fromkeys(ALONE, alone)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks of the replica, in their order; for small values that can be pickled."""
+        out: list[Any] = [value] * self.cpu_group.size()
+        if len(out) > 1:
+            dist.all_gather_object(out, value, group=self.cpu_group)
+        return out
 
     @contextmanager
     def active(self) -> Iterator[None]:

@@ -122,33 +122,78 @@ class TextEngine:
         self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
     ) -> tuple[list[list[int]], list[list[float]]]:
         """A response to each prompt, a function of it and its seed, and the log-probabilities of its tokens."""
-        from vllm import SamplingParams
-
-        settings = [
-            SamplingParams(
-                temperature=sampling.temperature,
-                **asdict(sampling.truncation),
-                max_tokens=sampling.limit,
-                stop_token_ids=list(sampling.ends),
-                ignore_eos=not sampling.ends,
-                logprobs=0,
-                seed=seed % 2**63,
-                stop=list(sampling.stop),
-                include_stop_str_in_output=True,
-                detokenize=bool(sampling.stop),
-            )
-            for seed in seeds
-        ]
+        settings = [_settings(sampling, seed) for seed in seeds]
         with self._groups.active(), torch.no_grad():
             asked = [{"prompt_token_ids": prompt} for prompt in prompts]
             requests = self._llm.generate(asked, settings, use_tqdm=False)
         tokens, log_probs = [], []
         for request in requests:
-            sample = request.outputs[0]
-            tokens.append(list(sample.token_ids))
-            scored = zip(sample.logprobs, sample.token_ids, strict=True)
-            log_probs.append([entry[token].logprob for entry, token in scored])
+            response, scores = _response(request)
+            tokens.append(response)
+            log_probs.append(scores)
         return tokens, log_probs
+
+    @contextmanager
+    def requests(self) -> Iterator["Requests"]:
+        """For the time of the block, the engine answers requests that come one by one."""
+        with self._groups.active(), torch.no_grad():
+            yield Requests(self._llm.llm_engine, self._groups)
+
+
+class Requests:
+    """Requests to an engine, step by step. All ranks of the replica add the same ones in one order before each step."""
+
+    def __init__(self, engine: Any, groups: VllmGroups) -> None:
+        self._engine = engine
+        self.gather, self.rank, self.ranks = groups.gather, groups.cpu_group.rank(), groups.cpu_group.size()
+        self._keys: dict[str, tuple[int, int]] = {}  # those that are not answered
+
+    @property
+    def running(self) -> bool:
+        """Whether any request is not answered yet; the same on all ranks of the replica."""
+        return bool(self._keys)
+
+    def add(self, key: tuple[int, int], prompt: list[int], seed: int, sampling: Sampling) -> None:
+        """Ask for a response, a function of these; `step` names it by its key, which has no other request now."""
+        from vllm.sampling_params import RequestOutputKind
+
+        name = f"{key[0]}:{key[1]}"
+        settings = _settings(sampling, seed, output_kind=RequestOutputKind.FINAL_ONLY)  # not each token by itself
+        self._keys[name] = key
+        self._engine.add_request(name, {"prompt_token_ids": prompt}, settings)
+
+    def step(self) -> list[tuple[tuple[int, int], list[int], list[float]]]:
+        """A token more for those that run: keys, responses and log-probabilities of those that end with it."""
+        ended = []
+        for request in self._engine.step():
+            ended.append((self._keys.pop(request.request_id), *_response(request)))
+        return ended
+
+
+def _settings(sampling: Sampling, seed: int, **beside: Any) -> Any:
+    """Those of a request."""
+    from vllm import SamplingParams
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        **asdict(sampling.truncation),
+        max_tokens=sampling.limit,
+        stop_token_ids=list(sampling.ends),
+        ignore_eos=not sampling.ends,
+        logprobs=0,
+        seed=seed % 2**63,
+        stop=list(sampling.stop),
+        include_stop_str_in_output=True,
+        detokenize=bool(sampling.stop),
+        **beside,
+    )
+
+
+def _response(request: Any) -> tuple[list[int], list[float]]:
+    """The tokens of a response, and their log-probabilities."""
+    sample = request.outputs[0]
+    scored = zip(sample.logprobs, sample.token_ids, strict=True)
+    return list(sample.token_ids), [entry[token].logprob for entry, token in scored]
 
 
 def _keep_linears_plain() -> None:

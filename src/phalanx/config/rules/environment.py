@@ -39,10 +39,10 @@ RULES = (
          "environment.path: block diffusion (model.block_size={c.model.block_size}) has a single turn; leave the "
          "section out"),
     Rule("environment.path environment.tools environment.tool_config_path rollout.engine", LM_RL,
-         "Samples of several turns are drawn in the policy's own modules.",
+         "Samples of several turns are drawn by a built-in engine.",
          lambda c: c.environment.used and c.rollout.engine not in TURN_ENGINES,
          "rollout.engine: {c.rollout.engine} draws samples of one turn; with an environment expected "
-         "rollout.engine=policy"),
+         "rollout.engine=policy or vllm"),
     Rule("environment.path environment.tools environment.tool_config_path rollout.stop rollout.stop_token_ids", LM_RL,
          "With an environment, turns end by the model's end tokens.",
          lambda c: c.environment.used and (c.rollout.stop or c.rollout.stop_token_ids),

@@ -1,4 +1,4 @@
-"""Samples of several turns, in the very modules that are trained: between two turns an environment or tools answer."""
+"""Samples of several turns: between two turns an environment or tools answer."""
 
 import logging
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ from phalanx.models.lm.blocks import other_layers
 from phalanx.models.lm.calls import Parser, parser
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
-from phalanx.rollout.lm.converse import Spoken, converse
+from phalanx.rollout.lm.converse import Partner, Spoken, converse
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.types import Each, JobError, Prompt, Samples
@@ -78,8 +78,8 @@ class _Talk:
 
 
 class ConversationRollout(LMRollout):
-    """See phalanx.types.Rollout. Nothing within a conversation waits for other ranks: these meet once all conversations
-    of a micro-batch have ended, where the failure of one ends all.
+    """See phalanx.types.Rollout. Ranks meet once all conversations of a micro-batch have begun, and once all have
+    ended, where the failure of one ends all; `_speak` is all that differs between engines.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class ConversationRollout(LMRollout):
         super().__init__(policy, config, world, micro_batch_size, passes)
         self.environment, self.environments = environment, environments
         other = other_layers(policy.trained.module.lm)
-        if other:
+        if other and self.facts.weights == "policy":
             raise ValueError(
                 f"environment.path: {policy.config.path!r} has layers of other kinds ({other[0]}) than attention to "
                 "all that was before; conversations cannot be decoded with it"
@@ -150,9 +150,12 @@ class ConversationRollout(LMRollout):
 
     def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         """See LMRollout."""
+        talks: list[_Talk] = []
         drawn: list[Drawn] = []
         with self._in_step():
-            drawn += self._converse(prompts, names, decoding)
+            talks += self._begun(prompts, names)
+        with self._in_step():
+            drawn += self._converse(talks, names, decoding)
         return drawn
 
     @contextmanager
@@ -167,26 +170,34 @@ class ConversationRollout(LMRollout):
         if message is not None:
             raise JobError(message) from failure
 
-    def _converse(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
-        talks = self._begun(prompts, names)
+    def _converse(self, talks: list[_Talk], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         # those whose environment does not begin, or adds more than a prompt may have, say nothing
         fits = self.data.max_prompt_length
         places = [i for i, talk in enumerate(talks) if talk.conversation.ended is None and len(talk.prompt) <= fits]
         speaking = [talks[i] for i in places]
-        spoken: dict[int, Spoken] = {}
-        if places:
-            tokens, rows = _distinct([talk.prompt for talk in speaking])
-            uniform = self._uniform([names[i] for i in places], decoding.limit, decoding)
-            room, partner = [decoding.limit] * len(places), _Partner(speaking, self.environment, self.policy.tokenizer)
-            forward, settings, join = self.policy.trained.module, self.policy.settings, self.environment.join
-            talked = converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join)
-            spoken = dict(zip(places, talked, strict=True))
+        partner = _Partner(speaking, self.environment, self.policy.tokenizer)
+        outcomes = self._speak([talk.prompt for talk in speaking], [names[i] for i in places], decoding, partner)
+        spoken = dict(zip(places, outcomes, strict=True))
         rewards = [talk.conversation.reward() for talk in talks]
         drawn: list[Drawn] = []
         for i, (talk, reward) in enumerate(zip(talks, rewards, strict=True)):
             drawn.append(self._conversation(talk, spoken.get(i), reward.result()))
             talk.conversation.close()
         return drawn
+
+    def _speak(
+        self, prompts: list[list[int]], names: Sequence[tuple[int, ...]], decoding: Decoding, partner: Partner
+    ) -> list[Spoken]:
+        """A conversation behind each of the prompts, of which a rank may have none. Other engines override this; where
+        `facts` are not exact, each has the log_probs of the tokens that are drawn.
+        """
+        if not prompts:
+            return []
+        tokens, rows = _distinct(prompts)
+        uniform = self._uniform(names, decoding.limit, decoding)
+        room, join = [decoding.limit] * len(prompts), self.environment.join
+        forward, settings = self.policy.trained.module, self.policy.settings
+        return converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join)
 
     def _begun(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]]) -> list[_Talk]:
         """A conversation with each prompt, in a new instance of its environment, which may have added to the prompt."""
@@ -230,6 +241,7 @@ class ConversationRollout(LMRollout):
             tokens,
             text,
             ended != "done",
+            [] if spoken is None else spoken.log_probs,
             beside=beside,
             sampled=[] if spoken is None else spoken.sampled,
             ended=ended,

@@ -24,7 +24,8 @@ WASTE = 1.5  # columns of the cache per token of the longest conversation, from 
 @dataclass
 class Spoken:
     """The tokens of a sample behind its prompt, of which `sampled` says which the model drew. `room`: the most that
-    there may be. `begin`: where its last turn begins. `cut`: the next token or answer had no room.
+    there may be. `begin`: where its last turn begins. `cut`: the next token or answer had no room. `log_probs`: of the
+    tokens that the model drew, where they are not the policy's own.
     """
 
     room: int
@@ -33,6 +34,7 @@ class Spoken:
     begin: int = 0
     drawn: int = 0
     cut: bool = False
+    log_probs: list[float] = field(default_factory=list)
 
     @property
     def turn(self) -> list[int]:
@@ -108,7 +110,7 @@ def converse(
                 else:
                     feeds[sample] = [token]
         step += 1
-        for sample in _joining(heard, step, join, alone=not feeds):
+        for sample in joining(heard, step, join, alone=not feeds):
             answer = partner.answer(sample, heard.pop(sample).result())
             if answer is not None and spoken[sample].hear(answer):
                 feeds[sample] = [*spoken[sample].tokens[-len(answer) - 1 :]]
@@ -127,7 +129,7 @@ def converse(
     return spoken
 
 
-def _joining(heard: dict[int, Future[Any]], step: int, join: int, *, alone: bool) -> list[int]:
+def joining(heard: dict[int, Future[Any]], step: int, join: int, *, alone: bool) -> list[int]:
     """The samples whose answers join now, those that are not there yet among them; `alone`: nobody else speaks."""
     if not heard:
         return []
