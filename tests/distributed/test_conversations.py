@@ -86,7 +86,7 @@ def one_step(cfg: LMRLConfig) -> dict[str, Any]:
     trace, conversations = samples.trace, []
     for ids, sampled, start, end in zip(trace.ids, trace.sampled, trace.starts, trace.ends, strict=True):
         conversations.append((ids[:end].tolist(), sampled[:end].tolist(), int(start)))
-    return found | {"conversations": conversations}
+    return found | {"conversations": conversations, "earned": samples.action_reward}
 
 
 def joined(parts: list[dict[str, Any]]) -> list[Any]:
@@ -104,6 +104,11 @@ def test_layouts_hold_the_same_conversations(keys: tuple[str, ...], talker: Path
     assert norm > 1e-4
     starts = [ids[:start] for ids, _, start in talks]
     assert starts[0] == starts[3] != starts[4]  # the samples of a group begin alike
+    assert torch.equal(alone["earned"].sum(1), alone["reward"])
+    for earned, (_, sampled, _) in zip(alone["earned"], talks, strict=True):
+        drawn = [int(place) for place, own in enumerate(sampled) if own]
+        lasts = [k for k, place in enumerate(drawn) if not sampled[place + 1 : place + 2] == [True]]
+        assert set(earned.nonzero().flatten().tolist()) <= set(lasts)  # of each turn the last token
     for ranks, shards in ((2, 1), (2, 2)):
         cfg = job(talker, tmp_path / f"{ranks}_{shards}", *keys, f"parallel.fsdp_size={shards}")
         parts = run_ranks(one_step, ranks, cfg)
@@ -135,12 +140,17 @@ def test_a_resumed_run_is_the_run(algorithm: str, talker: Path, tmp_path: Path) 
     run("parts", 2)
     assert [timeless(row) for row in run("parts", 3)] == [timeless(row) for row in whole]
     for row in whole:
+        by_turns = [row[f"conversation/reward_turns_{k}"] for k in (1, 2, 3)]
+        assert by_turns == sorted(by_turns) and by_turns[0] < row["reward/mean"] < by_turns[2]
+        assert 1 < row["val/prompts/conversation/turns_mean"] <= 3
         assert 1 < row["conversation/turns_mean"] <= row["conversation/turns_max"] == 3
         assert row["response/length_mean"] < row["conversation/length_mean"] <= row["conversation/length_max"] <= 64
         assert 0 < row["conversation/turns_ratio"] < 1 and row["conversation/error_ratio"] == 0
         assert row["tools/call_frequency"] > 0 and row["tools/failure_frequency"] == 0
     index = tmp_path / "whole" / "out" / "samples" / "prompts" / "step_000003" / "index.jsonl"
     record = json.loads(index.read_text().splitlines()[0])
+    assert record["turns"] == len(record["turn_rewards"])
+    assert record["reward"] == pytest.approx(sum(record["turn_rewards"])) and record["tool_calls"] > 0
     roles = [message["role"] for message in record["messages"]]
     assert roles[:3] == ["user", "assistant", "user"] and " Number " in record["messages"][0]["content"]
 

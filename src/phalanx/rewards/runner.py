@@ -26,6 +26,7 @@ from phalanx.rewards.call import Call, DaemonPool, Rows, on_prompts
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge._pool import JudgePool
 from phalanx.rewards.registry import Term, build_terms, judged_frames
+from phalanx.rewards.text.environment import Environment
 from phalanx.types import Outputs, Policy, Prompt, Samples
 
 log = logging.getLogger(__name__)
@@ -239,6 +240,10 @@ class RewardSet:
                 values.append(terms[term.name])
                 shares.append(term.share)
         return combine(values, shares, step=step, group_id=group_id) if values else torch.zeros(0)
+
+    def turn_weight(self, step: int | None = None) -> float:
+        """The weight of the rewards that an environment gives for single turns in the sample's reward."""
+        return sum(term.share.at(step) for term in self.terms if isinstance(term.function, Environment))
 
     def _parts(self, term: Term, count: int) -> list[range]:
         """The samples of each call of a term on `count` samples."""
