@@ -12,6 +12,7 @@ from phalanx.config.lm import LMRLConfig
 from tests.jobs import assert_same_weights, first_step, rows
 from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
+from tests.tasks import run_task
 
 ENVIRONMENTS = '''
 import random, time
@@ -107,7 +108,7 @@ def test_layouts_hold_the_same_conversations(keys: tuple[str, ...], talker: Path
     assert torch.equal(alone["earned"].sum(1), alone["reward"])
     for earned, (_, sampled, _) in zip(alone["earned"], talks, strict=True):
         drawn = [int(place) for place, own in enumerate(sampled) if own]
-        lasts = [k for k, place in enumerate(drawn) if not sampled[place + 1 : place + 2] == [True]]
+        lasts = [k for k, place in enumerate(drawn) if sampled[place + 1 : place + 2] != [True]]
         assert set(earned.nonzero().flatten().tolist()) <= set(lasts)  # of each turn the last token
     for ranks, shards in ((2, 1), (2, 2)):
         cfg = job(talker, tmp_path / f"{ranks}_{shards}", *keys, f"parallel.fsdp_size={shards}")
@@ -151,8 +152,30 @@ def test_a_resumed_run_is_the_run(algorithm: str, talker: Path, tmp_path: Path) 
     record = json.loads(index.read_text().splitlines()[0])
     assert record["turns"] == len(record["turn_rewards"])
     assert record["reward"] == pytest.approx(sum(record["turn_rewards"])) and record["tool_calls"] > 0
+    if algorithm == "grpo":
+        assert_generated_again(record, tmp_path / "whole")
     roles = [message["role"] for message in record["messages"]]
     assert roles[:3] == ["user", "assistant", "user"] and " Number " in record["messages"][0]["content"]
+
+
+def assert_generated_again(record: dict[str, Any], folder: Path) -> None:
+    """tasks/generate.py talks to the run's environment as its last validation did, or not at all."""
+    file = folder / "texts.jsonl"
+    words = [f"checkpoint={folder / 'out'}", f"prompt_file={folder / 'prompts.jsonl'}", f"output_file={file}"]
+    done = run_task(["tasks/generate.py", *words])
+    assert done.returncode == 0, done.stderr
+    row = json.loads(file.read_text().splitlines()[0])
+    for key in ("text", "messages", "turns", "tool_calls", "ended", "turn_rewards"):
+        assert row[key] == record[key], key
+    assert f"user: {record['messages'][0]['content']}\n\nassistant: " in done.stdout
+    assert f"{record['turns']} turns; {record['tool_calls']} calls; " in done.stdout
+    done = run_task(["tasks/generate.py", *words, "environment=false"])
+    assert "messages" not in json.loads(file.read_text().splitlines()[0])
+    done = run_task(["tasks/generate.py", *words, "stop=[x]"])
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+        "error: stop: with an environment a turn ends by an end token of the model; leave stop out, or set "
+        "environment=false"
+    )
 
 
 def timeless(row: dict[str, Any]) -> dict[str, Any]:

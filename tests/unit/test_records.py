@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from PIL import Image
 
 from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
 from phalanx.telemetry.records import Record, grid, read_index, save_records
-from tests.logs import records, start, texts
+from tests.logs import TALK, records, start, talk, texts
 
 
 class TestImages:
@@ -54,6 +55,23 @@ class TestImages:
             log.records(1, "math", [Record("\x1b[2Jp", 0.5, "a" * 3000 + "end", 0)])
         said = capsys.readouterr().out
         assert "    \\x1b[2Jp\n" in said and " […] " in said and said.endswith("aaaend\n") and len(said) < 800
+
+    def test_conversations_stand_in_the_index(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """And the first one on the console, of a long one the beginning and the end."""
+        with start(tmp_path, "console") as log:
+            log.records(1, "tools", [talk()])
+            log.records(2, "tools", [talk("\x1b[2J" + "6" * 900, turns=9)])
+        said = capsys.readouterr().out
+        numbers = "2 turns; 1 call; 0.25 s in the environment; rewards 0, 0.5; ended: done"
+        first = indent(TALK.replace("\n\n", "\n") + "\n" + numbers, "    ")
+        assert said.startswith(f"step 1/4  tools, prompt 0, reward 0.500:\n{first}\nstep 2/4")
+        second = said.split("step 2/4")[1]
+        assert "\n    [… 8 messages …]\n" in second and second.count("calc(") == 4 and len(second) < 800
+        assert "so\n    \\x1b[2J666" in second and "\x1b" not in said
+        (row,) = read_index(tmp_path / "samples/tools/step_000001", "text")
+        given = talk()
+        assert given.conversation is not None
+        assert row == {"index": 0, "prompt": "2 * 3?", "reward": 0.5, "text": "<b>6</b>"} | given.conversation
 
     def test_a_truncated_text_is_so_in_the_index(self, tmp_path: Path) -> None:
         folder = save_records(tmp_path, 1, "math", [Record("p", 0.5, "a", 0, truncated=True), Record("p", 0.5, "b", 1)])

@@ -2,7 +2,8 @@
 
 A reward says what it takes of a policy's outputs by the name of its first parameter: `images` float32 [B, 3, H, W],
 `videos` float32 [B, F, 3, H, W], both in 0..1 on the CPU, `completions`, B texts, or `transcripts`, B lists of messages
-from the prompt's on. `outputs` stands for images or completions, whichever the job makes, and any other name for images.
+from the prompt's on. `outputs` stands for images or completions, whichever the job makes, and any other name for
+images.
 """
 
 from abc import ABC, abstractmethod

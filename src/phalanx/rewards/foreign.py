@@ -19,8 +19,8 @@ _OWN = ("metadata", "meta")  # the third parameter of a reward in the form of ph
 
 
 class TrlReward:
-    """A function of TRL. Where a prompt is a chat, it is given as a list of messages, and so is its completion: all that
-    was said behind the prompt.
+    """A function of TRL. Where a prompt is a chat, it is given as a list of messages, and so is its completion: all
+    that was said behind the prompt.
     """
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:

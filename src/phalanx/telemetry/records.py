@@ -81,7 +81,7 @@ class Record:
         assert isinstance(self.output, str), "of a text"
         if self.conversation is None:
             return self.output
-        return "\n\n".join(f"{role}: {text}" for role, text in spoken(self.conversation["messages"]))
+        return transcript(self.conversation["messages"])
 
     @property
     def caption(self) -> str:
@@ -113,6 +113,11 @@ def spoken(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     return lines
 
 
+def transcript(messages: Sequence[dict[str, Any]]) -> str:
+    """A conversation as a text."""
+    return "\n\n".join(f"{role}: {text}" for role, text in spoken(messages))
+
+
 def summary(conversation: dict[str, Any]) -> str:
     """The numbers of a conversation, in a line: `3 turns, 2 calls, 0.12 s, rewards 0, 0, 1, done`."""
     parts = [counted(conversation["turns"], "turn"), counted(conversation["tool_calls"], "call")]
@@ -139,8 +144,8 @@ def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record])
     """Write the samples of one validation and return their folder, such as `run_folder/images/<set>/step_000010`.
 
     Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite), `scores`, `ground_truth`,
-    `truncated` and what CONVERSATION names where there are any, and `file` or `text`, in the order of `rows`. Beside it are
-    `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the index, and `grid.mp4`. The
+    `truncated` and what CONVERSATION names where there are any, and `file` or `text`, in the order of `rows`. Beside it
+    are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the index, and `grid.mp4`. The
     folder appears at once, complete, and replaces an older one.
     """
     assert len({record.index for record in rows}) == len(rows), "two records have one index"

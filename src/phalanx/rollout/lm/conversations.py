@@ -42,7 +42,8 @@ class Conversed(Drawn):
 
     `sampled`: the tokens that the model drew. `ended`: why there was no further turn: the environment or the model was
     done, there was no room for a further turn (turns) or further tokens, a call ran too long (timeout) or raised
-    (error). `earned`: rewards of turns, by the numbers of their last drawn tokens. `mistakes`, `failures` and `seconds`: see phalanx.environments.conversation.
+    (error). `earned`: rewards of turns, by the numbers of their last drawn tokens. `mistakes`, `failures` and
+    `seconds`: see phalanx.environments.conversation.
     """
 
     sampled: Sequence[bool]
