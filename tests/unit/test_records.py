@@ -12,6 +12,7 @@ from PIL import Image
 from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
 from phalanx.telemetry.records import Record, grid, read_index, save_records
 from tests.logs import TALK, records, start, talk, texts
+from tests.ranks import ROOT
 
 
 class TestImages:
@@ -72,6 +73,25 @@ class TestImages:
         given = talk()
         assert given.conversation is not None
         assert row == {"index": 0, "prompt": "2 * 3?", "reward": 0.5, "text": "<b>6</b>"} | given.conversation
+
+    def test_the_docs_show_the_console(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        def call(tool: str, **arguments: Any) -> dict[str, Any]:
+            calls = [{"type": "function", "function": {"name": tool, "arguments": arguments}}]
+            return {"role": "assistant", "content": "", "tool_calls": calls}
+
+        messages = [
+            {"role": "user", "content": "Sell 2 pears.\n\nThere are 3 goods."},
+            call("count", name="pear"),
+            {"role": "tool", "name": "count", "content": "5"},
+            call("sell", name="pear", amount=2),
+            {"role": "tool", "name": "sell", "content": "sold"},
+            {"role": "assistant", "content": "Done."},
+        ]
+        numbers = {"turns": 3, "tool_calls": 2, "ended": "done", "environment_seconds": 0.0012, "turn_rewards": []}
+        with start(tmp_path, "console") as log:
+            log.records(3, "test", [Record("x", 2 / 3, "Done.", 0, conversation={"messages": messages, **numbers})])
+        shown = capsys.readouterr().out
+        assert shown in (ROOT / "docs" / "environments.md").read_text()
 
     def test_a_truncated_text_is_so_in_the_index(self, tmp_path: Path) -> None:
         folder = save_records(tmp_path, 1, "math", [Record("p", 0.5, "a", 0, truncated=True), Record("p", 0.5, "b", 1)])

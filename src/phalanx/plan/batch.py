@@ -79,8 +79,8 @@ def _tokens(p: Planned) -> Rows:
     prompt = p.cfg.data.max_prompt_length
     rows = [("tokens", f"{prompt} + {p.policy.tokens - prompt}, the most that there can be")]
     if isinstance(p.cfg, LMRLConfig) and p.cfg.environment.used:
-        most, answer = counted(p.cfg.environment.max_turns, "turn"), p.cfg.environment.max_observation_length
-        rows.append(("turns", f"at most {most}, with their answers, of {answer} tokens or fewer, within these tokens"))
+        turns, answer = counted(p.cfg.environment.max_turns, "turn"), p.cfg.environment.max_observation_length
+        rows.append(("turns", f"at most {turns}, with their answers, of {answer} tokens or fewer, within these tokens"))
     if isinstance(p, SupervisedRehearsal):
         assert isinstance(p.policy, PlannedBlockPolicy), "of a model in blocks"
         rows.append(("states", f"one of each block of a response, {p.policy.size} tokens"))

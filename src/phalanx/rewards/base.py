@@ -103,8 +103,8 @@ def copied(value: Any) -> Any:
 def transcript(prompt: Prompt, completion: str) -> list[dict[str, Any]]:
     """All messages of a sample, as a reward may change them."""
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
-    said = [*messages, {"role": "assistant", "content": completion}]
-    copy: list[dict[str, Any]] = copied(prompt.meta["messages"] if TALKS in prompt.meta else said)
+    plain = [*messages, {"role": "assistant", "content": completion}]
+    copy: list[dict[str, Any]] = copied(prompt.meta["messages"] if TALKS in prompt.meta else plain)
     return copy
 
 

@@ -36,8 +36,8 @@ class TrlReward:
             turns = [{"role": "assistant", "content": completion}]
             if isinstance(prompt, list) and TALKS in meta:
                 # what reset has added belongs to the prompt
-                said = dropwhile(lambda message: message["role"] != "assistant", meta["messages"][len(prompt) :])
-                turns = list(said) or turns
+                behind = dropwhile(lambda message: message["role"] != "assistant", meta["messages"][len(prompt) :])
+                turns = list(behind) or turns
             answers.append(turns if isinstance(prompt, list) else completion)
         arguments = {**columns, **self._kwargs, "prompts": prompts, "completions": answers}
         return _results([self._function(**arguments)])[0]
