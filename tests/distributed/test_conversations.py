@@ -94,7 +94,9 @@ def joined(parts: list[dict[str, Any]]) -> list[Any]:
     return [conversation for part in parts for conversation in part["conversations"]]
 
 
-@pytest.mark.parametrize("keys", [(), ("actor.use_dynamic_bsz=true", "model.use_remove_padding=true")])
+@pytest.mark.parametrize(
+    "keys", [(), ("actor.use_dynamic_bsz=true", "model.use_remove_padding=true", "algorithm.name=reinforce_plus_plus")]
+)
 def test_layouts_hold_the_same_conversations(keys: tuple[str, ...], talker: Path, tmp_path: Path) -> None:
     """And their log-probs are those of the replay, in two updates a step, padded and packed."""
     (alone,) = run_ranks(one_step, 1, job(talker, tmp_path / "alone", *keys))

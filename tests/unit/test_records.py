@@ -1,6 +1,7 @@
 """Records of validation: the files of pictures and texts, their index, and grids."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from PIL import Image
 
 from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
-from phalanx.telemetry.records import Record, grid, read_index, save_records
+from phalanx.telemetry.records import Record, grid, read_index, save_records, spoken, storable
 from tests.logs import TALK, records, start, talk, texts
 from tests.ranks import ROOT
 
@@ -73,6 +74,30 @@ class TestImages:
         given = talk()
         assert given.conversation is not None
         assert row == {"index": 0, "prompt": "2 * 3?", "reward": 0.5, "text": "<b>6</b>"} | given.conversation
+
+    def test_whatever_was_said_can_be_stored(self, tmp_path: Path) -> None:
+        """Numbers that JSON does not have, halves of characters, and objects of an environment's own."""
+        calls = [{"function": {"name": "calc", "arguments": {"x": float("nan")}}}, {"name": "bare"}]
+        said = [
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {
+                "role": "tool",
+                "name": 3,
+                "content": [{"text": "a"}],
+                "beside": {1: np.int64(2), "b": "\ud800", "c": 0.5},
+            },
+        ]
+        given = talk()
+        assert given.conversation is not None
+        beside = storable(given.conversation | {"messages": said})
+        folder = save_records(tmp_path, 1, "tools", [replace(given, conversation=beside)])
+        (row,) = read_index(folder, "text")
+        assert row["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"x": "nan"}
+        assert row["messages"][1]["beside"] == {"1": "2", "b": "?", "c": 0.5}
+        assert spoken(row["messages"]) == [
+            ("assistant", 'calc({"x": "nan"})\nbare(null)'),
+            ("tool 3", "[{'text': 'a'}]"),
+        ]
 
     def test_the_docs_show_the_console(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         def call(tool: str, **arguments: Any) -> dict[str, Any]:

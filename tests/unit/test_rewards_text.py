@@ -224,6 +224,16 @@ def test_a_reward_of_transcripts_gets_all_messages() -> None:
     )
 
 
+def test_the_weight_of_rewards_of_turns_is_that_of_the_environment() -> None:
+    entries = [
+        RewardFunctionConfig(name="environment", weight=2.0, initial_weight=1.0, weight_steps=4),
+        RewardFunctionConfig(path=f"{HERE}:either"),
+    ]
+    reward = RewardSet(RewardConfig(functions=entries), "cpu", outputs="completions")
+    assert [reward.turn_weight(step) for step in (0, 2, 9)] == [1.0, 1.5, 2.0]
+    assert rewards("either").turn_weight(0) == 0
+
+
 def why(completions: list[str], prompts: list[str], metadata: Meta) -> RewardOutput:
     return RewardOutput([1.0, float("nan")], problem="it was too late")
 

@@ -32,7 +32,7 @@ from phalanx.rollout.lm.conversations import ConversationRollout, Conversed
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, check_stops
 from phalanx.telemetry.loggers.console import plain
-from phalanx.telemetry.records import CONVERSATION, summary, transcript
+from phalanx.telemetry.records import CONVERSATION, storable, summary, transcript
 from phalanx.training.lm_rl import with_tools
 from phalanx.types import Prompt
 
@@ -169,7 +169,7 @@ class Generation:
         cut, text = f"\n[cut after {len(drawn.response)} tokens]" if drawn.truncated else "", drawn.text
         talk = None
         if isinstance(drawn, Conversed):
-            talk = {name: drawn.beside[name] for name in CONVERSATION}
+            talk = storable({name: drawn.beside[name] for name in CONVERSATION})
             text, cut = transcript(talk["messages"]), f"\n[{summary(talk)}]"
         print(f"--- {name}: {plain(' '.join(prompt.text.split()))}\n{plain(text)}{cut}\n", flush=True)
         if file is not None:

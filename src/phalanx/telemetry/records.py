@@ -106,11 +106,23 @@ def spoken(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
     for message in messages:
         parts = [message.get("reasoning_content"), message.get("content")]
         for call in message.get("tool_calls") or []:
-            function = call["function"]
-            parts.append(f"{function['name']}({json.dumps(function['arguments'], ensure_ascii=False)})")
-        role = " ".join(filter(None, [message["role"], message.get("name")]))
-        lines.append((role, "\n".join(filter(None, parts))))
+            function = call.get("function", call)  # data and environments may have either form
+            arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
+            parts.append(f"{function.get('name')}({arguments})")
+        role = f"{message['role']} {message.get('name') or ''}".rstrip()
+        lines.append((role, "\n".join(str(part) for part in parts if part)))
     return lines
+
+
+def storable(value: Any) -> Any:
+    """The words of a model or an environment as strict JSON holds them: the text of what JSON has no form for."""
+    if isinstance(value, dict):
+        return {storable(str(name)): storable(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(part) for part in value]
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value).encode("utf-8", "replace").decode()
 
 
 def transcript(messages: Sequence[dict[str, Any]]) -> str:

@@ -12,7 +12,7 @@ from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.metrics import Timers
-from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record
+from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, storable
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.training.collect import check_range
 from phalanx.types import Each, Outputs, Policy, Prompt, Rollout
@@ -106,7 +106,7 @@ def validate(
             if isinstance(output, str):
                 beside = {"truncated": prompt.meta.get("truncated", False)}
                 if TALKS in prompt.meta:  # a conversation, of which the output is the last turn
-                    beside["conversation"] = {name: prompt.meta[name] for name in CONVERSATION}
+                    beside["conversation"] = storable({name: prompt.meta[name] for name in CONVERSATION})
                 texts.setdefault(number, (output, beside))
             elif number not in pictures:
                 # floats would take four times the memory until the end
