@@ -12,6 +12,7 @@ from phalanx.config.lm import LMRLConfig
 from tests.jobs import assert_same_weights, first_step, rows
 from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
+from tests.roles import run_roles
 from tests.tasks import run_task
 
 ENVIRONMENTS = '''
@@ -34,6 +35,22 @@ class Talk:
         self.score = (len(message) * 7 + self.number) % 5
         text = "and " * self.random.randrange(6) + "more"
         return text, self.score / 8, self.random.random() < 0.2
+
+
+class Last(Talk):
+    """The same reward, once at the end."""
+
+    def reset(self, seed, sample_seed, prompt):
+        self.earned = 0.0
+        return super().reset(seed, sample_seed, prompt)
+
+    def step(self, message: str):
+        text, reward, done = super().step(message)
+        self.earned += reward
+        return text, 0.0, done
+
+    def get_reward(self):
+        return self.earned
 
 
 class Tool:
@@ -182,6 +199,45 @@ def assert_generated_again(record: dict[str, Any], folder: Path) -> None:
 
 def timeless(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "tools/seconds_mean"}
+
+
+def collected(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the turns of a step's samples have earned, and the rewards."""
+    from phalanx.training.lm_rl import build
+
+    step = build(cfg).collector.collect(0)
+    assert step.samples.action_reward is not None
+    return step.samples.action_reward.sum(1), step.reward
+
+
+def test_rewards_of_turns_are_parts_of_the_reward(talker: Path, tmp_path: Path) -> None:
+    """As far as a term has them: not of another one, nor of scores that are normalised."""
+    terms = "reward.functions=[{name: environment, weight: 2}, {name: length, weight: 0.01}]"
+    ((earned, reward),) = run_ranks(collected, 1, job(talker, tmp_path, terms))
+    assert earned.any() and ((reward - earned) > 0).any() and (reward >= earned).all()
+    ((twice, _),) = run_ranks(collected, 1, job(talker, tmp_path))
+    assert torch.equal(earned, 2 * twice)
+    for keys in (["reward.functions=[{name: length}]"], ["reward.normalize=group"]):
+        ((none, _),) = run_ranks(collected, 1, job(talker, tmp_path, *keys))
+        assert not none.any()
+
+
+@pytest.mark.full
+def test_rewards_of_turns_reach_ranks_that_only_train(talker: Path, tmp_path: Path) -> None:
+    from phalanx.training.lm_rl import build
+
+    norms = []
+    for name, terminal in (("alone", False), ("apart", False), ("last", True)):
+        keys = ("algorithm.name=reinforce_plus_plus", "trainer.total_training_steps=1")
+        if name == "apart":
+            cfg = job(talker, tmp_path / name, *keys, "placement={actor: 0, rollout: 1}")
+            run_roles(build, 2, cfg)
+        else:
+            run_ranks(fit, 1, job(talker, tmp_path / name, *keys, name="Last" if terminal else "Talk"))
+        (row,) = rows(tmp_path / name / "out")
+        norms.append((row["reward/mean"], row["actor/grad_norm"]))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert norms[2][0] == norms[0][0] and abs(norms[2][1] / norms[0][1] - 1) > 0.01
 
 
 def test_samples_that_an_environment_failed_are_left_out(talker: Path, tmp_path: Path) -> None:
