@@ -53,3 +53,26 @@ def texts(count: int = 2) -> list[Record]:
         )
         for i in range(count)
     ]
+
+
+def talk(text: str = "<b>6</b>", turns: int = 2) -> Record:
+    """A sample of several turns, each but the last of which calls a tool."""
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "2 * 3?"}]
+    for turn in range(1, turns):
+        call = {"name": "calc", "arguments": {"expression": f"2 * {turn}"}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]})
+        messages.append({"role": "tool", "name": "calc", "content": str(2 * turn)})
+    messages.append({"role": "assistant", "content": text, "reasoning_content": "so"})
+    beside = {"messages": messages, "turns": turns, "tool_calls": turns - 1, "ended": "done"}
+    return Record("2 * 3?", 0.5, text, 0, conversation=beside | {"environment_seconds": 0.25, "turn_rewards": [0, 0.5]})
+
+
+TALK = """\
+user: 2 * 3?
+
+assistant: calc({"expression": "2 * 1"})
+
+tool calc: 2
+
+assistant: so
+<b>6</b>"""  # the transcript of the former

@@ -86,6 +86,7 @@ class Samples:
     drawn, where samples are made of tokens. `on_policy`: each of them is trained once, by the weights that drew it, so
     that log_prob is that of the pass that trains it, NaN here. `positions` [B] of each sample in a pass, on the CPU,
     where those are not its tokens.
+    `action_reward` [B, A]: the parts of each sample's reward that came with single actions, None for none.
     `lost` [B] bool, on the CPU: samples that are left out of advantages and loss whatever their reward, None for none.
     `version` [B], on the CPU: the training steps of the weights that drew each, where those may be older than the
     policy's.
@@ -104,6 +105,7 @@ class Samples:
     positions: Tensor | None = None
     version: Tensor | None = None
     lost: Tensor | None = None
+    action_reward: Tensor | None = None
 
     @property
     def tokens(self) -> Tensor | None:
@@ -150,7 +152,8 @@ class Scored:
     """All samples of this rank once they have rewards, before any of them is trained.
 
     `advantage` [B] is that of `Algorithm.advantage`. The others are [B, A]: log_prob; mask bool, the actions that are
-    trained, of samples that count; `reference_outputs` by names of weights; the critic's `values`, None without one.
+    trained, of samples that count; `reference_outputs` by names of weights; the critic's `values`, None without one;
+    `action_reward`, see Samples.
     """
 
     advantage: Tensor
@@ -158,6 +161,7 @@ class Scored:
     mask: Tensor
     reference_outputs: dict[str, Tensor]
     values: Tensor | None = None
+    action_reward: Tensor | None = None
 
 
 @dataclass(frozen=True)

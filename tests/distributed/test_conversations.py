@@ -12,6 +12,8 @@ from phalanx.config.lm import LMRLConfig
 from tests.jobs import assert_same_weights, first_step, rows
 from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
+from tests.roles import run_roles
+from tests.tasks import run_task
 
 ENVIRONMENTS = '''
 import random, time
@@ -33,6 +35,22 @@ class Talk:
         self.score = (len(message) * 7 + self.number) % 5
         text = "and " * self.random.randrange(6) + "more"
         return text, self.score / 8, self.random.random() < 0.2
+
+
+class Last(Talk):
+    """The same reward, once at the end."""
+
+    def reset(self, seed, sample_seed, prompt):
+        self.earned = 0.0
+        return super().reset(seed, sample_seed, prompt)
+
+    def step(self, message: str):
+        text, reward, done = super().step(message)
+        self.earned += reward
+        return text, 0.0, done
+
+    def get_reward(self):
+        return self.earned
 
 
 class Tool:
@@ -86,14 +104,16 @@ def one_step(cfg: LMRLConfig) -> dict[str, Any]:
     trace, conversations = samples.trace, []
     for ids, sampled, start, end in zip(trace.ids, trace.sampled, trace.starts, trace.ends, strict=True):
         conversations.append((ids[:end].tolist(), sampled[:end].tolist(), int(start)))
-    return found | {"conversations": conversations}
+    return found | {"conversations": conversations, "earned": samples.action_reward}
 
 
 def joined(parts: list[dict[str, Any]]) -> list[Any]:
     return [conversation for part in parts for conversation in part["conversations"]]
 
 
-@pytest.mark.parametrize("keys", [(), ("actor.use_dynamic_bsz=true", "model.use_remove_padding=true")])
+@pytest.mark.parametrize(
+    "keys", [(), ("actor.use_dynamic_bsz=true", "model.use_remove_padding=true", "algorithm.name=reinforce_plus_plus")]
+)
 def test_layouts_hold_the_same_conversations(keys: tuple[str, ...], talker: Path, tmp_path: Path) -> None:
     """And their log-probs are those of the replay, in two updates a step, padded and packed."""
     (alone,) = run_ranks(one_step, 1, job(talker, tmp_path / "alone", *keys))
@@ -104,6 +124,11 @@ def test_layouts_hold_the_same_conversations(keys: tuple[str, ...], talker: Path
     assert norm > 1e-4
     starts = [ids[:start] for ids, _, start in talks]
     assert starts[0] == starts[3] != starts[4]  # the samples of a group begin alike
+    assert torch.equal(alone["earned"].sum(1), alone["reward"])
+    for earned, (_, sampled, _) in zip(alone["earned"], talks, strict=True):
+        drawn = [int(place) for place, own in enumerate(sampled) if own]
+        lasts = [k for k, place in enumerate(drawn) if sampled[place + 1 : place + 2] != [True]]
+        assert set(earned.nonzero().flatten().tolist()) <= set(lasts)  # of each turn the last token
     for ranks, shards in ((2, 1), (2, 2)):
         cfg = job(talker, tmp_path / f"{ranks}_{shards}", *keys, f"parallel.fsdp_size={shards}")
         parts = run_ranks(one_step, ranks, cfg)
@@ -135,18 +160,84 @@ def test_a_resumed_run_is_the_run(algorithm: str, talker: Path, tmp_path: Path) 
     run("parts", 2)
     assert [timeless(row) for row in run("parts", 3)] == [timeless(row) for row in whole]
     for row in whole:
+        by_turns = [row[f"conversation/reward_turns_{k}"] for k in (1, 2, 3)]
+        assert by_turns == sorted(by_turns) and by_turns[0] < row["reward/mean"] < by_turns[2]
+        assert 1 < row["val/prompts/conversation/turns_mean"] <= 3
         assert 1 < row["conversation/turns_mean"] <= row["conversation/turns_max"] == 3
         assert row["response/length_mean"] < row["conversation/length_mean"] <= row["conversation/length_max"] <= 64
         assert 0 < row["conversation/turns_ratio"] < 1 and row["conversation/error_ratio"] == 0
         assert row["tools/call_frequency"] > 0 and row["tools/failure_frequency"] == 0
     index = tmp_path / "whole" / "out" / "samples" / "prompts" / "step_000003" / "index.jsonl"
     record = json.loads(index.read_text().splitlines()[0])
+    assert record["turns"] == len(record["turn_rewards"])
+    assert record["reward"] == pytest.approx(sum(record["turn_rewards"])) and record["tool_calls"] > 0
+    if algorithm == "grpo":
+        assert_generated_again(record, tmp_path / "whole")
     roles = [message["role"] for message in record["messages"]]
     assert roles[:3] == ["user", "assistant", "user"] and " Number " in record["messages"][0]["content"]
 
 
+def assert_generated_again(record: dict[str, Any], folder: Path) -> None:
+    """tasks/generate.py talks to the run's environment as its last validation did, or not at all."""
+    file = folder / "texts.jsonl"
+    words = [f"checkpoint={folder / 'out'}", f"prompt_file={folder / 'prompts.jsonl'}", f"output_file={file}"]
+    done = run_task(["tasks/generate.py", *words])
+    assert done.returncode == 0, done.stderr
+    row = json.loads(file.read_text().splitlines()[0])
+    for key in ("text", "messages", "turns", "tool_calls", "ended", "turn_rewards"):
+        assert row[key] == record[key], key
+    assert f"user: {record['messages'][0]['content']}\n\nassistant: " in done.stdout
+    assert f"{record['turns']} turns; {record['tool_calls']} calls; " in done.stdout
+    done = run_task(["tasks/generate.py", *words, "environment=false"])
+    assert "messages" not in json.loads(file.read_text().splitlines()[0])
+    done = run_task(["tasks/generate.py", *words, "stop=[x]"])
+    assert done.returncode == 2 and done.stderr.splitlines()[-1] == (
+        "error: stop: with an environment a turn ends by an end token of the model; leave stop out, or set "
+        "environment=false"
+    )
+
+
 def timeless(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "tools/seconds_mean"}
+
+
+def collected(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the turns of a step's samples have earned, and the rewards."""
+    from phalanx.training.lm_rl import build
+
+    step = build(cfg).collector.collect(0)
+    assert step.samples.action_reward is not None
+    return step.samples.action_reward.sum(1), step.reward
+
+
+def test_rewards_of_turns_are_parts_of_the_reward(talker: Path, tmp_path: Path) -> None:
+    """As far as a term has them: not of another one, nor of scores that are normalised."""
+    terms = "reward.functions=[{name: environment, weight: 2}, {name: length, weight: 0.01}]"
+    ((earned, reward),) = run_ranks(collected, 1, job(talker, tmp_path, terms))
+    assert earned.any() and ((reward - earned) > 0).any() and (reward >= earned).all()
+    ((twice, _),) = run_ranks(collected, 1, job(talker, tmp_path))
+    assert torch.equal(earned, 2 * twice)
+    for keys in (["reward.functions=[{name: length}]"], ["reward.normalize=group"]):
+        ((none, _),) = run_ranks(collected, 1, job(talker, tmp_path, *keys))
+        assert not none.any()
+
+
+@pytest.mark.full
+def test_rewards_of_turns_reach_ranks_that_only_train(talker: Path, tmp_path: Path) -> None:
+    from phalanx.training.lm_rl import build
+
+    norms = []
+    for name, terminal in (("alone", False), ("apart", False), ("last", True)):
+        keys = ("algorithm.name=reinforce_plus_plus", "trainer.total_training_steps=1")
+        if name == "apart":
+            cfg = job(talker, tmp_path / name, *keys, "placement={actor: 0, rollout: 1}")
+            run_roles(build, 2, cfg)
+        else:
+            run_ranks(fit, 1, job(talker, tmp_path / name, *keys, name="Last" if terminal else "Talk"))
+        (row,) = rows(tmp_path / name / "out")
+        norms.append((row["reward/mean"], row["actor/grad_norm"]))
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    assert norms[2][0] == norms[0][0] and abs(norms[2][1] / norms[0][1] - 1) > 0.01
 
 
 def test_samples_that_an_environment_failed_are_left_out(talker: Path, tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Generalised advantages, whitening over ranks and the critic's loss, against plain computations; ragged masks."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from phalanx.algorithms import ppo, reinforce_plus_plus
-from phalanx.functional.returns import at_last, gae, moments, value_loss, whitened
+from phalanx.functional.returns import at_last, gae, moments, placed, value_loss, whitened
 from phalanx.functional.token_losses import kl_estimate
 from phalanx.types import Scored
 from tests.checks import normal
@@ -50,6 +51,25 @@ def test_the_reward_comes_with_the_last_token() -> None:
     found = at_last(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]), MASK)
     assert found.nonzero().tolist() == [[0, 4], [1, 1], [2, 0], [3, 3]]
     assert found[MASK].sum() == 10
+
+
+def test_rewards_of_turns_are_where_they_were_earned() -> None:
+    """And with the rest at the last token their sum is the sample's reward, to the last bit of a single turn's."""
+    reward, earned = normal(5, seed=7), normal(5, 5, seed=8) * (normal(5, 5, seed=9) > 0)
+    found = placed(reward, earned, MASK)
+    for i, mask in enumerate(MASK):
+        places = mask.nonzero().flatten().tolist()
+        expected = [0.0] * 5
+        rest = reward[i].item()
+        for t in places:
+            expected[t] = earned[i, t].item()
+            rest -= expected[t]
+        if places:
+            expected[places[-1]] += rest
+        assert found[i].tolist() == pytest.approx(expected, abs=1e-6)
+    single = at_last(normal(5, seed=10), MASK)
+    assert torch.equal(placed(reward, single, MASK), at_last(reward, MASK))
+    assert torch.equal(placed(reward, None, MASK), at_last(reward, MASK))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
@@ -145,6 +165,21 @@ def test_the_credit_of_reinforce_plus_plus() -> None:
     torch.testing.assert_close(found.returns, returns)
     std = math.sqrt(returns[MASK].var(correction=0) + 1e-8)
     torch.testing.assert_close(found.advantage[MASK], (returns[MASK] - returns[MASK].mean()) / std)
+
+
+@pytest.mark.parametrize("module", [ppo, reinforce_plus_plus])
+def test_the_credit_of_turns(module: Any) -> None:
+    """What a turn has earned is no return of the tokens behind it."""
+    earned = torch.zeros(5, 5)
+    earned[0, 1], earned[3, 0] = 0.75, -0.25
+    given = scored(values=torch.zeros(5, 5), action_reward=earned)
+    found = module.Algorithm(module.Config()).credit(given, alone)
+    assert found.returns[0].tolist() == [1.0, 1.0, 0.25, 0.25, 0.25]
+    assert found.returns[3].tolist() == [0.0, 0.25, 0.0, 0.25, 0.0]
+    assert found.returns[1].tolist() == [0.0] * 5
+    returns = found.returns[MASK]
+    std = math.sqrt(returns.var(correction=0) + 1e-8)
+    torch.testing.assert_close(found.advantage[MASK], (returns - returns.mean()) / std)
 
 
 def test_the_baseline_of_reinforce_plus_plus() -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from PIL import Image
 
 from phalanx.config.load import ConfigError
 from phalanx.telemetry.metrics import check_loggers
-from tests.logs import records, rows, start, texts
+from tests.logs import TALK, records, rows, start, talk, texts
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -213,6 +214,7 @@ class TestTensorBoard:
     def test_texts(self, tmp_path: Path) -> None:
         with start(tmp_path, "tensorboard") as log:
             log.records(3, "math", texts())
+            log.records(3, "tools", [talk()])
         events = read_events(tmp_path)
         (event,) = events.Tensors("samples/math/text_summary")
         assert event.step == 3
@@ -223,6 +225,9 @@ class TestTensorBoard:
             "\n\n**ground truth**\n\n    *2*"
         )
         assert len(shown) == 2
+        (event,) = events.Tensors("samples/tools/text_summary")
+        shown = event.tensor_proto.string_val[0].decode()
+        assert shown == f"**prompt**\n\n    2 * 3?\n\n**reward 0.500**\n\n{indent(TALK, '    ')}"
 
 
 class TestWandb:
@@ -262,9 +267,15 @@ class TestWandb:
 
         with start(tmp_path, "wandb") as log:
             log.records(3, "math", texts())
+            log.records(3, "tools", [talk()])
         wandb.teardown()
-        (file,) = (tmp_path / "wandb").glob("offline-run-*/files/media/table/samples/math_*.table.json")
-        table = json.loads(file.read_text())
+        tables = []
+        for name in ("math", "tools"):
+            (file,) = (tmp_path / "wandb").glob(f"offline-run-*/files/media/table/samples/{name}_*.table.json")
+            tables.append(json.loads(file.read_text()))
+        table, talks = tables
+        assert talks["columns"] == ["step", "prompt", "text", "ground_truth", "reward", "messages"]
+        assert talks["data"] == [[3, "2 * 3?", "<b>6</b>", None, 0.5, TALK]]
         assert table["columns"] == ["step", "prompt", "text", "ground_truth", "reward", "reward/exact"]
         assert table["data"] == [
             [3, record.prompt, record.output, record.ground_truth, record.reward, record.scores["exact"]]

@@ -9,6 +9,7 @@ from phalanx.config import load
 from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.mesh import alone
 from phalanx.plan import plan_job
+from phalanx.plan.batch import batch
 from phalanx.plan.blueprint import fetch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
@@ -73,6 +74,20 @@ def test_the_cache_of_a_rollout(lm_folder: Path, tmp_path: Path) -> None:
     cache = 2 * 2 * (64 + 11) * 32 * 4
     # and a layer's, while it grows, and the probabilities of a token
     assert 4 * cache < found[0] and 4 * cache < found[1] - found[0] < 4 * (1.5 * cache + 512 * 30)
+
+
+def test_the_cache_of_conversations(lm_folder: Path, tmp_path: Path) -> None:
+    """While some wait for an answer, their columns are empty."""
+    found = []
+    for keys in ((), ("environment.tools=[calculator]", "environment.max_turns=3")):
+        job = planned(tiny_lm_config(lm_folder, tmp_path, *keys), Cluster(1, 2))
+        rows = dict(batch(job))
+        found.append(next(phase for phase in count(job, None).phases if phase.name == "rollout: sample").activations)
+        assert rows["tokens"] == "64 + 12, the most that there can be"
+        answers = "at most 3 turns, with their answers, of 512 tokens or fewer, within these tokens"
+        assert rows.get("turns") == (answers if keys else None)
+    cache = job.rollout.micro_batch_size * 2 * 2 * (64 + 11) * 32 * 4
+    assert 0.5 * cache < found[1] - found[0] < 0.8 * cache  # the half of it, and of the layer that grows
 
 
 def test_experts_that_stay_apart(tmp_path: Path) -> None:

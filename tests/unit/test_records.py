@@ -1,7 +1,9 @@
 """Records of validation: the files of pictures and texts, their index, and grids."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import numpy as np
@@ -9,8 +11,9 @@ import pytest
 from PIL import Image
 
 from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
-from phalanx.telemetry.records import Record, grid, read_index, save_records
-from tests.logs import records, start, texts
+from phalanx.telemetry.records import Record, grid, read_index, save_records, spoken, storable
+from tests.logs import TALK, records, start, talk, texts
+from tests.ranks import ROOT
 
 
 class TestImages:
@@ -54,6 +57,66 @@ class TestImages:
             log.records(1, "math", [Record("\x1b[2Jp", 0.5, "a" * 3000 + "end", 0)])
         said = capsys.readouterr().out
         assert "    \\x1b[2Jp\n" in said and " […] " in said and said.endswith("aaaend\n") and len(said) < 800
+
+    def test_conversations_stand_in_the_index(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """And the first one on the console, of a long one the beginning and the end."""
+        with start(tmp_path, "console") as log:
+            log.records(1, "tools", [talk()])
+            log.records(2, "tools", [talk("\x1b[2J" + "6" * 900, turns=9)])
+        said = capsys.readouterr().out
+        numbers = "2 turns; 1 call; 0.25 s in the environment; rewards 0, 0.5; ended: done"
+        first = indent(TALK.replace("\n\n", "\n") + "\n" + numbers, "    ")
+        assert said.startswith(f"step 1/4  tools, prompt 0, reward 0.500:\n{first}\nstep 2/4")
+        second = said.split("step 2/4")[1]
+        assert "\n    [… 8 messages …]\n" in second and second.count("calc(") == 4 and len(second) < 800
+        assert "so\n    \\x1b[2J666" in second and "\x1b" not in said
+        (row,) = read_index(tmp_path / "samples/tools/step_000001", "text")
+        given = talk()
+        assert given.conversation is not None
+        assert row == {"index": 0, "prompt": "2 * 3?", "reward": 0.5, "text": "<b>6</b>"} | given.conversation
+
+    def test_whatever_was_said_can_be_stored(self, tmp_path: Path) -> None:
+        """Numbers that JSON does not have, halves of characters, and objects of an environment's own."""
+        calls = [{"function": {"name": "calc", "arguments": {"x": float("nan")}}}, {"name": "bare"}]
+        said = [
+            {"role": "assistant", "content": None, "tool_calls": calls},
+            {
+                "role": "tool",
+                "name": 3,
+                "content": [{"text": "a"}],
+                "beside": {1: np.int64(2), "b": "\ud800", "c": 0.5},
+            },
+        ]
+        given = talk()
+        assert given.conversation is not None
+        beside = storable(given.conversation | {"messages": said})
+        folder = save_records(tmp_path, 1, "tools", [replace(given, conversation=beside)])
+        (row,) = read_index(folder, "text")
+        assert row["messages"][0]["tool_calls"][0]["function"]["arguments"] == {"x": "nan"}
+        assert row["messages"][1]["beside"] == {"1": "2", "b": "?", "c": 0.5}
+        assert spoken(row["messages"]) == [
+            ("assistant", 'calc({"x": "nan"})\nbare(null)'),
+            ("tool 3", "[{'text': 'a'}]"),
+        ]
+
+    def test_the_docs_show_the_console(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        def call(tool: str, **arguments: Any) -> dict[str, Any]:
+            calls = [{"type": "function", "function": {"name": tool, "arguments": arguments}}]
+            return {"role": "assistant", "content": "", "tool_calls": calls}
+
+        messages = [
+            {"role": "user", "content": "Sell 2 pears.\n\nThere are 3 goods."},
+            call("count", name="pear"),
+            {"role": "tool", "name": "count", "content": "5"},
+            call("sell", name="pear", amount=2),
+            {"role": "tool", "name": "sell", "content": "sold"},
+            {"role": "assistant", "content": "Done."},
+        ]
+        numbers = {"turns": 3, "tool_calls": 2, "ended": "done", "environment_seconds": 0.0012, "turn_rewards": []}
+        with start(tmp_path, "console") as log:
+            log.records(3, "test", [Record("x", 2 / 3, "Done.", 0, conversation={"messages": messages, **numbers})])
+        shown = capsys.readouterr().out
+        assert shown in (ROOT / "docs" / "environments.md").read_text()
 
     def test_a_truncated_text_is_so_in_the_index(self, tmp_path: Path) -> None:
         folder = save_records(tmp_path, 1, "math", [Record("p", 0.5, "a", 0, truncated=True), Record("p", 0.5, "b", 1)])

@@ -18,6 +18,7 @@ from phalanx.telemetry.charts import MAX_BARS, MAX_POINTS
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.report import main, write_report
 from phalanx.telemetry.samples import BEST, MAX_CARDS, MAX_SAMPLES
+from tests.logs import talk
 from tests.pages import Page, logger, picture, run, steps_of
 
 SRC = Path(__file__).parents[2] / "src"
@@ -107,6 +108,30 @@ def test_cut_and_empty_answers_are_marked(tmp_path: Path) -> None:
         log.records(0, "math", records)
     words = Page(write_report(tmp_path)).words()
     assert "a one two cut Step 0 0.500 b (no text) empty Step 0 0.500 c x Step 0 0.500" in words
+
+
+def test_conversations_are_shown_message_by_message(tmp_path: Path) -> None:
+    with logger(tmp_path) as log:
+        log.records(0, "tools", [talk("</pre><script>alert(1)</script>")])
+        for step in range(1, 4):
+            row = {"conversation/turns_mean": 1 + step / 4, "tools/call_frequency": step / 4}
+            row |= {"conversation/reward_turns_1": step / 8, "val/tools/conversation/reward_turns_2": step / 2}
+            log.log(step, row)
+    page = Page(write_report(tmp_path))
+    talked = (
+        'user 2 * 3? assistant calc({"expression": "2 * 1"}) tool calc 2 assistant so </pre><script>alert(1)</script> '
+        "2 turns; 1 call; 0.25 s in the environment; rewards 0, 0.5; ended: done Step 0 0.500"
+    )
+    assert f"2 * 3? {talked}" in page.words()
+    assert len(page.all("script")) == 3  # the data, uPlot, and ours
+    titles = ["Turns and calls per sample", "Reward by number of turns", "Validation reward by number of turns"]
+    assert all(title in page.words() for title in titles)
+    labels = [[series["label"] for series in chart["series"]] for chart in page.charts()]
+    assert labels[:3] == [
+        ["conversation/turns_mean", "tools/call_frequency"],
+        ["1"],
+        ["tools/conversation/reward_turns_2"],
+    ]
 
 
 def test_ground_truths_of_texts_stand_below_their_prompts(tmp_path: Path) -> None:

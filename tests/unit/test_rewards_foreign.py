@@ -32,6 +32,10 @@ def chat_trl(completions: list[list[dict[str, str]]], **kwargs: Any) -> list[flo
     return [float(each[0]["content"] == s) for each, s in zip(completions, kwargs["solution"], strict=True)]
 
 
+def turns_trl(completions: list[list[dict[str, Any]]], **kwargs: Any) -> list[float]:
+    return [len(turns) + float(turns[-1]["content"]) / 8 for turns in completions]
+
+
 # by its parameters alone it could be called as a reward of this package
 def defaults_trl(completions: Any, solution: Any, marks: Any = None, scale: float = 1.0, **kwargs: Any) -> Tensor:
     assert marks is None
@@ -115,6 +119,16 @@ def test_functions_of_trl_and_verl(name: str, kwargs: dict[str, Any], scores: li
 def test_functions_of_trl_get_chats_as_messages() -> None:
     assert scored(rewards("chat_trl"), (["2", "3"], [CHATTED, CHATTED])) == {"chat_trl": [1, 0]}
     assert scored(rewards("dict_verl"), (["2", "3"], [CHATTED, CHATTED])) == {"dict_verl": [1, 0]}
+
+
+def test_functions_of_trl_get_all_that_was_said_behind_the_prompt() -> None:
+    turns = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "2"}]
+    turns.append({"role": "assistant", "content": "4"})
+    said = [*CHAT, {"role": "user", "content": "from reset"}, *turns]
+    meta = {"environment_reward": None, "messages": said}
+    talk, silent = (Prompt("1+1?", 1, meta | changes, None, CHAT) for changes in ({}, {"messages": said[:3]}))
+    assert scored(rewards("turns_trl"), (["4", "0"], [talk, silent])) == {"turns_trl": [3.5, 1]}
+    assert scored(rewards("async_trl"), (["4"], [Prompt("1+1?", 1, meta)])) == {"async_trl": [1]}  # of no chat
 
 
 def test_functions_of_verl_omni_get_images() -> None:

@@ -204,6 +204,36 @@ def test_a_reward_of_outputs_takes_what_the_job_makes() -> None:
     assert scored(rewards("either", outputs="images"), image) == {"either": [3]}
 
 
+def asks_and_answers(transcripts: list[list[dict[str, str]]], prompts: list[str], metadata: Meta) -> list[float]:
+    scores = []
+    for messages in transcripts:
+        scores.append(float("".join(message["content"] for message in messages)))
+        messages.clear()
+    return scores
+
+
+def test_a_reward_of_transcripts_gets_all_messages() -> None:
+    said = [{"role": role, "content": str(i)} for i, role in enumerate(["user", "assistant", "tool", "assistant"], 1)]
+    talk = Prompt("1", 0, {"environment_reward": 0.0, "messages": said})
+    chat = Prompt("6", 1, {}, None, [{"role": "system", "content": "5"}, {"role": "user", "content": "6"}])
+    batch = ["4", "7", "9"], [talk, chat, Prompt("8", 2, {})]
+    assert scored(rewards("asks_and_answers"), batch) == {"asks_and_answers": [1234, 567, 89]}
+    assert len(said) == 4 and chat.messages is not None and len(chat.messages) == 2  # it was given copies
+    assert told(ValueError, rewards, "asks_and_answers", outputs="images") == (
+        "reward.functions[0]: asks_and_answers takes transcripts, and this job makes images"
+    )
+
+
+def test_the_weight_of_rewards_of_turns_is_that_of_the_environment() -> None:
+    entries = [
+        RewardFunctionConfig(name="environment", weight=2.0, initial_weight=1.0, weight_steps=4),
+        RewardFunctionConfig(path=f"{HERE}:either"),
+    ]
+    reward = RewardSet(RewardConfig(functions=entries), "cpu", outputs="completions")
+    assert [reward.turn_weight(step) for step in (0, 2, 9)] == [1.0, 1.5, 2.0]
+    assert rewards("either").turn_weight(0) == 0
+
+
 def why(completions: list[str], prompts: list[str], metadata: Meta) -> RewardOutput:
     return RewardOutput([1.0, float("nan")], problem="it was too late")
 

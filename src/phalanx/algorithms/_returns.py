@@ -11,7 +11,7 @@ from torch import Tensor
 from phalanx.algorithms import grpo
 from phalanx.algorithms._group import OF_ADVANTAGES
 from phalanx.config.load import arg
-from phalanx.functional.returns import at_last, moments
+from phalanx.functional.returns import moments, placed
 from phalanx.functional.token_losses import KL_TYPES, kl_estimate
 from phalanx.types import Credit, Scored
 
@@ -30,9 +30,10 @@ class ReturnsConfig(grpo.Config):
 
 
 class ReturnsAlgorithm(grpo.Algorithm, ABC):
-    """The reward r of a sample comes with its last token, and each token costs its KL:
+    """The reward r of a sample comes with its last token, but for the parts e_t that came with single turns, each of
+    which is at its turn's last token; and each token costs its KL:
 
-    r_t = r [t is the last] - kl_reward_coef KL_t
+    r_t = e_t + (r - sum over t of e_t) [t is the last] - kl_reward_coef KL_t
     """
 
     config: ReturnsConfig
@@ -57,7 +58,7 @@ class ReturnsAlgorithm(grpo.Algorithm, ABC):
 
     def credit(self, scored: Scored, total: Callable[[Tensor], Tensor]) -> Credit:
         """The rewards of tokens, and what follows from them."""
-        reward, metrics = at_last(scored.advantage, scored.mask), {}
+        reward, metrics = placed(scored.advantage, scored.action_reward, scored.mask), {}
         if self.config.kl_reward_coef > 0:
             kl = kl_estimate(scored.log_prob, scored.reference_outputs["reference"], self.config.kl_reward_type)
             reward = reward - self.config.kl_reward_coef * kl

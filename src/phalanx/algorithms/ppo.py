@@ -6,7 +6,8 @@
     Lv = sum over tokens of  w max((V_t - R_t)^2, (clip(V_t, V_old +- c) - R_t)^2) / 2
 
 with rho the likelihood ratio of a token, A whitened over the tokens of all ranks before L, V a critic's value of the
-text before a token (section `critic`), and r_t the sample's reward at its last token, less a KL to the reference.
+text before a token (section `critic`), and r_t the sample's reward at its last token, less a KL to the reference; what
+single turns of a conversation earned is at their last tokens.
 
 Deviations from the paper:
 1. Generalised advantages (arXiv 1506.02438) of a response, which is an episode: V is 0 after its last token.

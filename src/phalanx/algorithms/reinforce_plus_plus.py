@@ -4,7 +4,8 @@
 
     L = sum over tokens of  w max(-A_t rho, -A_t clip(rho, 1 - eps_low, 1 + eps_high))
 
-with rho the likelihood ratio of a token, and r_t the sample's reward at its last token, less a KL to the reference.
+with rho the likelihood ratio of a token, and r_t the sample's reward at its last token, less a KL to the reference;
+what single turns of a conversation earned is at their last tokens.
 
 `group_baseline` is REINFORCE++-baseline: the mean reward of a prompt's samples is taken off each of them first.
 

@@ -217,6 +217,13 @@ class LMRunConfig(RunConfig):
 
 
 @dataclass
+class LMTurnRunConfig(LMRunConfig):
+    """Sections of a run whose samples may have several turns: see phalanx.config.tasks.read_run."""
+
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+
+
+@dataclass
 class LMRLConfig(LMRunConfig, RLConfig):
     """Configuration of reinforcement learning of a language model."""
 

@@ -159,6 +159,7 @@ class GenerateConfig:
     )
     seed: Optional[int] = arg(None, "seed of the sampling; null: that of the run's validation, or 1234", **SEEDS)
     micro_batch_size_per_gpu: int = arg(8, "responses decoded together", **COUNT)
+    environment: bool = arg(True, "over several turns with the environment of the checkpoint's run; false: one turn")
     output_file: Optional[str] = arg(None, "JSON lines of the prompts and responses, replaced; null: only print them")
 
 

@@ -23,14 +23,15 @@ class Conversation:
     Each of them begins when the one before has ended. `ended` says why there is no further turn: the environment or
     the model is done, a call ran too long, after which nothing of the instance is called again, or raised. `calls`
     counts calls of tools or of step, `failures` what of the environment raised or ran too long, `mistakes` the model's
-    calls that no tool takes, and `seconds` the time in the environment. `problem` is the first failure, in a line.
+    calls that no tool takes, and `seconds` the time in the environment. `turn_rewards` are those of steps, of which
+    the reward is the sum; none where there is get_reward. `problem` is the first failure, in a line.
     """
 
     def __init__(self, kind: Kind, row: dict[str, Any], pool: Pool, cfg: EnvironmentConfig) -> None:
         self._kind, self._pool, self._cfg = kind, pool, cfg
         self._row = row
         self._instance: Any = None
-        self._earned = 0.0  # by steps
+        self.turn_rewards: list[float] = []
         self.ended: Ended = None
         self.calls = self.failures = self.mistakes = 0
         self.seconds = 0.0
@@ -84,7 +85,8 @@ class Conversation:
         if outcome is None:
             return Turn(done=True)
         turn: Turn = outcome.value
-        self._earned += turn.reward
+        if "get_reward" not in self._kind.hooks:
+            self.turn_rewards.append(turn.reward)
         if turn.done:
             self.ended = "done"
         return turn
@@ -144,7 +146,7 @@ class Conversation:
         if self.ended in ("timeout", "error"):
             return None
         if "get_reward" not in self._kind.hooks:
-            return self._earned if "step" in self._kind.hooks else None
+            return sum(self.turn_rewards, 0.0) if "step" in self._kind.hooks else None
         outcome = await self._call(
             "get_reward", lambda: self._instance.get_reward(), lambda value: reward_of(value, "get_reward")
         )

@@ -25,6 +25,11 @@ class Environments:
         """The names of the environments, which the data's column `environment` has; [None] for only one."""
         return list(self._kinds)
 
+    @property
+    def rewards_turns(self) -> bool:
+        """Whether there are rewards of single turns."""
+        return any("step" in kind.hooks and "get_reward" not in kind.hooks for kind in self._kinds.values())
+
     def tools(self, name: str | None = None) -> list[dict[str, Any]]:
         """The schemas of an environment's tools, in OpenAI's form, which the chat template gets."""
         return [tool.schema for tool in self._kinds[name].tools.values()]

@@ -23,6 +23,14 @@ def at_last(reward: Tensor, mask: Tensor) -> Tensor:
     return torch.where(last, reward[:, None], 0.0)
 
 
+def placed(reward: Tensor, earned: Tensor | None, mask: Tensor) -> Tensor:
+    """[B, A] the rewards [B]: what tokens `earned` [B, A] at these tokens, and the rest at the last one."""
+    if earned is None:
+        return at_last(reward, mask)
+    parts = torch.where(mask, earned, 0.0).double()  # so that a sum of two floats less one of them is the other
+    return (parts + at_last(reward.double() - parts.sum(1), mask)).float()
+
+
 def gae(reward: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Advantages and returns of tokens.
 

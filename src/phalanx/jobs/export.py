@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
 from phalanx.config.flow import FlowModelConfig, FlowRunConfig
-from phalanx.config.lm import LMModelConfig, LMRunConfig
+from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.run import ModelConfig, RunConfig
 from phalanx.config.tasks import ExportConfig, read_run
 from phalanx.distributed.launch import Launch
@@ -86,7 +86,9 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
     Raises ValueError where there is none, it is incomplete, or it has no such weights.
     """
     folder = _locate(checkpoint)
-    run = read_run(folder.parent.parent / "config.yaml", LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig)
+    run = read_run(
+        folder.parent.parent / "config.yaml", LMTurnRunConfig, LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig
+    )
     signature = read_meta(folder)["signature"]
     if isinstance(run, LMRunConfig):
         run.data.chat_template_date = run.data.chat_template_date or signature.get("chat_template_date")

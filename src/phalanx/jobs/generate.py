@@ -1,7 +1,8 @@
 """Responses of a language model, from its folder or a checkpoint, as validation samples them. One process.
 
 A response is a function of its prompt and number, the seed and the settings, so a run's validation can be reproduced.
-Of a block-diffusion model, the tokens that a forward pass brings are counted.
+The model of a run with an environment talks to it. Of a block-diffusion model, the tokens that a forward pass brings
+are counted.
 """
 
 import json
@@ -13,22 +14,26 @@ from typing import Any, TextIO
 
 from phalanx.config import ConfigError
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
-from phalanx.config.lm import LMModelConfig, LMRunConfig
+from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.rules import check, check_model
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
 from phalanx.data.prompts import load_prompts, numbered, question
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
+from phalanx.environments.environments import Environments
 from phalanx.jobs.export import open_checkpoint
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
 from phalanx.models.lm.chat import prompt_tokens
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
 from phalanx.models.lm.policy import LMPolicy
+from phalanx.rollout.lm.conversations import ConversationRollout, Conversed
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, check_stops
 from phalanx.telemetry.loggers.console import plain
+from phalanx.telemetry.records import CONVERSATION, storable, summary, transcript
+from phalanx.training.lm_rl import with_tools
 from phalanx.types import Prompt
 
 LIMIT = 1024  # tokens of a response of a model without a run
@@ -47,6 +52,15 @@ class Generation:
         if not isinstance(run, LMRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a flow-matching model; use tasks/sample.py")
         self.prompts = read_prompts(cfg, cfg.prompt_key or run.data.prompt_key)
+        self.environments: Environments | None = None
+        if isinstance(run, LMTurnRunConfig) and run.environment.used and cfg.environment:
+            if cfg.stop:
+                raise ConfigError(
+                    "stop: with an environment a turn ends by an end token of the model; leave stop out, or set "
+                    "environment=false"
+                )
+            self.environments = Environments(run.environment)
+            self.prompts = with_tools(self.prompts, self.environments)
         self.file = None if cfg.output_file is None else Path(cfg.output_file).expanduser()
         if self.file is not None and self.file.is_dir():
             raise ConfigError(f"output_file: {cfg.output_file!r} is a folder; give a file")
@@ -63,8 +77,12 @@ class Generation:
         # supervised training adds the mask token that its base lacks
         model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig))
         lengths = [len(tokens) for tokens in prompt_tokens(tokenizer, self.prompts, data, config.path)]
-        limit = self._limit(run, lengths, positions(model.lm.config) or 2**20, config.block_size or 1)
-        data = replace(data, max_prompt_length=max(lengths), max_response_length=limit)
+        room = positions(model.lm.config) or 2**20
+        limit = self._limit(run, lengths, room, config.block_size or 1)
+        longest = max(lengths)
+        if self.environments is not None:  # which may add to a prompt
+            longest = max(longest, min(data.max_prompt_length, room - limit))
+        data = replace(data, max_prompt_length=longest, max_response_length=limit)
         settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
         settings |= _given(top_k=cfg.top_k, min_p=cfg.min_p)
         settings |= _given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)
@@ -84,7 +102,11 @@ class Generation:
             self.policy = LMPolicy(model, *parts, **options)
             self.policy.check_agreement(decodes=True)
             check_stops(self.policy, sampled)
-            self.rollout = LMRollout(self.policy, *arguments)
+            if self.environments is None:
+                self.rollout = LMRollout(self.policy, *arguments)
+            else:
+                assert isinstance(run, LMTurnRunConfig), "it has the environment"
+                self.rollout = ConversationRollout(self.policy, *arguments, run.environment, self.environments)
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
 
@@ -120,6 +142,8 @@ class Generation:
         together = max(1, self.cfg.micro_batch_size_per_gpu // n)
         with ExitStack() as stack:
             file = None
+            if self.environments is not None:
+                stack.callback(self.environments.close)
             if self.file is not None:
                 stack.enter_context(writing(self.file, "output_file"))
                 self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -142,11 +166,15 @@ class Generation:
         forwards = self.rollout.forwards(drawn) if isinstance(self.rollout, BlockDiffusionRollout) else 0
         self.tokens, self.forwards = self.tokens + len(drawn.response), self.forwards + forwards
         name = f"prompt {prompt.group_id}" + (f", response {number}" if self.val.n > 1 else "")
-        cut = f"\n[cut after {len(drawn.response)} tokens]" if drawn.truncated else ""
-        print(f"--- {name}: {plain(' '.join(prompt.text.split()))}\n{plain(drawn.text)}{cut}\n", flush=True)
+        cut, text = f"\n[cut after {len(drawn.response)} tokens]" if drawn.truncated else "", drawn.text
+        talk = None
+        if isinstance(drawn, Conversed):
+            talk = storable({name: drawn.beside[name] for name in CONVERSATION})
+            text, cut = transcript(talk["messages"]), f"\n[{summary(talk)}]"
+        print(f"--- {name}: {plain(' '.join(prompt.text.split()))}\n{plain(text)}{cut}\n", flush=True)
         if file is not None:
             row = {"index": prompt.group_id, "response": number, "prompt": prompt.text, "text": drawn.text}
-            row |= {"tokens": len(drawn.response), "truncated": drawn.truncated, "seed": self.val.seed}
+            row |= {"tokens": drawn.length, "truncated": drawn.truncated, "seed": self.val.seed} | (talk or {})
             if forwards:
                 row["forward_passes"] = forwards
             if "ground_truth" in prompt.meta:
@@ -168,7 +196,7 @@ def read_prompts(cfg: GenerateConfig, key: str) -> list[Prompt]:
         # a file of supervised training holds the answers as well
         rows = load_prompts([cfg.prompt_file], "prompt_file", prompt=key, quoted=False, answered=True)
         return [question(numbered(row, i)) for i, row in enumerate(rows)]
-    return [Prompt(text, i, {}) for i, text in enumerate(cfg.prompts)]
+    return [Prompt(text, i, {}, place=f"prompts[{i}]") for i, text in enumerate(cfg.prompts)]
 
 
 def _given(**values: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from phalanx.config.flow import FlowRunConfig
+from phalanx.config.lm import LMRLConfig
 from phalanx.config.messages import counted
 from phalanx.distributed.roles import ACTOR, ROLLOUT
 from phalanx.plan.blueprint import PlannedFlowPolicy
@@ -77,6 +78,9 @@ def _tokens(p: Planned) -> Rows:
     """The lengths of a language model's samples, and the states of their blocks."""
     prompt = p.cfg.data.max_prompt_length
     rows = [("tokens", f"{prompt} + {p.policy.tokens - prompt}, the most that there can be")]
+    if isinstance(p.cfg, LMRLConfig) and p.cfg.environment.used:
+        turns, answer = counted(p.cfg.environment.max_turns, "turn"), p.cfg.environment.max_observation_length
+        rows.append(("turns", f"at most {turns}, with their answers, of {answer} tokens or fewer, within these tokens"))
     if isinstance(p, SupervisedRehearsal):
         assert isinstance(p.policy, PlannedBlockPolicy), "of a model in blocks"
         rows.append(("states", f"one of each block of a response, {p.policy.size} tokens"))

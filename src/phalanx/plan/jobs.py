@@ -27,6 +27,7 @@ from phalanx.plan.lm import PlannedBlockPolicy, PlannedBlockRollout, PlannedLMRo
 from phalanx.plan.rehearsal import AnyPlannedPolicy, Planned, PlannedBlockDiffusion, RLRehearsal, SupervisedRehearsal
 from phalanx.rollout.flow.dataset import DatasetRollout
 from phalanx.rollout.flow.in_policy import PolicyRollout
+from phalanx.rollout.lm.converse import WASTE
 from phalanx.training import block_diffusion, flow_matching, flow_rl, lm_rl
 from phalanx.training.block_diffusion import DECODED_TOGETHER, Example
 from phalanx.training.components import about
@@ -135,6 +136,8 @@ def _lm(cfg: LMRLConfig, cluster: Cluster, plan: BatchPlan, teaches: bool) -> RL
     if isinstance(rollout, PlannedBlockRollout):
         rollout.most = cfg.most_states
     rollout.facts = cfg.rollout.facts
+    if cfg.environment.used:  # samples that wait for an answer have empty columns
+        rollout.waste = WASTE
     with policy.ledger, policy.ledger.uncounted():
         return RLRehearsal(cfg, plan, algorithm, policy, rollout, _prompts(policy, plan.samples // cfg.rollout.n))
 

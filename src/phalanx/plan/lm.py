@@ -112,6 +112,7 @@ class PlannedLMRollout(LMRollout):
     """Samples of the greatest lengths, which only the policy's own modules decode."""
 
     policy: PlannedLMPolicy
+    waste = 1.0  # columns of the cache per token of a sample
 
     @contextmanager
     def awake(self) -> Iterator[None]:
@@ -160,7 +161,7 @@ class PlannedLMRollout(LMRollout):
         ids = torch.zeros(-(-count // n), self.before, dtype=torch.long, device=META)
         cache = DynamicCache(config=self.policy.settings)
         forward(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
-        full = self._filled(cache, count, length - 1)
+        full = self._filled(cache, count, round(self.waste * (length - 1)))
         del cache
         at = torch.full((count, 1), length - 1, device=META)
         out = forward(input_ids=ids[:1, :1].expand(count, 1), position_ids=at, **{CACHE: full}, use_cache=True)

@@ -1,8 +1,9 @@
 """The common parts of rewards: the signature, the error that ends the job, and the base classes.
 
 A reward says what it takes of a policy's outputs by the name of its first parameter: `images` float32 [B, 3, H, W],
-`videos` float32 [B, F, 3, H, W], both in 0..1 on the CPU, or `completions`, B texts. `outputs` stands for images or
-completions, whichever the job makes, and any other name for images.
+`videos` float32 [B, F, 3, H, W], both in 0..1 on the CPU, `completions`, B texts, or `transcripts`, B lists of messages
+from the prompt's on. `outputs` stands for images or completions, whichever the job makes, and any other name for
+images.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from phalanx.distributed.passes import Passes
-from phalanx.types import JobError, Samples
+from phalanx.telemetry.records import TALKS
+from phalanx.types import JobError, Prompt, Samples
 
 Scores = Sequence[float] | NDArray[Any] | Tensor
 UNJUDGED = "unjudged"  # the extra of rewards that limit the time of each sample: 1 where it had no verdict
@@ -96,6 +98,14 @@ def copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: copied(item) for name, item in value.items()}
     return [copied(item) for item in value] if isinstance(value, list) else value
+
+
+def transcript(prompt: Prompt, completion: str) -> list[dict[str, Any]]:
+    """All messages of a sample, as a reward may change them."""
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    plain = [*messages, {"role": "assistant", "content": completion}]
+    copy: list[dict[str, Any]] = copied(prompt.meta["messages"] if TALKS in prompt.meta else plain)
+    return copy
 
 
 def ground_truth(prompt: str, metadata: dict[str, Any]) -> str:

@@ -95,7 +95,7 @@ class Call:
 
     def private(self, subject: Outputs) -> Outputs:
         """A copy for this call: whatever a reward does to it, other rewards and the logs see what was sampled."""
-        return subject.to(torch.float32, copy=True) if isinstance(subject, Tensor) else list(subject)
+        return subject.to(torch.float32, copy=True) if isinstance(subject, Tensor) else copied(subject)
 
     def run(self) -> Rows:
         """Call the reward and check what it returns: the term's rows, its scores first."""

@@ -7,16 +7,21 @@ calls `compute_score(data_source, solution_str, ground_truth, extra_info)` on ea
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping
+from itertools import dropwhile
 from typing import Any
 
 from torch import Tensor
+
+from phalanx.telemetry.records import TALKS
 
 OUTPUTS = {"solution_str": "completions", "solution_image": "images"}  # by the parameter of verl and VeRL-Omni
 _OWN = ("metadata", "meta")  # the third parameter of a reward in the form of phalanx.rewards.base
 
 
 class TrlReward:
-    """A function of TRL. Where a prompt is a chat, it is given as a list of messages, and so is its completion."""
+    """A function of TRL. Where a prompt is a chat, it is given as a list of messages, and so is its completion: all
+    that was said behind the prompt.
+    """
 
     def __init__(self, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
         self._function, self._kwargs = function, dict(kwargs)
@@ -27,9 +32,13 @@ class TrlReward:
         for name in dict.fromkeys(name for meta in metadata for name in meta):
             columns[name] = [meta.get(name) for meta in metadata]
         answers: list[Any] = []
-        for prompt, completion in zip(prompts, completions, strict=True):
-            chat = isinstance(prompt, list)
-            answers.append([{"role": "assistant", "content": completion}] if chat else completion)
+        for prompt, completion, meta in zip(prompts, completions, metadata, strict=True):
+            turns = [{"role": "assistant", "content": completion}]
+            if isinstance(prompt, list) and TALKS in meta:
+                # what reset has added belongs to the prompt
+                behind = dropwhile(lambda message: message["role"] != "assistant", meta["messages"][len(prompt) :])
+                turns = list(behind) or turns
+            answers.append(turns if isinstance(prompt, list) else completion)
         arguments = {**columns, **self._kwargs, "prompts": prompts, "completions": answers}
         return _results([self._function(**arguments)])[0]
 

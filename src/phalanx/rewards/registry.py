@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 
 PACKAGES = ("phalanx.rewards.image", "phalanx.rewards.text", "phalanx.rewards.judge")
 FORMS = object_forms("function")
-TAKES = ("images", "videos", "completions")  # names of a reward's first parameter that say what it takes
+TEXTS = ("completions", "transcripts")
+TAKES = ("images", "videos", *TEXTS)  # names of a reward's first parameter that say what it takes
 EITHER = "outputs"  # or that it takes images or completions, whichever the job makes
 TOGETHER = ("http",)  # built-in rewards on the CPU that want a whole call: it batches, and asks side by side
 # Names that the trainer logs beside the terms, as reward/mean and so on.
@@ -41,7 +42,7 @@ class Term:
     function: Callable[..., Any]  # a RewardFunction, or a ParsedAnswers of a judge's answers
     share: Share
     on_device: bool
-    takes: str = "images"  # or "videos", "completions"
+    takes: str = "images"  # or another of TAKES
     frames: int = 1  # of a video, that are scored as images
     extras: tuple[str, ...] = ()  # that come with its scores; see RewardWithExtras
     per_sample: bool = False  # a call may be split: each score depends only on its own sample
@@ -105,7 +106,7 @@ def _build(cfg: RewardFunctionConfig, key: str, device: str, unparseable_score: 
         raise ConfigError(f"{key}: {name!r} is the name of another metric; give the term another name")
     is_judge = isinstance(reward, type) and issubclass(reward, Judge)
     takes = _takes(reward, key, label, outputs)
-    if (takes == "completions") != (outputs == "completions"):
+    if (takes in TEXTS) != (outputs == "completions"):
         what = f"the judge {label}" if is_judge else label
         raise ConfigError(f"{key}: {what} takes {takes}, and this job makes {outputs}")
 

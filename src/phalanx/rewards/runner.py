@@ -21,11 +21,12 @@ from phalanx.distributed.launch import Launch
 from phalanx.distributed.passes import Passes
 from phalanx.functional.frames import evenly_spaced
 from phalanx.functional.rewards import combine
-from phalanx.rewards.base import UNJUDGED, PolicyReward, RewardError
+from phalanx.rewards.base import UNJUDGED, PolicyReward, RewardError, transcript
 from phalanx.rewards.call import Call, DaemonPool, Rows, on_prompts
 from phalanx.rewards.judge._base import ParsedAnswers
 from phalanx.rewards.judge._pool import JudgePool
 from phalanx.rewards.registry import Term, build_terms, judged_frames
+from phalanx.rewards.text.environment import Environment
 from phalanx.types import Outputs, Policy, Prompt, Samples
 
 log = logging.getLogger(__name__)
@@ -240,6 +241,10 @@ class RewardSet:
                 shares.append(term.share)
         return combine(values, shares, step=step, group_id=group_id) if values else torch.zeros(0)
 
+    def turn_weight(self, step: int | None = None) -> float:
+        """The weight of the rewards that an environment gives for single turns in the sample's reward."""
+        return sum(term.share.at(step) for term in self.terms if isinstance(term.function, Environment))
+
     def _parts(self, term: Term, count: int) -> list[range]:
         """The samples of each call of a term on `count` samples."""
         if not term.per_sample:
@@ -282,11 +287,15 @@ class RewardSet:
 
 
 def seen_by(takes: str, outputs: Outputs, prompts: list[Prompt], frames: int) -> tuple[Outputs, list[Prompt]]:
-    """The part of B outputs that a reward is given which takes images, videos or completions, and the prompt of each.
+    """The part of B outputs that a reward is given which takes one of TAKES, and the prompt of each.
 
     For `images`: [B k, 3, H, W], k evenly spaced frames of each video, at most `frames`. For `videos`:
-    [B, F, 3, H, W], of one frame where outputs are images. Completions are given as they are.
+    [B, F, 3, H, W], of one frame where outputs are images. Completions are given as they are, and for `transcripts`
+    with all that was said before.
     """
+    if takes == "transcripts":
+        talks: list[Any] = [transcript(prompt, text) for prompt, text in zip(prompts, outputs, strict=True)]
+        return talks, prompts
     if not isinstance(outputs, Tensor):
         return outputs, prompts
     is_video = outputs.ndim == 5

@@ -17,10 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from phalanx.config.messages import counted
 from phalanx.media.grids import fit, pictures, sheet, side_by_side, standing
 from phalanx.media.videos import write_video
 
 IMAGES, SAMPLES = "images", "samples"  # folders of a run: pictures and videos, and texts
+# of a sample of several turns, in the index and in the metadata of its reward: see docs/environments.md
+CONVERSATION = ("messages", "turns", "tool_calls", "ended", "environment_seconds", "turn_rewards")
+TALKS = "environment_reward"  # in the metadata of only such samples
 Output = NDArray[np.uint8] | str
 
 
@@ -32,7 +36,7 @@ class Record:
     `index` is the prompt's number in its validation set (times the samples per prompt, where there are several), so
     that the same index at two steps is the same prompt and noise. `scores` are the terms of the reward by their names,
     `ground_truth` is what the prompt's data says. `truncated` is true of a text that ends at the limit of its length,
-    and not at its end of sequence. `messages` are the whole conversation of which a text is the last turn.
+    and not at its end of sequence. `conversation` is that of which a text is the last turn: the values of CONVERSATION.
     """
 
     prompt: str
@@ -43,7 +47,7 @@ class Record:
     scores: dict[str, float] = field(default_factory=dict)
     ground_truth: str | None = None
     truncated: bool = False
-    messages: list[dict[str, Any]] | None = None
+    conversation: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.output, str):
@@ -72,6 +76,14 @@ class Record:
         return f"{self.index:05d}"
 
     @property
+    def transcript(self) -> str:
+        """The whole conversation as a text; else the text itself."""
+        assert isinstance(self.output, str), "of a text"
+        if self.conversation is None:
+            return self.output
+        return transcript(self.conversation["messages"])
+
+    @property
     def caption(self) -> str:
         """Its reward and prompt, in a line."""
         return f"{self.reward:.3f}: {self.prompt}"
@@ -85,9 +97,47 @@ class Record:
             row["ground_truth"] = self.ground_truth
         if self.truncated:
             row["truncated"] = True
-        if self.messages is not None:
-            row["messages"] = self.messages
-        return row
+        return row | (self.conversation or {})
+
+
+def spoken(messages: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """The role, of a tool with its name, and the text of each message; calls stand below the text, one a line."""
+    lines = []
+    for message in messages:
+        parts = [message.get("reasoning_content"), message.get("content")]
+        for call in message.get("tool_calls") or []:
+            function = call.get("function", call)  # data and environments may have either form
+            arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
+            parts.append(f"{function.get('name')}({arguments})")
+        role = f"{message['role']} {message.get('name') or ''}".rstrip()
+        lines.append((role, "\n".join(str(part) for part in parts if part)))
+    return lines
+
+
+def storable(value: Any) -> Any:
+    """The words of a model or an environment as strict JSON holds them: the text of what JSON has no form for."""
+    if isinstance(value, dict):
+        return {storable(str(name)): storable(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [storable(part) for part in value]
+    if value is None or isinstance(value, int) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def transcript(messages: Sequence[dict[str, Any]]) -> str:
+    """A conversation as a text."""
+    return "\n\n".join(f"{role}: {text}" for role, text in spoken(messages))
+
+
+def summary(conversation: dict[str, Any]) -> str:
+    """The numbers of a conversation, in a line: `3 turns, 2 calls, 0.12 s, rewards 0, 0, 1, done`."""
+    parts = [counted(conversation["turns"], "turn"), counted(conversation["tool_calls"], "call")]
+    parts.append(f"{conversation['environment_seconds']:.2g} s in the environment")
+    rewards = [f"{reward:.4g}" for reward in conversation["turn_rewards"]]
+    if rewards:
+        parts.append(f"rewards {', '.join(rewards)}")
+    return "; ".join([*parts, f"ended: {conversation['ended']}"])
 
 
 def _finite(value: float) -> float | None:
@@ -106,8 +156,8 @@ def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record])
     """Write the samples of one validation and return their folder, such as `run_folder/images/<set>/step_000010`.
 
     Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite), `scores`, `ground_truth`,
-    `truncated` and `messages` where there are any, and `file` or `text`, in the order of `rows`. Beside it are
-    `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the index, and `grid.mp4`. The
+    `truncated` and what CONVERSATION names where there are any, and `file` or `text`, in the order of `rows`. Beside it
+    are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the index, and `grid.mp4`. The
     folder appears at once, complete, and replaces an older one.
     """
     assert len({record.index for record in rows}) == len(rows), "two records have one index"

@@ -18,7 +18,7 @@ from typing import Any
 from PIL import Image
 
 from phalanx.functional.frames import evenly_spaced
-from phalanx.telemetry.records import IMAGES, SAMPLES, read_index
+from phalanx.telemetry.records import IMAGES, SAMPLES, read_index, spoken, summary
 from phalanx.telemetry.run_folder import Run
 
 CONTENT = {IMAGES: "file", SAMPLES: "text"}  # the key of the sample in an index.jsonl, by the run's folder
@@ -201,8 +201,10 @@ def _frame(kept: Kept, step: int, key: Key, movies: bool) -> str:
     reward = "no reward" if row["reward"] is None else f"{row['reward']:.3f}"
     alt = escape(f"{label}, reward {reward}: {row['prompt']}")
     if "text" in row:
-        is_empty = not row["text"].strip()
+        is_empty = not row["text"].strip() and "messages" not in row
         sample = '<p class="lost">(no text)</p>' if is_empty else f"<pre>{escape(row['text'])}</pre>"
+        if "messages" in row:
+            sample = _talk(row)
         if is_empty:
             sample += '<span class="mark">empty</span>'
         if row.get("truncated"):
@@ -221,6 +223,15 @@ def _frame(kept: Kept, step: int, key: Key, movies: bool) -> str:
     if terms and list(scores.values()) != [row["reward"]]:  # a single term that is the reward is shown once
         caption += f"<p class=n>{escape(' · '.join(terms))}</p>"
     return f'<div class="frame">{sample}{caption}</div>'
+
+
+def _talk(row: dict[str, Any]) -> str:
+    """A conversation, message by message, and its numbers."""
+    html = '<div class="talk">'
+    for role, text in spoken(row["messages"]):
+        html += f'<div class="said {"own" if role == "assistant" else ""}"><span>{escape(role)}</span>'
+        html += f"<pre>{escape(text)}</pre></div>"
+    return f"{html}</div><p class=n>{escape(summary(row))}</p>"
 
 
 def _caption(row: dict[str, Any]) -> str:

@@ -12,6 +12,8 @@ from phalanx.distributed.collectives import mean_rows, reduce_float, reduce_int
 from phalanx.functional.advantage import group_std, has_signal
 from phalanx.telemetry.metrics import Timers
 
+MOST_TURNS = 8  # of samples whose rewards have a metric each
+
 
 def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -> dict[str, float]:
     """reward/... of the rewards [N] of all ranks and their terms."""
@@ -25,6 +27,18 @@ def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -
         "reward/zero_std_ratio": 1 - has_signal(reward, group_id).float().mean().item(),
     }
     return row | {f"reward/{name}": values.mean().item() for name, values in terms.items()}
+
+
+def reward_by_turns(reward: Tensor, turns: Tensor) -> dict[str, float]:
+    """conversation/reward_turns_<k>, the mean reward of those of all ranks' samples [N] that have one and had k turns
+    (0: not even the first one ended), and reward_turns_more of those with more than MOST_TURNS.
+    """
+    row = {}
+    for k in range(MOST_TURNS + 2):
+        known = reward[(turns.clamp(max=MOST_TURNS + 1) == k) & ~reward.isnan()]
+        if len(known):
+            row[f"conversation/reward_turns_{k if k <= MOST_TURNS else 'more'}"] = known.mean().item()
+    return row
 
 
 def merged_rows(rows: Sequence[dict[str, float]]) -> dict[str, float]:

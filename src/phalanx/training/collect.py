@@ -221,6 +221,9 @@ class Collector:
             redrawn += int(stale.sum())
         if redrawn > 0:
             samples, _ = self._rescored(samples)
+        if samples.action_reward is not None:  # as a part of the reward; of scores that are normalised it is none
+            weight = 0.0 if self.cfg.reward.normalize != "none" else self.rewards.rewards.turn_weight(step)
+            samples = replace(samples, action_reward=samples.action_reward * weight)
         row = self.rollout.metrics(samples, reward) | self.rewards.metrics()
         if limit > 1:
             row["rollout/resampled_ratio"] = redrawn / self.plan.samples

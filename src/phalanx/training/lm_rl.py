@@ -3,7 +3,7 @@
 import logging
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from phalanx import algorithms
 from phalanx.algorithms import TokenAlgorithm
@@ -33,9 +33,11 @@ from phalanx.training.disaggregated.workers import LogProbWorker, RolloutWorker
 from phalanx.training.lm_teacher import load_teacher
 from phalanx.training.minibatches import BatchPlan
 from phalanx.training.rl import Trainer, build_trainer
-from phalanx.types import Algorithm
+from phalanx.types import Algorithm, Prompt
 
 log = logging.getLogger(__name__)
+
+Row = TypeVar("Row", PromptRow, Prompt)
 
 
 def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
@@ -167,7 +169,7 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     return kept
 
 
-def with_tools(rows: list[PromptRow], environments: Environments) -> list[PromptRow]:
+def with_tools(rows: list[Row], environments: Environments) -> list[Row]:
     """The rows with the tools of their environments, which the chat template reads. Raises ConfigError for a row of no
     environment, or with tools of its own, which nobody would run.
     """

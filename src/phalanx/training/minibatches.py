@@ -135,7 +135,8 @@ class Minibatches:
         kept = torch.zeros(len(self.samples.index), dtype=torch.bool)
         kept[self.units.local.flatten()] = self.units.kept.repeat_interleave(self.units.local.shape[1])
         mask = self.samples.mask & kept.to(self.device)[:, None]
-        return Scored(self.advantage.to(self.device), self.samples.log_prob, mask, self.reference_outputs, values)
+        samples, advantage = self.samples, self.advantage.to(self.device)
+        return Scored(advantage, samples.log_prob, mask, self.reference_outputs, values, samples.action_reward)
 
     def select(self, rows: Tensor, weight: Tensor) -> Batch:
         """The batch of the samples in `rows` [b]; weight [u, A] is that of each action of its units."""

@@ -12,7 +12,8 @@ from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.metrics import Timers
-from phalanx.telemetry.records import Output, Record
+from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, storable
+from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.training.collect import check_range
 from phalanx.types import Each, Outputs, Policy, Prompt, Rollout
 
@@ -92,17 +93,20 @@ def validate(
     local = [prompts[min(world.data_rank * share + j, len(prompts) - 1)] for j in range(share)]
     pictures: dict[int, Tensor] = {}  # of this rank's prompts, by their numbers
     texts: dict[int, Kept] = {}
+    turns: list[int] = []  # of this rank's samples, where they are conversations
 
     def each(outputs: Outputs, sampled: list[Prompt]) -> None:
         for prompt, output in zip(sampled, outputs, strict=True):
+            if TALKS in prompt.meta:
+                turns.append(prompt.meta["turns"])
             number = prompt.group_id
             if number >= keep or _holder(number, share, world) != world.rank:
                 continue
             # a prompt's samples come one after the other, its first one first
             if isinstance(output, str):
                 beside = {"truncated": prompt.meta.get("truncated", False)}
-                if "environment_reward" in prompt.meta:  # a conversation, of which the output is the last turn
-                    beside["messages"] = prompt.meta["messages"]
+                if TALKS in prompt.meta:  # a conversation, of which the output is the last turn
+                    beside["conversation"] = storable({name: prompt.meta[name] for name in CONVERSATION})
                 texts.setdefault(number, (output, beside))
             elif number not in pictures:
                 # floats would take four times the memory until the end
@@ -121,6 +125,10 @@ def validate(
     terms = {term: all_gather(values)[:real] for term, values in local_terms.items()}
     for term, values in terms.items():
         row[f"val/{name}/reward/{term}"] = values[scored].mean().item()
+    if turns:
+        counts = all_gather(torch.tensor(turns))[:real]
+        talks = {"conversation/turns_mean": counts.float().mean().item()} | reward_by_turns(reward, counts)
+        row |= {f"val/{name}/{key}": value for key, value in talks.items()}
     kept = _on_first(pictures, texts, min(keep, len(prompts)), share, world)
     records = []
     for number, (output, beside) in enumerate(kept):

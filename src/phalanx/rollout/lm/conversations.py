@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.lm import LMRolloutConfig
-from phalanx.distributed.collectives import agree, reduce_float, reduce_int
+from phalanx.distributed.collectives import agree, all_gather, reduce_float, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
@@ -29,6 +29,7 @@ from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.converse import Partner, Spoken, converse
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.types import Each, JobError, Prompt, Samples
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class Conversed(Drawn):
 
     `sampled`: the tokens that the model drew. `ended`: why there was no further turn: the environment or the model was
     done, there was no room for a further turn (turns) or further tokens, a call ran too long (timeout) or raised
-    (error). `mistakes`, `failures` and `seconds`: see phalanx.environments.conversation.
+    (error). `earned`: rewards of turns, by the numbers of their last drawn tokens. `mistakes`, `failures` and
+    `seconds`: see phalanx.environments.conversation.
     """
 
     sampled: Sequence[bool]
@@ -51,6 +53,7 @@ class Conversed(Drawn):
     mistakes: int
     failures: int
     seconds: float
+    earned: dict[int, float]
 
     @property
     def length(self) -> int:
@@ -68,6 +71,7 @@ class _Talk:
     messages: list[Message]
     prompt: list[int] = field(default_factory=list)
     turns: int = 0
+    ends: list[int] = field(default_factory=list)  # of turns: the numbers of their last drawn tokens
     full: bool = False  # it had as many turns as there may be
 
     def ended(self, spoken: Spoken | None) -> str:
@@ -130,7 +134,8 @@ class ConversationRollout(LMRollout):
         }
         for ended in ("turns", "tokens", *LOST):
             row[f"conversation/{ended}_ratio"] = mean([some.ended == ended for some in drawn])
-        return row
+        turns = torch.tensor([some.turns for some in drawn])
+        return row | reward_by_turns(all_gather(reward[samples.index]), all_gather(turns))
 
     @property
     def _conversed(self) -> list[Conversed]:
@@ -235,6 +240,8 @@ class ConversationRollout(LMRollout):
             "tool_calls": conversation.calls,
             "ended": ended,
             "environment_reward": reward,
+            "environment_seconds": conversation.seconds,
+            "turn_rewards": conversation.turn_rewards,
         }
         return Conversed(
             talk.prompt[-self.data.max_prompt_length :],
@@ -250,6 +257,7 @@ class ConversationRollout(LMRollout):
             mistakes=conversation.mistakes,
             failures=conversation.failures,
             seconds=conversation.seconds,
+            earned=dict(zip(talk.ends, conversation.turn_rewards, strict=False)),  # that of the last turn may lack
         )
 
     def _samples(self, prompts: list[Prompt], index: Tensor) -> Samples:
@@ -259,7 +267,14 @@ class ConversationRollout(LMRollout):
                 f"data.max_prompt_length={self.data.max_prompt_length} tokens"
             )
         lost = torch.tensor([drawn.ended in LOST for drawn in self._conversed])
-        return replace(super()._samples(prompts, index), lost=lost)
+        samples = replace(super()._samples(prompts, index), lost=lost)
+        if not self.environments.rewards_turns:
+            return samples
+        action_reward = torch.zeros(samples.mask.shape)
+        for i, drawn in enumerate(self._conversed):
+            for place, reward in drawn.earned.items():
+                action_reward[i, place] = reward
+        return replace(samples, action_reward=action_reward.to(samples.mask.device))
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> TokenTrace:
         sampled = torch.zeros(ids.shape, dtype=torch.bool)
@@ -281,6 +296,7 @@ class _Partner:
         message = talk.parse(talk.renderer.text(turn))
         talk.messages.append(message)
         talk.turns += 1
+        talk.ends.append(len(turn) + (talk.ends[-1] if talk.ends else -1))
         return talk.conversation.hear(message)
 
     def answer(self, sample: int, heard: Turn) -> list[int] | None:

@@ -8,9 +8,10 @@ from statistics import median
 from textwrap import indent
 from typing import TYPE_CHECKING, Any
 
+from phalanx.config.messages import counted
 from phalanx.telemetry.advice import is_training_row
 from phalanx.telemetry.loggers import LOSS, Logger, RunStart
-from phalanx.telemetry.records import SAMPLES, Record, kind_of
+from phalanx.telemetry.records import SAMPLES, Record, kind_of, spoken, summary
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -23,6 +24,7 @@ CONSOLE_KEYS = (
     "actor/accuracy",
     "response/length_mean",
     "response/truncated_ratio",
+    "conversation/turns_mean",
     "actor/entropy",
     "actor/ratio_mean",
     "actor/clipfrac",
@@ -38,6 +40,7 @@ CONSOLE_KEYS = (
     "idle/actor",
 )
 CONSOLE_CHARACTERS = 600  # of a prompt, a text or a ground truth
+CONSOLE_MESSAGES = 10  # of a conversation
 _ETA_STEPS = 20  # recent steps by whose median the ETA goes, as a window changes their length
 
 
@@ -74,6 +77,8 @@ class Console(Logger):
             return
         first = records[0]
         text = f"{_middle_out(first.prompt)}\n{_middle_out(str(first.output))}"
+        if first.conversation is not None:
+            text = _talk(first.conversation)
         if first.ground_truth is not None:
             text += f"\nground truth: {_middle_out(first.ground_truth)}"
         heading = f"step {step}/{self.total}  {set_name}, prompt {first.index}, reward {first.reward:.3f}:"
@@ -167,10 +172,21 @@ def _bar(start: RunStart, eta: Eta) -> Any:
     return bar
 
 
-def _middle_out(text: str) -> str:
+def _talk(conversation: dict[str, Any]) -> str:
+    """A conversation in short."""
+    lines = []
+    for role, text in spoken(conversation["messages"]):
+        lines.append(f"{role}: {_middle_out(text, CONSOLE_CHARACTERS // 3)}")
+    half = CONSOLE_MESSAGES // 2
+    if len(lines) > CONSOLE_MESSAGES:
+        lines[half:-half] = [f"[… {counted(len(lines) - 2 * half, 'message')} …]"]
+    return "\n".join([*lines, summary(conversation)])
+
+
+def _middle_out(text: str, most: int = CONSOLE_CHARACTERS) -> str:
     """A text without its middle, where it is long: an answer stands at its end."""
-    half = CONSOLE_CHARACTERS // 2
-    return text if len(text) <= CONSOLE_CHARACTERS else f"{text[:half]} […] {text[-half:]}"
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} […] {text[-half:]}"
 
 
 def plain(text: str) -> str:

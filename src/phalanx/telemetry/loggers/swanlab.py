@@ -50,7 +50,7 @@ class Swanlab(Logger):
         kind, shown = "videos" if records[0].is_video else kind_of(records), list[Any]()
         for record in records:
             if kind == SAMPLES:
-                shown.append(self._swanlab.Text(record.output, caption=record.caption))
+                shown.append(self._swanlab.Text(record.transcript, caption=record.caption))
             elif kind == IMAGES:
                 shown.append(self._swanlab.Image(record.output, caption=record.caption))
             else:  # it plays no other videos

@@ -35,9 +35,8 @@ class Tensorboard(Logger):
         if kind_of(records) == SAMPLES:
             parts = []
             for record in records:
-                assert isinstance(record.output, str)
                 # each as it is: indented, as markdown wants what it should not read
-                prompt, text = indent(record.prompt, "    "), indent(record.output, "    ")
+                prompt, text = indent(record.prompt, "    "), indent(record.transcript, "    ")
                 parts.append(f"**prompt**\n\n{prompt}\n\n**reward {record.reward:.3f}**\n\n{text}")
                 if record.ground_truth is not None:
                     parts[-1] += f"\n\n**ground truth**\n\n{indent(record.ground_truth, '    ')}"

@@ -47,7 +47,8 @@ class Trackio(Logger):
             for term, score in record.scores.items():
                 row[f"reward/{term}"] = score
             if kind == SAMPLES:
-                rows.append(row | {"ground_truth": record.ground_truth, "text": record.output})
+                row |= {"ground_truth": record.ground_truth, "text": record.output}
+                rows.append(row if record.conversation is None else row | {"messages": record.transcript})
             else:
                 rows.append(row | {"image": self._trackio.Image(folder / f"{record.stem}.png")})
         self._run.log({f"{kind}/{set_name}": self._trackio.Table(data=rows)}, step=step)

@@ -41,10 +41,12 @@ class Wandb(Logger):
         if kind_of(records) == SAMPLES:
             columns = ["step", "prompt", "text", "ground_truth", "reward"]
             columns += [f"reward/{term}" for term in records[0].scores]
+            talks = records[0].conversation is not None
+            columns += ["messages"] * talks
             table = self._wandb.Table(columns=columns)
             for record in records:
                 row = [step, record.prompt, record.output, record.ground_truth, record.reward]
-                table.add_data(*row, *record.scores.values())
+                table.add_data(*row, *record.scores.values(), *[record.transcript] * talks)
             self._run.log({f"{SAMPLES}/{set_name}": table}, step=step)
             return
         kind, shown = "videos" if records[0].is_video else IMAGES, []

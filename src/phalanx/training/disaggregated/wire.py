@@ -21,7 +21,7 @@ from phalanx.telemetry.records import Record
 from phalanx.training.collect import Collected
 from phalanx.types import Prompt, Samples
 
-_TENSORS = ("log_prob", "mask", "index", "weight", "lengths", "positions", "version")  # of Samples
+_TENSORS = ("log_prob", "mask", "index", "weight", "lengths", "positions", "version", "action_reward")  # of Samples
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def deserialize(data: Tensor, kind: type, device: torch.device) -> tuple[Collect
             values[name] = {key.removeprefix(f"trace/{name}/"): tensors.pop(key).to(device) for key in inner}
     known = {prompt["group_id"]: Prompt(**prompt) for prompt in plain_values["prompts"]}
     reward = tensors.pop("reward")
-    for name in ("log_prob", "mask", "weight"):
+    for name in ("log_prob", "mask", "weight", "action_reward"):
         if name in tensors:
             tensors[name] = tensors[name].to(device)
     samples = Samples(
