@@ -197,6 +197,30 @@ def assert_generated_again(record: dict[str, Any], folder: Path) -> None:
     )
 
 
+def test_what_a_sample_says_of_its_turns(talker: Path, tmp_path: Path) -> None:
+    """A turn that was cut is one, an answer without room is no further turn, and only what the limit cut is truncated."""
+    (tmp_path / "kept.py").write_text(
+        "import json\nfrom pathlib import Path\n\n"
+        "def kept(completions, prompts, metadata):\n"
+        "    with Path(__file__).with_suffix('.jsonl').open('a') as file:\n"
+        "        for meta in metadata:\n"
+        "            names = 'messages', 'turns', 'ended', 'truncated'\n"
+        "            file.write(json.dumps({name: meta[name] for name in names}) + '\\n')\n"
+        "    return [0.0] * len(completions)\n"
+    )
+    functions = f"reward.functions=[{{name: environment}}, {{name: kept, path: '{tmp_path}/kept.py:kept', weight: 0}}]"
+    keys = (functions, "data.max_response_length=40", "environment.max_turns=2", "trainer.total_training_steps=2")
+    run_ranks(fit, 1, job(talker, tmp_path, *keys))
+    last = set()
+    for line in (tmp_path / "kept.jsonl").read_text().splitlines():
+        sample = json.loads(line)
+        roles = [message["role"] for message in sample["messages"]]
+        assert roles.count("assistant") == sample["turns"]
+        assert sample["truncated"] == (sample["ended"] == "tokens")
+        last.add((sample["ended"], roles[-1]))
+    assert last >= {("tokens", "user"), ("tokens", "assistant"), ("turns", "user"), ("done", "user")}
+
+
 def timeless(row: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "tools/seconds_mean"}
 

@@ -174,6 +174,11 @@ def test_variables_of_the_template() -> None:
         tokens(CHATML + HEAD, one, chat_template_kwargs={"messages": []})
 
 
+def test_a_chat_that_json_cannot_hold_is_an_error_at_once() -> None:
+    with pytest.raises(TypeError, match="Object of type set is not JSON serializable"):
+        tokens(CHATML, [chat([USER | {"seen": {1}}])])
+
+
 def test_the_date_is_fixed() -> None:
     one, template = [Prompt("one", 0, {})], CHATML + "{{ strftime_now('%d %b %Y') }}"
     (ids,) = tokens(template, one, chat_template_date="2024-07-26")

@@ -212,6 +212,10 @@ ODD: list[tuple[str, str]] = [
     ("(7, 1, True)", "step returned a int; expected None, a text or a list of messages"),
     ("['again']", "step returned the message 'again'; expected a dict with role and content"),
     ("[{'role': 'user', 'content': []}]", "step returned a message with a content of type list; expected a text"),
+    (
+        "[{'role': 'user', 'content': 'x', 'seen': {1}}]",
+        "step returned a message that JSON cannot hold: Object of type set",
+    ),
 ]
 
 

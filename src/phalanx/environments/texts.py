@@ -65,6 +65,10 @@ def messages_of(value: Any, most_tokens: int, side: str, what: str) -> list[Mess
         if not isinstance(message.get("content"), str):
             kind = type(message.get("content")).__name__
             raise Odd(f"{what} returned a message with a content of type {kind}; expected a text")
+        try:
+            json.dumps(message)
+        except (TypeError, ValueError) as error:  # the process of the chat template reads it, and records hold it
+            raise Odd(f"{what} returned a message that JSON cannot hold: {error}") from error
         messages.append({**message, "content": text_of(message["content"], most_tokens, side)})
     return messages
 

@@ -17,10 +17,17 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: operator.pow,
 }
+
+
+def _rounded(number: int | float, digits: int | None = None) -> int | float:
+    # of an integer Python computes 10 ** -digits, and lets nothing else run meanwhile
+    return round(number) if digits is None else round(number, max(digits, -_BITS))
+
+
 _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "abs": abs, "ceil": math.ceil, "cos": math.cos, "exp": math.exp, "floor": math.floor, "gcd": math.gcd,
-    "log": math.log, "log10": math.log10, "log2": math.log2, "max": max, "min": min, "round": round, "sin": math.sin,
+    "log": math.log, "log10": math.log10, "log2": math.log2, "max": max, "min": min, "round": _rounded, "sin": math.sin,
     "sqrt": math.sqrt, "tan": math.tan,
 }  # fmt: skip
 _CONSTANTS = {"pi": math.pi, "e": math.e}

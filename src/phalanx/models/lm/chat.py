@@ -209,7 +209,9 @@ class TemplateProcess:
     def _ask(self, questions: Sequence[Any]) -> Iterator[list[Any]]:
         """The values of each answer. A thread writes, so that the process always has a question to work at."""
         assert self._child.stdout is not None
-        writer = threading.Thread(target=self._write, args=(questions,), daemon=True)
+        # as text already: a chat that JSON cannot hold is an error of this thread, which would wait for its answer
+        lines = [json.dumps(question) + "\n" for question in questions]
+        writer = threading.Thread(target=self._write, args=(lines,), daemon=True)
         writer.start()
         for _ in questions:
             answer = self._child.stdout.readline()
@@ -223,11 +225,10 @@ class TemplateProcess:
             raise TemplateProblem(problem or self._end(errors))
         writer.join()
 
-    def _write(self, questions: Sequence[Any]) -> None:
+    def _write(self, lines: Sequence[str]) -> None:
         assert self._child.stdin is not None
         with suppress(BrokenPipeError):  # it has ended, which its answers show
-            for question in questions:
-                self._child.stdin.write(json.dumps(question) + "\n")
+            self._child.stdin.writelines(lines)
             self._child.stdin.flush()
 
     def _end(self, errors: str) -> str:

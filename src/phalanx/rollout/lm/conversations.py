@@ -232,8 +232,9 @@ class ConversationRollout(LMRollout):
         tokens = [] if spoken is None else spoken.tokens
         ended, conversation = talk.ended(spoken), talk.conversation
         text = "" if spoken is None else self.policy.decode(spoken.turn)
-        if spoken is not None and talk.messages[-1]["role"] != "assistant" and ended == "tokens":
-            talk.messages.append({"role": "assistant", "content": text})  # a turn that has no end
+        if tokens and ended == "tokens" and tokens[-1] not in self.how.ends:  # a turn that was cut
+            talk.messages.append({"role": "assistant", "content": text})
+            talk.turns += 1
         beside = {
             "messages": talk.messages,
             "turns": talk.turns,
@@ -247,7 +248,7 @@ class ConversationRollout(LMRollout):
             talk.prompt[-self.data.max_prompt_length :],
             tokens,
             text,
-            ended != "done",
+            ended == "tokens",
             [] if spoken is None else spoken.log_probs,
             beside=beside,
             sampled=[] if spoken is None else spoken.sampled,
