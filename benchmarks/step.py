@@ -48,7 +48,8 @@ def summary(bench: Bench, args: Namespace) -> dict[str, Any]:
     fastest, slowest = bench.spread()
     seconds = m["perf/step_s"]
     peak = peak_flops(bench.world.device, bench.policy.model.dtype)
-    mfu = m.get("perf/mfu")
+    measured = "cpu_" if bench.world.device.type == "cpu" else ""
+    mfu = m.get(f"perf/{measured}mfu")
     return {
         "config": args.config,
         "overrides": args.overrides,
@@ -72,7 +73,7 @@ def summary(bench: Bench, args: Namespace) -> dict[str, Any]:
         "peak_memory_gb": bench.peak_memory_gb(),
         "memory_gb": bench.meter.memory_gb,
         "mfu": mfu,
-        "hfu": m.get("perf/hfu"),
+        "hfu": m.get(f"perf/{measured}hfu"),
         "tflops_per_rank": None if mfu is None or peak is None else mfu * peak / 1e12,
         "peak_tflops": None if peak is None else peak / 1e12,
         "first_ratio_error": bench.measures[0]["actor/first_ratio_error"],

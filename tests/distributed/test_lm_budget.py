@@ -99,4 +99,5 @@ def test_tokens_are_counted(lm_folder: Path, tmp_path: Path) -> None:
     drawn = 16 * row["response/length_mean"]
     assert row["perf/rollout_tokens_per_gpu_per_s"] == pytest.approx(drawn / 2 / row["time/rollout"])
     trained = row["perf/update_tokens_per_gpu_per_s"] * 2 * row["time/update"]
-    assert 0 < trained <= total * 1.001 and 1 <= row["perf/token_imbalance"] < 2 and row["perf/mfu"] > 0
+    assert 0 < trained <= total * 1.001 and 1 <= row["perf/token_imbalance"] < 2
+    assert 0 < row["perf/cpu_mfu"] <= row["perf/cpu_hfu"]

@@ -72,7 +72,7 @@ def step(cfg: FlowRLConfig) -> dict[str, Any]:
     assert peak is not None
     teachers = [teacher.policy.model.transformer for teacher in t.updater.teachers.values()]
     held = sum(local(tensor).nbytes for e in teachers for tensor in [*e.parameters(), *e.buffers()])
-    return seen | {"gathered": gathered, "held": held, "flops": pace["perf/hfu"] * t.world.size * peak}
+    return seen | {"gathered": gathered, "held": held, "flops": pace["perf/cpu_hfu"] * t.world.size * peak}
 
 
 def compare(cfg: FlowRLConfig, ranks: int) -> dict[str, list[int]]:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from phalanx.config.flow import FlowRLConfig
+from phalanx.telemetry.metrics import METRICS_FILE, read_metrics
 from phalanx.training.checkpoint import find
 from tests.jobs import fit, rows, tiny_config
 from tests.ranks import RankError, run_ranks
@@ -197,6 +198,32 @@ def test_resume_refuses_another_run(sd3_folder: Path, tmp_path: Path) -> None:
     missing = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, f"trainer.resume={tmp_path}/nowhere")
     with pytest.raises(RankError, match="nowhere' cannot be used: no such folder"):
         run_ranks(fit, 1, missing)
+    for name in ("adapter_model.safetensors", "pytorch_lora_weights.safetensors"):
+        lora = tmp_path / name.partition(".")[0]
+        lora.mkdir()
+        (lora / name).touch()
+        given = tiny_config(sd3_folder, tmp_path, *LORA, *STEPS, f"trainer.resume={lora}")
+        with pytest.raises(RankError, match=f"it holds a LoRA, and no checkpoint; model.lora_path={lora} starts a run"):
+            run_ranks(fit, 1, given)
+
+
+@pytest.mark.full
+def test_a_finished_run_trains_no_more(sd3_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It says so, and as the start of another run it is refused, unless that one has more steps."""
+    steps = (*LORA, "trainer.save_freq=1", "trainer.total_training_steps=1")
+    run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *steps))
+    line = "no step is left to train: all of them (1) were done already"
+    assert line not in capfd.readouterr().err
+    folder = tmp_path / "out" / "checkpoints" / "step_000001"
+    for resume in ("auto", str(folder)):
+        run_ranks(loud_fit, 1, tiny_config(sd3_folder, tmp_path, *steps, f"trainer.resume={resume}"))
+        assert capfd.readouterr().err.count(line) == 1
+    other = (*steps, f"trainer.resume={folder}", f"trainer.output_dir={tmp_path}/other")
+    refused = f"trainer.resume: {folder} was saved after step 1, and this run ends after step 1; expected an earlier"
+    with pytest.raises(RankError, match=refused):
+        run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path, *other))
+    run_ranks(fit, 1, tiny_config(sd3_folder, tmp_path, *other, "trainer.total_training_steps=2"))
+    assert [row["step"] for row in read_metrics(tmp_path / "other" / METRICS_FILE)] == [2]
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 
 from phalanx.telemetry.charts import MAX_BARS, MAX_POINTS
+from phalanx.telemetry.loggers.console import shown_keys
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.report import main, write_report
 from phalanx.telemetry.samples import BEST, MAX_CARDS, MAX_SAMPLES
@@ -53,6 +54,19 @@ def test_it_says_what_the_files_say(tmp_path: Path) -> None:
     assert titles[len(KNOWN) :] == ["perf/elapsed_s", "reward/max"]  # what has no chart of its own
     assert "reward/mean 0.1 0.3 0.1 0.3 3" in words  # the table
     assert "actor/grad_norm 0.5 1 0.5 1 2" in words  # NaN is no value
+
+
+def test_the_rate_of_a_cpu_is_no_peak(tmp_path: Path) -> None:
+    """Its share has a curve, and neither a tile nor a place in a line of the console."""
+    with logger(tmp_path) as log:
+        for step in (1, 2):
+            row = {"reward/mean": 0.1 * step, "perf/cpu_mfu": 0.25 * step, "perf/cpu_hfu": 0.5 * step}
+            assert shown_keys(row) == ["reward/mean"]
+            log.log(step, row)
+    page = Page(write_report(tmp_path))
+    assert "Model FLOPs" not in page.words()
+    titles = re.findall(r'<figure class="chart"><figcaption>(.*?)</figcaption>', page.source)
+    assert "FLOPs utilisation" in titles and "perf/cpu_mfu" not in titles
 
 
 def test_the_same_prompts_stand_side_by_side(tmp_path: Path) -> None:

@@ -132,8 +132,9 @@ CHARTS = (
     ),
     Chart(
         "FLOPs utilisation",
-        "perf/[mh]fu",
-        "Share of the device's peak: mfu without, hfu with what checkpointing computes again.",
+        "perf/(?:cpu_)?[mh]fu",
+        "Share of the device's peak, of a CPU's (cpu_) measured rate of matrix products: mfu without, hfu with what "
+        "checkpointing computes again.",
         zero=True,
     ),
     Chart("Peak memory (GB)", "perf/peak_memory_gb", zero=True),

@@ -27,6 +27,7 @@ from phalanx.config.files import parse_json
 from phalanx.distributed.collectives import all_gather_object, broadcast_object
 from phalanx.distributed.fsdp import as_part_of
 from phalanx.distributed.mesh import World
+from phalanx.models.lora import ADAPTER, WEIGHTS
 from phalanx.training.checkpoint_reader import Reader
 
 log = logging.getLogger(__name__)
@@ -249,6 +250,8 @@ class Checkpointer:
         else:
             folder = Path(resume).expanduser()
             problem = complete(folder) if folder.is_dir() else "no such folder"
+            if problem is not None and any((folder / name).is_file() for name in (ADAPTER, WEIGHTS)):
+                problem = f"it holds a LoRA, and no checkpoint; model.lora_path={resume} starts a run from it"
             if problem is not None:
                 raise ValueError(f"trainer.resume: {resume!r} cannot be used: {problem}")
         saved = read_meta(folder)["signature"]

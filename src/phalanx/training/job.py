@@ -312,8 +312,16 @@ class Job:
         self.state.loaded(progress.updates)
         for name, state in self.beside.items():
             state.loaded(progress.updates_beside[name])
+        done = progress.step >= self.total_steps and progress.unfinished is None
+        if done and folder.resolve().parent != self.checkpointer.root.resolve():
+            raise ValueError(
+                f"trainer.resume: {folder} was saved after step {progress.step}, and this run ends after step "
+                f"{self.total_steps}; expected an earlier checkpoint, or more steps (trainer.total_training_steps)"
+            )
         if self.world.rank == 0:
             log.warning("resuming from %s: step %d of %d", folder, progress.step, self.total_steps)
+            if done:
+                log.warning("no step is left to train: all of them (%d) were done already", self.total_steps)
             before = folder.parent.parent / CONFIG_FILE  # of the run that wrote it, where it is one of ours
             files = OmegaConf.select(OmegaConf.load(before), "data.train_files") if before.is_file() else None
             if files is not None and list(files) != list(self.cfg.data.train_files):

@@ -275,7 +275,9 @@ class Updater:
             local = [float(self.step_flops(samples, log.trained, recomputed=again)) for again in (False, True)]
             flops = reduce_sum(torch.tensor(local, dtype=torch.float64)) / self.world.data_size
             used = flops / (seconds * ranks * peak)
-            row["perf/mfu"], row["perf/hfu"] = used.tolist()
+            # no datasheet has a CPU's peak: `peak_flops` measures a rate, and these are shares of that one
+            measured = "cpu_" if self.world.device.type == "cpu" else ""
+            row[f"perf/{measured}mfu"], row[f"perf/{measured}hfu"] = used.tolist()
         if log.lengths:
             row |= token_metrics(torch.cat(log.lengths), log.trained_tokens, seconds, self.timers, ranks)
         return row
