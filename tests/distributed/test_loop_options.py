@@ -9,6 +9,7 @@ import torch
 
 from phalanx.config.flow import FlowRLConfig
 from phalanx.functional.advantage import has_signal
+from phalanx.types import Samples
 from tests.jobs import fit, full_weights, rows, tiny_config, update
 from tests.ranks import run_ranks
 
@@ -60,9 +61,9 @@ def drawn_again(cfg: FlowRLConfig) -> dict[str, Any]:
         )
     combine, seen = t.collector._combine, list[dict[str, torch.Tensor]]()
 
-    def noted(terms: dict[str, torch.Tensor], step: int) -> torch.Tensor:
+    def noted(terms: dict[str, torch.Tensor], step: int, samples: Samples) -> torch.Tensor:
         seen.append(terms)
-        return combine(terms, step)
+        return combine(terms, step, samples)
 
     t.collector._combine = noted  # type: ignore[method-assign]
     samples, reward, row = t.collector.reward(first, 0)

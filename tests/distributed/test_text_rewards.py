@@ -10,6 +10,7 @@ import torch
 from phalanx.config.load import ConfigError
 from phalanx.config.reward import RewardModelConfig
 from phalanx.rewards import RewardError
+from phalanx.types import Samples
 from tests.jobs import rows
 from tests.judged_text import BASE, QUESTIONS, SHARES, ask, plain
 from tests.lm import fit, tiny_lm_config
@@ -97,9 +98,9 @@ def step(cfg: Any) -> dict[str, Any]:
     kept: dict[str, torch.Tensor] = {}
     combine = trainer.collector._combine
 
-    def keep(terms: dict[str, torch.Tensor], number: int) -> torch.Tensor:
+    def keep(terms: dict[str, torch.Tensor], number: int, samples: Samples) -> torch.Tensor:
         kept.update(terms)
-        return combine(terms, number)
+        return combine(terms, number, samples)
 
     trainer.collector._combine = keep  # type: ignore[method-assign]
     samples, reward, row = trainer.collector.reward(samples, 0)
