@@ -161,7 +161,7 @@ def test_a_resumed_run_is_the_run(algorithm: str, talker: Path, tmp_path: Path) 
     assert [timeless(row) for row in run("parts", 3)] == [timeless(row) for row in whole]
     for row in whole:
         by_turns = [row[f"conversation/reward_turns_{k}"] for k in (1, 2, 3)]
-        assert by_turns == sorted(by_turns) and by_turns[0] < row["reward/mean"] < by_turns[2]
+        assert min(by_turns) < row["reward/mean"] < max(by_turns)
         assert 1 < row["val/prompts/conversation/turns_mean"] <= 3
         assert 1 < row["conversation/turns_mean"] <= row["conversation/turns_max"] == 3
         assert row["response/length_mean"] < row["conversation/length_mean"] <= row["conversation/length_max"] <= 64
@@ -169,7 +169,7 @@ def test_a_resumed_run_is_the_run(algorithm: str, talker: Path, tmp_path: Path) 
         assert row["tools/call_frequency"] > 0 and row["tools/failure_frequency"] == 0
     index = tmp_path / "whole" / "out" / "samples" / "prompts" / "step_000003" / "index.jsonl"
     record = json.loads(index.read_text().splitlines()[0])
-    assert record["turns"] == len(record["turn_rewards"])
+    assert 0 <= record["turns"] - len(record["turn_rewards"]) <= (record["ended"] == "tokens")
     assert record["reward"] == pytest.approx(sum(record["turn_rewards"])) and record["tool_calls"] > 0
     if algorithm == "grpo":
         assert_generated_again(record, tmp_path / "whole")

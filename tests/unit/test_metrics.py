@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from phalanx.telemetry.metrics import Timers, read_metrics
+from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.training.job import validation_summary
 from tests.logs import records, rows, start
 
@@ -115,3 +117,15 @@ def test_the_summary_of_a_single_validation_has_no_arrow(tmp_path: Path) -> None
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"step": 9, "val/a/reward/mean": 0.5}) + "\n")
     assert validation_summary(tmp_path) == ["val/a/reward/mean: 0.250 (step 0) -> 0.500 (step 9)"]
+
+
+def test_rewards_by_turns() -> None:
+    """Of samples with a reward; of many turns in one number, and of turns that no sample had in none."""
+    reward = torch.tensor([1.0, 2.0, 4.0, torch.nan, 8.0, 0.5, 1.5, torch.nan])
+    turns = torch.tensor([1, 3, 3, 3, 0, 9, 12, 5])
+    assert reward_by_turns(reward, turns) == {
+        "conversation/reward_turns_0": 8.0,
+        "conversation/reward_turns_1": 1.0,
+        "conversation/reward_turns_3": 3.0,
+        "conversation/reward_turns_more": 1.0,
+    }

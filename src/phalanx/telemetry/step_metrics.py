@@ -31,7 +31,7 @@ def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -
 
 def reward_by_turns(reward: Tensor, turns: Tensor) -> dict[str, float]:
     """conversation/reward_turns_<k>, the mean reward of those of all ranks' samples [N] that have one and had k turns
-    (0: not even the first one ended), and reward_turns_more of those with more than MOST_TURNS.
+    (0: none fitted), and reward_turns_more of those with more than MOST_TURNS.
     """
     row = {}
     for k in range(MOST_TURNS + 2):
