@@ -132,6 +132,10 @@ class ConversationRollout(LMRollout):
             row[f"conversation/{ended}_ratio"] = mean([some.ended == ended for some in drawn])
         return row
 
+    def close(self) -> None:
+        """Wait until all instances of environments are closed."""
+        self.environments.close()
+
     @property
     def _conversed(self) -> list[Conversed]:
         """Those of the last `sample`."""
@@ -248,7 +252,9 @@ class ConversationRollout(LMRollout):
                 f"data.max_prompt_length={self.data.max_prompt_length} tokens"
             )
         lost = torch.tensor([drawn.ended in LOST for drawn in self._conversed])
-        return replace(super()._samples(prompts, index), lost=lost)
+        samples = super()._samples(prompts, index)
+        # by the mask, too: some algorithms train on samples without a reward
+        return replace(samples, mask=samples.mask & ~lost.to(samples.mask.device)[:, None], lost=lost)
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> TokenTrace:
         sampled = torch.zeros(ids.shape, dtype=torch.bool)
