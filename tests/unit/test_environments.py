@@ -190,6 +190,7 @@ def test_what_a_tool_raises_is_read(file: Path) -> None:
     assert leave.startswith("error: SystemExit: 3")
     assert conversation.ended is None
     assert heard(conversation, call("add", amount=1)) == ["1"]
+    assert heard(conversation, {"type": "function", "function": {"name": "add", "arguments": '{"amount": 2}'}}) == ["3"]
     assert conversation.problem is not None
     line = next(i for i, text in enumerate(ENVIRONMENTS.splitlines(), 1) if "no such thing" in text)
     assert conversation.problem == (
