@@ -202,6 +202,17 @@ def test_what_a_tool_raises_is_read(file: Path) -> None:
     assert environments.check() is None
 
 
+def test_what_reset_adds_to_the_prompt_is_whole(file: Path) -> None:
+    path = file.with_name("long.py")
+    path.write_text(
+        "class Long:\n    def reset(self, prompt):\n        return prompt * 1000\n    def step(self, text):\n"
+        "        return text * 1000\n"
+    )
+    _, conversation = opened(path, "Long", max_observation_length=4)
+    assert conversation.reset().result(5) == [{"role": "user", "content": "Count." * 1000}]
+    assert len(conversation.hear({"role": "assistant", "content": "more "}).result(5).messages[0]["content"]) == 64
+
+
 def test_instances_are_closed(file: Path) -> None:
     path = file.with_name("closing.py")
     path.write_text(

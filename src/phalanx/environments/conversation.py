@@ -14,6 +14,7 @@ from phalanx.environments.tools import BadCall, Tool, unknown
 from phalanx.rewards.base import copied
 from phalanx.rewards.call import place
 
+_PROMPT = 2**20  # tokens of what reset adds: data.max_prompt_length is their limit
 Ended = Literal["done", "timeout", "error"] | None
 
 
@@ -68,9 +69,9 @@ class Conversation:
         row = copied(self._row)
         if self._kind.takes is not None:
             row = {name: value for name, value in row.items() if name in self._kind.takes}
-        side, most = self._cfg.truncate_side, self._cfg.max_observation_length
+        side = self._cfg.truncate_side
         outcome = await self._call(
-            "reset", lambda: self._instance.reset(**row), lambda value: messages_of(value, most, side, "reset")
+            "reset", lambda: self._instance.reset(**row), lambda value: messages_of(value, _PROMPT, side, "reset")
         )
         return [] if outcome is None else outcome.value
 
