@@ -213,6 +213,18 @@ def test_what_reset_adds_to_the_prompt_is_whole(file: Path) -> None:
     assert len(conversation.hear({"role": "assistant", "content": "more "}).result(5).messages[0]["content"]) == 64
 
 
+def test_a_seed_of_the_data_counts(file: Path) -> None:
+    path = file.with_name("level.py")
+    path.write_text(
+        "class Level:\n    def reset(self, seed, sample_seed):\n        return f'{seed} {sample_seed}'\n"
+        "    def step(self, text): ...\n"
+    )
+    environments, _ = opened(path, "Level")
+    for row, added in (({}, "7 8"), ({"seed": 3}, "3 8")):
+        conversation = environments.open({"prompt": "Play.", **row}, 7, 8)
+        assert conversation.reset().result(5) == [{"role": "user", "content": added}]
+
+
 def test_instances_are_closed(file: Path) -> None:
     path = file.with_name("closing.py")
     path.write_text(
