@@ -163,12 +163,14 @@ def test_mistakes_of_the_model_are_answered(file: Path) -> None:
         "error: add needs amount; its parameters: amount, times",
         "error: add: amount: Input should be a valid integer, unable to parse string as an integer",
         "error: add has no parameter speed; its parameters: amount, times",
-        "error: the arguments of add should be an object with its parameters: amount, times",
-        "error: this call did not run: a turn may have 6 calls",
+        "error: the arguments of add should be an object with its parameters: amount, times\n"
+        "error: 1 further call did not run: a turn may have 6 calls",
     ]
+    (answer,) = conversation.hear(said(call("add", amount=1), error="no JSON")).result(5).messages
+    assert answer["content"] == "1\nerror: no JSON"
     turn = conversation.hear(said(error="no JSON")).result(5)
     assert turn == Turn([{"role": "tool", "content": "error: no JSON"}])
-    assert (conversation.calls, conversation.failures, conversation.mistakes) == (0, 0, 8)
+    assert (conversation.calls, conversation.failures, conversation.mistakes) == (1, 0, 9)
 
 
 def test_results_become_texts_of_a_limited_length(file: Path) -> None:
