@@ -143,6 +143,9 @@ class WordRollout:
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         raise AssertionError("not asked for here")
 
+    def close(self) -> None:
+        """See phalanx.types.Rollout."""
+
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         return {"response/length_mean": float(samples.mask.sum(1).float().mean())}
 

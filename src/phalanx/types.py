@@ -260,6 +260,9 @@ class Rollout(Protocol):
     def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
         """Metrics of a step's samples; reward [N] is that of all ranks' samples."""
 
+    def close(self) -> None:
+        """At the end of a job, before its process ends: wait for what goes on beside it."""
+
 
 class Algorithm(Protocol):
     """The learning rule: pure, over the samples of all ranks. Rewards are [N], in the order of the samples' numbers.

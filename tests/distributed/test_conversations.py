@@ -69,6 +69,11 @@ class Tool:
 
     def get_reward(self):
         return {"size": 0.5, "odd": 1.0}
+
+    def close(self):
+        time.sleep(3)
+        with open(__file__ + ".closed", "a") as file:
+            file.write("closed\\n")
 '''
 
 
@@ -264,12 +269,19 @@ def test_rewards_of_turns_reach_ranks_that_only_train(talker: Path, tmp_path: Pa
     assert norms[2][0] == norms[0][0] and abs(norms[2][1] / norms[0][1] - 1) > 0.01
 
 
+def sampled(cfg: LMRLConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    from phalanx.training.lm_rl import build
+
+    samples, _ = first_step(build, cfg)
+    return samples.lost, samples.mask.any(1)
+
+
 def test_samples_that_an_environment_failed_are_left_out(talker: Path, tmp_path: Path) -> None:
-    run_ranks(
-        fit,
-        2,
-        job(talker, tmp_path, "trainer.total_training_steps=1", "environment.max_error_fraction=1", fails="sometimes"),
-    )
+    keys = "trainer.total_training_steps=1", "environment.max_error_fraction=1"
+    cfg = job(talker, tmp_path, *keys, fails="sometimes")
+    [(lost, trained)] = run_ranks(sampled, 1, cfg)
+    assert lost.any() and torch.equal(trained, ~lost)
+    run_ranks(fit, 2, cfg)
     (row,) = rows(tmp_path / "out")
     assert 0 < row["conversation/error_ratio"] < 1 and row["reward/mean"] > 0
     assert row["actor/grad_norm"] > 0
@@ -284,11 +296,19 @@ def test_a_failure_of_one_rank_ends_all_in_one_line(talker: Path, tmp_path: Path
         run_ranks(fit, 2, cfg)
 
 
+def run(cfg: LMRLConfig) -> None:
+    """As a task does, to the end of the job."""
+    from phalanx.training.lm_rl import build
+
+    build(cfg).run()
+
+
 def test_tools_that_nobody_calls(talker: Path, tmp_path: Path) -> None:
     """A turn without a call is the last one, and parts of a reward are terms of their own."""
     entry = "path: 'phalanx.rewards.text.environment:Environment', kwargs"
     functions = f"reward.functions=[{{name: size, {entry}: {{key: size}}}}, {{name: environment}}]"
-    run_ranks(fit, 1, job(talker, tmp_path, functions, "trainer.total_training_steps=1", name="Tool"))
+    run_ranks(run, 1, job(talker, tmp_path, functions, "trainer.total_training_steps=1", name="Tool"))
     (row,) = rows(tmp_path / "out")
     assert row["conversation/turns_max"] == 1 and row["tools/call_frequency"] == 0
     assert row["reward/size"] == 0.5 and row["reward/environment"] == 1.5
+    assert (tmp_path / "envs.py.closed").read_text().count("closed") == 16, "before the job ends"

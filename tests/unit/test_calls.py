@@ -154,6 +154,8 @@ def test_a_parser_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         "        raise ValueError('no\\nverb')\n"
         "    if text == 'bug':\n"
         "        return 1 / 0\n"
+        "    if text == 'flat':\n"
+        "        return {'content': '', 'tool_calls': [{'name': 'look', 'arguments': {}}]}\n"
         "    return text if text == 'text' else {'content': text.upper()}\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
@@ -165,6 +167,10 @@ def test_a_parser_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             read("bug")
         with pytest.raises(JobError, match=r":read' returned str; expected a message \{role, content\}, with tool_cal"):
             read("text")
+        with pytest.raises(
+            JobError, match=r"returned the tool_calls \[\{'name': 'look'.*; expected a list of \{type: f"
+        ):
+            read("flat")
     sys.modules.pop("my_calls", None)
 
 

@@ -163,12 +163,14 @@ def test_mistakes_of_the_model_are_answered(file: Path) -> None:
         "error: add needs amount; its parameters: amount, times",
         "error: add: amount: Input should be a valid integer, unable to parse string as an integer",
         "error: add has no parameter speed; its parameters: amount, times",
-        "error: the arguments of add should be an object with its parameters: amount, times",
-        "error: this call did not run: a turn may have 6 calls",
+        "error: the arguments of add should be an object with its parameters: amount, times\n"
+        "error: 1 further call did not run: a turn may have 6 calls",
     ]
+    (answer,) = conversation.hear(said(call("add", amount=1), error="no JSON")).result(5).messages
+    assert answer["content"] == "1\nerror: no JSON"
     turn = conversation.hear(said(error="no JSON")).result(5)
     assert turn == Turn([{"role": "tool", "content": "error: no JSON"}])
-    assert (conversation.calls, conversation.failures, conversation.mistakes) == (0, 0, 8)
+    assert (conversation.calls, conversation.failures, conversation.mistakes) == (1, 0, 9)
 
 
 def test_results_become_texts_of_a_limited_length(file: Path) -> None:
@@ -190,6 +192,7 @@ def test_what_a_tool_raises_is_read(file: Path) -> None:
     assert leave.startswith("error: SystemExit: 3")
     assert conversation.ended is None
     assert heard(conversation, call("add", amount=1)) == ["1"]
+    assert heard(conversation, {"type": "function", "function": {"name": "add", "arguments": '{"amount": 2}'}}) == ["3"]
     assert conversation.problem is not None
     line = next(i for i, text in enumerate(ENVIRONMENTS.splitlines(), 1) if "no such thing" in text)
     assert conversation.problem == (
@@ -199,6 +202,29 @@ def test_what_a_tool_raises_is_read(file: Path) -> None:
     with pytest.raises(EnvironmentFailure, match=r'"Count\."; so or in another way 1 of 1 samples of this rank failed'):
         environments.check()
     assert environments.check() is None
+
+
+def test_what_reset_adds_to_the_prompt_is_whole(file: Path) -> None:
+    path = file.with_name("long.py")
+    path.write_text(
+        "class Long:\n    def reset(self, prompt):\n        return prompt * 1000\n    def step(self, text):\n"
+        "        return text * 1000\n"
+    )
+    _, conversation = opened(path, "Long", max_observation_length=4)
+    assert conversation.reset().result(5) == [{"role": "user", "content": "Count." * 1000}]
+    assert len(conversation.hear({"role": "assistant", "content": "more "}).result(5).messages[0]["content"]) == 64
+
+
+def test_a_seed_of_the_data_counts(file: Path) -> None:
+    path = file.with_name("level.py")
+    path.write_text(
+        "class Level:\n    def reset(self, seed, sample_seed):\n        return f'{seed} {sample_seed}'\n"
+        "    def step(self, text): ...\n"
+    )
+    environments, _ = opened(path, "Level")
+    for row, added in (({}, "7 8"), ({"seed": 3}, "3 8")):
+        conversation = environments.open({"prompt": "Play.", **row}, 7, 8)
+        assert conversation.reset().result(5) == [{"role": "user", "content": added}]
 
 
 def test_instances_are_closed(file: Path) -> None:

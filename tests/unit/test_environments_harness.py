@@ -67,6 +67,22 @@ async def broken(chat, row):
     raise KeyError("no such thing")
 
 
+async def leave(chat, row):
+    await chat(row["prompt"])
+    raise SystemExit(3)
+
+
+ENDED = []
+
+
+async def odd(chat, row):
+    try:
+        reply = await chat(row["prompt"])
+        await chat([*row["prompt"], reply, {"role": "user", "content": 1}])
+    finally:
+        ENDED.append(1)
+
+
 class Plain:
     def solve(self, chat, row): ...
 """
@@ -118,6 +134,7 @@ def test_a_loop_is_told_that_there_is_no_further_turn(file: Path) -> None:
 PROBLEMS = [
     ("fork", "step raised Forked: the messages that chat is given differ from the conversation at number 0"),
     ("broken", "step raised KeyError: 'no such thing', at "),
+    ("leave", "step raised RuntimeError: solve ended by SystemExit: 3"),
 ]
 
 
@@ -143,6 +160,20 @@ def test_a_loop_that_does_not_begin(file: Path, name: str, problem: str) -> None
     assert conversation.ended == "error"
     assert conversation.problem is not None
     assert problem in conversation.problem
+
+
+def test_a_loop_ends_with_its_sample(file: Path) -> None:
+    environments = Environments(EnvironmentConfig(path=f"{file}:odd", max_error_fraction=1))
+    conversation = environments.open({"prompt": PROMPT}, 0, 0)
+    conversation.reset().result(5)
+    assert hear(conversation, "one") == Turn(done=True)
+    assert conversation.problem is not None
+    assert "a content of type int; expected a text" in conversation.problem
+    conversation.close()
+    environments.close()
+    from phalanx_user_loops import ENDED  # type: ignore[import-not-found]
+
+    assert ENDED == [1]
 
 
 @pytest.mark.parametrize("name", ["sleep", "block"])

@@ -5,7 +5,7 @@ from concurrent.futures import Future
 from typing import Any, Literal
 
 from phalanx.config.environment import EnvironmentConfig
-from phalanx.config.messages import cut, reason
+from phalanx.config.messages import counted, cut, reason
 from phalanx.environments.base import EnvironmentFailure, Message, Turn
 from phalanx.environments.pool import Outcome, Pool
 from phalanx.environments.registry import Kind
@@ -14,6 +14,7 @@ from phalanx.environments.tools import BadCall, Tool, unknown
 from phalanx.rewards.base import copied
 from phalanx.rewards.call import place
 
+_PROMPT = 2**20  # tokens of what reset adds: data.max_prompt_length is their limit
 Ended = Literal["done", "timeout", "error"] | None
 
 
@@ -69,9 +70,9 @@ class Conversation:
         row = copied(self._row)
         if self._kind.takes is not None:
             row = {name: value for name, value in row.items() if name in self._kind.takes}
-        side, most = self._cfg.truncate_side, self._cfg.max_observation_length
+        side = self._cfg.truncate_side
         outcome = await self._call(
-            "reset", lambda: self._instance.reset(**row), lambda value: messages_of(value, most, side, "reset")
+            "reset", lambda: self._instance.reset(**row), lambda value: messages_of(value, _PROMPT, side, "reset")
         )
         return [] if outcome is None else outcome.value
 
@@ -93,22 +94,26 @@ class Conversation:
 
     async def _answer(self, message: Message) -> Turn:
         """The answers of the tools that a message calls; without a call it is the last one."""
-        calls = message.get("tool_calls") or []
+        calls, limit = message.get("tool_calls") or [], self._cfg.max_calls_per_turn
         answers: list[Message] = []
-        for i, call in enumerate(calls):
+        for call in calls[:limit]:
             name = call["function"]["name"]
-            if i >= self._cfg.max_calls_per_turn:
-                self.mistakes += 1
-                limit = self._cfg.max_calls_per_turn
-                text = f"error: this call did not run: a turn may have {limit} call{'s' if limit > 1 else ''}"
-            else:
-                text = await self._called(name, call["function"]["arguments"])
+            text = await self._called(name, call["function"]["arguments"])
             if self.ended is not None:
                 return Turn(done=True)
             answers.append({"role": "tool", "name": str(name), "content": text})
+        problems = []
+        left = len(calls) - len(answers)
+        if left:
+            problems.append(
+                f"error: {counted(left, 'further call')} did not run: a turn may have {counted(limit, 'call')}"
+            )
         if message.get("error"):
-            self.mistakes += 1
-            answers.append({"role": "tool", "content": f"error: {message['error']}"})
+            problems.append(f"error: {message['error']}")
+        self.mistakes += left + bool(message.get("error"))
+        if problems:  # within the last answer: chat templates may refuse more answers than those that were probed
+            last = answers.pop() if answers else {"role": "tool", "content": ""}
+            answers.append({**last, "content": "\n".join(filter(None, [last["content"], *problems]))})
         if not answers:
             self.ended = "done"
         return Turn(answers, done=not answers)

@@ -40,11 +40,10 @@ class Environments:
 
     def open(self, row: dict[str, Any], seed: int, sample_seed: int) -> Conversation:
         """The conversation of a sample. `row` has the columns of the data and the prompt; `seed` is the group's, whose
-        samples begin alike, and `sample_seed` the sample's own.
+        samples begin alike, and `sample_seed` the sample's own, unless the data have columns of these names.
         """
-        conversation = Conversation(
-            kind_of(row, self._kinds), {**row, "seed": seed, "sample_seed": sample_seed}, self._pool, self._cfg
-        )
+        row = {"seed": seed, "sample_seed": sample_seed} | row
+        conversation = Conversation(kind_of(row, self._kinds), row, self._pool, self._cfg)
         self._conversations.append(conversation)
         return conversation
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from phalanx.config.messages import reason
 from phalanx.environments.base import Message, Turn
 
 
@@ -77,7 +78,7 @@ class Harness:
         """Start the loop, up to its first turn: the messages that it adds to the prompt."""
         prompt = row["prompt"]
         self._chat = Chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
-        self._task = asyncio.ensure_future(self._solve(self._chat, row))
+        self._task = asyncio.ensure_future(self._solved(row))
         turn = await self._next()
         if turn.done:
             raise ValueError("solve returned before it asked for a turn")
@@ -95,6 +96,16 @@ class Harness:
             return await self._task
         except ConversationEnded:
             return 0.0
+
+    async def close(self) -> None:
+        """End a loop that waits for a turn which does not come, as its sample has ended."""
+        self._task.cancel()
+
+    async def _solved(self, row: dict[str, Any]) -> Any:
+        try:
+            return await self._solve(self._chat, row)
+        except SystemExit as error:  # it would end the event loop of all samples
+            raise RuntimeError(f"solve ended by {reason(error)}") from error
 
     async def _next(self) -> Turn:
         """The messages before the next turn that the loop asks for, or its end."""

@@ -120,7 +120,7 @@ def _harness(
     def make() -> Harness:
         return Harness(factory(**kwargs).solve if solve is None else solve)
 
-    return Kind(label, make, extra, frozenset({"reset", "step", "get_reward"}), None, whole=True)
+    return Kind(label, make, extra, frozenset({"reset", "step", "get_reward", "close"}), None, whole=True)
 
 
 def _check_kwargs(factory: Callable[..., Any], kwargs: dict[str, Any], key: str, *arguments: str) -> None:

@@ -3,11 +3,13 @@
 import inspect
 import typing
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
 
+from phalanx.config.files import parse_json
 from phalanx.config.messages import ConfigError, cut, nearest, reason
 
 _LENIENT = ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
@@ -30,6 +32,9 @@ class Tool:
 
     def checked(self, arguments: Any) -> dict[str, Any]:
         """The model's arguments with the types that the tool wants. Raises BadCall."""
+        if isinstance(arguments, str):  # of OpenAI's form, which a parser of the user's own may return
+            with suppress(ValueError):
+                arguments = parse_json(arguments)
         if not isinstance(arguments, dict):
             raise BadCall(f"the arguments of {self.name} should be an object with its parameters: {self._parameters}")
         missing = sorted(self.required - arguments.keys())

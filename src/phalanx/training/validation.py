@@ -68,7 +68,8 @@ class Validator:
         return None
 
     def end(self, stop: int = 0) -> None:
-        """There are no ranks of other roles."""
+        """Let the rollout end; there are no ranks of other roles."""
+        self.rollout.close()
 
 
 def validate(

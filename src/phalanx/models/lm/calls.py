@@ -220,6 +220,17 @@ def _of_user(read: Callable[[str], Any], path: str) -> Parser:
                 f"environment.format={path!r} returned {type(message).__name__}; expected a message {{role, content}}, "
                 "with tool_calls where the text has any"
             )
+        calls = message.get("tool_calls") or []
+        if not isinstance(calls, list) or not all(map(_is_call, calls)):
+            raise JobError(
+                f"environment.format={path!r} returned the tool_calls {cut(repr(calls))}; expected a list of "
+                "{type: function, function: {name, arguments}}"
+            )
         return {"role": "assistant", **message}
 
     return parse
+
+
+def _is_call(value: Any) -> bool:
+    function = value.get("function") if isinstance(value, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and "arguments" in function

@@ -218,6 +218,9 @@ class PolicyRollout:
             seed=seed,
         )
 
+    def close(self) -> None:
+        """Do nothing: nothing goes on beside the job."""
+
     def typical_std(self, schedule: Schedule) -> float:
         """See FlowTrace."""
         c = self.config

@@ -137,6 +137,10 @@ class ConversationRollout(LMRollout):
         turns = torch.tensor([some.turns for some in drawn])
         return row | reward_by_turns(all_gather(reward[samples.index]), all_gather(turns))
 
+    def close(self) -> None:
+        """Wait until all instances of environments are closed."""
+        self.environments.close()
+
     @property
     def _conversed(self) -> list[Conversed]:
         """Those of the last `sample`."""
@@ -268,7 +272,9 @@ class ConversationRollout(LMRollout):
                 f"data.max_prompt_length={self.data.max_prompt_length} tokens"
             )
         lost = torch.tensor([drawn.ended in LOST for drawn in self._conversed])
-        samples = replace(super()._samples(prompts, index), lost=lost)
+        samples = super()._samples(prompts, index)
+        # by the mask, too: some algorithms train on samples without a reward
+        samples = replace(samples, mask=samples.mask & ~lost.to(samples.mask.device)[:, None], lost=lost)
         if not self.environments.rewards_turns:
             return samples
         action_reward = torch.zeros(samples.mask.shape)

@@ -145,6 +145,9 @@ class LMRollout:
             row["response/truncated_reward_mean"] = of_cut / count
         return row
 
+    def close(self) -> None:
+        """Do nothing: nothing goes on beside the job."""
+
     # -- the work ---------------------------------------------------------------------------------
 
     def _settings(self) -> tuple[Decoding, Decoding]:

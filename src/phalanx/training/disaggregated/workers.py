@@ -106,7 +106,10 @@ class RolloutWorker:
 
     def run(self) -> None:
         """Sample until the actor ends the job."""
-        serve(self.world, self.policy, self.plan.samples, self.timers, self.work)
+        try:
+            serve(self.world, self.policy, self.plan.samples, self.timers, self.work)
+        finally:
+            self.validator.end()
 
     def work(self, order: Order) -> None:
         """Validate, and sample steps, as ordered."""
