@@ -21,7 +21,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from count_kernels import block_of, by
+from count_kernels import LAYERS, block_of, by, layer_of
 from torch import Tensor, nn
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
@@ -36,8 +36,6 @@ from torch.func import functional_call
 from torch.fx import GraphModule
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from torch.utils._pytree import tree_map_only
-from transformers import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
@@ -183,19 +181,6 @@ def compile_block(block: nn.Module, inputs: dict[str, Any], arch: int) -> dict[s
     return by_pass
 
 
-def qwen25_7b(tokens: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A layer of Qwen2.5-7B in bfloat16 on the meta device, and its inputs: one packed row of tokens."""
-    config = Qwen2Config(
-        hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, num_hidden_layers=1
-    )
-    config._attn_implementation = "sdpa"
-    with torch.device("meta"):
-        layer = Qwen2DecoderLayer(config, 0).to(torch.bfloat16)
-        hidden = torch.empty(1, tokens, 3584, dtype=torch.bfloat16)
-        rotary = Qwen2RotaryEmbedding(config)(hidden, torch.empty(1, tokens, dtype=torch.long))
-    return layer, {"hidden_states": hidden.requires_grad_(), "position_embeddings": rotary}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shapes", nargs="*", default=["sd35_medium", "qwen_image", "qwen25_7b"])
@@ -207,8 +192,8 @@ def main() -> None:
     args = parser.parse_args()
     for name in args.shapes:
         start = time.perf_counter()
-        if name == "qwen25_7b":
-            block, inputs = qwen25_7b(args.tokens)
+        if name in LAYERS:
+            block, inputs = layer_of(name, 1, args.tokens)
         else:
             block, inputs = block_of(name, args.rank, args.rows, args.size, real=True)
             by(FusedLinear, block)

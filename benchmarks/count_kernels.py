@@ -1,15 +1,20 @@
 """Kernels and bytes of one transformer block at its real widths: no GPU and no weights.
 
-    python benchmarks/count_kernels.py [qwen_image] [sd35_medium] [--rows 32] [--size 512] [--rank 64]
+    python benchmarks/count_kernels.py [qwen_image] [sd35_medium] [qwen25_7b] [qwen25_0_5b] [--rows 32] [--size 512]
 
 Without compiling, a kernel is an operation of aten on the meta device that is no view; its bytes are those of the
 tensors that it reads and writes, so that a cache hides none of them. Compiled, kernels are the loops that Inductor
 fuses for CPUs, and the products and attention between them, by its own account. Attention counts as one fused kernel.
+
+The milliseconds are modelled, not measured: each kernel takes as long as an H100 needs for its arithmetic, or for its
+bytes, whichever is longer, at the fractions of its peaks in `Rates`; launches and caches are left out. The utilisation
+is the arithmetic over that time and the whole peak.
 """
 
 import argparse
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,6 +32,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+from transformers import Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.attention import use_real_rotations
@@ -37,15 +45,58 @@ from phalanx.plan.ledger import fused_attention
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm, torch.ops.mkldnn._linear_pointwise)
+COUNTED_AS = {  # by torch's counter
+    aten.addmm_: aten.addmm,
+    aten._scaled_dot_product_flash_attention_for_cpu: aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: aten._scaled_dot_product_flash_attention_backward,
+}
 NONE = (aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.new_empty_strided)
 
 
+@dataclass(frozen=True)
+class Rates:
+    """Peaks of an H100 SXM, dense in bfloat16 and of its memory, and the fractions of them that kernels are assumed to
+    reach.
+    """
+
+    flops: float = 989.4e12
+    memory: float = 3.35e12
+    of_products: float = 0.7
+    of_attention: float = 0.5
+    of_memory: float = 0.85
+
+    def seconds(self, flops: float, size: float, *, attention: bool = False) -> float:
+        """Of a kernel with these operations and bytes."""
+        fraction = self.of_attention if attention else self.of_products
+        return max(flops / self.flops / fraction, size / self.memory / self.of_memory)
+
+
+RATES = Rates()
+# layers of language models, by the widths of their configurations on the hub
+LAYERS = {
+    "qwen25_7b": Qwen2Config(
+        hidden_size=3584, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18944, num_hidden_layers=1
+    ),
+    "qwen25_0_5b": Qwen2Config(
+        hidden_size=896, num_attention_heads=14, num_key_value_heads=2, intermediate_size=4864, num_hidden_layers=1
+    ),
+}
+
+
 class Kernels(TorchDispatchMode):
-    """Counts what runs while it is active: `kernels`, `bytes`, and `elementwise_bytes` of all but matrix products."""
+    """Counts what runs while it is active: `kernels`, `bytes`, and `elementwise_bytes` of all but matrix products and
+    attention, whose operations are `flops` and take `seconds` by the model.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kernels = self.bytes = self.elementwise_bytes = 0
+        self.kernels = self.bytes = self.elementwise_bytes = self.flops = 0
+        self.seconds = 0.0
+
+    @property
+    def modelled(self) -> float:
+        """Seconds of all kernels: elementwise ones take as long as their bytes."""
+        return self.seconds + RATES.seconds(0, self.elementwise_bytes)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -56,8 +107,14 @@ class Kernels(TorchDispatchMode):
         moved = sum(_bytes(t) for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor))
         self.kernels += 1
         self.bytes += moved
-        if packet not in PRODUCTS and "attention" not in str(packet):
+        attention = "attention" in str(packet)
+        if packet not in PRODUCTS and not attention:
             self.elementwise_bytes += moved
+            return out
+        counter = flop_registry.get(COUNTED_AS.get(packet, packet))  # None of oneDNN's products, which no GPU has
+        flops = 0 if counter is None else counter(*args, **(kwargs or {}), out_val=out)
+        self.flops += flops
+        self.seconds += RATES.seconds(flops, moved, attention=attention)
         return out
 
 
@@ -109,6 +166,19 @@ def block_of(name: str, rank: int, rows: int, size: int, *, real: bool = False) 
     return block, found
 
 
+def layer_of(name: str, rows: int, length: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A layer of a language model in bfloat16 on the meta device, all of it trained, and its inputs: `rows` samples of
+    `length` tokens. Their attention is that of as many packed samples: each sees its own tokens.
+    """
+    config = LAYERS[name]
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        layer = Qwen2DecoderLayer(config, 0).to(torch.bfloat16)
+        hidden = torch.empty(rows, length, config.hidden_size, dtype=torch.bfloat16)
+        rotary = Qwen2RotaryEmbedding(config)(hidden, torch.empty(1, length, dtype=torch.long))
+    return layer, {"hidden_states": hidden.requires_grad_(), "position_embeddings": rotary}
+
+
 def passes(block: nn.Module, inputs: dict[str, Any]) -> dict[str, Kernels]:
     """What a forward pass takes, and what the backward pass takes after it."""
     forward, backward = Kernels(), Kernels()
@@ -116,11 +186,16 @@ def passes(block: nn.Module, inputs: dict[str, Any]) -> dict[str, Kernels]:
     wanted += [v for v in inputs.values() if isinstance(v, Tensor) and v.requires_grad]
     with fused_attention():
         with forward:
-            out = block(**inputs)
+            out = _several(block(**inputs))
         grads = [torch.empty_like(x) for x in out]
         with backward:
             torch.autograd.grad(out, wanted, grads, allow_unused=True)
     return {"forward": forward, "backward": backward}
+
+
+def _several(outputs: Any) -> Any:
+    """A layer of a language model has one output."""
+    return [outputs] if isinstance(outputs, Tensor) else outputs
 
 
 def compiled_passes(block: nn.Module, inputs: dict[str, Any], *, inference: bool = False) -> dict[str, Kernels]:
@@ -134,7 +209,7 @@ def compiled_passes(block: nn.Module, inputs: dict[str, Any], *, inference: bool
             with V.set_graph_handler(lowering), V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
                 lowering.run(*args)
                 lowering._update_scheduler()
-                found[way] = counted(lowering)
+                found[way] = scheduled(lowering)
             return graph.forward
 
         return count
@@ -155,13 +230,13 @@ def compiled_passes(block: nn.Module, inputs: dict[str, Any], *, inference: bool
 
     # Inductor has no code for the meta device
     with mode, fused_attention(), torch.set_grad_enabled(not inference):
-        out = run(*tree_map_only(Tensor, fake, (dict(block.named_parameters()), inputs)))
+        out = _several(run(*tree_map_only(Tensor, fake, (dict(block.named_parameters()), inputs))))
         if not inference:
             torch.autograd.backward(out, [torch.empty_like(x) for x in out])
     return found
 
 
-def counted(lowering: GraphLowering) -> Kernels:
+def scheduled(lowering: GraphLowering) -> Kernels:
     """Nodes of a scheduled graph, and their bytes by Inductor's own account."""
     kernels = Kernels()
     for node in lowering.scheduler.nodes:
@@ -182,32 +257,59 @@ def by(kind: type[Linear], block: nn.Module) -> None:
             part.__class__ = kind
 
 
+def flow_block(name: str, args: argparse.Namespace) -> dict[str, dict[str, Kernels]]:
+    """The passes of a block of a flow model with a LoRA, in each way to compute it."""
+    sizes = args.rank, args.rows, args.size
+    block, inputs = block_of(name, *sizes)
+    by(Linear, block)
+    ways = {"peft": passes(block, inputs)}
+    by(FusedLinear, block)
+    ways["fused LoRA"] = passes(block, inputs)
+    with lora_off(block):
+        ways["no LoRA"] = passes(block, inputs)
+    block, inputs = block_of(name, *sizes, real=True)
+    ways["fused LoRA, compiled"] = compiled(ways["fused LoRA"], compiled_passes(block, inputs))
+    inference = compiled_passes(block, inputs, inference=True)
+    ways["the same without a backward pass"] = compiled(ways["fused LoRA"], inference)
+    return ways
+
+
+def language_layer(name: str, args: argparse.Namespace) -> dict[str, dict[str, Kernels]]:
+    """The passes of a layer of a language model, all of it trained."""
+    layer, inputs = layer_of(name, args.tokens // args.length, args.length)
+    ways = {"all weights": passes(layer, inputs)}
+    ways["all weights, compiled"] = compiled(ways["all weights"], compiled_passes(layer, inputs))
+    return ways
+
+
+def compiled(eager: dict[str, Kernels], fused: dict[str, Kernels]) -> dict[str, Kernels]:
+    """`fused`, whose products and attention are those of the passes without compiling."""
+    for way, kernels in fused.items():
+        kernels.flops, kernels.seconds = eager[way].flops, eager[way].seconds
+    return fused
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("shapes", nargs="*", default=["qwen_image", "sd35_medium"])
+    parser.add_argument("shapes", nargs="*", default=["qwen_image", "sd35_medium", *LAYERS])
     parser.add_argument("--rows", type=int, default=32, help="images, noise levels and guidance branches (32)")
     parser.add_argument("--size", type=int, default=512, help="pixels of a side (512)")
     parser.add_argument("--rank", type=int, default=64, help="of the LoRA (64)")
+    parser.add_argument("--tokens", type=int, default=8192, help="of a pass of a language model (8192)")
+    parser.add_argument("--length", type=int, default=512, help="tokens of each of its samples (512)")
     args = parser.parse_args()
     for name in args.shapes:
-        sizes = args.rank, args.rows, args.size
-        block, inputs = block_of(name, *sizes)
-        by(Linear, block)
-        found = {"peft": passes(block, inputs)}
-        by(FusedLinear, block)
-        found["fused LoRA"] = passes(block, inputs)
-        with lora_off(block):
-            found["no LoRA"] = passes(block, inputs)
-        block, inputs = block_of(name, *sizes, real=True)
-        found["fused LoRA, compiled"] = compiled_passes(block, inputs)
-        found["the same without a backward pass"] = compiled_passes(block, inputs, inference=True)
-        print(
-            f"\n{name}, rank {args.rank}, {args.rows} rows, {args.size} px, bfloat16; GB moved, and of all but products"
-        )
-        for label, counted in found.items():
+        if name in LAYERS:
+            ways, sizes = language_layer(name, args), f"{args.tokens} tokens in samples of {args.length}"
+        else:
+            ways, sizes = flow_block(name, args), f"rank {args.rank}, {args.rows} rows, {args.size} px"
+        print(f"\n{name}, {sizes}, bfloat16; GB moved, and of all but products; ms and utilisation are modelled")
+        for label, of_passes in ways.items():
             line = f"{label:33}"
-            for way, k in counted.items():
+            for way, k in of_passes.items():
+                used = 100 * k.flops / k.modelled / RATES.flops
                 line += f"  {way} {k.kernels:4} kernels {k.bytes / 1e9:6.2f} GB {k.elementwise_bytes / 1e9:6.2f} GB"
+                line += f" {1e3 * k.modelled:6.2f} ms {used:3.0f} %"
             print(line)
 
 

@@ -15,7 +15,7 @@ import torch
 from phalanx.config import load
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
-from phalanx.plan.blueprint import family_name, fetch, tidy
+from phalanx.plan.blueprint import family_name, fetch
 from phalanx.plan.jobs import planned
 from phalanx.plan.layout import Cluster
 from phalanx.plan.lm import FILES
@@ -75,8 +75,7 @@ def main() -> None:
     for figure in FIGURES:
         peak = named_peak_flops(figure.gpu, torch.bfloat16)
         assert peak is not None
-        with tidy():
-            whole = peak / cost(figure, plan(figure))
+        whole = peak / cost(figure, plan(figure))
         places = 0 if whole > 1000 else 1 if whole > 10 else 3
         least, most = (f"{whole * share:,.{places}f}" for share in USED)
         where = f"{figure.gpus} x {figure.gpu}" if figure.gpus > 1 else figure.gpu

@@ -50,6 +50,13 @@ def test_the_update_is_that_of_fsdp(keys: list[str], monkeypatch: pytest.MonkeyP
     assert_agrees(lambda: config(*keys), monkeypatch)
 
 
+def test_moments_on_the_host_take_no_memory_of_the_planning_one(sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_config(sd3_folder, tmp_path, "parallel.optimizer_offload=true")
+    cfg.model.family = family_name(cfg.model)
+    for state in planned(cfg, Cluster(1, 2)).state.optimizer.state().values():
+        assert all(moment.is_meta for moment in state.values() if moment.dim() > 0)
+
+
 def assert_agrees(make: Callable[[], RunConfig], monkeypatch: pytest.MonkeyPatch) -> None:
     """The planned peak of the update is within 2 % of the referee's."""
     memory = count(planned(make(), EIGHT))

@@ -51,9 +51,11 @@ class _Part:
                 self.moments.append(_Moment(state, key, value.shape, value.dtype, self.size))
                 self.size += value.nbytes + -value.nbytes % _ALIGNED
 
-    def make(self, *, pin: bool) -> None:
+    def make(self, device: torch.device) -> None:
+        """Of parameters on `device`: those of the meta device take no memory anywhere."""
+        home, pin = "meta" if device.type == "meta" else "cpu", device.type == "cuda"
         # of all at once: torch rounds each block of pinned memory up to a power of two
-        self.host = torch.zeros(self.size, dtype=torch.uint8, pin_memory=pin)
+        self.host = torch.zeros(self.size, dtype=torch.uint8, device=home, pin_memory=pin)
         self.place(self.host)
 
     def place(self, memory: Tensor) -> None:
@@ -76,7 +78,7 @@ class OffloadedState:
                 self._parts.append(_Part())
             self._parts[-1].add(parameter, state)
         for part in self._parts:
-            part.make(pin=self._device.type == "cuda")
+            part.make(self._device)
 
     def visits(self) -> Iterator[list[Tensor]]:
         """The parameters of each part, whose state is on their device until the next part is asked for.
