@@ -122,7 +122,10 @@ def converse(
             if rank == requests.rank:
                 _said(spoken[sample], response, log_probs)
                 if response[-1] in decoding.ends:
-                    heard[sample] = partner.hear(sample, spoken[sample].turn)
+                    try:
+                        heard[sample] = partner.hear(sample, spoken[sample].turn)
+                    except JobError as error:  # the other ranks learn of it at the next exchange
+                        failure = error
                 else:
                     spoken[sample].cut = True
         step += 1
