@@ -181,7 +181,12 @@ class ConversationRollout(LMRollout):
             forward, settings, join = self.policy.trained.module, self.policy.settings, self.environment.join
             said = converse(forward, settings, tokens, rows, uniform, decoding, room, partner, join)
             spoken = dict(zip(places, said, strict=True))
-        rewards = [talk.conversation.reward() for talk in talks]
+        for i, speech in spoken.items():
+            talk = talks[i]
+            if talk.messages[-1]["role"] != "assistant" and talk.ended(speech) == "tokens":
+                # a turn that has no end
+                talk.messages.append({"role": "assistant", "content": self.policy.decode(speech.turn)})
+        rewards = [talk.conversation.reward(talk.messages) for talk in talks]
         drawn: list[Drawn] = []
         for i, (talk, reward) in enumerate(zip(talks, rewards, strict=True)):
             drawn.append(self._conversation(talk, spoken.get(i), reward.result()))
@@ -216,8 +221,6 @@ class ConversationRollout(LMRollout):
         tokens = [] if spoken is None else spoken.tokens
         ended, conversation = talk.ended(spoken), talk.conversation
         text = "" if spoken is None else self.policy.decode(spoken.turn)
-        if spoken is not None and talk.messages[-1]["role"] != "assistant" and ended == "tokens":
-            talk.messages.append({"role": "assistant", "content": text})  # a turn that has no end
         beside = {
             "messages": talk.messages,
             "turns": talk.turns,
