@@ -252,12 +252,13 @@ $(TRACKERS_VENV)/.installed: pyproject.toml constraints.txt
 	  pytest pytest-timeout
 	@touch $@
 
-# verifiers and OpenEnv exclude each other: they need different versions of mcp.
+# verifiers and OpenEnv exclude each other: they need different versions of mcp. OpenEnv's gradio excludes the newest Pillow.
 $(VERIFIERS_VENV)/.installed: ADAPTED = verifiers==0.4.0
 $(OPENENV_VENV)/.installed: ADAPTED = openenv==0.10.0
 $(VERIFIERS_VENV)/.installed $(OPENENV_VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing $(ADAPTED) into $(@D); the first time takes a few minutes."
 	@$(PYTHON) -m venv $(@D)
-	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint constraints.txt \
+	@grep -v '^pillow==' constraints.txt >$(@D)/constraints.txt
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) --constraint $(@D)/constraints.txt \
 	  --editable '.[$(firstword $(subst ==, ,$(ADAPTED)))]' $(ADAPTED) pytest pytest-timeout
 	@touch $@
