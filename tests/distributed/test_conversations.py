@@ -67,8 +67,9 @@ class Tool:
         """
         return place
 
-    def get_reward(self):
-        return {"size": 0.5, "odd": 1.0}
+    def get_reward(self, messages):
+        roles = [message["role"] for message in messages]
+        return {"size": 0.5, "odd": float(roles == ["user", "assistant"])}
 
     def close(self):
         time.sleep(3)

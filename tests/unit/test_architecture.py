@@ -45,6 +45,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     "httpx2": ("rewards.http",),
     "math_verify": ("rewards.text._child",),
     "onnxruntime": ("rewards.image.ocr",),
+    "openenv": ("environments.openenv",),
     "peft": ("models.lora", "models.fused_lora"),
     "pyarrow": ("data",),
     "rapidfuzz": ("rewards.image.ocr", "rewards.judge.vlm_ocr"),
@@ -61,6 +62,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
         "rollout.lm",
     ),
     "uvicorn": ("jobs.reward_server",),
+    "verifiers": ("environments.verifiers",),
     "vllm": ("engines", "distributed.vllm_groups"),
     "vllm_omni": ("engines.omni", "rollout.flow.vllm_omni"),
 }

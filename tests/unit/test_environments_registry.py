@@ -97,6 +97,22 @@ class Prize(Nothing):
         self.prize = prize
 
 
+class Vault:
+    def turn(self, number: int):
+        """Turns the dial.
+
+        Args:
+            number: where to
+        """
+        text = [{"role": "tool", "content": "click"}]
+        return Turn(text if number < 9 else [], reward=0.25, done=number == 9)
+
+
+class Judged(Vault):
+    def get_reward(self, messages):
+        return len([message for message in messages if message.pop("role") == "assistant"])
+
+
 def double(x: float) -> float:
     """Doubles a number.
 
@@ -150,6 +166,28 @@ def test_public_methods_are_tools_and_functions_beside_them(file: Path) -> None:
     assert room.hear(call("calculator", expression="2*3")).result(5).messages[0]["content"] == "6"
     assert room.hear(call("wait")).result(5).messages[0]["content"] == ""
     assert room.reward().result(5) == 1.0
+
+
+def test_a_tool_may_give_a_reward_and_end_the_conversation(file: Path) -> None:
+    vaults = environments(path=f"{file}:Vault")
+    conversation = vaults.open({"prompt": "x"}, 0, 0)
+    conversation.reset().result(5)
+    assert conversation.hear(call("turn", number=3)).result(5).messages[0]["content"] == "click"
+    assert conversation.ended is None
+    assert conversation.hear(call("turn", number=9)).result(5) == Turn(done=True)
+    assert (conversation.ended, conversation.calls) == ("done", 2)
+    assert conversation.reward().result(5) == 0.5
+    untouched = vaults.open({"prompt": "x"}, 0, 0)
+    untouched.reset().result(5)
+    assert untouched.reward().result(5) is None
+
+
+def test_a_reward_reads_the_messages(file: Path) -> None:
+    conversation = environments(path=f"{file}:Judged").open({"prompt": "x"}, 0, 0)
+    conversation.reset().result(5)
+    messages = [{"role": "user", "content": "x"}, *2 * [{"role": "assistant", "content": "y"}]]
+    assert conversation.reward(messages).result(5) == 2
+    assert [message["role"] for message in messages] == ["user", "assistant", "assistant"]  # it had copies
 
 
 def test_functions_need_no_environment(file: Path) -> None:

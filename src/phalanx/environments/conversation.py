@@ -1,6 +1,6 @@
 """The conversation of one sample with an instance of its environment."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -33,6 +33,7 @@ class Conversation:
         self._row = row
         self._instance: Any = None
         self.turn_rewards: list[float] = []
+        self._earned = 0.0 if "step" in kind.hooks else None  # by steps and calls
         self.ended: Ended = None
         self.calls = self.failures = self.mistakes = 0
         self.seconds = 0.0
@@ -48,11 +49,11 @@ class Conversation:
         assert self.ended is None, self.ended
         return self._pool.submit(self._step(message) if "step" in self._kind.hooks else self._answer(message))
 
-    def reward(self) -> Future[float | dict[str, float] | None]:
-        """The environment's own reward: that of get_reward, or the sum over steps; None without one and for a sample
-        that a failure ended.
+    def reward(self, messages: Sequence[Message] = ()) -> Future[float | dict[str, float] | None]:
+        """The environment's own reward: that of get_reward, which may read all messages, or the sum over steps; None
+        without one and for a sample that a failure ended.
         """
-        return self._pool.submit(self._reward())
+        return self._pool.submit(self._reward(messages))
 
     def close(self) -> None:
         """Close the instance, unless a call of it still runs; `Environments.close` waits for that."""
@@ -88,9 +89,14 @@ class Conversation:
         turn: Turn = outcome.value
         if "get_reward" not in self._kind.hooks:
             self.turn_rewards.append(turn.reward)
+        self._earn(turn)
+        return turn
+
+    def _earn(self, turn: Turn) -> None:
+        """Take account of the reward, and the end, that a step or a tool gave."""
+        self._earned = (self._earned or 0.0) + turn.reward
         if turn.done:
             self.ended = "done"
-        return turn
 
     async def _answer(self, message: Message) -> Turn:
         """The answers of the tools that a message calls; without a call it is the last one."""
@@ -132,7 +138,12 @@ class Conversation:
         outcome = await self._call(tool.name, self._runs(tool, checked), self._text, observe=True)
         if outcome is None:
             return ""
-        return f"error: {cut(reason(outcome.error), 500)}" if outcome.error is not None else str(outcome.value)
+        if outcome.error is not None:
+            return f"error: {cut(reason(outcome.error), 500)}"
+        if isinstance(outcome.value, Turn):
+            self._earn(outcome.value)
+            return "\n".join(message["content"] for message in outcome.value.messages)
+        return str(outcome.value)
 
     def _runs(self, tool: Tool, arguments: dict[str, Any]) -> Callable[[], Any]:
         """The call of a tool; an async function where the tool is one."""
@@ -144,16 +155,18 @@ class Conversation:
 
         return run
 
-    def _text(self, value: Any) -> str:
-        return text_of(value, self._cfg.max_observation_length, self._cfg.truncate_side)
+    def _text(self, value: Any) -> str | Turn:
+        most, side = self._cfg.max_observation_length, self._cfg.truncate_side
+        return turn_of(value, most, side, "the tool") if isinstance(value, Turn) else text_of(value, most, side)
 
-    async def _reward(self) -> float | dict[str, float] | None:
+    async def _reward(self, messages: Sequence[Message]) -> float | dict[str, float] | None:
         if self.ended in ("timeout", "error"):
             return None
         if "get_reward" not in self._kind.hooks:
-            return sum(self.turn_rewards, 0.0) if "step" in self._kind.hooks else None
+            return self._earned
+        kwargs = {"messages": copied(list(messages))} if self._kind.judges else {}
         outcome = await self._call(
-            "get_reward", lambda: self._instance.get_reward(), lambda value: reward_of(value, "get_reward")
+            "get_reward", lambda: self._instance.get_reward(**kwargs), lambda value: reward_of(value, "get_reward")
         )
         return None if outcome is None else outcome.value
 

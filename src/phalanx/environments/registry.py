@@ -10,6 +10,7 @@ from typing import Any
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import ConfigError, nearest
 from phalanx.config.registry import known_modules, object_forms, resolve_object
+from phalanx.environments import openenv, verifiers
 from phalanx.environments.harness import Harness
 from phalanx.environments.tools import Tool, function_tool, method_tool
 from phalanx.environments.verl import VerlTools, load_tools
@@ -34,6 +35,7 @@ class Kind:
     hooks: frozenset[str]  # those of HOOKS that it has
     takes: frozenset[str] | None  # what reset takes of a row; None: all
     whole: bool = False  # step reads the whole message of a turn, not only its text
+    judges: bool = False  # get_reward reads all messages of the conversation
 
 
 def build_kinds(cfg: EnvironmentConfig) -> dict[Key, Kind]:
@@ -87,9 +89,19 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
     factory = _resolved(path, key)
     if not isinstance(factory, type):
         return _harness(factory, functools.partial(factory, **kwargs), kwargs, extra, kwargs_key)
+    label = factory.__name__
+    bases = [(base.__module__.partition(".")[0], base.__name__) for base in factory.__mro__]
+    if openenv.BASE in bases:
+        _check_kwargs(factory, kwargs, kwargs_key)
+        begin, actions = openenv.load(factory, kwargs, key)
+        _add(actions, extra, key)
+        return Kind(label, begin, actions, frozenset({"reset", "close"}), None)
+    if verifiers.BASE in bases:
+        make, tools = verifiers.load(factory, kwargs, kwargs_key)
+        _add(tools, extra, key)
+        return Kind(label, make, tools, frozenset({"reset", "get_reward"}), None, judges=True)
     if _has(factory, "solve"):
         return _harness(factory, None, kwargs, extra, kwargs_key)
-    label = factory.__name__
     hooks = frozenset(name for name in HOOKS if _has(factory, name))
     tools = {} if "step" in hooks else {name: method_tool(factory, name, key) for name in _public(factory)}
     if not tools and "step" not in hooks:
@@ -104,7 +116,9 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
     _check_kwargs(factory, kwargs, kwargs_key)
     if ":" not in path:
         _made(factory, kwargs, kwargs_key)  # a mistake is told before the job begins
-    return Kind(label, lambda: factory(**kwargs), tools, hooks, _taken(factory) if "reset" in hooks else None)
+    takes = _taken(factory) if "reset" in hooks else None
+    judges = "get_reward" in hooks and "messages" in inspect.signature(_method(factory, "get_reward")).parameters
+    return Kind(label, lambda: factory(**kwargs), tools, hooks, takes, judges=judges)
 
 
 def _harness(

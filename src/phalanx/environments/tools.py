@@ -7,12 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import ConfigDict, PydanticSchemaGenerationError, TypeAdapter, ValidationError
+from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
 from phalanx.config.files import parse_json
 from phalanx.config.messages import ConfigError, cut, nearest, reason
 
 _LENIENT = ConfigDict(coerce_numbers_to_str=True, arbitrary_types_allowed=True)
+_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool}  # of a schema
 
 
 class BadCall(Exception):
@@ -71,6 +72,26 @@ def function_tool(function: Callable[..., Any], key: str) -> Tool:
     """A function without a state as a tool."""
     name = function.__name__
     return _tool(function, name, name, key, lambda _, arguments: function(**arguments))
+
+
+def schema_tool(schema: dict[str, Any], run: Callable[..., Any], *, asynchronous: bool = False) -> Tool:
+    """A tool that has its schema from elsewhere; its arguments are checked as far as the schema says simple types."""
+    function = schema["function"]
+    parameters = function.get("parameters") or {}
+    types = {}
+    for name, description in (parameters.get("properties") or {}).items():
+        kind = description.get("type") if isinstance(description, dict) else None
+        types[name] = TypeAdapter[Any](_TYPES.get(kind, Any) if isinstance(kind, str) else Any, config=_LENIENT)
+    required = frozenset(parameters.get("required") or ())
+    return Tool(function["name"], schema, run, types, required, asynchronous)
+
+
+def lenient(kind: Any) -> TypeAdapter[Any]:
+    """The check of a type that takes a number where a text is expected, unless the type has rules of its own."""
+    try:
+        return TypeAdapter(kind, config=_LENIENT)
+    except PydanticUserError:
+        return TypeAdapter(kind)
 
 
 def unknown(name: Any, tools: Mapping[str, Tool]) -> BadCall:

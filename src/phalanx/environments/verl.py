@@ -1,5 +1,6 @@
 """Tools of verl: a YAML file of classes with create, execute, calc_reward and release. verl itself is not imported."""
 
+import functools
 import inspect
 import uuid
 from collections.abc import Awaitable, Mapping
@@ -7,17 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from phalanx.config.messages import ConfigError, reason
 from phalanx.config.registry import resolve_object
 from phalanx.config.sources import read
-from phalanx.environments.tools import Tool
+from phalanx.environments.tools import Tool, schema_tool
 
 KEY = "environment.tool_config_path"
 _METHODS = ("create", "execute", "calc_reward", "release")
-_TYPES = {"string": str, "integer": int, "number": float, "boolean": bool}
-_LENIENT = ConfigDict(coerce_numbers_to_str=True)
 
 
 class _Function(BaseModel):
@@ -64,7 +63,7 @@ class VerlTools:
             raise ValueError(f"tools_kwargs is of type {type(kwargs).__name__}; expected arguments by names of tools")
         self._kwargs = kwargs
 
-    async def execute(self, name: str, arguments: dict[str, Any]) -> Any:
+    async def execute(self, arguments: dict[str, Any], name: str) -> Any:
         """Call a tool; the first call of it makes its instance."""
         tool = self._tools[name]
         if name not in self._names:
@@ -109,7 +108,8 @@ def load_tools(path: str) -> Shared:
         name = schema["function"]["name"]
         if name in tools:
             raise ConfigError(f"{key}: two tools are named {name!r}; rename one of them")
-        tools[name], callables[name] = tool, _callable(name, schema)
+        tools[name] = tool
+        callables[name] = schema_tool(schema, functools.partial(VerlTools.execute, name=name), asynchronous=True)
     return Shared(tools, callables)
 
 
@@ -138,17 +138,6 @@ def _made(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
         return kind(entry.get("config") or {}, schema), schema.model_dump(exclude_unset=True)
     except (Exception, SystemExit) as error:  # whatever the user's code raises
         raise ConfigError(f"{key}: {entry['class_name']}(config, tool_schema) raised {reason(error)}") from error
-
-
-def _callable(name: str, schema: dict[str, Any]) -> Tool:
-    """A tool as the model calls it."""
-    parameters = schema["function"].get("parameters") or {}
-    types = {}
-    for each, description in (parameters.get("properties") or {}).items():
-        kind = description.get("type") if isinstance(description, dict) else None
-        types[each] = TypeAdapter[Any](_TYPES.get(kind, Any) if isinstance(kind, str) else Any, config=_LENIENT)
-    required = frozenset(parameters.get("required") or ())
-    return Tool(name, schema, lambda instance, given: instance.execute(name, given), types, required, asynchronous=True)
 
 
 def _taken(create: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

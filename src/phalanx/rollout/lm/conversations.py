@@ -187,7 +187,12 @@ class ConversationRollout(LMRollout):
         partner = _Partner(speaking, self.environment, self.policy.tokenizer)
         outcomes = self._speak([talk.prompt for talk in speaking], [names[i] for i in places], decoding, partner)
         spoken = dict(zip(places, outcomes, strict=True))
-        rewards = [talk.conversation.reward() for talk in talks]
+        for i, speech in spoken.items():
+            talk, tokens = talks[i], speech.tokens
+            if tokens and talk.ended(speech) == "tokens" and tokens[-1] not in self.how.ends:  # a turn that was cut
+                talk.messages.append({"role": "assistant", "content": self.policy.decode(speech.turn)})
+                talk.turns += 1
+        rewards = [talk.conversation.reward(talk.messages) for talk in talks]
         drawn: list[Drawn] = []
         for i, (talk, reward) in enumerate(zip(talks, rewards, strict=True)):
             drawn.append(self._conversation(talk, spoken.get(i), reward.result()))
@@ -236,9 +241,6 @@ class ConversationRollout(LMRollout):
         tokens = [] if spoken is None else spoken.tokens
         ended, conversation = talk.ended(spoken), talk.conversation
         text = "" if spoken is None else self.policy.decode(spoken.turn)
-        if tokens and ended == "tokens" and tokens[-1] not in self.how.ends:  # a turn that was cut
-            talk.messages.append({"role": "assistant", "content": text})
-            talk.turns += 1
         beside = {
             "messages": talk.messages,
             "turns": talk.turns,

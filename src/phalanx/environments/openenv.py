@@ -1,0 +1,137 @@
+"""Environments of OpenEnv: the class that its server runs, in the rank itself; its actions are what the model calls."""
+
+import inspect
+import json
+import typing
+from collections.abc import Callable
+from typing import Annotated, Any
+
+from pydantic import ValidationError
+
+from phalanx.config.messages import ConfigError, reason
+from phalanx.environments.base import Turn
+from phalanx.environments.tools import Tool, lenient, schema_tool
+
+BASE = "openenv", "Environment"  # the package and the class that environments derive from
+_SEEDS = 2**31  # numpy and others take 32 bits
+
+
+class Episode:
+    """An environment of OpenEnv in one conversation."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+
+    def reset(self, **row: Any) -> str:
+        """The first observation. It gets the columns of the data that it takes, and the group's seed."""
+        parameters = inspect.signature(self._environment.reset).parameters
+        row["seed"] = row["seed"] % _SEEDS
+        if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
+            ours = {"prompt", "sample_seed"} - parameters.keys()
+            row = {name: value for name, value in row.items() if name not in ours}
+        else:
+            row = {name: value for name, value in row.items() if name in parameters}
+        text = _text(self._environment.reset(**row))
+        return f"\n\n{text}" if text else ""
+
+    def act(self, action: Any) -> Turn:
+        """A step."""
+        observation = self._environment.step(action)
+        answer = {"role": "tool", "content": _text(observation)}
+        return Turn([answer], 0.0 if observation.reward is None else float(observation.reward), observation.done)
+
+    def close(self) -> None:
+        """Close the environment."""
+        self._environment.close()
+
+
+def load(factory: Any, kwargs: dict[str, Any], key: str) -> tuple[Callable[[], Episode], dict[str, Tool]]:
+    """How a class's episodes begin, and its tools. Raises ConfigError for one that many samples cannot share."""
+    label = factory.__name__
+    if not factory.SUPPORTS_CONCURRENT_SESSIONS:
+        raise ConfigError(
+            f"{key}: {label}.SUPPORTS_CONCURRENT_SESSIONS is false, and each sample has an instance of its own; set "
+            "it to true in the class, or in one derived from it, where its instances share nothing"
+        )
+    if factory.REQUIRES_SINGLE_THREAD_EXECUTOR:
+        raise ConfigError(f"{key}: {label} needs one thread for all its calls, which environments here do not have")
+    tools = _of_mcp(factory, kwargs, key) if _is_mcp(factory) else _of_action(factory, key)
+    return lambda: Episode(factory(**kwargs)), tools
+
+
+def _is_mcp(factory: type) -> bool:
+    return any(base.__name__ == "MCPEnvironment" for base in factory.__mro__)
+
+
+def _of_mcp(factory: Any, kwargs: dict[str, Any], key: str) -> dict[str, Tool]:
+    """The tools of an environment's MCP server, which is asked in the process."""
+    from openenv.core.env_server.mcp_types import CallToolAction, ListToolsAction
+
+    try:
+        environment = factory(**kwargs)
+        listed = environment.step(ListToolsAction())
+        environment.close()
+    except Exception as error:  # whatever the environment's code raises
+        raise ConfigError(f"{key}: {factory.__name__}: {reason(error)}") from error
+    if not listed.tools:
+        raise ConfigError(f"{key}: {factory.__name__} lists no tools: {listed.metadata.get('error', 'it has none')}")
+    tools = {}
+    for each in listed.tools:
+
+        def run(episode: Episode, arguments: dict[str, Any], name: str = each.name) -> Turn:
+            return episode.act(CallToolAction(tool_name=name, arguments=arguments))
+
+        tools[each.name] = schema_tool(_schema(each.name, each.description, each.input_schema), run)
+    return tools
+
+
+def _of_action(factory: Any, key: str) -> dict[str, Tool]:
+    """The tool `step`, whose parameters are the fields of the action."""
+    from openenv.core.env_server.types import Action
+
+    candidates: list[Any] = [typing.get_type_hints(factory.step).get("action")]
+    for base in factory.__mro__:
+        for generic in vars(base).get("__orig_bases__", ()):
+            candidates += typing.get_args(generic)
+    action: Any = next((each for each in candidates if isinstance(each, type) and issubclass(each, Action)), Action)
+    if not action.model_fields.keys() - {"metadata"}:
+        raise ConfigError(
+            f"{key}: {factory.__name__}.step has no type of action; expected step(self, action: MyAction), where "
+            "MyAction is a class of fields that derives from openenv's Action"
+        )
+    schema = action.model_json_schema()
+    schema["properties"].pop("metadata", None)
+    description = inspect.getdoc(action) or f"A step of {factory.__name__}."
+
+    def run(episode: Episode, arguments: dict[str, Any]) -> Turn:
+        try:
+            made = action(**arguments)
+        except ValidationError as error:  # of the fields together
+            return Turn([{"role": "tool", "content": f"error: {error.errors()[0]['msg']}"}])
+        return episode.act(made)
+
+    tool = schema_tool(_schema("step", description, schema), run)
+    types = {}
+    for name, field in action.model_fields.items():
+        if name != "metadata":
+            types[name] = lenient(Annotated[field.annotation, field])
+    return {"step": Tool(tool.name, tool.schema, run, types, tool.required)}
+
+
+def _schema(name: str, description: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """A tool's schema in OpenAI's form."""
+    kept = {key: value for key, value in parameters.items() if key in ("type", "properties", "required", "$defs")}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": kept}}
+
+
+def _text(observation: Any) -> str:
+    """An observation as the model reads it: its only text, or its fields as JSON."""
+    if type(observation).__name__ == "CallToolObservation":
+        if observation.error is not None:
+            return f"error: {observation.error.message}"
+        content = observation.result.content if not isinstance(observation.result, dict) else []
+        return "\n".join(block.text for block in content if block.type == "text")
+    fields = observation.model_dump(mode="json", exclude={"done", "reward", "metadata"}, exclude_none=True)
+    if len(fields) == 1 and isinstance(next(iter(fields.values())), str):
+        return str(next(iter(fields.values())))
+    return json.dumps(fields, ensure_ascii=False) if fields else ""

@@ -1,0 +1,27 @@
+"""Calls of tools as a model's turns, and a conversation with scripted ones."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from phalanx.environments import Conversation, Message
+
+
+def call(name: str, **arguments: Any) -> Message:
+    """A turn of the model that calls a tool."""
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def say(content: str) -> Message:
+    """A turn of the model without a call."""
+    return {"role": "assistant", "content": content}
+
+
+def converse(conversation: Conversation, prompt: str, turns: Sequence[Message]) -> list[Message]:
+    """All messages of a conversation in which the model says this, until it ends."""
+    added = conversation.reset().result(30)
+    messages: list[Message] = [{"role": "user", "content": prompt + "".join(message["content"] for message in added)}]
+    for turn in turns:
+        assert conversation.ended is None, conversation.problem
+        messages += [turn, *conversation.hear(turn).result(30).messages]
+    return messages
