@@ -68,7 +68,7 @@ class Bare:
     def __init__(self, policy, config, world, micro_batch_size, passes):
         self.noun, self.fps = "texts", 1
 
-    prepare = awake = sample = renew = resample = sample_validation = metrics = None
+    prepare = awake = sample = renew = resample = sample_validation = metrics = close = None
 
 
 class Stated(Bare):
