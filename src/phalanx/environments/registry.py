@@ -5,6 +5,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from inspect import getattr_static
 from typing import Any
 
 from phalanx.config.environment import EnvironmentConfig
@@ -100,9 +101,9 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
         make, tools = verifiers.load(factory, kwargs, kwargs_key)
         _add(tools, extra, key)
         return Kind(label, make, tools, frozenset({"reset", "get_reward"}), None, judges=True)
-    if _has(factory, "solve"):
+    if getattr_static(factory, "solve", None):
         return _harness(factory, None, kwargs, extra, kwargs_key)
-    hooks = frozenset(name for name in HOOKS if _has(factory, name))
+    hooks = frozenset(name for name in HOOKS if getattr_static(factory, name, None))
     tools = {} if "step" in hooks else {name: method_tool(factory, name, key) for name in _public(factory)}
     if not tools and "step" not in hooks:
         raise ConfigError(
@@ -117,7 +118,7 @@ def _kind(path: str, kwargs: dict[str, Any], extra: dict[str, Tool], key: str, k
     if ":" not in path:
         _made(factory, kwargs, kwargs_key)  # a mistake is told before the job begins
     takes = _taken(factory) if "reset" in hooks else None
-    judges = "get_reward" in hooks and "messages" in inspect.signature(_method(factory, "get_reward")).parameters
+    judges = "get_reward" in hooks and "messages" in inspect.signature(getattr_static(factory, "get_reward")).parameters
     return Kind(label, lambda: factory(**kwargs), tools, hooks, takes, judges=judges)
 
 
@@ -152,7 +153,7 @@ def _check_kwargs(factory: Callable[..., Any], kwargs: dict[str, Any], key: str,
 def _resolved(path: str, key: str) -> Any:
     """The class, or the function solve, that a path or a built-in name stands for."""
     factory = resolve_object(path, key, "class") if ":" in path else _built_in(path, key)
-    solve = _method(factory, "solve") if isinstance(factory, type) and _has(factory, "solve") else factory
+    solve = getattr_static(factory, "solve", factory) if isinstance(factory, type) else factory
     if not isinstance(solve, type) and not inspect.iscoroutinefunction(solve):
         what = f"{factory.__name__}.solve" if isinstance(factory, type) else f"of type {type(factory).__name__}"
         raise ConfigError(f"{key}={path!r} is {what}; expected a class, or an async function solve(chat, row)")
@@ -179,7 +180,7 @@ def _stateless(path: str, key: str) -> dict[str, Tool]:
     """The tools of an entry of environment.tools."""
     if ":" not in path:
         factory = _built_in(path, key)
-        if any(_has(factory, hook) for hook in HOOKS):
+        if any(getattr_static(factory, hook, None) for hook in HOOKS):
             raise ConfigError(f"{key}={path!r} is an environment; give it as environment.path")
         instance = _made(factory, {}, key)
         functions = [getattr(instance, name) for name in _public(factory)]
@@ -199,14 +200,6 @@ def _add(tools: dict[str, Tool], more: Mapping[str, Tool], key: str) -> None:
         tools[name] = tool
 
 
-def _method(factory: type, name: str) -> Any:
-    return next(vars(base)[name] for base in factory.__mro__ if name in vars(base))
-
-
-def _has(factory: type, name: str) -> bool:
-    return any(name in vars(base) for base in factory.__mro__)
-
-
 def _public(factory: type) -> list[str]:
     """The names of the public methods that are no hooks, in the order in which they are written."""
     names: dict[str, None] = {}
@@ -220,7 +213,7 @@ def _public(factory: type) -> list[str]:
 
 def _taken(factory: type) -> frozenset[str] | None:
     """The names of what reset takes of a row; None where it takes all."""
-    parameters = inspect.signature(_method(factory, "reset")).parameters
+    parameters = inspect.signature(getattr_static(factory, "reset")).parameters
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return None
     return frozenset(parameters)

@@ -123,7 +123,7 @@ def _made(entry: Any, key: str) -> tuple[Any, dict[str, Any]]:
     if ":" not in path:
         path = ":".join(path.rsplit(".", 1))
     kind = resolve_object(path, f"{key}.class_name", "class")
-    missing = [name for name in _METHODS if not isinstance(kind, type) or not callable(_attribute(kind, name))]
+    missing = [name for name in _METHODS if not callable(inspect.getattr_static(kind, name, None))]
     if missing:
         raise ConfigError(
             f"{key}.class_name={entry['class_name']!r} has no {missing[0]}; expected {', '.join(_METHODS)}"
@@ -146,11 +146,6 @@ def _taken(create: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     if any(parameter.kind == parameter.VAR_KEYWORD for parameter in parameters.values()):
         return {**kwargs, "create_kwargs": kwargs}
     return {name: value for name, value in {**kwargs, "create_kwargs": kwargs}.items() if name in parameters}
-
-
-def _attribute(kind: type, name: str) -> Any:
-    """A method of a class; None without it."""
-    return next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
 
 
 async def _awaited(value: Any) -> Any:

@@ -74,11 +74,10 @@ class _Talk:
     ends: list[int] = field(default_factory=list)  # of turns: the numbers of their last drawn tokens
     full: bool = False  # it had as many turns as there may be
 
-    def ended(self, spoken: Spoken | None) -> str:
-        """See Conversed."""
-        if self.conversation.ended is not None:
-            return self.conversation.ended
-        return "turns" if self.full and not (spoken is not None and spoken.cut) else "tokens"
+    @property
+    def ended(self) -> str:
+        """See Conversed; once there is no further turn."""
+        return self.conversation.ended or ("turns" if self.full else "tokens")
 
 
 class ConversationRollout(LMRollout):
@@ -189,7 +188,7 @@ class ConversationRollout(LMRollout):
         spoken = dict(zip(places, outcomes, strict=True))
         for i, speech in spoken.items():
             talk, tokens = talks[i], speech.tokens
-            if tokens and talk.ended(speech) == "tokens" and tokens[-1] not in self.how.ends:  # a turn that was cut
+            if tokens and talk.ended == "tokens" and tokens[-1] not in self.how.ends:  # a turn that was cut
                 talk.messages.append({"role": "assistant", "content": self.policy.decode(speech.turn)})
                 talk.turns += 1
         rewards = [talk.conversation.reward(talk.messages) for talk in talks]
@@ -239,7 +238,7 @@ class ConversationRollout(LMRollout):
     def _conversation(self, talk: _Talk, spoken: Spoken | None, reward: float | dict[str, float] | None) -> Conversed:
         """The sample that a conversation has become."""
         tokens = [] if spoken is None else spoken.tokens
-        ended, conversation = talk.ended(spoken), talk.conversation
+        ended, conversation = talk.ended, talk.conversation
         text = "" if spoken is None else self.policy.decode(spoken.turn)
         beside = {
             "messages": talk.messages,
