@@ -116,7 +116,9 @@ class TokenTrace:
         return replace(self, ids=self.ids[:, :width], sampled=sampled)
 
     def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
-        """The trace with the policy's certainty, and with the tokens that were kept unless it has them."""
+        """The trace with the policy's certainty [B], and with the tokens that were kept unless it has them; each of
+        `replays` is of the samples whose rows are in its part [b].
+        """
         values = in_order([replay.self_certainty for replay in replays], parts)
         trace = replace(self, certainty=values.sum(1) / self.lengths.clamp(min=1))
         if self.kept is not None or replays[0].kept is None:
@@ -133,7 +135,7 @@ class TokenTrace:
         return self.kept[up_to(self.counts.sum(1), self.kept.shape[1])], self.counts[self.mask]
 
     def pooled(self, kept: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """`counts` and `kept` of these samples, from what `pool` gives."""
+        """`counts` [B, A] and `kept` [B, K] of these samples, of kept [M] and counts [N] as `pool` gives them."""
         zeros = torch.zeros(self.mask.shape, dtype=torch.int32, device=kept.device)
         filled = zeros.masked_scatter(self.mask, counts)
         totals = filled.sum(1)
