@@ -28,7 +28,7 @@ from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.converse import Partner, Spoken, converse
 from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout, distinct
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.types import Each, JobError, Prompt, Samples
 
@@ -206,7 +206,7 @@ class ConversationRollout(LMRollout):
         """
         if not prompts:
             return []
-        tokens, rows = _distinct(prompts)
+        tokens, rows = distinct(prompts)
         uniform = self._uniform(names, decoding.limit, decoding)
         room, join = [decoding.limit] * len(prompts), self.environment.join
         forward, settings = self.policy.trained.module, self.policy.settings
@@ -336,10 +336,3 @@ def _about(talk: _Talk) -> Iterator[None]:
         yield
     except ValueError as error:
         raise JobError(str(error)) from error
-
-
-def _distinct(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """The different ones, and the number among these of each."""
-    known: dict[tuple[int, ...], int] = {}
-    rows = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
-    return [list(prompt) for prompt in known], rows
