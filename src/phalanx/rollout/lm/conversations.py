@@ -148,9 +148,13 @@ class ConversationRollout(LMRollout):
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
     ) -> list[Drawn]:
-        drawn = super()._draw(prompts, names, decoding, each)
-        with self._in_step():
-            problem = self.environments.check()
+        try:
+            drawn = super()._draw(prompts, names, decoding, each)
+            with self._in_step():
+                problem = self.environments.check(lambda count: reduce_int(count, "sum"))
+        except JobError:  # on all ranks
+            self.environments.abandon()
+            raise
         if problem is not None and not self._warned:
             log.warning("%s; from here on see tools/failure_frequency", problem)
             self._warned = True

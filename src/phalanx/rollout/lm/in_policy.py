@@ -201,16 +201,17 @@ class LMRollout:
         drawn of their responses, which begin at `starts`, and may be none on a rank. All ranks call it at once, as
         `decode`.
         """
-        if not rows:
+        if not rows:  # other ranks have some
             return []
+        # a token has the same number in whatever round it is drawn
         uniform = self._uniform(names, self.how.limit, self.how)
         parts = []
         for numbers, row, start in zip(uniform, rows, starts, strict=True):
             done = len(row) - start
             parts.append(numbers[done : done + count])
-        tokens, places = distinct(rows)
+        tokens, places = distinct(rows)  # responses that begin share the reading of their prompt
         log_probs: list[list[float]] = []
-        decoding = replace(self.how, limit=count)
+        decoding = replace(self.how, limit=count)  # this round's
         forward, settings = self.policy.trained.module, self.policy.settings
         responses = decode(forward, settings, tokens, places, torch.stack(parts), decoding, log_probs=log_probs)
         return list(zip(responses, log_probs, strict=True))

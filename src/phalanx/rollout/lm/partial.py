@@ -30,8 +30,8 @@ _MARK = "partial"  # of a checkpoint's tensors
 
 @dataclass(eq=False)
 class _Response:
-    """What has been drawn of a response: tokens, their log-probabilities under the weights that drew them, and the
-    training steps of these.
+    """The tokens of a response so far, their log-probabilities under the weights that drew them, and the training
+    steps of these.
     """
 
     tokens: list[int] = field(default_factory=list)
