@@ -276,12 +276,12 @@ class PartialRollout:
     # -- all else -----------------------------------------------------------------------------------------------------
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
-        """Not called: phalanx.config.rules refuses what would."""
-        raise NotImplementedError("groups of partial rollouts are not drawn again")
+        """Not called: phalanx.config.rules refuses what draws groups again."""
+        raise AssertionError("rules refuse what draws groups again")
 
     def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
         """See `renew`."""
-        raise NotImplementedError("groups of partial rollouts are not drawn again")
+        raise AssertionError("rules refuse what draws groups again")
 
     def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
         """See phalanx.types.Rollout."""
