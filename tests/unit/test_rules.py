@@ -79,6 +79,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     ),
     (
         LMRLConfig,
+        ("reward.functions=[{name: environment}]", "environment.tools=[calculator]"),
+        "reward.functions: the reward environment is what an environment gives, and environment.tools have no state",
+    ),
+    (
+        LMRLConfig,
         ("algorithm.name=ppo", "trainer.critic_warmup=4", "trainer.total_training_steps=3"),
         "trainer.critic_warmup: 4 is beyond trainer.total_training_steps=3; expected fewer",
     ),
@@ -181,6 +186,17 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         "rollout.top_k: 1 needs the policy's own log-probs",
     ),
     (LMRLConfig, ("rollout.stop=['']",), "rollout.stop: an empty text"),
+    (LMRLConfig, ("rollout.partial_rollout_tokens=8",), "rollout.partial_rollout_tokens: 8 is of partial rollouts"),
+    (
+        LMRLConfig,
+        ("rollout.partial_rollout=true", "environment.tools=[calculator]"),
+        "rollout.partial_rollout: true does not go with an environment",
+    ),
+    (
+        LMRLConfig,
+        ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=300"),
+        "rollout.partial_rollout_tokens: 300 does not divide data.max_response_length=1024",
+    ),
     (GenerateConfig, ("prompts=[a]", "stop=['']"), "stop: an empty text"),
     (LMRLConfig, ("rollout.stop_token_ids=[3,-1]",), "rollout.stop_token_ids: [3, -1] should be numbers of tokens"),
     (LMRLConfig, ("parallel.rollout_unsharded=false",), "parallel.rollout_unsharded: false would gather"),

@@ -81,7 +81,7 @@ class Record:
         assert isinstance(self.output, str), "of a text"
         if self.conversation is None:
             return self.output
-        return transcript(self.conversation["messages"])
+        return as_text(self.conversation["messages"])
 
     @property
     def caption(self) -> str:
@@ -125,7 +125,7 @@ def storable(value: Any) -> Any:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def transcript(messages: Sequence[dict[str, Any]]) -> str:
+def as_text(messages: Sequence[dict[str, Any]]) -> str:
     """A conversation as a text."""
     return "\n\n".join(f"{role}: {text}" for role, text in spoken(messages))
 

@@ -27,7 +27,7 @@ from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
 from phalanx.training import folder_lock
 from phalanx.training.checkpoint import saved_choice
-from phalanx.types import Policy, Prompt, Rollout, Samples, Teacher
+from phalanx.types import KeepsSamples, Policy, Prompt, Rollout, Samples, Teacher
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class JobComponents:
     """All that a kind of policy brings to a job.
 
     `rollout` and `rewards` are None where other ranks sample; `exact` and `noun` are the rollout's, wherever it is (see
-    phalanx.types.Rollout). `val_sets` are the held-out prompts by name.
+    phalanx.types.Rollout). `val_sets` are the held-out prompts by name. `keeps` is the rollout where some of its
+    samples wait for later steps.
     """
 
     world: World
@@ -85,6 +86,7 @@ class JobComponents:
     val_sets: dict[str, list[Prompt]]
     exact: bool = True
     noun: str = "samples"
+    keeps: KeepsSamples | None = None
 
 
 def start(cfg: RunConfig) -> World:

@@ -24,6 +24,8 @@ from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm import build_rollout, check_engine
+from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
 from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
@@ -72,9 +74,14 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     components = JobComponents(world, rewards, policy, None, val_sets, exact=cfg.rollout.facts.exact)
     if world.samples:
         part = part_of(plan, cfg, world)
-        decoded = cfg.rollout.micro_batch_size_per_gpu or part.per_rank
+        decoded = plan.rollout_micro if cfg.rollout.partial_rollout else cfg.rollout.micro_batch_size_per_gpu
+        decoded = decoded or part.per_rank
         passes = scoring(plan, algorithm, cfg.rollout)
         rollout = build_rollout(cfg, policy, world, decoded, passes, environments)
+        if cfg.rollout.partial_rollout:
+            assert isinstance(rollout, LMRollout), "rules refuse others"
+            rollout = partial_rollout = PartialRollout(rollout, plan.samples // cfg.rollout.n)
+            components = replace(components, keeps=partial_rollout)
         components = replace(components, rollout=rollout, exact=rollout.exact)
         if world.role == ROLLOUT:
             return RolloutWorker(cfg, part, components, prompts)
@@ -132,8 +139,16 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     budget = cfg.actor.ppo_max_token_len_per_gpu if cfg.actor.use_dynamic_bsz else None
     packed = cfg.model.use_remove_padding
     result = batch_plan.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
+    prompts, age = result.samples // cfg.rollout.n, cfg.rollout.max_staleness
+    drawn = drawn_at_once(cfg.rollout, prompts)
+    if not prompts <= drawn <= prompts * (age + 1):
+        raise ConfigError(
+            f"rollout.over_sampling_batch_size: {drawn} should be {prompts} to {prompts * (age + 1)}: the {prompts} "
+            f"prompts of a training step, and those that may wait for rollout.max_staleness={age} steps"
+        )
     # log-probs are taken in passes of the training's shape, whatever is decoded together
-    decoded, exact = cfg.rollout.micro_batch_size_per_gpu or result.per_rank, budget is None and not packed
+    decoded = cfg.rollout.micro_batch_size_per_gpu or -(-drawn * cfg.rollout.n // world_size)
+    exact = budget is None and not packed
     return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)
 
 

@@ -67,9 +67,10 @@ def decode(
     uniform: Tensor,
     decoding: Decoding,
     stops: StopTexts | None = None,
+    log_probs: list[list[float]] | None = None,
 ) -> list[list[int]]:
-    """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, limit]. It ends with the token
-    that completes one of `stops` as well.
+    """A response for each of `rows`, numbers of prompts; uniform [B, limit]. It ends with the token that completes one
+    of `stops` as well. To `log_probs`, where it is given, those of each response's tokens are appended.
 
     `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
     """
@@ -92,11 +93,18 @@ def decode(
     finite = logits.amax(-1).isfinite().all()  # looked at once, at the end: each look would wait
     position = mask.sum(1)
     responses: list[list[int]] = [[] for _ in rows]
+    if log_probs is not None:
+        log_probs += [[] for _ in rows]
     alive = torch.arange(len(rows), device=device)  # samples of the batch, some of which have ended
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     ends = torch.tensor(decoding.ends, device=device)
     for t in range(decoding.limit):
         drawn = draw(logits.float(), uniform[alive, t], decoding)
+        if log_probs is not None:
+            scores = drawn_log_prob(logits.float(), drawn, decoding).tolist()
+            for sample, score, over in zip(alive.tolist(), scores, ended[alive].tolist(), strict=True):
+                if not over:
+                    log_probs[sample].append(score)
         for sample, token, over in zip(alive.tolist(), drawn.tolist(), ended[alive].tolist(), strict=True):
             if not over:
                 responses[sample].append(token)
@@ -137,9 +145,18 @@ def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
     """Tokens [B] of logits [B, V]."""
     if decoding.temperature == 0:
         return logits.argmax(-1)
-    p = torch.softmax(logits / decoding.temperature, -1).double()
-    if decoding.truncation.on:
-        p = p.masked_fill(~decoding.truncation.kept(p), 0.0)
-    cumulative = p.cumsum(-1)
+    cumulative = _probabilities(logits, decoding).cumsum(-1)
     at = uniform.double()[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, at, right=True).squeeze(1).clamp(max=p.shape[-1] - 1)
+    return torch.searchsorted(cumulative, at, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
+
+
+def drawn_log_prob(logits: Tensor, tokens: Tensor, decoding: Decoding) -> Tensor:
+    """Log-probabilities [B] float32 of tokens [B] that were drawn of logits [B, V] at a temperature above 0."""
+    p = _probabilities(logits, decoding)
+    return (p.gather(1, tokens[:, None]).squeeze(1) / p.sum(-1)).log().float()
+
+
+def _probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
+    """Those that tokens are drawn by [B, V] float64, zeros for tokens that are left out."""
+    p = torch.softmax(logits / decoding.temperature, -1).double()
+    return p.masked_fill(~decoding.truncation.kept(p), 0.0) if decoding.truncation.on else p

@@ -66,7 +66,7 @@ class LMRollout:
     @property
     def exact(self) -> bool:
         """See phalanx.types.Rollout."""
-        return self.facts.exact
+        return self.facts.exact and not self.config.partial_rollout
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
         """Nothing is cheaper done ahead."""
@@ -93,6 +93,11 @@ class LMRollout:
             names.append((seed, step, local[-1].group_id, i % n))
         self._drawn = self._draw(local, names, self.how, each)
         return self._samples(local, index)
+
+    def gathered(self, drawn: list[Drawn], prompts: list[Prompt], index: Tensor) -> Samples:
+        """This rank's samples of a training step, numbers `index` [B], that have been drawn for these prompts."""
+        self._drawn = drawn
+        return self._samples(prompts, index)
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
         """The samples of the last `sample` with other prompts, for `resample` to draw from."""
@@ -189,6 +194,28 @@ class LMRollout:
             for row, response in zip(rows, responses, strict=True)
         ]
 
+    def continued(
+        self, rows: list[list[int]], starts: Sequence[int], names: Sequence[tuple[int, ...]], count: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Up to `count` further tokens of responses, and their log-probabilities. `rows` are prompts with what has been
+        drawn of their responses, which begin at `starts`, and may be none on a rank. All ranks call it at once, as
+        `decode`.
+        """
+        if not rows:  # other ranks have some
+            return []
+        # a token has the same number in whatever round it is drawn
+        uniform = self._uniform(names, self.how.limit, self.how)
+        parts = []
+        for numbers, row, start in zip(uniform, rows, starts, strict=True):
+            done = len(row) - start
+            parts.append(numbers[done : done + count])
+        tokens, places = distinct(rows)  # responses that begin share the reading of their prompt
+        log_probs: list[list[float]] = []
+        decoding = replace(self.how, limit=count)  # this round's
+        forward, settings = self.policy.trained.module, self.policy.settings
+        responses = decode(forward, settings, tokens, places, torch.stack(parts), decoding, log_probs=log_probs)
+        return list(zip(responses, log_probs, strict=True))
+
     def _stops(self, prompts: list[list[int]]) -> StopTexts | None:
         """The texts that end responses, for one to each of these prompts; None where none does."""
         return StopTexts(self.policy.tokenizer, self.config.stop, prompts) if self.config.stop else None
@@ -272,6 +299,13 @@ class LMRollout:
         replays = [self.policy.replay(trace.select(part.to(trace.ids.device))) for part in parts]
         log_prob = in_order([replay.log_prob for replay in replays], parts)
         return replace(samples, log_prob=log_prob, trace=trace.rescored(replays, parts))
+
+
+def distinct(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """The different ones, and the number among these of each."""
+    known: dict[tuple[int, ...], int] = {}
+    rows = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
+    return [list(prompt) for prompt in known], rows
 
 
 def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -93,9 +94,28 @@ class VllmRollout(LMRollout):
 
     def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         """See LMRollout."""
-        requests = []
-        for prompt, name in zip(prompts, names, strict=True):
-            requests.append((self.policy.encode(prompt), fold_in(*name)))
+        tokens = [self.policy.encode(prompt) for prompt in prompts]
+        seeds = [fold_in(*name) for name in names]
+        drawn = []
+        for prompt, (response, log_probs) in zip(tokens, self._generated(tokens, seeds, decoding), strict=True):
+            text, cut = self.policy.decode(response), self._cut(prompt, response, decoding)
+            drawn.append(Drawn(prompt, response, text, cut, tuple(log_probs)))
+        return drawn
+
+    def continued(
+        self, rows: list[list[int]], starts: Sequence[int], names: Sequence[tuple[int, ...]], count: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """See LMRollout. Each call has numbers of its own: those of its first token."""
+        seeds = []
+        for row, start, name in zip(rows, starts, names, strict=True):
+            seeds.append(fold_in(*name, len(row) - start))
+        return self._generated(rows, seeds, replace(self.how, limit=count))
+
+    def _generated(
+        self, local: list[list[int]], own_seeds: list[int], decoding: Decoding
+    ) -> list[tuple[list[int], list[float]]]:
+        """A response to each of this rank's prompts, a function of it and its seed, and its log-probabilities."""
+        requests = list(zip(local, own_seeds, strict=True))
         # ranks that hold the weights together ask for the same samples, and each takes its own
         everyone = all_gather_object(requests) if len(self.group) > 1 else {self.world.rank: requests}
         tokens: list[list[int]] = []
@@ -108,12 +128,8 @@ class VllmRollout(LMRollout):
                 tokens.append(asked)
                 seeds.append(seed)
         sampling = Sampling(decoding.limit, decoding.temperature, decoding.truncation, decoding.ends, self.config.stop)
-        responses, log_probs = self.engine.generate(tokens, seeds, sampling)
-        drawn = []
-        for i in range(first, first + len(prompts)):
-            text, cut = self.policy.decode(responses[i]), self._cut(tokens[i], responses[i], decoding)
-            drawn.append(Drawn(tokens[i], responses[i], text, cut, tuple(log_probs[i])))
-        return drawn
+        responses, log_probs = self.engine.generate(tokens, seeds, sampling) if tokens else ([], [])
+        return list(zip(responses, log_probs, strict=True))[first : first + len(local)]
 
 
 def probe_prompts(policy: LMPolicy, data: LMDataConfig) -> list[list[int]]:
