@@ -65,7 +65,7 @@ class JointDataConfig(LMDataConfig):
 
 @dataclass
 class RewriteConfig:
-    """What becomes a prompt of the painter, of the writer's response."""
+    """How the writer's response becomes a prompt of the painter."""
 
     pattern: Optional[str] = arg(
         None,

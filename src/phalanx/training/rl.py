@@ -116,7 +116,7 @@ def build_trainer(
 
 
 def train_state(cfg: RLConfig, plan: BatchPlan, algorithm: Algorithm, policy: TrainedPolicy, steps: int) -> TrainState:
-    """What the training of a policy for this number of steps keeps, and the reference where one is wanted."""
+    """The optimizer and the other weights of a policy that is trained for this number of steps."""
     _warn_of_k1(cfg, policy.trained.world)
     return TrainState(
         policy.trained,
