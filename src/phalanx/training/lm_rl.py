@@ -98,8 +98,10 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     return trainer
 
 
-def load_policy(cfg: LMRLConfig, world: World) -> LMPolicy:
-    """The policy that the model's folder holds. Raises ValueError for one that cannot be."""
+def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False) -> LMPolicy:
+    """The policy that the model's folder holds, of which nothing is trained if `frozen`. Raises ValueError for one that
+    cannot be.
+    """
     options: dict[str, Any] = {
         "chunk": cfg.actor.log_prob_chunk_size,
         "temperature": cfg.rollout.temperature,
@@ -110,7 +112,7 @@ def load_policy(cfg: LMRLConfig, world: World) -> LMPolicy:
         decodes = cfg.rollout.facts.weights == "policy"
         if Truncation.of(cfg.rollout).on:
             options["truncation"] = Truncation.of(cfg.rollout)
-        return build_policy(cfg.model, cfg.parallel, cfg.data, world, decodes=decodes, **options)
+        return build_policy(cfg.model, cfg.parallel, cfg.data, world, decodes=decodes, frozen=frozen, **options)
     options["estimate"] = cfg.actor.log_prob_estimate
     return build_block_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
 
