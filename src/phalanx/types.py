@@ -19,6 +19,8 @@ from phalanx.config.engines import EngineFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from phalanx.media.pictures import Picture
+
 # What a policy makes: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 on the CPU, or B completions.
 Outputs: TypeAlias = "Tensor | list[str]"
 
@@ -34,7 +36,8 @@ class Prompt:
     `group_id` numbers the prompts of one step across all ranks; `meta` holds `ground_truth`, `data_source`, and all
     other columns of the data file. `negative` is the negative prompt, None for the model family's default. `messages`
     is the whole chat, {role, content} each, where the data has one; `text` is then its last user message. `place` is
-    its key, file and line, for messages.
+    its key, file and line, for messages. `images` are those that a language model reads, in order: a content of
+    `messages` with images is a list of parts, {"type": "image"} for each and {"type": "text", "text": ...}.
     """
 
     text: str
@@ -43,6 +46,7 @@ class Prompt:
     negative: str | None = None
     messages: list[dict[str, Any]] | None = None
     place: str = field(default="", compare=False)
+    images: tuple[Picture, ...] = field(default=(), compare=False)
 
 
 class Trace(Protocol):

@@ -45,6 +45,11 @@ class LMModelConfig(ModelConfig):
     experts_implementation: Optional[str] = arg(
         None, "how transformers computes layers with experts; null: its best, grouped_mm", choices=EXPERTS
     )
+    freeze_vision_tower: bool = arg(
+        True,
+        "prompts with images: do not train the vision tower and what projects its output, as with LoRA; each image is "
+        "then read once per rollout, alike in whatever batch, which false, verl's default, gives up",
+    )
 
 
 @dataclass
@@ -52,7 +57,22 @@ class LMDataConfig(DataConfig):
     """Sources of the prompts."""
 
     prompt_key: str = arg("prompt", "column of the prompts in these files: texts, or chats")
-    max_prompt_length: int = arg(1024, "longest prompt, in tokens with the chat template", **MOST_TOKENS)
+    image_key: Optional[str] = arg(
+        None,
+        "column of the images that prompts show, one or a list per row; null: images, or else image, where a file has "
+        "one of them",
+    )
+    min_pixels: Optional[int] = arg(
+        None,
+        "least pixels of an image as the model reads it, to which smaller ones are enlarged; null: the processor's",
+        ge=1,
+    )
+    max_pixels: Optional[int] = arg(
+        None,
+        "most pixels of an image as the model reads it, to which larger ones are reduced; null: the processor's",
+        ge=1,
+    )
+    max_prompt_length: int = arg(1024, "longest prompt, in tokens with the chat template and images", **MOST_TOKENS)
     max_response_length: int = arg(1024, "longest response, in tokens", **MOST_TOKENS)
     overlong_prompts: str = arg(
         "error",
