@@ -10,7 +10,7 @@ from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import PromptRow, load_prompts, numbered, refuse_images, validation_sets
+from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
@@ -50,9 +50,12 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False, image_key=data.image_key)
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False, image_key=data.image_key)
     held_out = [prompt for prompts in val_sets.values() for prompt in prompts]
+    every: list[PromptRow | Prompt] = [*rows, *held_out]
+    images = next((row.place for row in every if row.images), None)
+    if images is not None:
+        check_images(cfg, images)
     environments = Environments(cfg.environment) if cfg.environment.used else None
     if environments is not None:
-        refuse_images([*rows, *held_out], "conversations with an environment show none")
         rows = with_tools(rows, environments)
         val_sets = fitting_sets(val_sets, lambda some, _: with_tools(some, environments))
     world = start(cfg)
@@ -62,10 +65,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
             "data.val_files: the policy itself gives all terms of the reward, which it does only in training; add one "
             "to validate by, such as {name: gsm8k, weight: 0}"
         )
-    policy = load_policy(cfg, world)
-    if not policy.reads_images:
-        kind = type(policy.trained.module.lm).__name__
-        refuse_images([*rows, *held_out], f"model.path: {cfg.model.path!r} is a {kind}, which reads none")
+    policy = load_policy(cfg, world, images=images is not None)
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
     rows = fitting(rows, "data.train_files", policy, first=world.lead)
@@ -91,16 +91,35 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
         critic = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, cfg.trainer.critic_warmup)
     # else all passes have one shape, and cost the same
-    costs = policy.sample_flops if cfg.trainer.balance_batch and plan.by_tokens else None
+    # images stay on the rank that has them
+    balances = cfg.trainer.balance_batch and plan.by_tokens and policy.vision is None
+    costs = policy.sample_flops if balances else None
     trainer = build_trainer(cfg, plan, algorithm, components, prompts, teachers, critic, costs)
     if world.lead:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some])
     return trainer
 
 
-def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False) -> LMPolicy:
-    """The policy that the model's folder holds, of which nothing is trained if `frozen`. Raises ValueError for one that
-    cannot be.
+def check_images(cfg: LMRLConfig, place: str) -> None:
+    """Raise ConfigError or ValueError, in one line, where prompts cannot have images, as that at `place` has."""
+    if cfg.environment.used:
+        raise ConfigError(f"{place} has images, and conversations with an environment show none; leave one of them out")
+    if cfg.rollout.partial_rollout:
+        raise ConfigError(f"{place} has images, and partial rollouts keep none; leave rollout.partial_rollout out")
+    if cfg.placement:
+        raise ConfigError(f"{place} has images, which do not go from rank to rank; leave placement out")
+    if build_algorithm(cfg).teachers:
+        raise ConfigError(f"{place} has images, which teachers do not read; expected an algorithm without teachers")
+    if cfg.model.block_size is not None:
+        raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
+    from phalanx.models.lm import vision
+
+    vision.check(cfg.model, place)
+
+
+def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False, images: bool = False) -> LMPolicy:
+    """The policy that the model's folder holds, of which nothing is trained if `frozen`; `images`: prompts may have
+    some. Raises ValueError for one that cannot be.
     """
     options: dict[str, Any] = {
         "chunk": cfg.actor.log_prob_chunk_size,
@@ -112,7 +131,8 @@ def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False) -> LMPol
         decodes = cfg.rollout.facts.weights == "policy"
         if Truncation.of(cfg.rollout).on:
             options["truncation"] = Truncation.of(cfg.rollout)
-        return build_policy(cfg.model, cfg.parallel, cfg.data, world, decodes=decodes, frozen=frozen, **options)
+        options |= {"decodes": decodes, "frozen": frozen, "images": images}
+        return build_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
     options["estimate"] = cfg.actor.log_prob_estimate
     return build_block_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from phalanx.distributed.seed import fold_in
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace, Truncation
 from phalanx.models.lm.policy import LMPolicy
-from phalanx.rollout.lm.decode import Decoding, StopTexts, decode
+from phalanx.rollout.lm.decode import Decoding, Prefill, StopTexts, decode
 from phalanx.types import Each, Prompt, Samples
 
 
@@ -26,7 +27,7 @@ from phalanx.types import Each, Prompt, Samples
 class Drawn:
     """A sample: the tokens of its prompt and of its response, its text, whether the limit cut it, what the engine says
     of the response's log-probabilities, and where it was denoised the steps that unmasked its tokens, of which so many
-    stand `behind` its end. `beside`: further metadata of its reward.
+    stand `behind` its end. `beside`: further metadata of its reward; `look`: the images of its prompt, see TokenTrace.
     """
 
     prompt: list[int]
@@ -37,6 +38,7 @@ class Drawn:
     steps: Sequence[int] = ()
     behind: int = 0
     beside: dict[str, Any] = field(default_factory=dict)
+    look: Any = None
 
     @property
     def length(self) -> int:
@@ -160,9 +162,10 @@ class LMRollout:
         config, val, limit = self.config, self.config.val, self.data.max_response_length
         ends, pad = [*self.policy.ends, *config.stop_token_ids], self.policy.pad
         # log-probabilities are those of what is truncated for training: see LMPolicy.replay
-        decoding = Decoding(limit, config.temperature, ends, pad, Truncation.of(config))
+        never = self.policy.trained.module.never
+        decoding = Decoding(limit, config.temperature, ends, pad, Truncation.of(config), never)
         val_limit = val.max_response_length or limit
-        return decoding, Decoding(val_limit, val.temperature, ends, pad, Truncation.of(val))
+        return decoding, Decoding(val_limit, val.temperature, ends, pad, Truncation.of(val), never)
 
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
@@ -184,15 +187,21 @@ class LMRollout:
         are a function of its entry in `names` (phalanx.distributed.seed), and a prompt that comes
         several times has the same `group_id`. Where `facts` are not exact, each has its tokens' log_probs.
         """
+        looks = [self.policy.look(prompt) for prompt in prompts]
         tokens, rows = self._encoded(prompts)  # P different prompts, and the one of each of the B responses
         uniform = self._uniform(names, decoding.limit, decoding)  # [B, limit]: one number per token
         forward, settings = self.policy.trained.module, self.policy.settings
         stops = self._stops([tokens[row] for row in rows])
-        responses = decode(forward, settings, tokens, rows, uniform, decoding, stops)
-        return [
-            Drawn(tokens[row], response, self.policy.decode(response), self._cut(tokens[row], response, decoding))
-            for row, response in zip(rows, responses, strict=True)
-        ]
+        prefill: Prefill | None = None
+        if self.policy.vision is not None:
+            of_prompts = [looks[rows.index(number)] for number in range(len(tokens))]
+            prefill = partial(self.policy.vision.prefill, looks=of_prompts)
+        responses = decode(forward, settings, tokens, rows, uniform, decoding, stops, prefill=prefill)
+        result = []
+        for row, response, look in zip(rows, responses, looks, strict=True):
+            text, cut = self.policy.decode(response), self._cut(tokens[row], response, decoding)
+            result.append(Drawn(tokens[row], response, text, cut, look=look))
+        return result
 
     def continued(
         self, rows: list[list[int]], starts: Sequence[int], names: Sequence[tuple[int, ...]], count: int
@@ -273,7 +282,8 @@ class LMRollout:
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> Any:
         """The trace that the policy replays: see TokenTrace."""
-        return TokenTrace(ids, starts, lengths, width)
+        looks = tuple(drawn.look for drawn in self._drawn)
+        return TokenTrace(ids, starts, lengths, width, looks=looks if any(looks) else None)
 
     def _positions(self, samples: Samples) -> Tensor | None:
         """See phalanx.types.Samples."""
