@@ -49,6 +49,8 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False, image_key=data.image_key)
     held_out = [prompt for prompts in val_sets.values() for prompt in prompts]
     environments = Environments(cfg.environment) if cfg.environment.used else None
+    if cfg.placement:
+        refuse_images([*rows, *held_out], "with placement they would have to go from rank to rank; leave it out")
     if environments is not None:
         refuse_images([*rows, *held_out], "conversations with an environment show none")
         rows = with_tools(rows, environments)
