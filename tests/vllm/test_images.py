@@ -1,5 +1,6 @@
 """Prompts with images in vLLM: engines on one rank and on two, against transformers, after a change of all weights."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,8 @@ from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineCon
 from phalanx.functional.tokens import WHOLE
 from phalanx.media.pictures import Picture
 from phalanx.types import JobError
+from tests.jobs import rows
+from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
 from tests.tiny_vision import chat, picture, tiny_vision
 
@@ -132,3 +135,28 @@ def test_a_prompt_that_vllm_reads_otherwise_ends_the_job(answers: Any) -> None:
             "rollout.engine: vLLM reads 60 tokens in the prompt of images [0], and the policy 43: their processors make "
             "different tokens of its images"
         )
+
+
+def fit_shown(folder: Path, *overrides: str) -> None:
+    """Two steps of two updates on prompts with one image, two or none."""
+    kinds = [["0.png"], ["0.png", "1.png"], ["2.png"], []]
+    with open(folder / "shown.jsonl", "w") as file:
+        for i in range(8):
+            file.write(
+                json.dumps({"prompt": "<image>" * len(kinds[i % 4]) + f"read {i}", "images": kinds[i % 4]}) + "\n"
+            )
+    for seed, size in enumerate(SIZES):
+        picture(*size, seed=seed).save(folder / f"{seed}.png")
+    shown = (f"data.train_files=[{folder / 'shown.jsonl'}]", "data.max_prompt_length=120", "rollout.engine=vllm")
+    model = tiny_vision(folder / "model", "qwen3_vl")
+    run_ranks(fit, 2, tiny_lm_config(model, folder, *shown, *overrides), timeout=280)
+
+
+@pytest.mark.parametrize(("tp", "tower"), [(1, "frozen"), (2, "trained")])
+def test_jobs_on_images(tmp_path: Path, tp: int, tower: str) -> None:
+    """The engine follows the policy, tower included, and log-probs agree at every step."""
+    keys = (f"rollout.tensor_parallel_size={tp}", f"model.freeze_vision_tower={str(tower == 'frozen').lower()}")
+    fit_shown(tmp_path, *keys, "data.max_pixels=1024", "optim.lr=1e-2", "parallel.fsdp_size=2")
+    for row in rows(tmp_path / "out"):
+        assert row["rollout/sync_error"] < 1e-4 and row["rollout/logprob_abs_diff_max"] < 1e-3
+        assert row["actor/first_ratio_error"] == 0
