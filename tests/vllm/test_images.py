@@ -7,11 +7,13 @@ from functools import partial
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from phalanx.config.lm import LMRLConfig
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.transformers import load_processor
 from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineConfig
@@ -19,7 +21,7 @@ from phalanx.functional.tokens import WHOLE
 from phalanx.media.pictures import Picture
 from phalanx.types import JobError
 from tests.jobs import rows
-from tests.lm import fit, tiny_lm_config
+from tests.lm import tiny_lm_config
 from tests.ranks import run_ranks
 from tests.tiny_vision import chat, picture, tiny_vision
 
@@ -137,26 +139,45 @@ def test_a_prompt_that_vllm_reads_otherwise_ends_the_job(answers: Any) -> None:
         )
 
 
-def fit_shown(folder: Path, *overrides: str) -> None:
-    """Two steps of two updates on prompts with one image, two or none."""
-    kinds = [["0.png"], ["0.png", "1.png"], ["2.png"], []]
-    with open(folder / "shown.jsonl", "w") as file:
-        for i in range(8):
-            file.write(
-                json.dumps({"prompt": "<image>" * len(kinds[i % 4]) + f"read {i}", "images": kinds[i % 4]}) + "\n"
-            )
+def fit_and_break(cfg: LMRLConfig) -> str:
+    """Train to the end. Then only the tower moves, and the engine does not get the new weights: what the job says."""
+    from phalanx.training.lm_rl import build
+
+    trainer = build(cfg)
+    trainer.fit()
+    with torch.no_grad():
+        for name, p in trainer.policy.trained.module.named_parameters():
+            if "visual" in name:
+                p.add_(0.1 * torch.randn_like(p))
+    rollout = trainer.collector.rollout
+    with patch.object(rollout.engine, "refresh", list), pytest.raises(JobError) as error, rollout.awake():
+        pass
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("tp", "kind"), [(1, "lora_rank=4"), (2, "freeze_vision_tower=false")])
+def test_jobs_on_images(tmp_path: Path, tp: int, kind: str) -> None:
+    """The engine follows the policy, a trained tower included, on prompts with one image, two or none."""
+    images = [["0.png"], ["0.png", "1.png"], ["2.png"], []]
+    lines = [{"prompt": "<image>" * len(images[i % 4]) + f"read {i}", "images": images[i % 4]} for i in range(8)]
+    (tmp_path / "shown.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for seed, size in enumerate(SIZES):
-        picture(*size, seed=seed).save(folder / f"{seed}.png")
-    shown = (f"data.train_files=[{folder / 'shown.jsonl'}]", "data.max_prompt_length=120", "rollout.engine=vllm")
-    model = tiny_vision(folder / "model", "qwen3_vl")
-    run_ranks(fit, 2, tiny_lm_config(model, folder, *shown, *overrides), timeout=280)
-
-
-@pytest.mark.parametrize(("tp", "tower"), [(1, "frozen"), (2, "trained")])
-def test_jobs_on_images(tmp_path: Path, tp: int, tower: str) -> None:
-    """The engine follows the policy, tower included, and log-probs agree at every step."""
-    keys = (f"rollout.tensor_parallel_size={tp}", f"model.freeze_vision_tower={str(tower == 'frozen').lower()}")
-    fit_shown(tmp_path, *keys, "data.max_pixels=1024", "optim.lr=1e-2", "parallel.fsdp_size=2")
+        picture(*size, seed=seed).save(tmp_path / f"{seed}.png")
+    keys = (
+        f"data.train_files=[{tmp_path / 'shown.jsonl'}]",
+        "data.max_prompt_length=120",
+        "data.max_pixels=1024",
+        "rollout.engine=vllm",
+        f"rollout.tensor_parallel_size={tp}",
+        f"model.{kind}",
+        "parallel.fsdp_size=2",
+        "optim.lr=1e-2",
+    )
+    cfg = tiny_lm_config(tiny_vision(tmp_path / "model", "qwen3_vl"), tmp_path, *keys)
+    for message in run_ranks(fit_and_break, 2, cfg, timeout=280):
+        assert message.startswith(
+            "rollout.engine: after the weights were handed over, vLLM's log-probs of a probe differ"
+        )
     for row in rows(tmp_path / "out"):
         assert row["rollout/sync_error"] < 1e-4 and row["rollout/logprob_abs_diff_max"] < 1e-3
         assert row["actor/first_ratio_error"] == 0

@@ -89,9 +89,8 @@ class VllmRollout(LMRollout):
         for i, (prompt, response) in enumerate(zip(self._probe, responses, strict=True)):
             ids[i, : len(prompt) + PROBE_RESPONSE] = torch.tensor(prompt + response)
         device, lengths = self.world.device, torch.full_like(starts, PROBE_RESPONSE)
-        trace = TokenTrace(ids.to(device), starts.to(device), lengths.to(device), PROBE_RESPONSE)
-        if any(self._looks):
-            trace = replace(trace, looks=tuple(self._looks))
+        looks = None if self.policy.vision is None else tuple(self._looks)
+        trace = TokenTrace(ids.to(device), starts.to(device), lengths.to(device), PROBE_RESPONSE, looks=looks)
         ours = self.policy.scored(trace, 1.0).log_prob.cpu()
         differences = (ours - torch.tensor(theirs)).abs().split(PROBE_PROMPTS)  # of texts, and of an image
         parts = [part.mean() for part in differences]
@@ -181,7 +180,6 @@ def probe_prompts(policy: LMPolicy, data: LMDataConfig) -> list[list[int]]:
     longest = data.max_prompt_length + data.max_response_length
     length = min(PROBE_TOKENS, longest - PROBE_RESPONSE)
     tokens = torch.randint(len(policy.tokenizer), (PROBE_PROMPTS, length), generator=generator)
-    tokens[torch.isin(tokens, torch.tensor(policy.trained.module.never))] = (
-        policy.pad
-    )  # no placeholder without an image
+    for placeholder in policy.trained.module.never:
+        tokens[tokens == placeholder] = policy.pad
     return tokens.tolist()
