@@ -55,8 +55,6 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     if images is not None:
         check_images(cfg, images)
     environments = Environments(cfg.environment) if cfg.environment.used else None
-    if cfg.placement:
-        refuse_images([*rows, *held_out], "with placement they would have to go from rank to rank; leave it out")
     if environments is not None:
         rows = with_tools(rows, environments)
         val_sets = fitting_sets(val_sets, lambda some, _: with_tools(some, environments))
