@@ -44,7 +44,7 @@ class LMPolicy:
     """
 
     trace_type: type = TokenTrace
-    reads_images = False
+    reader: Any = None  # of prompts with images, where the model reads some
 
     def __init__(
         self,
