@@ -45,6 +45,11 @@ class LMModelConfig(ModelConfig):
     experts_implementation: Optional[str] = arg(
         None, "how transformers computes layers with experts; null: its best, grouped_mm", choices=EXPERTS
     )
+    freeze_vision_tower: bool = arg(
+        True,
+        "prompts with images: do not train the vision tower and what projects its output, as with LoRA; each image is "
+        "then read once per rollout, alike in whatever batch, which false, verl's default, gives up",
+    )
 
 
 @dataclass
