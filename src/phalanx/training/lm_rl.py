@@ -1,7 +1,6 @@
 """Reinforcement learning of a causal language model: the loop's parts, and what must hold before."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -21,7 +20,6 @@ from phalanx.distributed.roles import INFERENCE, ROLLOUT
 from phalanx.environments.environments import Environments
 from phalanx.environments.registry import COLUMN
 from phalanx.functional.tokens import Truncation
-from phalanx.media.pictures import Picture
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
@@ -65,7 +63,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
             "to validate by, such as {name: gsm8k, weight: 0}"
         )
     policy = load_policy(cfg, world)
-    if policy.reader is None:
+    if not policy.reads_images:
         kind = type(policy.trained.module.lm).__name__
         refuse_images([*rows, *held_out], f"model.path: {cfg.model.path!r} is a {kind}, which reads none")
     if world.role == INFERENCE:
@@ -162,15 +160,9 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     kept, prompts = [], [numbered(row, 0) for row in rows]
     policy.encode_ahead(prompts)
     for number, row in enumerate(rows):
-        length, of_images = prompt_length(policy, prompts[number])
+        length = len(policy.encode(prompts[number]))
         if length <= limit:
             kept.append(row)
-        elif of_images and overlong != "filter":
-            raise ValueError(
-                f"{row.place}: it has {length} tokens with the chat template, {of_images} of them of its images, more "
-                f"than data.max_prompt_length={limit}, and images are not cut; raise that, lower data.max_pixels, or "
-                "set data.overlong_prompts to filter"
-            )
         elif overlong == "error":
             raise ValueError(
                 f"{key}, prompt {number}: it has {length} tokens with the chat template, more than data."
@@ -182,33 +174,6 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
         gone = len(rows) - len(kept)
         log.warning("%s: %d of %d prompts have more than %d tokens and are left out", key, gone, len(rows), limit)
     return kept
-
-
-def prompt_length(policy: Any, prompt: Prompt) -> tuple[int, int]:
-    """The tokens of a prompt, and how many of them are its images'."""
-    reader = policy.reader
-    if not prompt.images or not reader.vision.family.sizes:
-        tokens = len(policy.encode(prompt))
-        return tokens, policy.look(prompt).count if prompt.images else 0
-    counts = image_tokens(reader.processor, prompt.images, reader.options)
-    _, short = reader.short(prompt, policy.data)  # with one placeholder per image
-    return len(short) - len(counts) + sum(counts), sum(counts)
-
-
-def image_tokens(processor: Any, images: Sequence[Picture], options: dict[str, Any]) -> list[int]:
-    """How many tokens a processor of images of any size makes of each, by the heads of their files; `options` are the
-    bounds of their pixels. Raises ValueError, in one line, for an image that cannot be read, or of a shape that the
-    processor refuses.
-    """
-    counts = []
-    for image in images:
-        try:
-            made = processor._get_num_multimodal_tokens(image_sizes=[image.size], **options)
-        except ValueError as error:
-            place = "" if str(error).startswith(image.where) else f"{image.where}: "
-            raise ValueError(f"{place}{' '.join(str(error).split())}") from error
-        counts.append(int(made.num_image_tokens[0]))
-    return counts
 
 
 def with_tools(rows: list[Row], environments: Environments) -> list[Row]:

@@ -44,7 +44,7 @@ class LMPolicy:
     """
 
     trace_type: type = TokenTrace
-    reader: Any = None  # of prompts with images, where the model reads some
+    reads_images = False
 
     def __init__(
         self,
