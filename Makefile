@@ -35,7 +35,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-tools base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-bd quickstart-joint test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-tools base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -44,6 +44,7 @@ help:
 	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in an environment of its own"
 	@echo "make quickstart-tools    train a tiny language model to call a calculator with GRPO, two CPU ranks, about a minute"
 	@echo "make quickstart-bd    GRPO of a tiny block-diffusion model on word problems, two CPU ranks, about 2 minutes"
+	@echo "make quickstart-joint    a tiny language model solves word problems and a tiny SD3 paints the answers, under one reward"
 	@echo "make test-fast        tests of numbers and of single modules that start no process, under a minute on 2 cores"
 	@echo "make test             one test of each kind, 10 to 35 minutes on 2 cores"
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
@@ -84,6 +85,9 @@ quickstart-bd: $(VENV)/.installed
 
 quickstart-tools: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart_tools.yaml $(ARGS)
+
+quickstart-joint: $(VENV)/.installed
+	@$(TWO_RANKS) sh train.sh tasks/train_joint.py configs/joint/quickstart.yaml $(ARGS)
 
 quickstart-lm-vllm: $(VLLM_VENV)/.installed
 	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" \
