@@ -1,5 +1,5 @@
-"""Small pictures of three-digit numbers, and a vision-language model of 0.75 M weights that has learned to read them, and
-then, for a while, to say them backwards, so that it mixes both.
+"""Small pictures of three-digit numbers, and a vision-language model of 0.75 M weights that has learned to read them
+and then, for a while, to say them backwards, so that it mixes both.
 """
 
 import io
