@@ -35,11 +35,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-<<<<<<< HEAD
 .PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel lock clean
-=======
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-tools base-vl base-bd docs wheel lock clean
->>>>>>> vlbase
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -93,13 +89,11 @@ quickstart-bd: $(VENV)/.installed
 quickstart-tools: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart_tools.yaml $(ARGS)
 
-<<<<<<< HEAD
 quickstart-joint: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_joint.py configs/joint/quickstart.yaml $(ARGS)
-=======
+
 quickstart-vl: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart_vl.yaml $(ARGS)
->>>>>>> vlbase
 
 quickstart-lm-vllm: $(VLLM_VENV)/.installed
 	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" \

@@ -7,7 +7,7 @@ language model a LoRA becomes an adapter of peft, and all weights a folder of tr
 
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -153,8 +153,8 @@ class Family(Protocol):
     def lora_targets(self) -> Sequence[str]:
         """Layers that get a LoRA unless the configuration names others."""
 
-    def load_base(self, config: Any, dtype: torch.dtype | None) -> nn.Module:
-        """The module that is trained, from the base folder, on the CPU."""
+    def load_base(self, config: Any, dtype: torch.dtype | None, names: Collection[str]) -> nn.Module:
+        """The module that is trained, from the base folder, on the CPU; `names` of the tensors that are."""
 
     def read_lora(self, path: str) -> Layers:
         """The LoRA of model.lora_path, by the names of the module's layers."""
@@ -204,7 +204,8 @@ class Export:
     def _base(self) -> nn.Module:
         """The module that was trained as the base model has it, with the LoRA that the run began with, if any."""
         lora = self.model.lora_rank > 0
-        base = self.family.load_base(self.model, DTYPES[self.model.dtype] if lora else self.dtype)
+        dtype = DTYPES[self.model.dtype] if lora else self.dtype
+        base = self.family.load_base(self.model, dtype, self.trained.entries.keys())
         start_from_lora(base, self.model.lora_path, self.family.read_lora)
         if lora:
             exact = replace(self.model, lora_dtype="float32")

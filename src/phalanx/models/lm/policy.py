@@ -101,7 +101,11 @@ class LMPolicy:
 
     def check_agreement(self, *, decodes: bool) -> None:
         """See phalanx.models.lm.agreement; on all ranks that hold the weights."""
-        check_agreement(self.trained.module, self.config, self.tokenizer, self.world.device, decodes=decodes)
+        module, device = self.trained.module, self.world.device
+        check_agreement(module, self.config, self.tokenizer, device, decodes=decodes)
+        if self._reader is not None:
+            tried = self._reader.tried
+            check_agreement(module, self.config, self.tokenizer, device, decodes=decodes, tried=tried)
         # gathered weights would hide those that a checkpoint brings
         self.trained.sharded.reshard()
 
@@ -145,6 +149,10 @@ class LMPolicy:
             return look
         return self._looks[key]
 
+    def length(self, prompt: Prompt) -> int:
+        """The number of a prompt's tokens; its images are not read, but the heads of their files."""
+        return self._reader.length(prompt, self.data) if prompt.images else len(self.encode(prompt))
+
     def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
         """Render and tokenize prompts, all at once, and keep their tokens: a step then only looks them up. Those with
         images are left to `look`.
@@ -153,6 +161,7 @@ class LMPolicy:
         given = list(new.values())
         if self._reader is not None:
             given = self._reader.in_parts(given)
+            self._reader.render([prompt for prompt in prompts if prompt.images], self.data)
         every = prompt_tokens(self.tokenizer, given, self.data, self.config.path)
         for (key, prompt), tokens in zip(new.items(), every, strict=True):
             if self.data.overlong_prompts == "truncate":
