@@ -19,8 +19,6 @@ from phalanx.config.engines import EngineFacts
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from phalanx.media.pictures import Picture
-
 # What a policy makes: images [B, 3, H, W] or videos [B, F, 3, H, W] in 0..1 on the CPU, or B completions.
 Outputs: TypeAlias = "Tensor | list[str]"
 
@@ -46,7 +44,7 @@ class Prompt:
     negative: str | None = None
     messages: list[dict[str, Any]] | None = None
     place: str = field(default="", compare=False)
-    images: tuple[Picture, ...] = field(default=(), compare=False)
+    images: tuple[Any, ...] = field(default=(), compare=False)  # phalanx.media.pictures.Picture
 
 
 class Trace(Protocol):

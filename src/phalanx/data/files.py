@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
+from phalanx.data.shown import COLUMNS, Located, column_of, given, holds_images, in_rows, in_table, undecoded
 from phalanx.media.pictures import Picture
 
 FORMATS = (
@@ -21,9 +22,7 @@ FORMATS = (
 _ENDINGS = (".parquet", ".jsonl", ".csv")  # of the files of a folder
 _OF_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files in a folder written by save_to_disk
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+$|^(part|shard|chunk)?[-_]?\d+$")  # the end of a name that counts parts
-Located = tuple[str, dict[str, Any]]  # a row's place, for messages, and its columns
 Source = tuple[Path, str | None]  # a file, or a dataset's folder and its split
-_IMAGES = ("images", "image")  # columns of images that a language model reads
 _KINDS = {
     bool: "boolean",
     int: "number",
@@ -111,7 +110,7 @@ def read(
     with the column `image_key` (None: `images`, or else `image`) have a tuple of Pictures in `images`, as many as each
     shows; other columns of images are left out, as they would fill the memory.
     """
-    shown = (_IMAGES if image_key is None else (image_key,)) if texts else ()
+    shown = (COLUMNS if image_key is None else (image_key,)) if texts else ()
     if path.is_dir():
         dataset = _dataset(path, split, place)
         return _table_rows(dataset, path, place, images, prompt, shown)
@@ -120,9 +119,9 @@ def read(
             raise DataError(f"{place} is plain text; images ({', '.join(images)}) come in the other formats")
         return ((where, {"prompt": line}) for where, line in _lines(path, place))
     if path.suffix == ".jsonl":
-        return _shown(_json_rows(path, place, images), path.parent, shown)
+        return in_rows(_json_rows(path, place, images), path.parent, shown)
     if path.suffix == ".csv":
-        return _shown(_csv_rows(path, place, images, prompt), path.parent, shown)
+        return in_rows(_csv_rows(path, place, images, prompt), path.parent, shown)
     if path.suffix == ".parquet":
         return _parquet_rows(path, place, images, prompt, shown)
     ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
@@ -169,7 +168,7 @@ def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[Locate
                 value[name] = value.pop(f"{name}s")
             if name not in value:
                 raise DataError(f"{where}: no {name!r}; it has {', '.join(value) or 'no keys'}")
-            value[name] = Picture(partial(_given, value[name]), path.parent, f"{where}: {name}")
+            value[name] = Picture(partial(given, value[name]), path.parent, f"{where}: {name}")
         yield where, value
 
 
@@ -185,41 +184,12 @@ def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Ite
                 value: dict[str, Any] = {name: cell or None for name, cell in row.items()}
                 value[prompt] = row[prompt] or ""
                 for name in images:
-                    value[name] = Picture(partial(_given, value[name]), path.parent, f"{where}: {name}")
+                    value[name] = Picture(partial(given, value[name]), path.parent, f"{where}: {name}")
                 yield where, value
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
     except csv.Error as error:
         raise DataError(f"{place}:{reader.reader.line_num}: not CSV ({error})") from None
-
-
-def _given(value: Any) -> Any:
-    return value
-
-
-def _shown(rows: Iterable[Located], folder: Path, names: Sequence[str]) -> Iterator[Located]:
-    """The rows with a tuple of Pictures in `images`, where one of the columns `names` has images."""
-    if not names:
-        return iter(rows)
-    rows = list(rows)
-    column = next((name for name in names if any(_is_image(row.get(name)) for _, row in rows)), None)
-    return iter(rows) if column is None else _with_tuples(rows, folder, column)
-
-
-def _with_tuples(rows: Iterable[Located], folder: Path, column: str) -> Iterator[Located]:
-    for where, row in rows:
-        value = row.pop(column, None)
-        pictures = []
-        for i, item in enumerate(value if isinstance(value, list) else []):
-            pictures.append(Picture(partial(_given, item), folder, f"{where}: {column}[{i}]"))
-        if value is not None and not isinstance(value, list):
-            pictures.append(Picture(partial(_given, value), folder, f"{where}: {column}"))
-        yield where, {**row, "images": tuple(pictures)}
-
-
-def _is_image(value: Any) -> bool:
-    """Whether a value of JSON may stand for an image, or for several."""
-    return isinstance(value, (str, dict)) or (isinstance(value, list) and any(map(_is_image, value)))
 
 
 def _parquet_rows(
@@ -232,8 +202,8 @@ def _parquet_rows(
         source = pq.ParquetFile(path)
         fields = source.schema_arrow
         _check_columns(fields.names, place, (prompt, *_named(images, fields.names)))
-        on_disk = bool(images) or _column(fields, shown) is not None
-        wanted = [field.name for field in fields if not (shown and _holds_images(field.type))]
+        on_disk = bool(images) or column_of(fields, shown) is not None
+        wanted = [field.name for field in fields if not (shown and holds_images(field.type))]
         rows = _mapped(path) if on_disk else source.read(columns=wanted).to_pylist()
     # UnicodeDecodeError, a ValueError, comes from a text column
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -242,36 +212,6 @@ def _parquet_rows(
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"{place} is not a Parquet file: {first}") from error
     return _table_rows(rows, path.parent, place, images, prompt, shown) if on_disk else _numbered(rows, place)
-
-
-def _holds_images(type_: Any) -> bool:
-    """Whether an Arrow column is of images as Hugging Face stores them, {bytes, path} each, or of lists of them."""
-    import pyarrow as pa
-
-    if _is_list(type_):
-        return _holds_images(type_.value_type)
-    return pa.types.is_struct(type_) and {"bytes", "path"} >= {field.name for field in type_} >= {"bytes"}
-
-
-def _column(schema: Any, names: Sequence[str]) -> str | None:
-    """The first of the columns `names` of an Arrow schema that may hold images: their files, or paths of these."""
-    import pyarrow as pa
-
-    for name in names:
-        if name not in schema.names:
-            continue
-        type_ = schema.field(name).type
-        while _is_list(type_):
-            type_ = type_.value_type
-        if _holds_images(type_) or pa.types.is_string(type_) or pa.types.is_binary(type_):
-            return name
-    return None
-
-
-def _is_list(type_: Any) -> bool:
-    import pyarrow as pa
-
-    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_))
 
 
 def _named(images: Sequence[str], columns: Sequence[str]) -> list[str]:
@@ -299,7 +239,7 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
     for name, column in zip(images, _named(images, dataset.column_names), strict=True):
         if name != column:
             dataset = dataset.rename_column(column, name)
-    columns = {name: _undecoded(dataset.select_columns([name])) for name in images}
+    columns = {name: undecoded(dataset.select_columns([name])) for name in images}
 
     def cell(name: str, number: int) -> Any:
         return columns[name][number][name]
@@ -307,18 +247,6 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
     for number, (where, texts) in enumerate(_numbered(dataset.remove_columns(list(images)), place)):
         pictures = {name: Picture(partial(cell, name, number), folder, f"{where}: {name}") for name in images}
         yield where, {**texts, **pictures}
-
-
-def _undecoded(dataset: Any) -> Any:
-    """A dataset whose images are what is stored of them."""
-    from datasets import Image, List
-
-    for name, feature in dataset.features.items():
-        if isinstance(feature, Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            dataset = dataset.cast_column(name, List(Image(decode=False)))
-    return dataset
 
 
 def _dataset(path: Path, split: str | None, place: str) -> Any:
@@ -350,44 +278,10 @@ def _table_rows(
     if not shown:
         return _numbered(dataset, place)
     schema = dataset.features.arrow_schema
-    column = _column(schema, shown)
-    left_out = [field.name for field in schema if field.name == column or _holds_images(field.type)]
+    column = column_of(schema, shown)
+    left_out = [field.name for field in schema if field.name == column or holds_images(field.type)]
     rows = _numbered(dataset.remove_columns(left_out), place)
-    return rows if column is None else _with_stored(rows, dataset.select_columns([column]), folder, column)
-
-
-def _with_stored(rows: Iterable[Located], dataset: Any, folder: Path, column: str) -> Iterator[Located]:
-    """The rows with a tuple of Pictures in `images`, of which a dataset on disk has one or a list in each row."""
-    dataset = _undecoded(dataset)
-    listed = _is_list(dataset.features.arrow_schema.field(column).type)
-
-    def cell(number: int, i: int) -> Any:
-        value = dataset[number][column]
-        return value[i] if listed else value
-
-    for number, ((where, row), count) in enumerate(zip(rows, _counts(dataset, column, listed), strict=True)):
-        pictures = []
-        for i in range(count):
-            name = f"{where}: {column}[{i}]" if listed else f"{where}: {column}"
-            pictures.append(Picture(partial(cell, number, i), folder, name))
-        yield where, {**row, "images": tuple(pictures)}
-
-
-def _counts(dataset: Any, column: str, listed: bool) -> Iterator[int]:
-    """The number of images of each row, without reading any."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    for batch in dataset.with_format("arrow").iter(batch_size=1024):
-        values = batch[column]
-        if listed:
-            counts = pc.fill_null(pc.list_value_length(values), 0)
-        elif pa.types.is_struct(values.type):  # of which both parts may be null
-            there = [pc.is_valid(pc.struct_field(values, field.name)) for field in values.type]
-            counts = pc.and_(pc.is_valid(values), there[0] if len(there) == 1 else pc.or_(*there))
-        else:
-            counts = pc.is_valid(values)
-        yield from map(int, counts.to_pylist())
+    return rows if column is None else in_table(rows, dataset.select_columns([column]), folder, column)
 
 
 def load_dataset(path: Path, place: str, absent: str) -> Any:

@@ -5,14 +5,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from phalanx.config.files import parse_json
 from phalanx.data.files import FORMATS, DataError, Source, kind_of, locate, read, without_number
+from phalanx.media.pictures import Picture
 from phalanx.types import Prompt
-
-if TYPE_CHECKING:
-    from phalanx.media.pictures import Picture
 
 LONGEST = 2**22  # characters of a prompt: a tokenizer is not at it for minutes
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
@@ -31,7 +29,7 @@ class PromptRow:
     meta: dict[str, Any]
     messages: list[dict[str, Any]] | None = None
     place: str = field(default="", compare=False)  # its key, file and line or row, for messages
-    images: "tuple[Picture, ...]" = field(default=(), compare=False)
+    images: tuple[Picture, ...] = field(default=(), compare=False)
 
 
 def load_prompts(
