@@ -142,7 +142,8 @@ def test_configurations(tmp_path: Path) -> None:
     for i, block in enumerate(found):
         file = tmp_path / f"{i}.yaml"
         file.write_text(block.text)
-        schema = LMRLConfig if block.text.startswith("environment:") else FlowRLConfig
+        of_tokens = block.text.startswith("environment:") or "partial_rollout" in block.text
+        schema = LMRLConfig if of_tokens else FlowRLConfig
         load(schema, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
 
 
