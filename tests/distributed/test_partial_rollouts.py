@@ -1,6 +1,7 @@
 """Partial rollouts in the loop: groups and versions on any layout, their log-probs, and a resumed run."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,16 @@ def drawn(cfg: LMRLConfig) -> list[dict[str, Any]]:
     return found
 
 
+def warnings(cfg: LMRLConfig) -> list[str]:
+    """The messages that a job logs on this rank."""
+    messages = list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("phalanx").addHandler(handler)
+    fit(cfg)
+    return messages
+
+
 def joined(parts: list[list[dict[str, Any]]], name: str) -> list[Any]:
     """What all ranks have of each step, one after the other."""
     steps = []
@@ -107,7 +118,7 @@ def test_a_step_that_waits_for_all_is_a_usual_one(lm_folder: Path, tmp_path: Pat
 
 
 def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
-    """The responses that wait are in the checkpoint."""
+    """The responses that wait are in the checkpoint, and a run without partial rollouts says that it drops them."""
     keys = ("trainer.save_freq=1", "trainer.max_checkpoints=9")
     whole = run_ranks(fit, 2, job(lm_folder, tmp_path / "whole", *keys))
     expected = rows(tmp_path / "whole" / "out")
@@ -118,3 +129,7 @@ def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
     assert rows(tmp_path / "parts" / "out") == expected[2:]
     for name, value in whole[0].items():
         assert torch.equal(value, resumed[0][name])
+    shutil.copytree(kept, tmp_path / "usual" / "out" / "checkpoints" / kept.name)
+    usual = ("data.max_response_length=24", "trainer.total_training_steps=3")
+    [messages] = run_ranks(warnings, 1, tiny_lm_config(lm_folder, tmp_path / "usual", *usual))
+    assert "the responses that a checkpoint keeps for later steps are dropped: each step draws its own" in messages

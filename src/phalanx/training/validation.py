@@ -1,5 +1,6 @@
 """Validation: every held-out prompt once across the ranks, with the same noise each time."""
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -20,6 +21,8 @@ from phalanx.types import Each, KeepsSamples, Outputs, Policy, Prompt, Rollout
 Score = Callable[[], tuple[Tensor, dict[str, Tensor]]]
 Kept = tuple[Output, dict[str, Any]]  # an output, and what its Record says beside
 Records = dict[str, list[Record]]  # by the names of validation sets
+
+log = logging.getLogger(__name__)
 
 
 class Validator:
@@ -50,6 +53,8 @@ class Validator:
         """Hand samples that wait to the rollout that keeps them; no other ranks sample."""
         if self.keeps is not None:
             self.keeps.begin(step, kept)
+        elif kept and self.world.rank == 0:
+            log.warning("the responses that a checkpoint keeps for later steps are dropped: each step draws its own")
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
         """The row of a validation on all sets with these weights (None: the policy's own), and on rank 0 the samples to
