@@ -34,7 +34,8 @@ class Prompt:
     `group_id` numbers the prompts of one step across all ranks; `meta` holds `ground_truth`, `data_source`, and all
     other columns of the data file. `negative` is the negative prompt, None for the model family's default. `messages`
     is the whole chat, {role, content} each, where the data has one; `text` is then its last user message. `place` is
-    its key, file and line, for messages.
+    its key, file and line, for messages. `images` are those that a language model reads, in order: a content of
+    `messages` with images is a list of parts, {"type": "image"} for each and {"type": "text", "text": ...}.
     """
 
     text: str
@@ -43,6 +44,7 @@ class Prompt:
     negative: str | None = None
     messages: list[dict[str, Any]] | None = None
     place: str = field(default="", compare=False)
+    images: tuple[Any, ...] = field(default=(), compare=False)  # phalanx.media.pictures.Picture
 
 
 class Trace(Protocol):

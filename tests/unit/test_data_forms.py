@@ -170,7 +170,7 @@ def test_columns_of_images_stay_on_disk_for_texts(form: str, tmp_path: Path) -> 
     load_prompts([str(path)], KEY, quoted=False)  # what is imported for it
     before = psutil.Process().memory_info().rss
     rows = load_prompts([str(path)], KEY, quoted=False)
-    assert [set(row.meta) for row in rows] == [{"answer", "ground_truth"}] * n
+    assert [set(row.meta) for row in rows] == [{"answer", "ground_truth", "images"}] * n
     assert psutil.Process().memory_info().rss - before < 50e6
 
 

@@ -43,6 +43,7 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=9"),
         "actor.ppo_max_token_len_per_gpu: 9 tokens do not hold a sample, which may have 2048",
     ),
+    (LMRLConfig, ("data.min_pixels=9", "data.max_pixels=8"), "data.min_pixels: 9 is more than data.max_pixels=8"),
     (FlowRLConfig, ("optim.betas=[0.9,1]",), "optim.betas: [0.9, 1.0] should be two numbers"),
     (FlowRLConfig, ("trainer.save_freq=0",), "trainer.save_freq: 0 should be -1"),
     (FlowRLConfig, ("trainer.test_freq=-2",), "trainer.test_freq: -2 should be -1"),

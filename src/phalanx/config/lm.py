@@ -52,7 +52,22 @@ class LMDataConfig(DataConfig):
     """Sources of the prompts."""
 
     prompt_key: str = arg("prompt", "column of the prompts in these files: texts, or chats")
-    max_prompt_length: int = arg(1024, "longest prompt, in tokens with the chat template", **MOST_TOKENS)
+    image_key: Optional[str] = arg(
+        None,
+        "column of the images that prompts show, one or a list per row; null: images, or else image, where a file has "
+        "one of them",
+    )
+    min_pixels: Optional[int] = arg(
+        None,
+        "least pixels of an image as the model reads it, to which smaller ones are enlarged; null: the processor's",
+        ge=1,
+    )
+    max_pixels: Optional[int] = arg(
+        None,
+        "most pixels of an image as the model reads it, to which larger ones are reduced; null: the processor's",
+        ge=1,
+    )
+    max_prompt_length: int = arg(1024, "longest prompt, in tokens with the chat template and images", **MOST_TOKENS)
     max_response_length: int = arg(1024, "longest response, in tokens", **MOST_TOKENS)
     overlong_prompts: str = arg(
         "error",

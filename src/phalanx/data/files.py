@@ -12,6 +12,7 @@ from typing import Any
 
 from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
+from phalanx.data.shown import COLUMNS, Located, column_of, given, holds_images, in_rows, in_table, undecoded
 from phalanx.media.pictures import Picture
 
 FORMATS = (
@@ -21,7 +22,6 @@ FORMATS = (
 _ENDINGS = (".parquet", ".jsonl", ".csv")  # of the files of a folder
 _OF_DATASET = ("dataset_info.json", "dataset_dict.json", "state.json")  # files in a folder written by save_to_disk
 _SHARD = re.compile(r"[-_.]?\d+[-_]of[-_]\d+$|^(part|shard|chunk)?[-_]?\d+$")  # the end of a name that counts parts
-Located = tuple[str, dict[str, Any]]  # a row's place, for messages, and its columns
 Source = tuple[Path, str | None]  # a file, or a dataset's folder and its split
 _KINDS = {
     bool: "boolean",
@@ -95,25 +95,35 @@ def without_number(path: Path) -> str:
 
 
 def read(
-    path: Path, split: str | None, place: str, images: Sequence[str], prompt: str, *, texts: bool
+    path: Path,
+    split: str | None,
+    place: str,
+    images: Sequence[str],
+    prompt: str,
+    *,
+    texts: bool,
+    image_key: str | None = None,
 ) -> Iterator[Located]:
-    """The rows of a file, of which messages say that it is at `place`; for jobs on `texts` without columns of images,
-    which would fill the memory.
+    """The rows of a file, of which messages say that it is at `place`.
 
-    `images` are columns with an image each, which may also be called by its plural.
+    `images` are columns with an image each, which may also be called by its plural. For jobs on `texts`, rows of a file
+    with the column `image_key` (None: `images`, or else `image`) have a tuple of Pictures in `images`, as many as each
+    shows; other columns of images are left out, as they would fill the memory.
     """
+    shown = (COLUMNS if image_key is None else (image_key,)) if texts else ()
     if path.is_dir():
-        return _dataset_rows(path, split, place, images, prompt, texts)
+        dataset = _dataset(path, split, place)
+        return _table_rows(dataset, path, place, images, prompt, shown)
     if path.suffix == ".txt":
         if images:
             raise DataError(f"{place} is plain text; images ({', '.join(images)}) come in the other formats")
         return ((where, {"prompt": line}) for where, line in _lines(path, place))
     if path.suffix == ".jsonl":
-        return _json_rows(path, place, images)
+        return in_rows(_json_rows(path, place, images), path.parent, shown)
     if path.suffix == ".csv":
-        return _csv_rows(path, place, images, prompt)
+        return in_rows(_csv_rows(path, place, images, prompt), path.parent, shown)
     if path.suffix == ".parquet":
-        return _parquet_rows(path, place, images, prompt, texts)
+        return _parquet_rows(path, place, images, prompt, shown)
     ending = f"ends in {path.suffix}" if path.suffix else "has no ending"
     raise DataError(f"{place} {ending}; expected {FORMATS}")
 
@@ -158,7 +168,7 @@ def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[Locate
                 value[name] = value.pop(f"{name}s")
             if name not in value:
                 raise DataError(f"{where}: no {name!r}; it has {', '.join(value) or 'no keys'}")
-            value[name] = Picture(partial(_given, value[name]), path.parent, f"{where}: {name}")
+            value[name] = Picture(partial(given, value[name]), path.parent, f"{where}: {name}")
         yield where, value
 
 
@@ -174,7 +184,7 @@ def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Ite
                 value: dict[str, Any] = {name: cell or None for name, cell in row.items()}
                 value[prompt] = row[prompt] or ""
                 for name in images:
-                    value[name] = Picture(partial(_given, value[name]), path.parent, f"{where}: {name}")
+                    value[name] = Picture(partial(given, value[name]), path.parent, f"{where}: {name}")
                 yield where, value
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 ({error.reason}); save the file as UTF-8") from None
@@ -182,11 +192,9 @@ def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Ite
         raise DataError(f"{place}:{reader.reader.line_num}: not CSV ({error})") from None
 
 
-def _given(value: Any) -> Any:
-    return value
-
-
-def _parquet_rows(path: Path, place: str, images: Sequence[str], prompt: str, texts: bool) -> Iterator[Located]:
+def _parquet_rows(
+    path: Path, place: str, images: Sequence[str], prompt: str, shown: Sequence[str]
+) -> Iterator[Located]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -194,24 +202,16 @@ def _parquet_rows(path: Path, place: str, images: Sequence[str], prompt: str, te
         source = pq.ParquetFile(path)
         fields = source.schema_arrow
         _check_columns(fields.names, place, (prompt, *_named(images, fields.names)))
-        wanted = [field.name for field in fields if not (texts and _holds_images(field.type))]
-        rows = _mapped(path) if images else source.read(columns=wanted).to_pylist()
+        on_disk = bool(images) or column_of(fields, shown) is not None
+        wanted = [field.name for field in fields if not (shown and holds_images(field.type))]
+        rows = _mapped(path) if on_disk else source.read(columns=wanted).to_pylist()
     # UnicodeDecodeError, a ValueError, comes from a text column
     except (pa.ArrowException, OSError, ValueError) as error:
         if isinstance(error, DataError):
             raise
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise DataError(f"{place} is not a Parquet file: {first}") from error
-    return _with_pictures(rows, path.parent, place, images) if images else _numbered(rows, place)
-
-
-def _holds_images(type_: Any) -> bool:
-    """Whether an Arrow column is of images as Hugging Face stores them, {bytes, path} each, or of lists of them."""
-    import pyarrow as pa
-
-    if pa.types.is_list(type_) or pa.types.is_large_list(type_):
-        return _holds_images(type_.value_type)
-    return pa.types.is_struct(type_) and {"bytes", "path"} >= {field.name for field in type_} >= {"bytes"}
+    return _table_rows(rows, path.parent, place, images, prompt, shown) if on_disk else _numbered(rows, place)
 
 
 def _named(images: Sequence[str], columns: Sequence[str]) -> list[str]:
@@ -239,7 +239,7 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
     for name, column in zip(images, _named(images, dataset.column_names), strict=True):
         if name != column:
             dataset = dataset.rename_column(column, name)
-    columns = {name: _undecoded(dataset.select_columns([name])) for name in images}
+    columns = {name: undecoded(dataset.select_columns([name])) for name in images}
 
     def cell(name: str, number: int) -> Any:
         return columns[name][number][name]
@@ -249,21 +249,8 @@ def _with_pictures(dataset: Any, folder: Path, place: str, images: Sequence[str]
         yield where, {**texts, **pictures}
 
 
-def _undecoded(dataset: Any) -> Any:
-    """A dataset whose images are what is stored of them."""
-    from datasets import Image, List
-
-    for name, feature in dataset.features.items():
-        if isinstance(feature, Image):
-            dataset = dataset.cast_column(name, Image(decode=False))
-        elif isinstance(feature, List) and isinstance(feature.feature, Image):
-            dataset = dataset.cast_column(name, List(Image(decode=False)))
-    return dataset
-
-
-def _dataset_rows(
-    path: Path, split: str | None, place: str, images: Sequence[str], prompt: str, texts: bool
-) -> Iterator[Located]:
+def _dataset(path: Path, split: str | None, place: str) -> Any:
+    """A Hugging Face dataset folder, or the split of it."""
     from datasets import DatasetDict
 
     dataset = load_dataset(
@@ -278,11 +265,23 @@ def _dataset_rows(
         dataset = dataset[split if split is not None else splits[0]]
     elif split is not None:
         raise DataError(f"{place}: the dataset has no splits; expected {path}")
+    return dataset
+
+
+def _table_rows(
+    dataset: Any, folder: Path, place: str, images: Sequence[str], prompt: str, shown: Sequence[str]
+) -> Iterator[Located]:
+    """The rows of a dataset on disk; see `read`."""
     _check_columns(dataset.column_names, place, (prompt, *_named(images, dataset.column_names)))
-    if texts:
-        schema = dataset.features.arrow_schema
-        dataset = dataset.remove_columns([field.name for field in schema if _holds_images(field.type)])
-    return _with_pictures(dataset, path, place, images) if images else _numbered(dataset, place)
+    if images:
+        return _with_pictures(dataset, folder, place, images)
+    if not shown:
+        return _numbered(dataset, place)
+    schema = dataset.features.arrow_schema
+    column = column_of(schema, shown)
+    left_out = [field.name for field in schema if field.name == column or holds_images(field.type)]
+    rows = _numbered(dataset.remove_columns(left_out), place)
+    return rows if column is None else in_table(rows, dataset.select_columns([column]), folder, column)
 
 
 def load_dataset(path: Path, place: str, absent: str) -> Any:

@@ -2,29 +2,34 @@
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from phalanx.config.files import parse_json
 from phalanx.data.files import FORMATS, DataError, Source, kind_of, locate, read, without_number
+from phalanx.media.pictures import Picture
 from phalanx.types import Prompt
 
 LONGEST = 2**22  # characters of a prompt: a tokenizer is not at it for minutes
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 _PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # of the image in texts of VeRL-Omni, whose place is the model's
+_MARK = "<image>"  # of an image in texts of verl, for models that read images
 
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A row of a data file; `meta` holds what a reward may need, `messages` a language model's whole chat."""
+    """A row of a data file; `meta` holds what a reward may need, `messages` a language model's whole chat, `images`
+    those that it shows: see Prompt.
+    """
 
     text: str
     negative: str | None
     meta: dict[str, Any]
     messages: list[dict[str, Any]] | None = None
     place: str = field(default="", compare=False)  # its key, file and line or row, for messages
+    images: tuple[Picture, ...] = field(default=(), compare=False)
 
 
 def load_prompts(
@@ -35,6 +40,7 @@ def load_prompts(
     *,
     quoted: bool = True,
     answered: bool = False,
+    image_key: str | None = None,
 ) -> list[PromptRow]:
     """All rows of all files, in order; `key` is the config key that lists them, for messages.
 
@@ -51,7 +57,10 @@ def load_prompts(
     `meta["ground_truth"]` is, in this order, the column `ground_truth`, `reward_model.ground_truth`, with `quoted` the
     first span of the prompt in double quotes (straight or typographic), otherwise the column `answer`, or absent.
     Without `quoted`, for language models, a chat is kept whole, with its tool calls; it may end with the assistant's
-    answer if `answered`. Columns of images are then left out.
+    answer if `answered`. A file with the column `image_key` (None: `images`, or else `image`) has prompts with images,
+    one or a list per row, or none: see Prompt. They are also `meta["images"]`, a tuple of Pictures. Their places are
+    `<image>` in texts, or parts `{type: image}`; where there are neither, they come before the first user's text. Other
+    columns of images are left out.
 
     Raises DataError for a file or row that cannot be used. Lines are counted from 1, rows from 0.
     """
@@ -60,7 +69,7 @@ def load_prompts(
     rows: list[PromptRow] = []
     for file in files:
         for place, source in _places(file, key):
-            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered)
+            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered, image_key)
     return rows
 
 
@@ -75,13 +84,13 @@ def _places(file: str, key: str) -> list[tuple[str, Source]]:
 
 
 def _rows(
-    source: Source, place: str, images: Sequence[str], prompt: str, quoted: bool, answered: bool
+    source: Source, place: str, images: Sequence[str], prompt: str, quoted: bool, answered: bool, image_key: str | None
 ) -> list[PromptRow]:
     """The rows of one file."""
     path, split = source
     column = "prompt" if path.suffix == ".txt" else prompt
     rows = []
-    for where, columns in read(path, split, place, images, prompt, texts=not quoted):
+    for where, columns in read(path, split, place, images, prompt, texts=not quoted, image_key=image_key):
         rows.append(_row(columns, where, column, bool(images), quoted, answered))
     if not rows:
         raise DataError(f"{place} has no prompts")
@@ -96,6 +105,7 @@ def validation_sets(
     *,
     quoted: bool = True,
     answered: bool = False,
+    image_key: str | None = None,
 ) -> dict[str, list[Prompt]]:
     """The rows of each entry of `data.val_files`, at most `limit`, by the file's name without ending.
 
@@ -119,7 +129,7 @@ def validation_sets(
         origin[name] = entry.file
         rows: list[PromptRow] = []
         for place, source in entry.places:
-            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered)
+            rows += _rows(source, f"{key}: {place}", images, prompt, quoted, answered, image_key)
         sets[name] = [numbered(row, i) for i, row in enumerate(rows[:limit])]
     return sets
 
@@ -155,7 +165,14 @@ def _sets(file: str, key: str) -> list[_Set]:
 
 def numbered(row: PromptRow, group_id: int) -> Prompt:
     """The row as the prompt of that number."""
-    return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place)
+    return Prompt(row.text, group_id, row.meta, row.negative, row.messages, row.place, row.images)
+
+
+def refuse_images(rows: Iterable[PromptRow | Prompt], reader: str) -> None:
+    """Raise DataError for a row with images; `reader` says, as the end of the message, who reads none."""
+    for row in rows:
+        if row.images:
+            raise DataError(f"{row.place} has images, and {reader}")
 
 
 def question(prompt: Prompt) -> Prompt:
@@ -180,14 +197,16 @@ def _row(
 ) -> PromptRow:
     if prompt not in columns:
         raise DataError(f"{where}: no {prompt!r}; it has {', '.join(columns) or 'no keys'}")
-    text = _text(columns[prompt], prompt, where)
+    pictures = columns.get("images")
+    shows = isinstance(pictures, tuple)  # the file has a column of images, of which this row may have none
+    text = _text(columns[prompt], prompt, where, shows)
     negative = columns.get("negative_prompt")
     if negative is not None:
         negative = _text(negative, "negative_prompt", where)
     if about_image:
         text = _PLACEHOLDER.sub("", text)
         negative = None if negative is None else _PLACEHOLDER.sub("", negative)
-    if not text.strip():
+    if not text.strip() and not (shows and pictures):
         raise DataError(f"{where}: the prompt is empty")
     meta = {name: value for name, value in columns.items() if name not in (prompt, "negative_prompt", "ground_truth")}
     truth = _ground_truth(columns, text, quoted)
@@ -197,32 +216,72 @@ def _row(
         return PromptRow(text, negative, meta, place=where)
     if "tools" in meta:
         meta["tools"] = _tools(meta["tools"])
-    return PromptRow(text, negative, meta, _messages(columns[prompt], prompt, where, answered), where)
+    if not shows:
+        return PromptRow(text, negative, meta, _messages(columns[prompt], prompt, where, answered), where)
+    given = columns[prompt]
+    chat = _messages(given, prompt, where, answered, shows) or [{"role": "user", "content": _parts(given)}]
+    _place_images(chat, len(pictures), f"{where}: {prompt}")
+    return PromptRow(text, negative, meta, chat if isinstance(given, list) or pictures else None, where, pictures)
 
 
-def _messages(value: Any, name: str, where: str, answered: bool) -> list[dict[str, Any]] | None:
-    """A chat's messages with texts as contents, and what else they have (`tool_calls`); None for a plain text."""
+def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
+    """Check that a chat whose contents are parts has a place for each of its images, and make the contents without
+    images texts. Where it has no place at all, the images come first.
+    """
+    users = [message for message in chat if message["role"] == "user"]
+    every = [part for message in chat for part in message.get("content", []) if part["type"] == "image"]
+    if users and not every:
+        every = [{"type": "image"}] * images
+        users[0]["content"] = [*every, *users[0]["content"]]
+    if len(every) != images:
+        raise DataError(
+            f"{where} has places for {len(every)} images ({_MARK}, or parts {{type: image}}), and the row has {images}"
+        )
+    for message in chat:
+        parts = message.get("content", [])
+        if all(part["type"] == "text" for part in parts) and "content" in message:
+            message["content"] = "".join(part["text"] for part in parts)
+
+
+def _parts(text: str) -> list[dict[str, str]]:
+    """A text in which images have marks, as parts of a message."""
+    parts: list[dict[str, str]] = []
+    for i, piece in enumerate(text.split(_MARK)):
+        parts += [{"type": "image"}] if i else []
+        parts += [{"type": "text", "text": piece}] if piece else []
+    return parts
+
+
+def _messages(value: Any, name: str, where: str, answered: bool, shows: bool = False) -> list[dict[str, Any]] | None:
+    """A chat's messages with texts as contents, and what else they have (`tool_calls`); None for a plain text. Contents
+    that may show images are lists of parts instead.
+    """
     if not isinstance(value, list):
         return None
     messages = []
     for given in value:
         message = _without_nulls(given)
         if isinstance(message, dict) and isinstance(message.get("content"), list):
-            message["content"] = _joined(message["content"], name, where)
+            message["content"] = _joined(message["content"], name, where, shows)
         calls = isinstance(message, dict) and "content" not in message and "tool_calls" in message
         keys = ("role",) if calls else ("role", "content")
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):
             raise DataError(f"{where}: {name} holds a message that is not {{role, content}}, both texts")
+        if shows and "content" in message:
+            message["content"] = _parts(message["content"])
         messages.append(message)
     if messages[-1]["role"] == "assistant" and not answered:
         raise DataError(f"{where}: {name} ends in an answer of the assistant; expected a message that it is to answer")
     return messages
 
 
-def _joined(parts: list[Any], name: str, where: str) -> str:
-    """The text of a message in parts, {type: text, text} each."""
+def _joined(parts: list[Any], name: str, where: str, shows: bool) -> str:
+    """The text of a message in parts, {type: text, text} each, or those of images, which become marks."""
     texts = []
     for part in parts:
+        if shows and _without_nulls(part) == {"type": "image"}:
+            texts.append(_MARK)
+            continue
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"{where}: {name} holds a part of a message that is not {{type: text, text}}")
         texts.append(part["text"])
@@ -270,17 +329,17 @@ def _ground_truth(columns: dict[str, Any], text: str, quoted: bool) -> Any:
     return span.group(1) if span else None
 
 
-def _text(value: Any, name: str, where: str) -> str:
-    """A text, or the content of a chat's last user message."""
+def _text(value: Any, name: str, where: str, shows: bool = False) -> str:
+    """A text, or the content of a chat's last user message; without marks of images where it shows some."""
     if isinstance(value, list):
         messages = [m for m in value if isinstance(m, dict) and m.get("role") == "user"]
         if not messages:
             raise DataError(f"{where}: {name} is a list without a user message; expected text or [{{role, content}}]")
         value = messages[-1].get("content")
         if isinstance(value, list):
-            value = _joined(value, name, where)
+            value = _joined(value, name, where, shows)
     if not isinstance(value, str):
         raise DataError(f"{where}: {name} is of type {kind_of(value)}; expected text, or a chat of texts")
     if len(value) > LONGEST:
         raise DataError(f"{where}: {name} has {len(value)} characters; expected at most {LONGEST}")
-    return value
+    return value.replace(_MARK, "") if shows else value

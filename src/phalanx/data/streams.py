@@ -67,7 +67,7 @@ class PromptStream:
         prompts = []
         for group_id, number in enumerate(numbers, start=first):
             row = self._rows[number]
-            prompts.append(Prompt(row.text, group_id, row.meta, row.negative, row.messages))
+            prompts.append(Prompt(row.text, group_id, row.meta, row.negative, row.messages, images=row.images))
         return prompts
 
     def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]:

@@ -18,7 +18,7 @@ from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.rules import check, check_model
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
-from phalanx.data.prompts import load_prompts, numbered, question
+from phalanx.data.prompts import load_prompts, numbered, question, refuse_images
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.environments.environments import Environments
@@ -51,7 +51,8 @@ class Generation:
         run = self.trained.run if self.trained is not None else LMRunConfig()
         if not isinstance(run, LMRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a flow-matching model; use tasks/sample.py")
-        self.prompts = read_prompts(cfg, cfg.prompt_key or run.data.prompt_key)
+        self.prompts = read_prompts(cfg, cfg.prompt_key or run.data.prompt_key, run.data.image_key)
+        refuse_images(self.prompts, "this task shows none")
         self.environments: Environments | None = None
         if isinstance(run, LMTurnRunConfig) and run.environment.used and cfg.environment:
             if cfg.stop:
@@ -190,11 +191,12 @@ def load(config: LMModelConfig, *, add_mask: bool) -> tuple[CausalLM, Any]:
     return load_model(config, dtype, chunk=1), load_tokenizer(config)
 
 
-def read_prompts(cfg: GenerateConfig, key: str) -> list[Prompt]:
+def read_prompts(cfg: GenerateConfig, key: str, image_key: str | None = None) -> list[Prompt]:
     """The prompts of the task, numbered from 0; raises ValueError for a file that cannot be read."""
     if cfg.prompt_file is not None:
         # a file of supervised training holds the answers as well
-        rows = load_prompts([cfg.prompt_file], "prompt_file", prompt=key, quoted=False, answered=True)
+        files, form = [cfg.prompt_file], {"quoted": False, "answered": True}
+        rows = load_prompts(files, "prompt_file", prompt=key, image_key=image_key, **form)
         return [question(numbered(row, i)) for i, row in enumerate(rows)]
     return [Prompt(text, i, {}, place=f"prompts[{i}]") for i, text in enumerate(cfg.prompts)]
 

@@ -4,6 +4,7 @@ The ranks look again, and closer: at images, at classes of libraries, at tensors
 """
 
 import os
+from typing import Any
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRunConfig
@@ -33,10 +34,11 @@ def check_lm(cfg: LMRunConfig, *, answered: bool = False) -> None:
     """
     check_placement(cfg)
     check_folder(cfg.model.path)
-    key = cfg.data.prompt_key
+    key, image_key = cfg.data.prompt_key, cfg.data.image_key
+    form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": answered, "image_key": image_key}
     if cfg.data.train_files:
-        load_prompts(cfg.data.train_files, "data.train_files", prompt=key, quoted=False, answered=answered)
-    validation_sets(cfg.data.val_files, prompt=key, quoted=False, answered=answered)
+        load_prompts(cfg.data.train_files, "data.train_files", **form)
+    validation_sets(cfg.data.val_files, **form)
 
 
 def check_placement(cfg: RunConfig) -> None:

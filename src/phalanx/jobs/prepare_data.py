@@ -13,7 +13,7 @@ from phalanx.config.load import ConfigError
 from phalanx.config.messages import nearest, reason
 from phalanx.config.rules import check
 from phalanx.config.tasks import PrepareDataConfig
-from phalanx.data.prompts import PromptRow, load_prompts
+from phalanx.data.prompts import PromptRow, load_prompts, refuse_images
 from phalanx.exit import rank
 from phalanx.jobs.outputs import writing
 from phalanx.rewards.text._answers import boxed, marked
@@ -89,7 +89,9 @@ class PrepareData:
     def _read(self, file: str, key: str) -> tuple[list[Row], str]:
         """The rows of a file, and the form in which its answers are written."""
         rows, form, plain = [], "none", list[int]()  # `plain`: rows whose answer is the whole text of its column
-        for number, row in enumerate(self._prompts(file, key)):
+        problems = self._prompts(file, key)
+        refuse_images(problems, "this task writes none")
+        for number, row in enumerate(problems):
             answers = row.meta.get("ground_truth"), row.meta.get("solution")
             raw = answers[0] if answers[0] is not None else answers[1]
             if self.cfg.answer_key is not None:

@@ -1,7 +1,8 @@
 """Images of data files: found at once, read when needed, so that a dataset may exceed memory."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from io import BytesIO
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,9 +36,28 @@ class Picture:
 
     def pil(self) -> Image.Image:
         """The image; see `upright`. Raises ValueError, with one line, if it cannot be read."""
+        with self._opened() as image:
+            return upright(image)
+
+    @cached_property
+    def size(self) -> tuple[int, int]:
+        """(height, width) of the image; only the head of its file is read, but for TIFF. Raises ValueError as `pil`
+        does.
+        """
+        with self._opened() as image:
+            if image.format == "TIFF":  # which PIL turns as it reads the pixels
+                image = ImageOps.exif_transpose(image)
+                return image.height, image.width
+            # the method of PIL's PNGs would read the pixels in search of it
+            turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
+            return (image.width, image.height) if turned else (image.height, image.width)
+
+    @contextmanager
+    def _opened(self) -> "Iterator[Image.Image]":
+        """The image as PIL opens it; what PIL raises in the block is a ValueError with one line."""
         try:
             with Image.open(self._file(self.source())) as image:
-                return upright(image)
+                yield image
         except UnidentifiedImageError:
             raise ValueError(f"{self.where}: the image cannot be read: its format is unknown") from None
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:

@@ -10,13 +10,14 @@ the model, checkpoints, validation and logs are those of reinforcement learning.
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.data.files import DataError
-from phalanx.data.prompts import PromptRow, answer_of, load_prompts, numbered, question, validation_sets
+from phalanx.data.prompts import PromptRow, answer_of, load_prompts, numbered, question, refuse_images, validation_sets
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import reduce_float, reduce_int
 from phalanx.distributed.launch import Launch
@@ -77,8 +78,11 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     check(cfg)
     data, key = cfg.data, cfg.data.prompt_key
     chats = data.response_key is None
-    rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False, answered=chats)
-    val_sets = validation_sets(data.val_files, prompt=key, quoted=False, answered=chats)
+    form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": chats, "image_key": data.image_key}
+    rows = load_prompts(data.train_files, "data.train_files", **form)
+    val_sets = validation_sets(data.val_files, **form)
+    for some in (rows, *val_sets.values()):
+        refuse_images(some, "block diffusion reads none")
     world = start(cfg)
     rewards = build_rewards(cfg, world, val_sets=val_sets, outputs="completions")
     policy = build_block_policy(

@@ -166,6 +166,6 @@ def fitting_sets(
     """The prompts of each validation set that `fitting(rows, key)` keeps, where `key` names the set in messages."""
     kept = {}
     for name, prompts in sets.items():
-        rows = [PromptRow(p.text, p.negative, p.meta, p.messages, p.place) for p in prompts]
+        rows = [PromptRow(p.text, p.negative, p.meta, p.messages, p.place, p.images) for p in prompts]
         kept[name] = [numbered(row, i) for i, row in enumerate(fitting(rows, f"data.val_files ({name})"))]
     return kept

@@ -10,7 +10,7 @@ from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
+from phalanx.data.prompts import PromptRow, load_prompts, numbered, refuse_images, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
@@ -45,12 +45,14 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     plan = check(cfg)
     algorithm = build_algorithm(cfg)
     data, key = cfg.data, cfg.data.prompt_key
-    rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False)
-    val_sets = validation_sets(data.val_files, prompt=key, quoted=False)
+    rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False, image_key=data.image_key)
+    val_sets = validation_sets(data.val_files, prompt=key, quoted=False, image_key=data.image_key)
+    held_out = [prompt for prompts in val_sets.values() for prompt in prompts]
     environments = Environments(cfg.environment) if cfg.environment.used else None
     if environments is not None:
+        refuse_images([*rows, *held_out], "conversations with an environment show none")
         rows = with_tools(rows, environments)
-        val_sets = fitting_sets(val_sets, lambda held_out, _: with_tools(held_out, environments))
+        val_sets = fitting_sets(val_sets, lambda some, _: with_tools(some, environments))
     world = start(cfg)
     rewards = build_rewards(cfg, world, rows, val_sets, outputs="completions")
     if val_sets and rewards is not None and not rewards.validates:
@@ -59,6 +61,9 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
             "to validate by, such as {name: gsm8k, weight: 0}"
         )
     policy = load_policy(cfg, world)
+    if not policy.reads_images:
+        kind = type(policy.trained.module.lm).__name__
+        refuse_images([*rows, *held_out], f"model.path: {cfg.model.path!r} is a {kind}, which reads none")
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
     rows = fitting(rows, "data.train_files", policy, first=world.lead)

@@ -58,6 +58,9 @@ RULES = (
          _budget,
          "actor.ppo_max_token_len_per_gpu: {c.actor.ppo_max_token_len_per_gpu} tokens do not hold a sample, which "
          "may have {x[0]} (data.max_prompt_length, data.max_response_length{x[1]})"),
+    Rule("data.min_pixels data.max_pixels", LM, "The bounds of an image's pixels leave a range.",
+         lambda c: None not in (c.data.min_pixels, c.data.max_pixels) and c.data.min_pixels > c.data.max_pixels,
+         "data.min_pixels: {c.data.min_pixels} is more than data.max_pixels={c.data.max_pixels}"),
     Rule("optim.betas", RUN, "AdamW's betas are two numbers in 0 .. 1.",
          lambda c: not_betas(c.optim.betas),
          "optim.betas: {c.optim.betas} should be two numbers in 0 .. 1, e.g. [0.9, 0.999]"),

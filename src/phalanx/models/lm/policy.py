@@ -44,6 +44,7 @@ class LMPolicy:
     """
 
     trace_type: type = TokenTrace
+    reads_images = False
 
     def __init__(
         self,

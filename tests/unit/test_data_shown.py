@@ -1,0 +1,223 @@
+"""Images that prompts of language models show: as verl, TRL and JSON lines have them."""
+
+import json
+import zlib
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, Features, Image, List, Value
+from PIL import Image as Pil
+
+from phalanx.data.prompts import PromptRow, load_prompts, numbered, refuse_images, validation_sets
+from phalanx.data.streams import PromptStream
+from tests.checks import refused
+from tests.pairs import write_parquet
+
+KEY = "data.train_files"
+COLOURS = ((250, 0, 0), (0, 250, 0), (0, 0, 250))
+IMAGE = {"type": "image"}
+
+
+def text(value: str) -> dict[str, str]:
+    return {"type": "text", "text": value}
+
+
+def user(*content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content[0] if isinstance(content[0], str) else list(content)}]
+
+
+def drawn(i: int) -> Pil.Image:
+    return Pil.new("RGB", (4 + i, 2), COLOURS[i])
+
+
+def png(i: int) -> bytes:
+    file = BytesIO()
+    drawn(i).save(file, "PNG")
+    return file.getvalue()
+
+
+def jsonl(path: Path, *rows: Any) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def read(file: Path | str, **form: Any) -> list[PromptRow]:
+    return load_prompts([str(file)], KEY, quoted=False, **form)
+
+
+def shown(row: PromptRow) -> list[int]:
+    """Which pictures a row shows."""
+    numbers = []
+    for picture in row.images:
+        assert picture.size == (2, picture.pil().width)
+        numbers.append(COLOURS.index(picture.pil().getpixel((0, 0))))  # type: ignore[arg-type]
+    return numbers
+
+
+def test_files_of_verl(tmp_path: Path) -> None:
+    """geo3k: a list of {bytes, path} in each row, and marks in the texts."""
+    stored = [{"bytes": png(i), "path": None} for i in range(3)]
+    truth = {"style": "rule", "ground_truth": "3"}
+    rows = [
+        {"prompt": user("<image>Find x."), "images": stored[:1], "reward_model": truth, "ability": "math"},
+        {"prompt": user("Is <image> in\n<image>?"), "images": stored[1:], "reward_model": truth, "ability": "math"},
+        {"prompt": user("1+1?"), "images": [], "reward_model": truth, "ability": "math"},
+        {"prompt": user("1+2?"), "images": None, "reward_model": truth, "ability": "math"},
+    ]
+    write_parquet(tmp_path / "geo.parquet", rows)
+    found = read(tmp_path / "geo.parquet")
+    assert [row.messages for row in found] == [
+        user(IMAGE, text("Find x.")),
+        user(text("Is "), IMAGE, text(" in\n"), IMAGE, text("?")),
+        user("1+1?"),
+        user("1+2?"),
+    ]
+    assert [row.text for row in found] == ["Find x.", "Is  in\n?", "1+1?", "1+2?"]
+    assert [shown(row) for row in found] == [[0], [1, 2], [], []]
+    assert {row.meta["ground_truth"] for row in found} == {"3"}
+    assert all(row.meta["images"] is row.images for row in found)
+    assert found[1].images[1].where == f"{KEY}: {tmp_path}/geo.parquet, row 1: images[1]"
+    prompts = PromptStream(found, 4, seed=0).batch(0)
+    assert {prompt.text: len(prompt.images) for prompt in prompts} == {row.text: len(row.images) for row in found}
+    (held_out,) = validation_sets([str(tmp_path / "geo.parquet")], quoted=False).values()
+    assert [prompt.images[0].digest for prompt in held_out[:1]] == [found[0].images[0].digest]
+
+
+@pytest.mark.parametrize("listed", [False, True])
+def test_datasets_of_trl(tmp_path: Path, listed: bool) -> None:
+    """A column of PIL images, with parts of messages or plain contents, or a plain text."""
+    name, feature = ("images", List(Image())) if listed else ("image", Image())
+    part = {"type": Value("string"), "text": Value("string")}
+    chats = Features({"prompt": List({"role": Value("string"), "content": List(part)}), name: feature})
+    images = [[drawn(i)] if listed else drawn(i) for i in (0, 1)] + [None]
+    parts = [user(IMAGE | {"text": None}, text("a")), user(text("b"), IMAGE | {"text": None}), user(text("c"))]
+    Dataset.from_dict({"prompt": parts, name: images}, chats).save_to_disk(tmp_path / "chats")
+    found = read(tmp_path / "chats")
+    assert [row.messages for row in found] == [user(IMAGE, text("a")), user(text("b"), IMAGE), user("c")]
+    assert [shown(row) for row in found] == [[0], [1], []]
+    plain = Features({"prompt": Value("string"), name: feature, "answer": Value("int64")})
+    data = Dataset.from_dict({"prompt": ["a", "b", "c"], name: images, "answer": [1, 2, 3]}, plain)
+    data.save_to_disk(tmp_path / "texts")
+    found = read(tmp_path / "texts")
+    assert [row.messages for row in found] == [user(IMAGE, text("a")), user(IMAGE, text("b")), None]
+    assert [row.meta["ground_truth"] for row in found] == [1, 2, 3]
+    # the same file as Parquet, as a hub has it
+    data.to_parquet(tmp_path / "texts.parquet")
+    assert [(row.messages, shown(row)) for row in read(tmp_path / "texts.parquet")] == [
+        (row.messages, shown(row)) for row in found
+    ]
+
+
+def test_json_lines_and_tables_of_paths(tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    for i in range(2):
+        drawn(i).save(tmp_path / "pictures" / f"{i}.png")
+    paths = [f"pictures/{i}.png" for i in range(2)]
+    system = {"role": "system", "content": "Look."}
+    file = jsonl(
+        tmp_path / "data.jsonl",
+        {"prompt": "a", "images": paths},
+        {"prompt": [system, *user("b")], "images": paths[1]},
+        {"prompt": "c"},
+        {"prompt": user(IMAGE), "images": paths[:1]},
+    )
+    found = read(file)
+    assert [row.messages for row in found] == [
+        user(IMAGE, IMAGE, text("a")),
+        [system, *user(IMAGE, text("b"))],
+        None,
+        user(IMAGE),
+    ]
+    assert [shown(row) for row in found] == [[0, 1], [1], [], [0]]
+    (tmp_path / "data.csv").write_text("prompt,image\nx,pictures/1.png\ny,\n")
+    assert [shown(row) for row in read(tmp_path / "data.csv")] == [[1], []]
+
+
+def test_the_column_of_images(tmp_path: Path) -> None:
+    drawn(0).save(tmp_path / "0.png")
+    drawn(1).save(tmp_path / "1.png")
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "a", "images": "0.png", "image": "1.png", "view": ["1.png"]})
+    (row,) = read(file)
+    assert (shown(row), row.meta["image"], row.meta["view"]) == ([0], "1.png", ["1.png"])
+    (row,) = read(file, image_key="view")
+    assert (shown(row), row.meta["image"]) == ([1], "1.png")
+    # columns that hold no images are columns like any other, and so are marks where there is none
+    file = jsonl(tmp_path / "b.jsonl", {"prompt": "<image>", "images": 3, "image": [1]})
+    (row,) = read(file)
+    assert (row.text, row.images, row.meta) == ("<image>", (), {"images": 3, "image": [1]})
+    write_parquet(tmp_path / "c.parquet", [{"prompt": "<image>", "images": 3}])
+    assert read(tmp_path / "c.parquet") == [PromptRow("<image>", None, {"images": 3})]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "images", "places"),
+    [
+        ("<image> and <image>", 1, 2),
+        ("no <image>", 0, 1),
+        (user(IMAGE, text("x")), 2, 1),
+        (user(text("x"), IMAGE), 0, 1),
+        ([{"role": "system", "content": "<image>"}, *user("<image>")], 1, 2),
+    ],
+)
+def test_a_place_for_each_image(tmp_path: Path, prompt: Any, images: int, places: int) -> None:
+    drawn(0).save(tmp_path / "0.png")
+    good = {"prompt": "a", "images": ["0.png"]}
+    file = jsonl(tmp_path / "a.jsonl", good, {"prompt": prompt, "images": ["0.png"] * images})
+    with refused(
+        f"{KEY}: {file}:2: prompt has places for {places} images (<image>, or parts {{type: image}}), and the row has "
+        f"{images}"
+    ):
+        read(file)
+
+
+def test_parts_and_prompts_that_are_refused(tmp_path: Path) -> None:
+    drawn(0).save(tmp_path / "0.png")
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": user(IMAGE | {"image": "0.png"}), "images": ["0.png"]})
+    with refused(f"{KEY}: {file}:1: prompt holds a part of a message that is not {{type: text, text}}"):
+        read(file)
+    file = jsonl(tmp_path / "b.jsonl", {"prompt": " ", "images": []}, {"prompt": "x", "images": ["0.png"]})
+    with refused(f"{KEY}: {file}:1: the prompt is empty"):
+        read(file)
+
+
+def test_readers_of_texts_refuse_images(tmp_path: Path) -> None:
+    drawn(0).save(tmp_path / "0.png")
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "a"}, {"prompt": "b", "images": ["0.png"]})
+    rows = read(file)
+    refuse_images(rows[:1], "nobody looks")
+    for some in (rows, [numbered(row, 0) for row in rows]):
+        with refused(f"{KEY}: {file}:2 has images, and nobody looks"):
+            refuse_images(some, "nobody looks")
+
+
+def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:
+    """Their heads are enough to know the size, and that most of them cannot be read."""
+    whole = png(0)
+    (tmp_path / "cut.png").write_bytes(whole[:-30])
+    (tmp_path / "text.png").write_text("no picture")
+    (tmp_path / "none.png").write_bytes(b"")
+    for name, side in {"flat.png": 0, "huge.png": 2**17}.items():
+        head = b"IHDR" + side.to_bytes(4, "big") * 2 + whole[24:29]
+        (tmp_path / name).write_bytes(whole[:12] + head + zlib.crc32(head).to_bytes(4, "big") + whole[33:])
+    names = ["cut.png", "text.png", "none.png", "flat.png", "huge.png", "gone.png", 3]
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "x", "images": names})
+    (row,) = read(file)
+    assert row.images[0].size == (2, 4)
+    with pytest.raises(ValueError, match=r":1: images\[0\]: the image cannot be read: "):
+        row.images[0].pil()
+    for i, problem in enumerate(["format is unknown"] * 3 + ["decompression bomb", "No such file", "of type int"], 1):
+        with pytest.raises(ValueError, match=problem) as error:
+            assert row.images[i].size
+        assert str(error.value).startswith(f"{KEY}: {file}:1: images[{i}]") and "\n" not in str(error.value)
+
+
+def test_the_size_of_a_turned_picture(tmp_path: Path) -> None:
+    for ending in ("jpg", "png", "webp", "tiff"):
+        for orientation in (1, 3, 6, 8):
+            exif = Pil.Exif()
+            exif[0x0112] = orientation
+            drawn(1).save(tmp_path / f"{orientation}.{ending}", exif=exif)
+            (row,) = read(jsonl(tmp_path / "a.jsonl", {"prompt": "x", "image": f"{orientation}.{ending}"}))
+            assert row.images[0].size == row.images[0].pil().size[::-1], (ending, orientation)
