@@ -25,10 +25,16 @@ ROOT = Path(__file__).resolve().parent.parent
 WORDS = ROOT / "assets" / "words"
 CONFIG = ROOT / "configs" / "grpo" / "quickstart.yaml"
 PROMPTS, RESPONSES, LIMIT, LEARNING_RATE = 16, 8, 40, 3e-4
+Sides = dict[str, Callable[[int, Path], dict[str, float]]]  # of so many steps, in a folder
 
 
 def phalanx(steps: int, folder: Path) -> dict[str, float]:
     """The job of the quickstart on this process alone."""
+    return job(CONFIG, PROMPTS * RESPONSES, steps, folder)
+
+
+def job(config: Path, samples: int, steps: int, folder: Path) -> dict[str, float]:
+    """A job of a language model on this process alone, with so many samples per step."""
     from phalanx.config import load
     from phalanx.config.lm import LMRLConfig
     from phalanx.training.lm_rl import build
@@ -40,14 +46,14 @@ def phalanx(steps: int, folder: Path) -> dict[str, float]:
         "trainer.save_freq": -1,
         "trainer.output_dir": folder,
         "trainer.logger": "[]",
-        "actor.ppo_micro_batch_size_per_gpu": PROMPTS * RESPONSES,
+        "actor.ppo_micro_batch_size_per_gpu": samples,
     }
     ends: list[float] = []
 
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.chdir(ROOT)
-    trainer: Any = build(load(LMRLConfig, str(CONFIG), [f"{key}={value}" for key, value in keys.items()]))
+    trainer: Any = build(load(LMRLConfig, str(config), [f"{key}={value}" for key, value in keys.items()]))
     plain = trainer.job.end_step
 
     def end_step(step: int, row: dict[str, float]) -> None:
@@ -57,30 +63,34 @@ def phalanx(steps: int, folder: Path) -> dict[str, float]:
     trainer.job.end_step = end_step
     trainer.fit()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    tokens = sum(row["response/length_mean"] for row in rows[1:]) * PROMPTS * RESPONSES
+    tokens = sum(row["response/length_mean"] for row in rows[1:]) * samples
     rewards = [row["reward/mean"] for row in rows]
     return figures(ends, tokens, rewards)
 
 
 def trl(steps: int, folder: Path) -> dict[str, float]:
     """The same by TRL."""
+    from phalanx.rewards.text.gsm8k import Gsm8k
+
+    def reward(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        texts = [completion[-1]["content"] for completion in completions]
+        return list(Gsm8k()(texts, texts, [{"ground_truth": text} for text in answer]))
+
+    return job_of_trl(WORDS, PROMPTS * RESPONSES, steps, folder, {"max_completion_length": LIMIT}, reward_funcs=reward)
+
+
+def job_of_trl(
+    folder_of_data: Path, samples: int, steps: int, folder: Path, settings: dict[str, Any], **parts: Any
+) -> dict[str, float]:
+    """A job of TRL's trainer with the model and the problems of a folder of assets."""
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    from phalanx.rewards.text.gsm8k import Gsm8k
-
-    rows = [json.loads(line) for line in (WORDS / "train.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (folder_of_data / "train.jsonl").read_text().splitlines()]
     data = Dataset.from_list(
         [{"prompt": [{"role": "user", "content": row["question"]}], "answer": row["answer"]} for row in rows]
     )
-    lengths: list[int] = []
-
-    def reward(completions: list[Any], completion_ids: list[list[int]], answer: list[str], **_: Any) -> list[float]:
-        lengths.append(sum(map(len, completion_ids)))
-        texts = [completion[0]["content"] for completion in completions]
-        return list(Gsm8k()(texts, texts, [{"ground_truth": text} for text in answer]))
-
     ends: list[float] = []
 
     class Timed(TrainerCallback):
@@ -89,9 +99,8 @@ def trl(steps: int, folder: Path) -> dict[str, float]:
 
     config = GRPOConfig(
         output_dir=str(folder),
-        per_device_train_batch_size=PROMPTS * RESPONSES,
+        per_device_train_batch_size=samples,
         num_generations=RESPONSES,
-        max_completion_length=LIMIT,
         temperature=1.0,
         beta=0.0,
         learning_rate=LEARNING_RATE,
@@ -105,18 +114,19 @@ def trl(steps: int, folder: Path) -> dict[str, float]:
         bf16=False,
         gradient_checkpointing=False,
         disable_tqdm=True,
+        **settings,
     )
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(WORDS / "base", dtype="float32"),
-        processing_class=AutoTokenizer.from_pretrained(WORDS / "base"),
+        model=AutoModelForCausalLM.from_pretrained(folder_of_data / "base", dtype="float32"),
         args=config,
         train_dataset=data,
-        reward_funcs=reward,
         callbacks=[Timed()],
+        **{"processing_class": AutoTokenizer.from_pretrained(folder_of_data / "base"), **parts},
     )
     trainer.train()
-    rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
-    return figures(ends, sum(lengths[1:]), rewards)
+    logged = [entry for entry in trainer.state.log_history if "reward" in entry]
+    tokens = sum(entry["completions/mean_length"] for entry in logged[1:]) * samples  # without answers of tools
+    return figures(ends, tokens, [entry["reward"] for entry in logged])
 
 
 def figures(ends: list[float], tokens: float, rewards: list[float]) -> dict[str, float]:
@@ -129,12 +139,9 @@ def figures(ends: list[float], tokens: float, rewards: list[float]) -> dict[str,
     }
 
 
-SIDES: dict[str, Callable[[int, Path], dict[str, float]]] = {"phalanx": phalanx, "trl": trl}
-
-
-def turn(side: str, steps: int) -> dict[str, float]:
+def turn(script: str, side: str, steps: int) -> dict[str, float]:
     """A run of one side in a process of its own."""
-    command = [sys.executable, __file__, "--only", side, "--steps", str(steps)]
+    command = [sys.executable, script, "--only", side, "--steps", str(steps)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode != 0:
@@ -143,24 +150,25 @@ def turn(side: str, steps: int) -> dict[str, float]:
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(script: str, description: str | None, sides: Sides) -> None:
+    """Run the sides of a script in turns, and print their medians."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20, help="steps of each run (20)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each (3)")
-    parser.add_argument("--only", choices=SIDES, help="one run of one of them, in this process")
+    parser.add_argument("--only", choices=sides, help="one run of one of them, in this process")
     args = parser.parse_args()
     if args.only:
         with tempfile.TemporaryDirectory() as name:
-            print(json.dumps(SIDES[args.only](args.steps, Path(name))))
+            print(json.dumps(sides[args.only](args.steps, Path(name))))
         return
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in SIDES}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
     for run in range(args.runs):
-        for side in SIDES:
-            found[side].append(turn(side, args.steps))
+        for side in sides:
+            found[side].append(turn(script, side, args.steps))
             print(f"run {run + 1}, {side}: {found[side][-1]}", flush=True)
     medians = {side: statistics.median(run["cpu_s_per_1000_tokens"] for run in runs) for side, runs in found.items()}
     print(json.dumps(medians | {"ratio": medians["trl"] / medians["phalanx"]}))
 
 
 if __name__ == "__main__":
-    main()
+    main(__file__, __doc__, {"phalanx": phalanx, "trl": trl})

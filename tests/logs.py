@@ -8,7 +8,7 @@ import numpy as np
 
 from phalanx.config.run import TrainerConfig
 from phalanx.telemetry.metrics import RunLogger
-from phalanx.telemetry.records import Record
+from phalanx.telemetry.records import Record, Shown
 
 
 def trainer(folder: Path, *loggers: str) -> TrainerConfig:
@@ -38,6 +38,11 @@ def records(count: int = 3, height: int = 6, width: int = 9) -> list[Record]:
         Record(f'a sign that says "{i}"', i / 10, rng.integers(0, 256, (height, width, 3), dtype=np.uint8), i)
         for i in range(count)
     ]
+
+
+def prompt_image(width: int = 30, shade: int = 200) -> Shown:
+    """An image that a prompt shows."""
+    return Shown("data.val_files: a.jsonl:1: images[0]", 200, 300, np.full((20, width, 3), shade, np.uint8))
 
 
 def texts(count: int = 2) -> list[Record]:

@@ -90,8 +90,8 @@ class Samples:
     where those are not its tokens.
     `action_reward` [B, A]: the parts of each sample's reward that came with single actions, None for none.
     `lost` [B] bool, on the CPU: samples that are left out of advantages and loss whatever their reward, None for none.
-    `version` [B], on the CPU: the training steps of the weights that drew each, where those may be older than the
-    policy's.
+    `version` [B], or [B, A] of each action, on the CPU: the training steps of the weights that drew them, where those
+    may be older than the policy's.
     """
 
     prompts: list[Prompt]
@@ -264,6 +264,16 @@ class Rollout(Protocol):
 
     def close(self) -> None:
         """At the end of a job, before its process ends: wait for what goes on beside it."""
+
+
+class KeepsSamples(Protocol):
+    """A rollout some of whose samples wait for later steps: see phalanx.training.job.Sampling."""
+
+    def begin(self, step: int, kept: Sequence[Tensor]) -> None:
+        """Once, before the first training step of this start of the job, with what a checkpoint has of them."""
+
+    def in_flight(self, step: int) -> Tensor | None:
+        """Bytes [K] uint8 of those that wait after `step` training steps; None for none."""
 
 
 class Algorithm(Protocol):

@@ -53,7 +53,8 @@ def repeated(fit: Fit, config: Callable[[Path], Any], folder: Path) -> list[int]
         elif rows != first[0] or not all(torch.equal(value, first[1][name]) for name, value in weights.items()):
             differ.append(i)
         if os.environ["RANK"] == "0":
-            shutil.rmtree(folder / str(i))
+            # the other rank may still be closing a file in it
+            shutil.rmtree(folder / str(i), ignore_errors=True)
     return differ
 
 

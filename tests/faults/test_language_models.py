@@ -1,5 +1,7 @@
-"""A language model's job with a critic that is killed and then stopped: the run is as if nothing had been."""
+"""Jobs of language models that are killed, or stopped: the run is as if nothing had been."""
 
+import json
+import shutil
 import signal
 import socket
 import time
@@ -46,3 +48,57 @@ def test_a_killed_and_a_stopped_job_go_on(lm_folder: Path, tmp_path: Path) -> No
         run_ranks(fit, 2, tiny_lm_config(lm_folder, folder, *settings, total))
     assert rows(tmp_path) == rows(tmp_path / "whole")
     assert checksums(tmp_path, done + 1) == checksums(tmp_path / "whole", done + 1)
+
+
+TALK = """
+import os, random, time
+from pathlib import Path
+
+
+class Talk:
+    def reset(self, seed, sample_seed, prompt):
+        self.random, self.turns = random.Random(sample_seed), 0
+        return f" Number {seed % 1000}."
+
+    def step(self, message: str):
+        self.turns += 1
+        if os.environ.get("RANK") == "1" and self.turns == 2:  # of a torchrun's rank
+            Path(__file__).with_name("talking").write_text(str(os.getpid()))
+        time.sleep(0.1)
+        return "and " * self.random.randrange(4) + "more", (len(message) % 5) / 8, self.random.random() < 0.2
+"""
+
+
+@pytest.mark.full
+def test_a_job_killed_in_a_conversation_goes_on(lm_folder: Path, tmp_path: Path) -> None:
+    """SIGKILL of one rank while the environment answers a second turn, after the first checkpoint."""
+    model = Path(shutil.copytree(lm_folder, tmp_path / "talker"))
+    settings = json.loads((model / "generation_config.json").read_text())
+    settings["eos_token_id"] = [settings["eos_token_id"], *range(300, 340)]  # turns of about ten tokens
+    (model / "generation_config.json").write_text(json.dumps(settings))
+    (tmp_path / "envs.py").write_text(TALK)
+    keys = (
+        f"environment.path={tmp_path}/envs.py:Talk",
+        "environment.max_turns=3",
+        "environment.join=4",
+        "data.max_response_length=64",
+        "reward.functions=[{name: environment}]",
+        "trainer.save_freq=2",
+        "trainer.total_training_steps=5",
+    )
+    talking = tmp_path / "talking"
+    with Job(model, tmp_path, *keys, env={"MAX_RESTARTS": "1", "PHASE_S": "0.1"}, lm=True) as job:
+        job.until(lambda: job.phase(1)[1] == 3 and job.phase(1)[2] == "rollout")
+        talking.unlink(missing_ok=True)
+        job.until(talking.exists)
+        assert job.phase(1)[1:] == (3, "rollout")
+        kill(job.phase(1)[0], signal.SIGKILL)
+        assert job.wait() == 0
+        assert f"resuming from {tmp_path}/out/checkpoints/step_000002: step 2 of 5" in job.said
+        assert "Traceback" not in job.said
+    run_ranks(fit, 2, tiny_lm_config(model, tmp_path / "whole", *keys))
+    killed, whole = rows(tmp_path), rows(tmp_path / "whole")
+    for row in (*killed, *whole):
+        del row["tools/seconds_mean"]
+    assert killed == whole
+    assert checksums(tmp_path, 5) == checksums(tmp_path / "whole", 5)

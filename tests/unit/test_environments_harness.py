@@ -62,6 +62,12 @@ async def block(chat, row):
     time.sleep(1e6)
 
 
+async def spin(chat, row):
+    await chat(row["prompt"])
+    while True:
+        pass
+
+
 async def broken(chat, row):
     await chat(row["prompt"])
     raise KeyError("no such thing")
@@ -187,6 +193,21 @@ def test_a_loop_that_hangs_ends_its_sample_only(file: Path, name: str) -> None:
     after = environments.open({"prompt": PROMPT, "environment": "b"}, 0, 0)
     after.reset().result(5)
     assert hear(after, "one").messages == [{"role": "tool", "content": "ok"}]
+
+
+def test_loops_beside_one_that_never_ends_go_on(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cfg = EnvironmentConfig(path={"a": f"{file}:spin", "b": f"{file}:Loop"}, timeout_s=0.5, num_workers=2)
+    environments = Environments(cfg)
+    blocking, beside = [environments.open({"prompt": PROMPT, "environment": name}, 0, 0) for name in "ab"]
+    for conversation in (blocking, beside):
+        conversation.reset().result(5)
+    first, second = [each.hear({"role": "assistant", "content": "one"}) for each in (blocking, beside)]
+    assert first.result(20) == Turn(done=True) and blocking.ended == "timeout"
+    assert second.result(20).messages == [{"role": "tool", "content": "ok"}] and beside.ended is None
+    (line,) = [record.message for record in caplog.records]
+    assert f"an async function at {file}:" in line and line.endswith(
+        "expected await, or asyncio.to_thread for what blocks"
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from PIL import Image
 
 from phalanx.config.load import ConfigError
 from phalanx.telemetry.metrics import check_loggers
-from tests.logs import TALK, records, rows, start, talk, texts
+from phalanx.telemetry.records import Record
+from tests.logs import TALK, prompt_image, records, rows, start, talk, texts
 
 SRC = Path(__file__).parents[2] / "src"
 
@@ -268,12 +269,15 @@ class TestWandb:
         with start(tmp_path, "wandb") as log:
             log.records(3, "math", texts())
             log.records(3, "tools", [talk()])
+            log.records(3, "seen", [Record("a", 0.5, "x", 0, images=(prompt_image(),)), Record("b", 0.5, "y", 1)])
         wandb.teardown()
         tables = []
-        for name in ("math", "tools"):
+        for name in ("math", "tools", "seen"):
             (file,) = (tmp_path / "wandb").glob(f"offline-run-*/files/media/table/samples/{name}_*.table.json")
             tables.append(json.loads(file.read_text()))
-        table, talks = tables
+        table, talks, seen = tables
+        assert seen["columns"] == ["step", "prompt", "text", "ground_truth", "reward", "images"]
+        assert [row[-1] for row in seen["data"]] == ["Image", None]  # the table's artifact holds the picture
         assert talks["columns"] == ["step", "prompt", "text", "ground_truth", "reward", "messages"]
         assert talks["data"] == [[3, "2 * 3?", "<b>6</b>", None, 0.5, TALK]]
         assert table["columns"] == ["step", "prompt", "text", "ground_truth", "reward", "reward/exact"]

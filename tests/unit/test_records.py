@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 
 from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
-from phalanx.telemetry.records import Record, grid, read_index, save_records, spoken, storable
-from tests.logs import TALK, records, start, talk, texts
+from phalanx.media.pictures import Picture
+from phalanx.telemetry.records import Record, Shown, grid, read_index, save_records, spoken, storable, together
+from tests.logs import TALK, prompt_image, records, start, talk, texts
 from tests.ranks import ROOT
 
 
@@ -184,3 +185,29 @@ class TestImages:
         with pytest.raises(ValueError) as error:
             save_records(tmp_path, 1, name, records())
         assert str(error.value) == f"images: {name!r} cannot name a validation set's folder; use a name without '/'"
+
+
+def test_images_of_prompts_stand_beside_texts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other = prompt_image(), prompt_image(shade=9)
+    records = [Record("a", 0.5, "x", 0, images=(one, other)), Record("b", 0.5, "y", 1, images=(one,)), texts()[0]]
+    records[2] = replace(records[2], index=2)
+    with start(tmp_path, "console") as log:
+        log.records(2, "seen", records)
+    assert "    [data.val_files: a.jsonl:1: images[0], 300 x 200 pixels]\n" in capsys.readouterr().out
+    folder = tmp_path / "samples" / "seen" / "step_000002"
+    assert sorted(path.name for path in folder.iterdir()) == sorted(["index.jsonl", one.file, other.file])
+    first, second, third = read_index(folder, "text")
+    of_one = {"file": one.file, "place": one.place, "height": 200, "width": 300}
+    assert (first["images"], second["images"]) == ([of_one, of_one | {"file": other.file}], [of_one])
+    assert "images" not in third
+    with Image.open(folder / other.file) as image:
+        assert np.array_equal(np.asarray(image), other.pixels)
+    assert together((one, prompt_image(width=9, shade=1))).size == (39, 20)
+
+
+def test_images_of_prompts_are_reduced_and_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (1024, 512)).save(tmp_path / "a.jpg", exif=exif)
+    made = Shown.of(Picture(lambda: "a.jpg", tmp_path, "place"))
+    assert (made.height, made.width, made.pixels.shape) == (1024, 512, (256, 128, 3))

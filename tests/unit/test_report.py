@@ -19,7 +19,7 @@ from phalanx.telemetry.loggers.console import shown_keys
 from phalanx.telemetry.records import Record
 from phalanx.telemetry.report import main, write_report
 from phalanx.telemetry.samples import BEST, MAX_CARDS, MAX_SAMPLES
-from tests.logs import talk
+from tests.logs import prompt_image, talk
 from tests.pages import Page, logger, picture, run, steps_of
 
 SRC = Path(__file__).parents[2] / "src"
@@ -155,6 +155,19 @@ def test_ground_truths_of_texts_stand_below_their_prompts(tmp_path: Path) -> Non
         log.log(1, {"reward/mean": 0.5})
     page = Page(write_report(tmp_path))
     assert "1 + 1? ground truth: <2> #### 2 two Step 0 0.500 two Step 1 0.500" in page.words()
+
+
+def test_images_of_prompts_stand_in_their_cards(tmp_path: Path) -> None:
+    with logger(tmp_path) as log:
+        for step in range(2):
+            log.records(
+                step, "seen", [Record("Read it.", 0.5, "two", 0, images=(prompt_image(),)), Record("b", 0.5, "c", 1)]
+            )
+        log.log(1, {"reward/mean": 0.5})
+    (image,) = Page(write_report(tmp_path)).all("img")  # once, and not at each step
+    assert image["alt"] == "data.val_files: a.jsonl:1: images[0], 300 x 200 pixels"
+    (tmp_path / "samples" / "seen" / "step_000001" / prompt_image().file).unlink()
+    assert "image file is missing or damaged Read it." in Page(write_report(tmp_path)).words()
 
 
 def test_large_images_are_scaled(tmp_path: Path) -> None:

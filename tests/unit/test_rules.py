@@ -11,6 +11,7 @@ from phalanx import algorithms
 from phalanx.config import ConfigError, load, rules
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig
+from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMModelConfig, LMRLConfig
 from phalanx.config.load import build
 from phalanx.config.rules import Ranks, Rule
@@ -27,6 +28,26 @@ CONTEXT = "parallel.ulysses_sequence_parallel_size=2"
 
 # schema, overrides, and how the message begins
 LOADED: list[tuple[type, tuple[str, ...], str]] = [
+    (JointConfig, ("train=[writer,writer]",), "train: ['writer', 'writer'] should be [writer], [painter] or"),
+    (JointConfig, ("train=[painter]", "alternate=2"), "alternate: 2 is of two policies that are trained"),
+    (JointConfig, ("painter.rollout.max_draws_per_prompt=2",), "painter.rollout.max_draws_per_prompt: 2 would draw"),
+    (JointConfig, ("writer.rollout.schedule=one_step_off",), "writer.rollout.schedule: one_step_off needs ranks of"),
+    (JointConfig, ("painter.rollout.engine=vllm_omni",), "painter.rollout.engine: vllm_omni does not make pictures"),
+    (JointConfig, ("writer.model.block_size=4",), "writer.model.block_size: 4 is of block diffusion, which does not"),
+    (JointConfig, ("writer.algorithm.name=ppo",), "writer.algorithm.name: ppo wants a critic"),
+    (
+        JointConfig,
+        ("painter.algorithm.name=opd", "painter.algorithm.teacher_path=x"),
+        "painter.algorithm.name: opd has a teacher",
+    ),
+    (
+        JointConfig,
+        ("painter.algorithm.name=diffusion_dpo", "painter.rollout.n=2", "diffusion_group_scope=prompt"),
+        "diffusion_group_scope: prompt would make pairs of pictures of different texts",
+    ),
+    (JointConfig, ("rewrite.pattern=a",), "rewrite.pattern: 'a' does not work (it has no group in parentheses)"),
+    (JointConfig, ("rewrite.template=a",), "rewrite.template: 'a' should hold {} once"),
+    (JointConfig, ("rewrite.validate=[both]",), "rewrite.validate: ['both'] should list some of rewritten, original"),
     (
         FlowRLConfig,
         ("actor.ppo_mini_batch_size=8", "actor.ppo_mini_batch_size_per_gpu=2"),
@@ -76,6 +97,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         LMRLConfig,
         ("reward.functions=[{name: environment}]",),
         "reward.functions: the reward environment is what an environment gives; set environment.path",
+    ),
+    (
+        LMRLConfig,
+        ("reward.functions=[{name: environment}]", "environment.tools=[calculator]"),
+        "reward.functions: the reward environment is what an environment gives, and environment.tools have no state",
     ),
     (
         LMRLConfig,
@@ -181,6 +207,17 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         "rollout.top_k: 1 needs the policy's own log-probs",
     ),
     (LMRLConfig, ("rollout.stop=['']",), "rollout.stop: an empty text"),
+    (LMRLConfig, ("rollout.partial_rollout_tokens=8",), "rollout.partial_rollout_tokens: 8 is of partial rollouts"),
+    (
+        LMRLConfig,
+        ("rollout.partial_rollout=true", "environment.tools=[calculator]"),
+        "rollout.partial_rollout: true does not go with an environment",
+    ),
+    (
+        LMRLConfig,
+        ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=300"),
+        "rollout.partial_rollout_tokens: 300 does not divide data.max_response_length=1024",
+    ),
     (GenerateConfig, ("prompts=[a]", "stop=['']"), "stop: an empty text"),
     (LMRLConfig, ("rollout.stop_token_ids=[3,-1]",), "rollout.stop_token_ids: [3, -1] should be numbers of tokens"),
     (LMRLConfig, ("parallel.rollout_unsharded=false",), "parallel.rollout_unsharded: false would gather"),
@@ -310,16 +347,22 @@ MODELS: list[tuple[tuple[str, ...], dict[str, Any], str]] = [
 
 def configuration(schema: type, overrides: tuple[str, ...]) -> Any:
     """A configuration whose rules are not checked."""
-    jobs = {"model": {"path": "x"}}
-    user = {} if schema is PrepareDataConfig else jobs
-    return build(schema, OmegaConf.merge(OmegaConf.create(user), OmegaConf.from_dotlist(list(overrides))))
+    return build(schema, OmegaConf.from_dotlist([*models(schema), *overrides]))
+
+
+def models(schema: type) -> list[str]:
+    """The overrides that a configuration needs."""
+    if schema is JointConfig:
+        return ["writer.model.path=x", "painter.model.path=x"]
+    return [] if schema is PrepareDataConfig else ["model.path=x"]
 
 
 def broken_by(table: tuple[Rule, ...], cfg: Any, message: str, **given: Any) -> Rule:
     """The rule with a message that begins so, which is one line and names one of the rule's keys."""
     results = {text: rule for rule, text in rules.broken(table, cfg, **given) if text.startswith(message)}
     ((text, rule),) = results.items()
-    assert "\n" not in text and "{" not in text.replace("{name: ocr}", "").replace("{rollout: 0, actor: 1}", "")
+    plain = text.replace("{name: ocr}", "").replace("{rollout: 0, actor: 1}", "").replace("{} once", "")
+    assert "\n" not in text and "{" not in plain
     assert any(re.search(key.replace("*.", "").replace(".*", ""), text) for key in rule.keys.split())
     return rule
 
@@ -331,14 +374,13 @@ def algorithm(cfg: Any) -> Any:
 @pytest.mark.parametrize(("schema", "overrides", "message"), LOADED, ids=[message[:50] for *_, message in LOADED])
 def test_a_rule_of_a_configuration(schema: type, overrides: tuple[str, ...], message: str) -> None:
     broken_by(rules.RULES, configuration(schema, overrides), message)
-    model = [] if schema is PrepareDataConfig else ["model.path=x"]
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
-        load(schema, None, [*model, *overrides])
+        load(schema, None, [*models(schema), *overrides])
 
 
 @pytest.mark.parametrize(("schema", "overrides", "message"), STARTED, ids=[message[:50] for *_, message in STARTED])
 def test_a_rule_of_a_job(schema: type, overrides: tuple[str, ...], message: str) -> None:
-    cfg = load(schema, None, ["model.path=x", *overrides])
+    cfg = load(schema, None, [*models(schema), *overrides])
     broken_by(rules.START_RULES, cfg, message, a=algorithm(cfg))
     with pytest.raises(ConfigError):
         rules.check_start(cfg, algorithm(cfg))
@@ -346,7 +388,7 @@ def test_a_rule_of_a_job(schema: type, overrides: tuple[str, ...], message: str)
 
 @pytest.mark.parametrize(("schema", "overrides", "ranks", "message"), LAUNCHED)
 def test_a_rule_of_a_launch(schema: type, overrides: tuple[str, ...], ranks: Ranks, message: str) -> None:
-    cfg = load(schema, None, ["model.path=x", *overrides])
+    cfg = load(schema, None, [*models(schema), *overrides])
     broken_by(rules.LAUNCH_RULES, cfg, message, w=ranks)
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         rules.check_launch(cfg, ranks)
@@ -358,6 +400,23 @@ def test_a_rule_of_a_model(overrides: tuple[str, ...], model: dict[str, Any], me
     broken_by(rules.MODEL_RULES, cfg, message, m=LMModelConfig(**model))
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         rules.check_model(cfg, LMModelConfig(**model))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("writer.rollout.n=1",), "writer.rollout.n: 1 leaves writer.algorithm.name=grpo nothing"),
+        (("painter.optim.betas=[1]",), "painter.optim.betas: [1.0] should be two numbers"),
+        (("trainer.critic_warmup=3",), "trainer.critic_warmup: 3 is of a critic"),
+        (("writer.environment.path=a:B",), "unknown key writer.environment; known here: model, rollout, algorithm"),
+        (("writer.algorithm.clip_ratio=a",), "writer.algorithm.clip_ratio: expected a number, got 'a'"),
+        (("writer=3",), "writer: expected a section, got 3"),
+    ],
+)
+def test_a_policy_of_a_joint_run_keeps_the_rules_of_its_kind(overrides: tuple[str, ...], message: str) -> None:
+    """Messages have the joint run's keys."""
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        load(JointConfig, None, [*models(JointConfig), *overrides])
 
 
 def test_no_rule_is_dead() -> None:

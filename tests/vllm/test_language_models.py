@@ -80,6 +80,24 @@ def test_the_mismatch_is_handled(lm_folder: Path, tmp_path: Path, correction: st
         assert abs(row["rollout/mismatch_k1"]) < 1e-4 and 0 <= row["rollout/mismatch_k3"] < 1e-6
 
 
+def test_partial_rollouts_go_on(lm_folder: Path, tmp_path: Path) -> None:
+    """In rounds, with log-probs of the weights that drew the tokens; a replica of two ranks draws what two of one do."""
+    partial = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=8", "rollout.correction=token_tis")
+    long = ("data.max_response_length=24", "trainer.total_training_steps=3", "optim.lr=1e-2", "parallel.fsdp_size=2")
+    found = []
+    for tp in (1, 2):
+        keys = (*VLLM, *partial, *long, f"rollout.tensor_parallel_size={tp}")
+        run_ranks(fit, 2, tiny_lm_config(lm_folder, tmp_path / str(tp), *keys), timeout=280)
+        found.append(rows(tmp_path / str(tp) / "out"))
+    for one, other in zip(*found, strict=True):
+        for key in ("response/length_mean", "rollout/staleness_mean", "rollout/versions_mean", "rollout/rounds"):
+            assert one[key] == other[key]
+        assert one["rollout/sync_error"] < 1e-4 and one["actor/first_ratio_error"] == 0
+    assert found[0][0]["rollout/logprob_abs_diff_max"] < 1e-4  # all tokens are of these weights
+    assert max(row["rollout/staleness_max"] for row in found[0]) == 1
+    assert max(row["rollout/logprob_abs_diff_max"] for row in found[0]) > 1e-3
+
+
 def test_a_judge_has_groups_of_its_own(lm_folder: Path, tmp_path: Path) -> None:
     """Four ranks: replicas of two sample, and all four together judge what they drew, in an engine of their own."""
     judge = ("reward.model.path=" + str(BASE), "reward.model.dtype=float32", "reward.model.tensor_parallel_size=4")

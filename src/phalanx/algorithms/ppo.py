@@ -39,6 +39,7 @@ class Config(ReturnsConfig):
 
     @property
     def needs_critic(self) -> bool:
+        """A critic estimates the return of each token."""
         return True
 
 

@@ -36,6 +36,7 @@ class Config(ReturnsConfig):
 
     @property
     def needs_groups(self) -> bool:
+        """Only a baseline of each prompt's samples does."""
         return self.group_baseline
 
 

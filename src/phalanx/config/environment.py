@@ -50,8 +50,8 @@ class EnvironmentConfig:
     )
     max_error_fraction: float = arg(
         0.5,
-        "largest fraction of a rank's samples in a rollout with code of an environment that raised or ran too long; "
-        "more end the job",
+        "largest fraction of a rollout's samples, of all ranks, with code of an environment that raised or ran too "
+        "long; more end the job",
         gt=0,
         le=1,
     )

@@ -45,6 +45,11 @@ class LMModelConfig(ModelConfig):
     experts_implementation: Optional[str] = arg(
         None, "how transformers computes layers with experts; null: its best, grouped_mm", choices=EXPERTS
     )
+    freeze_vision_tower: bool = arg(
+        True,
+        "prompts with images: do not train the vision tower and what projects its output, as with LoRA; each image is "
+        "then read once per rollout, alike in whatever batch, which false, verl's default, gives up",
+    )
 
 
 @dataclass
@@ -164,6 +169,21 @@ class LMRolloutConfig(RolloutConfig):
         "block diffusion: what the threshold is compared with, the largest probability at a position, or that of the "
         "token drawn there (LLaDA2), which makes old log-probs inexact",
         choices=("distribution", "token"),
+    )
+    partial_rollout: bool = arg(
+        False,
+        "do not wait for the longest responses: draw those to more prompts than a step trains, train the groups that "
+        "are complete, and go on with the others in the next step, by its weights",
+    )
+    over_sampling_batch_size: Optional[int] = arg(
+        None,
+        "partial_rollout: prompts whose responses are drawn at once; null: twice those of a training step",
+        **COUNT,
+    )
+    partial_rollout_tokens: int = arg(
+        512,
+        "partial_rollout: tokens that each response gets before the ranks see whether there are enough complete groups",
+        **MOST_TOKENS,
     )
     stop: list[str] = arg([], "texts that end a response, in validation too; the token that completes one is its last")
     stop_token_ids: list[int] = arg([], "tokens that end a response, in validation too, beside those of the model")

@@ -111,8 +111,9 @@ def _user(schema: type, path: str | None, overrides: list[str]) -> DictConfig:
     user = override(file, overrides)
     for section in _registries(schema):
         # The file's section of one algorithm means nothing to another, which begins with its own defaults.
-        if section in file and _name(schema, section, file) != _name(schema, section, user):
-            del file[section]
+        given, default = OmegaConf.select(file, section), _section(schema, section)
+        if given is not None and _name(default, given) != _name(default, OmegaConf.select(user, section)):
+            del given._get_parent()[given._key()]
             user = override(file, overrides)
     return user
 
@@ -127,36 +128,58 @@ def _hints(schema: Any) -> dict[str, Any]:
 
 
 def _registries(schema: Any) -> dict[str, str]:
-    """The sections whose keys depend on a name (`algorithm`), and the packages of their modules."""
-    return {f.name: f.metadata["registry"] for f in fields(schema) if "registry" in f.metadata}
+    """The sections whose keys depend on a name (`algorithm`, `writer.algorithm`), and the packages of their modules."""
+    sections, hints = {}, _hints(schema)
+    for f in fields(schema):
+        if "registry" in f.metadata:
+            sections[f.name] = f.metadata["registry"]
+        elif is_dataclass(hints[f.name]):
+            sections |= {f"{f.name}.{key}": package for key, package in _registries(hints[f.name]).items()}
+    return sections
+
+
+def _section(schema: Any, key: str) -> Any:
+    """The class of the section with this dotted key."""
+    for name in key.split("."):
+        schema = _hints(schema)[name]
+    return schema
 
 
 def _defaults(schema: Any) -> DictConfig:
     """The defaults of a schema, and what an algorithm wants of other sections."""
     base = OmegaConf.structured(schema)
     for section in _registries(schema):
-        for key, default in _hints(schema)[section].DEFAULTS.items():
-            OmegaConf.update(base, key, default)
+        before, dot, _ = section.rpartition(".")
+        for key, default in _section(schema, section).DEFAULTS.items():
+            OmegaConf.update(base, f"{before}{dot}{key}", default)
     return base
 
 
-def _name(schema: Any, section: str, user: DictConfig) -> str:
-    """The name in a section such as `algorithm`, or its default."""
-    given = user[section] if section in user else None
+def _name(default: Any, given: Any) -> str:
+    """The name in a section such as `algorithm`, as the user has `given` it, or that of its `default` class."""
     if isinstance(given, DictConfig) and "name" in given:
         return str(given["name"])
-    return _hints(schema)[section].name
+    return str(default.name)
 
 
-def _with_named_sections(schema: type, user: DictConfig) -> type:
-    """The schema with the keys that the user's names bring, such as those of an algorithm."""
-    sections = []
-    for section, registry in _registries(schema).items():
-        name = _name(schema, section, user)
-        config = _config_of(registry, name, f"{section}.name", _hints(schema)[section])
-        if section not in user or isinstance(user[section], DictConfig):
-            OmegaConf.update(user, f"{section}.name", name)  # a job's own default, which the class need not have
-        sections.append((section, config, field(default_factory=config, metadata={"registry": registry})))
+def _with_named_sections(schema: type, user: DictConfig, prefix: str = "") -> type:
+    """The schema with the keys that the user's names bring, such as those of an algorithm. `prefix`: of the keys of a
+    section that `schema` is.
+    """
+    sections: list[tuple[str, Any, Any]] = []
+    for f in fields(schema):
+        key, hint = f"{prefix}{f.name}", _hints(schema)[f.name]
+        if "registry" in f.metadata:
+            given = OmegaConf.select(user, key)
+            name = _name(hint, given)
+            config = _config_of(f.metadata["registry"], name, f"{key}.name", hint)
+            above = OmegaConf.select(user, prefix.rstrip(".")) if prefix else user
+            if isinstance(above, DictConfig | None) and isinstance(given, DictConfig | None):
+                OmegaConf.update(user, f"{key}.name", name)  # a job's own default, which the class need not have
+            sections.append((f.name, config, field(default_factory=config, metadata=f.metadata)))
+        elif is_dataclass(hint) and _registries(hint):
+            inner = _with_named_sections(hint, user, f"{key}.")
+            sections.append((f.name, inner, field(default_factory=inner, metadata=f.metadata)))
     return make_dataclass(schema.__name__, sections, bases=(schema,)) if sections else schema
 
 

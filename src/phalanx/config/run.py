@@ -5,7 +5,7 @@ before torch, a process group or a model exists. Names of leaves follow VeRL-Omn
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Optional
+from typing import Any, ClassVar, Optional, Protocol
 
 from phalanx.config.engines import EngineFacts, EngineMemory, check_engine_class, engine_class
 from phalanx.config.load import arg
@@ -302,6 +302,19 @@ class TrainerConfig:
     )
     max_checkpoints: int = arg(2, "checkpoints to keep, the newest ones", ge=1)
     deterministic: bool = arg(False, "torch.use_deterministic_algorithms: slower on GPUs, repeatable to the last bit")
+
+
+class JobConfig(Protocol):
+    """Sections of a job that its models have in common: see phalanx.training.job."""
+
+    @property
+    def parallel(self) -> ParallelConfig: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def reward(self) -> RewardConfig: ...
+    @property
+    def trainer(self) -> TrainerConfig: ...
 
 
 @dataclass

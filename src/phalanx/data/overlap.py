@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterable
 
 from phalanx.data.prompts import PromptRow
+from phalanx.media.pictures import Picture
 from phalanx.types import Prompt
 
 logger = logging.getLogger(__name__)
@@ -14,13 +15,18 @@ def held_out_overlap(
 ) -> int:
     """Count the validation prompts that are training prompts as well, and warn if there are any.
 
-    With a column `image`, only those with the same image. Raises ValueError for an image that cannot be read.
+    Those that show images, or have one in the column `image`, are so only with the same images. Raises ValueError for
+    an image that cannot be read.
     """
+
+    def images(row: PromptRow | Prompt) -> tuple[Picture, ...]:
+        return row.images if image is None else (row.meta[image],)
+
     held_out = list(val)
     seen, same = _common(list(train), held_out, lambda row: row.text.strip())
-    if image is not None:  # by the files' sizes first: reading all images takes long
-        seen, same = _common(seen, same, lambda row: (row.text.strip(), row.meta[image].file_size))
-        seen, same = _common(seen, same, lambda row: (row.text.strip(), row.meta[image].digest))
+    # by the files' sizes first: reading all images takes long
+    seen, same = _common(seen, same, lambda row: (row.text.strip(), *[each.file_size for each in images(row)]))
+    seen, same = _common(seen, same, lambda row: (row.text.strip(), *[each.digest for each in images(row)]))
     overlap = len(same)
     if overlap:
         logger.warning(

@@ -41,6 +41,8 @@ class PromptStream:
     as if it had not stopped. A batch may straddle two epochs; no prompt is left out.
     """
 
+    ahead = True  # the prompts of later steps are known
+
     def __init__(self, rows: list[PromptRow], batch_size: int, seed: int) -> None:
         assert rows and batch_size > 0, (len(rows), batch_size)
         self._rows = rows

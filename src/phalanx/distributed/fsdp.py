@@ -45,9 +45,11 @@ class Sharded:
         dtype: torch.dtype,
         experts: Sequence[nn.Module] = (),
         kept: torch.dtype | None = None,
+        whole: Sequence[nn.Module] = (),
     ) -> None:
-        """`experts` are spread over the shard axis. Parameters of fewer bits than `kept` are cast to it, by each rank
-        the part that it keeps. Raises ValueError where experts cannot be spread.
+        """`experts` are spread over the shard axis; frozen modules that are `whole` stay on each rank. Other parameters
+        of fewer bits than `kept` are cast to it, by each rank the part that it keeps. Raises ValueError where experts
+        cannot be spread.
         """
         self.module, self.world, self.config, self._kept = module, world, config, kept
         self._fsdp: list[FSDPModule] = []
@@ -58,12 +60,15 @@ class Sharded:
         for spread in self._spread:
             spread.module.spread = spread  # type: ignore[assignment]  # read by its forward
         trained = _trained(module)
+        unsharded = {p for part in whole for p in part.parameters()}
+        for p in unsharded:
+            p.data = p.data.to(world.device, dtype)
         if world.shard_size > 1:
             # LoRA matrices are small: replicated, they need no gathering, and one message per step sums their
             # gradients. A fully trained model is never small, so it is always sharded.
             has_frozen = len(trained) < len(list(module.parameters()))
             replicated = list(trained) if config.lora_sharding == "replicate" and has_frozen else []
-            ignored: set[nn.Parameter] = {trained[name] for name in replicated}
+            ignored: set[nn.Parameter] = {trained[name] for name in replicated} | unsharded
             for m in experts:
                 ignored |= set(m.parameters(recurse=False))
             self._fully_shard(blocks, dtype, ignored)
@@ -73,7 +78,8 @@ class Sharded:
             replicated = list(trained)
             module.to(world.device)
             for p in module.parameters():
-                p.data = p.data.to(self._dtype(p))
+                if p not in unsharded:
+                    p.data = p.data.to(self._dtype(p))
         self.parameters: dict[str, Tensor] = dict(trained)
         for name in replicated:
             self.parameters[name] = self._own(name, trained[name], dtype)

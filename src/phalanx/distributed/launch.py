@@ -18,6 +18,7 @@ class Launch:
 
     @classmethod
     def from_env(cls, env: Mapping[str, str] = os.environ) -> "Launch":
+        """The launch of torchrun's variables, such as RANK; ValueError where one of them is no integer."""
         world = int(env.get("WORLD_SIZE", "1"))
         # train.sh exports NNODES as the user gave it: only a range makes the job elastic
         nodes = env.get("NNODES", "")

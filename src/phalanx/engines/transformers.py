@@ -157,13 +157,15 @@ class Choice:
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 
 
-def load_processor(path: str, revision: str | None = None) -> Any:
-    """The model's processor, for texts and images; ValueError where there is none that can be used."""
+def load_processor(path: str, revision: str | None = None, key: str = "reward.model.path") -> Any:
+    """The processor, for texts and images, of the model that `key` names; ValueError where there is none that can be
+    used.
+    """
     from transformers import AutoConfig, AutoProcessor, ProcessorMixin
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
     at = {} if revision is None else {"revision": revision}
-    with loading(f"reward.model.path: {path!r} does not load"):
+    with loading(f"{key}: {path!r} does not load"):
         try:
             processor = AutoProcessor.from_pretrained(path, **at)
         except ImportError:
@@ -176,7 +178,7 @@ def load_processor(path: str, revision: str | None = None) -> Any:
             still: Any = type(whole.__name__, (whole,), {"get_attributes": classmethod(parts)})
             processor = still.from_pretrained(path, **at)
     if not isinstance(processor, ProcessorMixin) or processor.chat_template is None:
-        raise ValueError(f"reward.model.path: {path!r} has no chat template for images, so that it cannot be asked")
+        raise ValueError(f"{key}: {path!r} has no chat template for images, so that it cannot be asked")
     return processor
 
 

@@ -1,5 +1,6 @@
 """A language model in vLLM, inside the rank's own process, on a copy of the weights that each rollout renews."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -11,12 +12,14 @@ from torch import Tensor
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.vllm import CPU_KV_CACHE, executor
 from phalanx.functional.tokens import Truncation
+from phalanx.media.pictures import Picture
+from phalanx.types import JobError
 
 
 @dataclass(frozen=True)
 class Sampling:
     """Settings of a call: at most `limit` tokens, fewer where one of `ends` is drawn or one of the texts `stop` is
-    complete; temperature 0 is greedy.
+    complete; temperature 0 is greedy. Tokens of `never` are not drawn.
     """
 
     limit: int
@@ -24,11 +27,25 @@ class Sampling:
     truncation: Truncation
     ends: Sequence[int]
     stop: Sequence[str]
+    never: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The images of a prompt, and its tokens with one placeholder for each, of which vLLM makes as many as the image
+    has tokens. `place` names the prompt in messages.
+    """
+
+    short: list[int]
+    pictures: tuple[Picture, ...]
+    place: str
 
 
 @dataclass(frozen=True)
 class TextEngineConfig:
-    """Settings of an engine: `longest` tokens of a prompt with its response, `together` responses at once."""
+    """Settings of an engine: `longest` tokens of a prompt with its response, `together` responses at once. With
+    `images` prompts may have some, which the model's processor reads with these keywords.
+    """
 
     path: str
     revision: str | None
@@ -38,16 +55,17 @@ class TextEngineConfig:
     longest: int
     together: int
     sleep: bool
+    images: dict[str, Any] | None = None
 
 
 class TextEngine:
     """One rank of a replica. All ranks of the replica make the same calls, each with its part of the weights."""
 
     def __init__(self, config: TextEngineConfig, groups: VllmGroups, rank: int, local_rank: int) -> None:
-        """Build it with weights of no meaning; ValueError where vLLM refuses the model."""
+        """Build it, without images with weights of no meaning; ValueError where vLLM refuses the model."""
         self._groups, self._dtype = groups, getattr(torch, config.dtype)
         cuda = torch.cuda.is_available()
-        self._sleeps = config.sleep and cuda
+        self._sleeps, self._images = config.sleep and cuda, config.images is not None
         with groups.active():
             from vllm.exceptions import VLLMError
 
@@ -61,7 +79,8 @@ class TextEngine:
                     config.path,
                     revision=config.revision,
                     tokenizer_revision=config.revision,
-                    load_format="dummy",  # `refresh` brings them
+                    # `refresh` brings the weights, but not what vLLM itself makes of a processor's settings
+                    load_format="dummy" if config.images is None else "auto",
                     tensor_parallel_size=config.tensor_parallel_size,
                     distributed_executor_backend=executor(groups, rank, local_rank),
                     dtype=config.dtype,
@@ -79,6 +98,7 @@ class TextEngine:
                     enable_prefix_caching=True,
                     use_tqdm_on_load=False,
                     logprobs_mode="processed_logprobs",  # of the distribution that is sampled, temperature included
+                    **_reads_images(config.images),
                 )
             except (OSError, ValueError, VLLMError) as error:
                 reason = " ".join(str(error).split())  # pydantic's have several lines
@@ -116,16 +136,27 @@ class TextEngine:
         """Drop cached keys and values, which are those of other weights."""
         with self._groups.active():
             done = self._llm.reset_prefix_cache()
+            if self._images:  # features of images, by the images
+                self._llm.llm_engine.reset_encoder_cache()
         assert done, "requests are running"
 
     def generate(
-        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling
+        self, prompts: list[list[int]], seeds: list[int], sampling: Sampling, shown: Sequence[Shown | None] = ()
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """A response to each prompt, a function of it and its seed, and the log-probabilities of its tokens."""
+        """A response to each prompt, a function of it and its seed, and the log-probabilities of its tokens. Prompts
+        with images are `shown`; JobError where vLLM does not read one as its tokens are.
+        """
         settings = [_settings(sampling, seed) for seed in seeds]
+        images = shown or [None] * len(prompts)
+        asked = _asked(prompts, images)
         with self._groups.active(), torch.no_grad():
-            asked = [{"prompt_token_ids": prompt} for prompt in prompts]
             requests = self._llm.generate(asked, settings, use_tqdm=False)
+        for request, prompt, image in zip(requests, prompts, images, strict=True):
+            if image is not None and request.prompt_token_ids != prompt:
+                raise JobError(
+                    f"rollout.engine: vLLM reads {len(request.prompt_token_ids)} tokens in the prompt {image.place}, "
+                    f"and the policy {len(prompt)}: their processors make different tokens of its images"
+                )
         tokens, log_probs = [], []
         for request in requests:
             response, scores = _response(request)
@@ -170,6 +201,30 @@ class Requests:
         return ended
 
 
+def _reads_images(processor: dict[str, Any] | None) -> dict[str, Any]:
+    """Arguments of an engine whose prompts have images, but neither videos nor sounds."""
+    if processor is None:
+        return {}
+    # the samples of a prompt follow one another: what the processor makes of its images is kept so long
+    beside = {"mm_processor_cache_gb": 1, "mm_processor_kwargs": processor or None}
+    return beside | {"limit_mm_per_prompt": {"video": 0, "audio": 0}}
+
+
+def _asked(prompts: list[list[int]], shown: Sequence[Shown | None]) -> list[dict[str, Any]]:
+    """The prompts as vLLM takes them; samples of one prompt share its images."""
+    pictures: dict[int, list[Any]] = {}
+    asked: list[dict[str, Any]] = []
+    for prompt, images in zip(prompts, shown, strict=True):
+        if images is None:
+            asked.append({"prompt_token_ids": prompt})
+            continue
+        if id(images) not in pictures:
+            pictures[id(images)] = [picture.pil() for picture in images.pictures]
+        data = {"image": pictures[id(images)]}
+        asked.append({"prompt_token_ids": images.short, "multi_modal_data": data})
+    return asked
+
+
 def _settings(sampling: Sampling, seed: int, **beside: Any) -> Any:
     """Those of a request."""
     from vllm import SamplingParams
@@ -185,6 +240,7 @@ def _settings(sampling: Sampling, seed: int, **beside: Any) -> Any:
         stop=list(sampling.stop),
         include_stop_str_in_output=True,
         detokenize=bool(sampling.stop),
+        logit_bias=dict.fromkeys(sampling.never, -math.inf) or None,
         **beside,
     )
 

@@ -1,8 +1,9 @@
 """The conversation of one sample with an instance of its environment."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.messages import counted, cut, reason
@@ -15,6 +16,7 @@ from phalanx.rewards.base import copied
 from phalanx.rewards.call import place
 
 _PROMPT = 2**20  # tokens of what reset adds: data.max_prompt_length is their limit
+T = TypeVar("T")
 Ended = Literal["done", "timeout", "error"] | None
 
 
@@ -39,27 +41,42 @@ class Conversation:
         self.seconds = 0.0
         self.problem: str | None = None
         self.closed: Future[Outcome | None] | None = None
+        self._latest: Future[Any] | None = None
 
     def reset(self) -> Future[list[Message]]:
         """Make an instance and reset it: the messages that it adds to the prompt; see `texts.joined`."""
-        return self._pool.submit(self._reset())
+        return self._begun(self._reset())
 
     def hear(self, message: Message) -> Future[Turn]:
         """Answer a turn of the model: run its calls one after the other, or a step."""
         assert self.ended is None, self.ended
-        return self._pool.submit(self._step(message) if "step" in self._kind.hooks else self._answer(message))
+        return self._begun(self._step(message) if "step" in self._kind.hooks else self._answer(message))
 
     def reward(self, messages: Sequence[Message] = ()) -> Future[float | dict[str, float] | None]:
         """The environment's own reward: that of get_reward, which may read all messages, or the sum over steps; None
         without one and for a sample that a failure ended.
         """
-        return self._pool.submit(self._reward(messages))
+        return self._begun(self._reward(messages))
 
     def close(self) -> None:
-        """Close the instance, unless a call of it still runs; `Environments.close` waits for that."""
+        """Close the instance, once what began before has ended, unless a call of it ran too long. `Environments.close`
+        waits for that.
+        """
+        if self.closed is None and "close" in self._kind.hooks and self.ended != "timeout":
+            self.closed = self._pool.submit(self._close(self._latest))
+
+    def _begun(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        future = self._pool.submit(coroutine)
+        self._latest = future
+        return future
+
+    async def _close(self, before: Future[Any] | None) -> Outcome | None:
+        if before is not None and not before.done():
+            await asyncio.wait({asyncio.wrap_future(before)})
         instance, self._instance = self._instance, None
-        if instance is not None and "close" in self._kind.hooks and self.ended != "timeout":
-            self.closed = self._pool.submit(self._call("close", instance.close))
+        if instance is None or self.ended == "timeout":
+            return None
+        return await self._call("close", instance.close)
 
     async def _reset(self) -> list[Message]:
         made = await self._call("__init__", self._kind.make)

@@ -1,6 +1,7 @@
 """The environments of a rank."""
 
-from concurrent.futures import wait
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from typing import Any
 
 from phalanx.config.environment import EnvironmentConfig
@@ -47,25 +48,36 @@ class Environments:
         self._conversations.append(conversation)
         return conversation
 
-    def check(self) -> str | None:
+    def check(self, total: Callable[[int], int] = int) -> str | None:
         """The first failure since the last check, None without one. Raises EnvironmentFailure where a larger part of
-        the conversations than environment.max_error_fraction had one. Those that still close count next time.
+        the conversations than environment.max_error_fraction had one. Those that still close count next time. `total`
+        sums over the ranks, which all call it: one without a failure of its own does not raise.
         """
         closing = [each for each in self._conversations if each.closed is not None and not each.closed.done()]
         conversations = [each for each in self._conversations if each not in closing]
         self._conversations = closing
+        failed = [conversation for conversation in conversations if conversation.failures]
+        count, of = total(len(failed)), total(len(conversations))
         for conversation in conversations:
             if conversation.closed is not None:
                 conversation.closed.result()  # raises where on_error says so
-        failed = [conversation for conversation in conversations if conversation.failures]
         if not failed:
             return None
-        if len(failed) > self._cfg.max_error_fraction * len(conversations):
+        if count > self._cfg.max_error_fraction * of:
             raise EnvironmentFailure(
-                f"{failed[0].problem}; so or in another way {len(failed)} of {len(conversations)} samples of this rank "
-                f"failed, more than environment.max_error_fraction={self._cfg.max_error_fraction:g}"
+                f"{failed[0].problem}; so or in another way {count} of {of} samples failed, more than "
+                f"environment.max_error_fraction={self._cfg.max_error_fraction:g}"
             )
         return failed[0].problem
+
+    def abandon(self) -> None:
+        """Close all instances, as a failure ends the job: those whose calls still run once these have ended."""
+        closing: list[Future[Any]] = []
+        for conversation in self._conversations:
+            conversation.close()
+            if conversation.closed is not None:
+                closing.append(conversation.closed)
+        wait(closing, timeout=2 * self._cfg.timeout_s)  # of the call, and of close
 
     def close(self) -> None:
         """Wait until instances are closed, and let the threads end."""

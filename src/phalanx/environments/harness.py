@@ -6,6 +6,7 @@ from typing import Any
 
 from phalanx.config.messages import reason
 from phalanx.environments.base import Message, Turn
+from phalanx.environments.pool import Blocked
 
 
 class ConversationEnded(Exception):
@@ -104,6 +105,8 @@ class Harness:
     async def _solved(self, row: dict[str, Any]) -> Any:
         try:
             return await self._solve(self._chat, row)
+        except Blocked:
+            raise
         except SystemExit as error:  # it would end the event loop of all samples
             raise RuntimeError(f"solve ended by {reason(error)}") from error
 

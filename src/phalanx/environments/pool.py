@@ -7,13 +7,17 @@ another one takes its place, so that later calls do not wait behind it.
 import asyncio
 import ctypes
 import inspect
+import logging
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _ANSWERS_S = 1.0  # in which an event loop that is not blocked answers
@@ -40,10 +44,15 @@ class _Call:
     lost: bool = False
 
 
+class Blocked(SystemExit):
+    """Ends a coroutine that blocks its event loop."""
+
+
 class Loop:
     """An event loop on a daemon thread of its own, which starts with the first coroutine, after any fork."""
 
     def __init__(self, name: str) -> None:
+        self.freed: asyncio.Task[bool] | None = None  # of the directing loop, while it is made to answer again
         self._name = name
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -54,14 +63,24 @@ class Loop:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name=self._name, daemon=True)
+                self._thread = threading.Thread(target=self._run, args=[self._loop], name=self._name, daemon=True)
                 self._thread.start()
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def give_up(self) -> None:
-        """End the thread where it is, if it runs Python."""
-        if self._thread is not None and self._thread.ident is not None:
-            _raise_in(self._thread.ident)
+    def interrupt(self) -> str:
+        """End the callback that runs, once it runs Python, and say at which file and line it is."""
+        assert self._thread is not None and self._thread.ident is not None, "a coroutine has begun"
+        frame = sys._current_frames().get(self._thread.ident)
+        _raise_in(self._thread.ident, Blocked)
+        return "" if frame is None else f" at {frame.f_code.co_filename}:{frame.f_lineno}"
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        while True:
+            try:
+                loop.run_forever()
+            except Blocked:  # of the callback that was interrupted: the coroutines of others go on
+                continue
+            return
 
     def stop(self) -> None:
         """End the thread once the callbacks that are ready have run."""
@@ -134,26 +153,42 @@ class Pool:
         loop = self._async
         ended = asyncio.wrap_future(loop.submit(run()))
         await asyncio.wait({ended}, timeout=self._timeout_s)
-        if not ended.done():
+        if not ended.done() and await self._freed(loop):
+            # another coroutine may have held up this one
+            await asyncio.wait({ended}, timeout=self._timeout_s)
+        if not ended.done() or (not ended.cancelled() and isinstance(ended.result().error, Blocked)):
             ended.cancel()
-            await self._replace_if_blocked(loop)
             return Outcome(overdue=True, seconds=self._timeout_s)
         if ended.cancelled():
             return Outcome(error=asyncio.CancelledError("it was cancelled"))
         return ended.result()
 
-    async def _replace_if_blocked(self, loop: Loop) -> None:
-        """Start another event loop where this one does not answer, since an async function does not let others run."""
+    async def _freed(self, loop: Loop) -> bool:
+        """Whether an event loop was blocked by an async function that does not let others run, and answers again now
+        that it has been interrupted. Where it does not, another loop takes its place.
+        """
+        if loop.freed is None:
+            loop.freed = asyncio.ensure_future(self._free(loop))
+        freed = loop.freed
+        answers = await freed
+        loop.freed = None
+        return answers
 
-        async def answer() -> None: ...
-
-        if loop is not self._async:
-            return
-        answered = asyncio.wrap_future(loop.submit(answer()))
-        await asyncio.wait({answered}, timeout=_ANSWERS_S)
-        if not answered.done() and loop is self._async:
+    async def _free(self, loop: Loop) -> bool:
+        if await _answers(loop):
+            return False
+        place = loop.interrupt()
+        answers = await _answers(loop, _ANSWERS_S / 2)
+        log.warning(
+            "environment: an async function%s blocked the event loop of all samples of this rank for %g seconds; it is "
+            "interrupted%s; expected await, or asyncio.to_thread for what blocks",
+            place,
+            self._timeout_s,
+            "" if answers else ", which it does not heed: the samples that wait on that loop end",
+        )
+        if not answers and loop is self._async:
             self._async = Loop("environments-async")
-            loop.give_up()
+        return answers
 
     def _start_thread(self) -> None:
         self._started += 1
@@ -190,6 +225,16 @@ class Pool:
             del call, value, failure  # nothing is kept while the thread waits
 
 
-def _raise_in(thread: int) -> None:
-    """Raise SystemExit in a thread where it runs Python: a loop there would take turns with the decoding for good."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+async def _answers(loop: Loop, seconds: float = _ANSWERS_S) -> bool:
+    """Whether an event loop is not blocked."""
+
+    async def answer() -> None: ...
+
+    answered = asyncio.wrap_future(loop.submit(answer()))
+    await asyncio.wait({answered}, timeout=seconds)
+    return answered.done()
+
+
+def _raise_in(thread: int, error: type[SystemExit] = SystemExit) -> None:
+    """Raise it in a thread where it runs Python: a loop there would take turns with the decoding for good."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))

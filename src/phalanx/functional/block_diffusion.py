@@ -107,7 +107,10 @@ class States:
 
 
 def sees(block_q: Tensor, chunk_q: Tensor, limit_q: Tensor, block_k: Tensor, chunk_k: Tensor) -> Tensor:
-    """The rule above, element by element: for a dense mask and for FlexAttention alike."""
+    """The rule above, element by element: for a dense mask and for FlexAttention alike.
+
+    Integers of query and key positions, of shapes that broadcast -> bool of the shape that they broadcast to.
+    """
     return ((chunk_k == chunk_q) & (block_k <= block_q)) | ((chunk_k == 0) & (block_k < limit_q))
 
 

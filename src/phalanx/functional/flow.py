@@ -117,7 +117,7 @@ class FlowTrace:
         )
 
     def rescored(self, replays: Sequence[FlowReplay], parts: Sequence[Tensor]) -> "FlowTrace":
-        """The trace with the means of `replays`, which hold the samples in the rows `parts`."""
+        """The trace with the means [b, W, ...] of `replays`, each of the samples whose rows are in its part [b]."""
         return replace(self, means=in_order([replay.mean for replay in replays], parts))
 
 

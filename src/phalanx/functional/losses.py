@@ -89,7 +89,9 @@ def noise_weight(std: Tensor, typical_std: float) -> Tensor:
 
 @torch.no_grad()
 def ratio_stats(log_ratio: Tensor) -> dict[str, Tensor]:
-    """Scalars of rho; ratio_error: largest |rho - 1|; approx_kl: rho - 1 - ln rho (Schulman's k3)."""
+    """Scalars of rho, for ln rho of any shape: ratio_error is the largest |rho - 1|, and approx_kl the mean of
+    rho - 1 - ln rho, Schulman's k3.
+    """
     ratio = torch.exp(log_ratio)
     return {
         "ratio_mean": ratio.mean(),

@@ -39,8 +39,8 @@ def cost(tokens: Tensor, rows: list[int], *, packed: bool) -> int:
 
 
 def needed(tokens: Tensor, budget: int, *, packed: bool, least: int = 1) -> int:
-    """The smallest number of parts, from `least` on, with which `split` keeps to the budget; the number of units where
-    none does.
+    """The smallest number of parts, from `least` on, with which `split` of tokens [U, s] has at most `budget` tokens in
+    each; U where none does.
     """
     total = int(tokens.sum())
     parts = max(least, -(-total // budget))  # packed or not, no part can have more

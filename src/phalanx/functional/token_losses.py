@@ -102,7 +102,9 @@ def kl_estimate(log_prob: Tensor, other: Tensor, kind: str) -> Tensor:
 
 @torch.no_grad()
 def token_stats(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Scalars of rho over the tokens of a mask, as phalanx.functional.losses.ratio_stats has them."""
+    """Scalars of rho, of ln rho [B, A] over the tokens of a mask [B, A], as phalanx.functional.losses.ratio_stats has
+    them; those of rho = 1 where there are no tokens.
+    """
     log_ratio = log_ratio[mask] if mask.any() else log_ratio.new_zeros(1)
     ratio = torch.exp(log_ratio)
     return {
@@ -113,7 +115,7 @@ def token_stats(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """The mean over the tokens of a mask; 0 where there are none."""
+    """The mean of values [B, A] over the tokens of a mask [B, A]; 0 where there are none."""
     return (values * mask).sum() / mask.sum().clamp(min=1)
 
 

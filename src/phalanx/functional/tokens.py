@@ -72,6 +72,8 @@ class TokenTrace:
     drew, of which `lengths` is the number; the others are what it was answered, which is given, as the prompt is.
     Without these two all tokens behind the prompt are drawn.
 
+    `looks` [B]: the images of each prompt, None for none (phalanx.models.lm.vision.Look); None: no prompt has any.
+
     All ranks pad to the same T and A, so that each pass over some of the samples has one shape.
     """
 
@@ -84,6 +86,7 @@ class TokenTrace:
     kept: Tensor | None = None
     sampled: Tensor | None = None
     ends: Tensor | None = None
+    looks: tuple[Any, ...] | None = None
 
     @property
     def stops(self) -> Tensor:
@@ -93,6 +96,8 @@ class TokenTrace:
     def select(self, rows: Tensor) -> Self:
         """The samples in `rows` [b]."""
         values: dict[str, Any] = {name: value[rows] for name, value in self._tensors.items()}
+        if self.looks is not None:
+            values["looks"] = tuple(self.looks[row] for row in rows.tolist())
         return replace(self, **values)
 
     @classmethod
@@ -102,6 +107,8 @@ class TokenTrace:
         for name in parts[0]._tensors:
             tensors = [part._tensors[name] for part in parts]
             values[name] = torch.cat(widened(tensors) if name == "kept" else tensors)
+        if parts[0].looks is not None:
+            values["looks"] = sum((part.looks or () for part in parts), ())
         return replace(parts[0], **values)
 
     @property
@@ -116,7 +123,9 @@ class TokenTrace:
         return replace(self, ids=self.ids[:, :width], sampled=sampled)
 
     def rescored(self, replays: Sequence[Any], parts: Sequence[Tensor]) -> Self:
-        """The trace with the policy's certainty, and with the tokens that were kept unless it has them."""
+        """The trace with the policy's certainty [B], and with the tokens that were kept unless it has them; each of
+        `replays` is of the samples whose rows are in its part [b].
+        """
         values = in_order([replay.self_certainty for replay in replays], parts)
         trace = replace(self, certainty=values.sum(1) / self.lengths.clamp(min=1))
         if self.kept is not None or replays[0].kept is None:
@@ -133,7 +142,7 @@ class TokenTrace:
         return self.kept[up_to(self.counts.sum(1), self.kept.shape[1])], self.counts[self.mask]
 
     def pooled(self, kept: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """`counts` and `kept` of these samples, from what `pool` gives."""
+        """`counts` [B, A] and `kept` [B, K] of these samples, of kept [M] and counts [N] as `pool` gives them."""
         zeros = torch.zeros(self.mask.shape, dtype=torch.int32, device=kept.device)
         filled = zeros.masked_scatter(self.mask, counts)
         totals = filled.sum(1)
@@ -178,11 +187,11 @@ def token_scores(
     *,
     temperature: float,
     chunk: int,
-    never: int | None = None,
+    never: Sequence[int] = (),
     pool: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Log-probabilities of `tokens` [N], and entropy and self-certainty of the distributions they are drawn from, in
-    which the token `never` has no part.
+    which the tokens `never` have no part.
 
     hidden [N, H] are the states that `head` makes logits [N, V] of, of which never more than `chunk` rows are in
     memory, in the backward pass either, which computes them again. All results are [N] float32. The self-certainty is
@@ -219,6 +228,7 @@ def sampled_from(
     *,
     temperature: float,
     chunk: int,
+    never: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor]:
     """The tokens [K] int32 among which each of `tokens` [N] was drawn, one after the other, and how many those are,
     [N] int32; see token_scores. A token is always among its own, whatever the last bits of its logits say.
@@ -226,6 +236,8 @@ def sampled_from(
     kept, counts = [hidden.new_zeros(0, dtype=torch.int32)], [hidden.new_zeros(0, dtype=torch.int32)]
     for states, targets in zip(hidden.split(chunk), tokens.split(chunk), strict=True):
         logits = head(states)
+        if never:
+            logits = logits.index_fill(-1, torch.tensor(never, device=logits.device), FAR)
         for z, token in zip(logits.split(ROWS), targets.split(ROWS), strict=True):
             inside = truncation.kept(torch.softmax(z.float() / temperature, -1).double())
             inside.scatter_(1, token[:, None], True)
@@ -253,10 +265,13 @@ def _scores(
     counts: Tensor | None = None,
     *,
     temperature: float,
-    never: int | None,
+    never: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     z = head(hidden).float() / temperature
     mean = z.mean(-1)
+    if never:
+        mean = (mean * z.shape[-1] - z[:, never].sum(-1)) / (z.shape[-1] - len(never))
+        z = z.index_fill(-1, torch.tensor(never, device=z.device), torch.finfo(z.dtype).min)
     if kept is not None and counts is not None:
         outside = torch.ones_like(z, dtype=torch.bool)
         outside[torch.arange(len(z), device=z.device).repeat_interleave(counts), kept.long()] = False
@@ -265,9 +280,6 @@ def _scores(
         total = z.logsumexp(-1)
         log_prob = z.gather(1, tokens[:, None]).squeeze(1) - total
         return log_prob, total - (torch.softmax(z, -1) * z).sum(-1), certainty
-    if never is not None:
-        mean = (mean * z.shape[-1] - z[:, never]) / (z.shape[-1] - 1)
-        z = z.index_fill(-1, torch.tensor([never], device=z.device), torch.finfo(z.dtype).min)
     total = z.logsumexp(-1)
     log_prob = z.gather(1, tokens[:, None]).squeeze(1) - total
     entropy = total - (torch.softmax(z, -1) * z).sum(-1)

@@ -32,7 +32,7 @@ from phalanx.rollout.lm.conversations import ConversationRollout, Conversed
 from phalanx.rollout.lm.in_blocks import BlockDiffusionRollout
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout, check_stops
 from phalanx.telemetry.loggers.console import plain
-from phalanx.telemetry.records import CONVERSATION, storable, summary, transcript
+from phalanx.telemetry.records import CONVERSATION, as_text, storable, summary
 from phalanx.training.lm_rl import with_tools
 from phalanx.types import Prompt
 
@@ -171,7 +171,7 @@ class Generation:
         talk = None
         if isinstance(drawn, Conversed):
             talk = storable({name: drawn.beside[name] for name in CONVERSATION})
-            text, cut = transcript(talk["messages"]), f"\n[{summary(talk)}]"
+            text, cut = as_text(talk["messages"]), f"\n[{summary(talk)}]"
         print(f"--- {name}: {plain(' '.join(prompt.text.split()))}\n{plain(text)}{cut}\n", flush=True)
         if file is not None:
             row = {"index": prompt.group_id, "response": number, "prompt": prompt.text, "text": drawn.text}

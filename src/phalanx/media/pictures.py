@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 if TYPE_CHECKING:
@@ -51,6 +52,12 @@ class Picture:
             # the method of PIL's PNGs would read the pixels in search of it
             turned = Image.Image.getexif(image).get(ExifTags.Base.Orientation) in (5, 6, 7, 8)
             return (image.width, image.height) if turned else (image.height, image.width)
+
+    def thumbnail(self, side: int) -> NDArray[np.uint8]:
+        """[h, w, 3] of the image, reduced to at most `side` pixels. Raises ValueError as `pil` does."""
+        image = self.pil()
+        image.thumbnail((side, side), Image.Resampling.LANCZOS)
+        return np.asarray(image)
 
     @contextmanager
     def _opened(self) -> "Iterator[Image.Image]":

@@ -30,6 +30,22 @@ def read_json(file: Path, key: str = "model.path") -> Any:
         raise ValueError(f"{key}: {file} is not valid JSON: {error}") from None
 
 
+def tensors(file: Path, key: str = "model.path") -> dict[str, tuple[str, list[int]]]:
+    """The dtype, such as BF16 or F8_E4M3, and the shape of each tensor of a *.safetensors file, by its header.
+
+    Raises ValueError, which begins with the folder's `key`, for a file that is damaged or cut short.
+    """
+    parts = {}
+    try:
+        with safe_open(file, "np") as stored:  # reads the header, and compares the file's length with it
+            for name in stored.keys():  # noqa: SIM118 - it is no dict
+                part = stored.get_slice(name)
+                parts[name] = part.get_dtype(), part.get_shape()
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{key}: {file} is damaged or cut short: {error}") from None
+    return parts
+
+
 def require(part: Path, *names: str, key: str = "model.path") -> None:
     """Raise ValueError where a folder, which `key` names, has none of these files."""
     if not any((part / name).is_file() for name in names):
@@ -54,14 +70,9 @@ def check_weights(part: Path, key: str = "model.path") -> None:
         raise ValueError(f"{key}: {part} has no weights (*.safetensors){hint}")
     check_variants(str(part), [file.name for file in files], key)
     for file in files:
-        try:
-            if kind(file) != "file":
-                raise OSError(f"it is a {kind(file)}")
-            with safe_open(file, "np") as tensors:  # reads the header, and compares the file's length with it
-                dtypes = {name: tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{key}: {file} is damaged or cut short: {error}") from None
-        for name, dtype in dtypes.items():
+        if kind(file) != "file":
+            raise ValueError(f"{key}: {file} is damaged or cut short: it is a {kind(file)}")
+        for name, (dtype, _) in tensors(file, key).items():
             if name.endswith((".weight", ".bias")) and dtype[0] in "IUB" and dtype != "BF16":
                 raise ValueError(f"{key}: {file}: {name} is of dtype {dtype}; expected floating point")
 

@@ -23,8 +23,16 @@ WEIGHTS = "pytorch_lora_weights.safetensors"
 Layers = dict[str, tuple[Tensor, Tensor]]  # of a LoRA: A [rank, in], and B [out, rank] with the scale in it, in float32
 
 
-def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[str], seed: int) -> None:
-    """Add a LoRA to a module and freeze all else. Its weights are a function of `seed`.
+def add_lora(
+    module: nn.Module,
+    config: ModelConfig,
+    default_targets: Sequence[str],
+    seed: int,
+    *,
+    outside: Sequence[nn.Module] = (),
+) -> None:
+    """Add a LoRA to a module and freeze all else. Its weights are a function of `seed`. Layers in `outside`, parts
+    of it, get none.
 
     Raises ValueError where no module matches `model.target_modules`.
     """
@@ -32,7 +40,8 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
 
     from phalanx.models.fused_lora import fuse
 
-    linear = linear_layers(module)
+    left_out = {inner for part in outside for inner in part.modules()}
+    linear = [name for name in linear_layers(module) if module.get_submodule(name) not in left_out]
 
     def matches(target: str) -> bool:
         return any(name == target or name.endswith("." + target) for name in linear)
@@ -40,7 +49,7 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
     # a model with few blocks may lack some of its family's layers: SD3's last block has no output for texts
     targets = [t for t in default_targets if matches(t)] if config.target_modules is None else config.target_modules
     if ALL_LINEAR in (config.target_modules or default_targets):
-        targets = all_linear(module)
+        targets = [name for name in all_linear(module) if name in linear]
         if not targets:
             raise ValueError(f"model.lora_rank: {config.lora_rank}; the model has no linear layers but its head")
     # peft asks only that some target matches; one that is misspelt would silently go untrained
@@ -52,6 +61,8 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
                     leaves.add(in_block[1])
             known = f"in a block: {', '.join(sorted(leaves)) or 'none'}"
             raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; {known}")
+    if outside:
+        targets = [name for name in linear if any(name == t or name.endswith("." + t) for t in targets)]
     inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names, where they differ
     module.requires_grad_(False)
     # All ranks begin with the same weights, without a message: peft draws them from the process's

@@ -5,8 +5,9 @@ parts that it keeps, and casts no more than these.
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
+
+from phalanx.models.headers import tensors
 
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}  # of which float32 holds all values
 
@@ -17,8 +18,7 @@ def dtype_to_read(folder: Path, dtype: torch.dtype) -> torch.dtype:
     """
     names: set[str] = set()
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            names |= {tensors.get_slice(name).get_dtype() for name in tensors.keys()}  # noqa: SIM118
+        names |= {name for name, _ in tensors(file).values()}
     floats = {name for name in names if "F" in name}
     [name] = floats if len(floats) == 1 else [""]
     return _HALVES.get(name, dtype) if dtype is torch.float32 else dtype

@@ -5,6 +5,7 @@ It knows nothing of what the module computes. A job may have several: a policy a
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,18 @@ from phalanx.distributed.mesh import World
 from phalanx.models.linear import ONEDNN, preferred, unfuse_biases, use_onednn
 from phalanx.models.lora import add_lora, lora_off, merged_weights
 from phalanx.models.one_graph import OneGraph
+
+
+@dataclass(frozen=True)
+class Beside:
+    """Modules of a trained one beside its blocks, such as a vision tower: its parts, of which `blocks` are sharded one
+    by one. `frozen`: they are not trained, and whole on each rank, so that it can run them by itself; no LoRA is in
+    them in either case.
+    """
+
+    parts: Sequence[nn.Module] = ()
+    blocks: Sequence[nn.Module] = ()
+    frozen: bool = False
 
 
 class TrainedModel:
@@ -36,6 +49,7 @@ class TrainedModel:
         frozen: bool = False,
         experts: Sequence[nn.Module] = (),
         kept: torch.dtype | None = None,
+        beside: Beside | None = None,
     ) -> None:
         """Add the LoRA that `config` asks for, compile `blocks` where it does, and shard them.
 
@@ -50,16 +64,21 @@ class TrainedModel:
         self.recomputed = config.recomputed(len(blocks)) / max(len(blocks), 1)
         module.eval()  # dropout would make a replay disagree with the rollout
         if self.lora:
-            add_lora(module, config, lora_targets, seed)
+            add_lora(module, config, lora_targets, seed, outside=() if beside is None else beside.parts)
         else:
             module.requires_grad_(not frozen)
+        beside = beside or Beside()
+        whole = beside.parts if beside.frozen else ()
+        for part in whole:
+            part.requires_grad_(False)
         if world.device.type == "cpu" and (config.cpu_linear or preferred()) == ONEDNN:
             use_onednn(module)
         self._one_graph: OneGraph | None = None
         if config.compile:
             unfuse_biases(module)
             self._one_graph = OneGraph(blocks)
-        self.sharded = Sharded(module, blocks, world, parallel, dtype, experts, kept)
+        units = [*beside.blocks, *blocks]
+        self.sharded = Sharded(module, units, world, parallel, dtype, experts, kept, whole)
         self.parameters = self.sharded.parameters
         self._weights: dict[str, dict[str, Tensor]] = {}
 

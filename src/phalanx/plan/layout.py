@@ -88,6 +88,11 @@ class Weight:
         return self.width > 1
 
     @property
+    def travels(self) -> bool:
+        """Whether an update gathers it, and reduces its gradient, with the others of its unit."""
+        return self.sharded and not self.apart
+
+    @property
     def lora(self) -> bool:
         return ".lora_" in self.name
 
@@ -155,7 +160,11 @@ class Layout:
 
     def units(self) -> list[int]:
         """Each unit of FSDP while it is gathered: the blocks, and last the root."""
-        return [elements * self.dtype.itemsize for elements in self.by_unit(self.weights)]
+        totals = [0] * (max(w.unit for w in self.weights) + 2)
+        for w in self.weights:
+            if w.travels:
+                totals[w.unit] += w.gathered * self.dtype.itemsize  # -1 is the last
+        return totals
 
     def experts(self) -> int:
         """The experts that stay apart in training, gathered."""
@@ -180,7 +189,7 @@ class Layout:
 
     def gradient(self, w: Weight, *, summed: bool = False) -> int:
         """A gradient between passes: this rank's reduced part, or while passes are `summed`, the whole in float32."""
-        return w.numel * REDUCED if w.sharded and summed and not w.apart else w.part * w.kept.itemsize
+        return w.numel * REDUCED if w.travels and summed else w.part * w.kept.itemsize
 
     def message(self) -> int:
         """The gradients of replicated weights as one message."""
@@ -188,20 +197,12 @@ class Layout:
 
     def reduced(self) -> int:
         """The gradients of sharded weights as messages, whole."""
-        return sum(self.by_unit(self.trained)) * REDUCED
+        return sum(w.gathered for w in self.trained if w.travels) * REDUCED
 
     def gathered_times(self, blocks: int, root: int) -> int:
         """Bytes of the weights where all blocks are gathered so many times, and the root so many times."""
-        sizes = self.units()
-        return sum(sizes[:-1]) * blocks + sizes[-1] * root
-
-    def by_unit(self, weights: Iterable[Weight]) -> list[int]:
-        """Elements of the sharded ones among these, by unit."""
-        totals = [0] * (max(w.unit for w in self.weights) + 2)
-        for w in weights:
-            if w.sharded and not w.apart:
-                totals[w.unit] += w.gathered  # -1 is the last
-        return totals
+        *sizes, last = self.units()
+        return sum(sizes) * blocks + last * root
 
 
 class CountedPolicy:
@@ -259,10 +260,10 @@ class ShardedUpdate:
     ) -> None:
         self.ledger, self.layout, self.reshards = ledger, layout, parallel.reshard_after_forward
         self.summed, self.middle, self._each = False, True, parallel.sync_each_batch
-        self._sizes, self._reduced = layout.units(), layout.by_unit(layout.trained)
+        self._sizes = layout.units()
         self._weights: dict[int, list[Weight]] = {}
         for w in layout.trained:
-            if w.sharded and not w.apart:
+            if w.travels:
                 self._weights.setdefault(w.unit, []).append(w)
         self._gathered: dict[str, int] = {}
         self._waiting: dict[int, int] = {}  # parameters of a unit that have no gradient yet in this backward pass
@@ -284,7 +285,7 @@ class ShardedUpdate:
 
     def add_gradient(self, w: Weight) -> None:
         """A gradient that autograd has computed, as FSDP2 keeps it until the backward pass of its unit ends."""
-        if not w.sharded or w.apart:
+        if not w.travels:
             if not self.summed:
                 self.ledger.keep_gradient(0 if w.away else self.layout.gradient(w))
             return
@@ -345,7 +346,7 @@ class ShardedUpdate:
                 return
             computed = sum(w.numel for w in weights) * REDUCED
         keep(-self._message)
-        self._message = self._reduced[number] * REDUCED
+        self._message = sum(w.gathered for w in weights) * REDUCED
         keep(self._message)  # filled from the gradients, which are there until then
         keep(-computed)
         keep(sum(w.part for w in weights) * REDUCED)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from phalanx.config.reward import RewardModelConfig
@@ -24,7 +23,7 @@ from phalanx.distributed.placement import judged_beside
 from phalanx.distributed.roles import ACTOR, ROLLOUT
 from phalanx.models.flow.folder import dtype_on_disk
 from phalanx.models.flow.policy import DTYPES
-from phalanx.models.headers import read_json
+from phalanx.models.headers import read_json, tensors
 from phalanx.models.stored import dtype_to_read
 from phalanx.plan.blueprint import fetch
 from phalanx.plan.layout import Layout, Weight
@@ -362,23 +361,12 @@ def _size(model: RewardModelConfig, folder: Path) -> int | None:
     elif single.is_file():
         files = [single]
     if files and all(file.is_file() for file in files):
-        wide = DTYPES[model.dtype].itemsize * 8
-        return sum(_bits(file, wide) for file in files) // 8
-    stored = index["metadata"] if "metadata" in index else {}
-    return int(stored["total_size"]) if "total_size" in stored else None
-
-
-def _bits(file: Path, wide: int) -> int:
-    """Bits of a file's weights, those that are computed in `wide` bits each; from its header."""
-    bits = 0
-    try:
-        with safe_open(file, "pt") as header:
-            for name in header.keys():  # noqa: SIM118 - it is no dict
-                tensor = header.get_slice(name)
-                kind = tensor.get_dtype()  # such as F16, U8, F8_E4M3 or BOOL
-                digits = re.search(r"\d+", kind)
-                stored = int(digits[0]) if digits is not None else 8
-                bits += math.prod(tensor.get_shape()) * (wide if kind in _COMPUTED_IN else stored)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"reward.model.path: {file} is damaged or cut short: {error}") from None
-    return bits
+        bits, wide = 0, DTYPES[model.dtype].itemsize * 8
+        for file in files:
+            for dtype, shape in tensors(file, "reward.model.path").values():
+                digits = re.search(r"\d+", dtype)
+                stored = 8 if digits is None else int(digits[0])  # BOOL has no number
+                bits += math.prod(shape) * (wide if dtype in _COMPUTED_IN else stored)
+        return bits // 8
+    stored_size = index.get("metadata", {}).get("total_size")
+    return None if stored_size is None else int(stored_size)

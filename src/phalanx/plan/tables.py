@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+from phalanx.distributed.roles import span
+
 GROUPS = 4  # groups, and ranks of a group, that are written out
 
 T = TypeVar("T")
@@ -56,10 +58,6 @@ def groups(ranks: Sequence[range]) -> str:
 
 
 def _span(ranks: range) -> str:
-    if len(ranks) == 1:
-        return str(ranks[0])
-    if ranks.step == 1:
-        return f"{ranks[0]}-{ranks[-1]}"
-    if len(ranks) <= GROUPS:
-        return " ".join(map(str, ranks))
+    if ranks.step == 1 or len(ranks) <= GROUPS:
+        return span(ranks, " ")
     return f"{ranks[0]} {ranks[1]} .. {ranks[-1]}"

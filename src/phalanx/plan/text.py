@@ -21,6 +21,10 @@ from phalanx.plan.warnings import ALLOWED, crossing, fewer_blocks, warnings
 NETWORK = 50e9  # assumed bytes per second between nodes: a link of 400 Gbit/s
 SLOW = 0.01  # seconds; shorter transfers are not mentioned
 SHOWN = 8  # kinds of nodes, one after the other, and groups of a role that are written out
+COMPILED = (
+    "  model.compile: counted as without it; blocks then keep fewer activations for the backward pass, but in passes "
+    "without one each block holds its own until it ends"
+)
 # lines of a batch about a rank of each role; the others are about the step
 OF_A_RANK = {
     ROLLOUT: ("a rank", "rollout", "forward passes"),
@@ -187,7 +191,8 @@ def _of_a_rank(p: Planned, memory: Memory, ranks: int, gpu: Gpu) -> Iterator[lis
         trained = "without gradients and optimizer"
     yield [f"{title} ({_numbers(layout.weights)} B weights, {trained})", *listed(work), *_held(memory)]
     fewer = () if p.role else _checkpointing(p, gpu)
-    yield [*_phases(memory, gpu), *fewer, *_judging(p, memory)]
+    compiled = [COMPILED] if p.cfg.model.compile else []
+    yield [*_phases(memory, gpu), *fewer, *compiled, *_judging(p, memory)]
 
 
 def _numbers(weights: Iterable[Weight]) -> str:

@@ -39,9 +39,11 @@ class RewardClient:
         timers: Timers,
         noun: str,
         on_stop: Callable[[int], None] = raise_stopped,
+        judged: Callable[[Prompt], Prompt] | None = None,
     ) -> None:
+        """`judged(prompt)` is the prompt by which samples of a prompt are scored, None for itself."""
         self.cfg, self.world, self.timers, self.noun = cfg.reward, world, timers, noun
-        self.reward_set, self.on_stop = reward_set, on_stop
+        self.reward_set, self.on_stop, self.judged = reward_set, on_stop, judged
         self._errors = 0  # samples that a reward failed on since a row of metrics took the number
         self._warned_of_errors = False
         self._submitted = 0  # samples that were handed over and not yet scored
@@ -112,8 +114,9 @@ class RewardClient:
         first, size = self.world.rank - self._submitted, self.world.context_size
         self._submitted += len(prompts)
         local = slice(first % size, None, size)
-        if prompts[local]:
-            self.rewards.submit(outputs[local], prompts[local])
+        shown = prompts[local] if self.judged is None else list(map(self.judged, prompts[local]))
+        if shown:
+            self.rewards.submit(outputs[local], shown)
 
     def _of_all(self, terms: dict[str, Tensor]) -> dict[str, Tensor]:
         """The terms [B] of this rank's samples, of some of which other ranks have the scores."""

@@ -50,16 +50,27 @@ class Timers:
     phase that ends with a value read by the host is exact; any other one leaves work to the next phase.
     """
 
-    def __init__(self, sync: bool = False) -> None:
-        self._sync = sync
-        self._seconds: dict[str, float] = {}
-        self.phase = Phase("")
+    def __init__(self, sync: bool = False, *, part: str = "", whole: "Timers | None" = None) -> None:
+        """Of a `part` of a `whole`, such as one of two policies, the phases are the whole's, named after the part."""
+        self._sync, self._before = sync, f"{part}_" if part else ""
+        self._whole = self if whole is None else whole
+        self._seconds: dict[str, float] = {} if whole is None else whole._seconds
+        self._phase = Phase("")
+
+    @property
+    def phase(self) -> Phase:
+        """The phase in progress."""
+        return self._whole._phase
+
+    @phase.setter
+    def phase(self, phase: Phase) -> None:
+        self._whole._phase = phase
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Add the time of the `with` block to phase `name`, even if the block raises."""
         self._wait()
-        outer, self.phase = self.phase, Phase(name)
+        outer, self.phase = self.phase, Phase(f"{self._before}{name}")
         start = time.perf_counter()
         try:
             yield
@@ -78,16 +89,18 @@ class Timers:
 
     def add(self, name: str, seconds: float) -> None:
         """Add time that was measured elsewhere, as by a worker thread; call it from the main thread."""
+        name = f"{self._before}{name}"
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def seconds(self, name: str) -> float:
         """Seconds of a phase since the last `pop`."""
-        return self._seconds.get(name, 0.0)
+        return self._seconds.get(f"{self._before}{name}", 0.0)
 
     def pop(self) -> dict[str, float]:
         """`{"time/<phase>": seconds}` since the last call, in the order of first use; starts anew."""
-        seconds, self._seconds = self._seconds, {}
-        return {f"time/{name}": value for name, value in seconds.items()}
+        row = {f"time/{name}": value for name, value in self._seconds.items()}
+        self._seconds.clear()
+        return row
 
     def _wait(self) -> None:
         if self._sync:

@@ -1,9 +1,11 @@
 """Validation samples on disk: images/<set>/step_<k> for pictures and videos, samples/<set>/step_<k> for texts.
 
 A folder holds an index.jsonl with prompts and rewards. Texts stand in it. Pictures are PNGs beside it, with a grid of
-them all; videos are mp4s, and their PNGs show some frames side by side.
+them all; videos are mp4s, and their PNGs show some frames side by side. Beside texts are small PNGs of the images that
+their prompts show.
 """
 
+import hashlib
 import json
 import math
 import os
@@ -19,6 +21,7 @@ from PIL import Image
 
 from phalanx.config.messages import counted
 from phalanx.media.grids import fit, pictures, sheet, side_by_side, standing
+from phalanx.media.pictures import Picture
 from phalanx.media.videos import write_video
 
 IMAGES, SAMPLES = "images", "samples"  # folders of a run: pictures and videos, and texts
@@ -26,6 +29,35 @@ IMAGES, SAMPLES = "images", "samples"  # folders of a run: pictures and videos, 
 CONVERSATION = ("messages", "turns", "tool_calls", "ended", "environment_seconds", "turn_rewards")
 TALKS = "environment_reward"  # in the metadata of only such samples
 Output = NDArray[np.uint8] | str
+SHOWN_SIDE = 256  # pixels of the images of prompts
+
+
+@dataclass(frozen=True)
+class Shown:
+    """An image that a prompt shows: its place in the data, the size of the original, and pixels uint8 [h, w, 3] of at
+    most SHOWN_SIDE.
+    """
+
+    place: str
+    height: int
+    width: int
+    pixels: NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, picture: Picture) -> "Shown":
+        """Raises ValueError for an image that cannot be read."""
+        return cls(picture.where, *picture.size, picture.thumbnail(SHOWN_SIDE))
+
+    @property
+    def title(self) -> str:
+        """Its place and size, in a line."""
+        return f"{self.place}, {self.width} x {self.height} pixels"
+
+    @property
+    def file(self) -> str:
+        """The name of its file: prompts with the same image share one."""
+        digest = hashlib.sha256(repr(self.pixels.shape).encode() + self.pixels.tobytes()).hexdigest()
+        return f"shown_{digest[:16]}.png"
 
 
 @dataclass(frozen=True)
@@ -37,6 +69,7 @@ class Record:
     that the same index at two steps is the same prompt and noise. `scores` are the terms of the reward by their names,
     `ground_truth` is what the prompt's data says. `truncated` is true of a text that ends at the limit of its length,
     and not at its end of sequence. `conversation` is that of which a text is the last turn: the values of CONVERSATION.
+    `images` are those that the prompt of a text shows.
     """
 
     prompt: str
@@ -48,6 +81,7 @@ class Record:
     ground_truth: str | None = None
     truncated: bool = False
     conversation: dict[str, Any] | None = None
+    images: tuple[Shown, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.output, str):
@@ -81,7 +115,7 @@ class Record:
         assert isinstance(self.output, str), "of a text"
         if self.conversation is None:
             return self.output
-        return transcript(self.conversation["messages"])
+        return as_text(self.conversation["messages"])
 
     @property
     def caption(self) -> str:
@@ -125,7 +159,7 @@ def storable(value: Any) -> Any:
     return str(value).encode("utf-8", "replace").decode()
 
 
-def transcript(messages: Sequence[dict[str, Any]]) -> str:
+def as_text(messages: Sequence[dict[str, Any]]) -> str:
     """A conversation as a text."""
     return "\n\n".join(f"{role}: {text}" for role, text in spoken(messages))
 
@@ -156,9 +190,9 @@ def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record])
     """Write the samples of one validation and return their folder, such as `run_folder/images/<set>/step_000010`.
 
     Its `index.jsonl` has `index`, `prompt`, `reward` (null where it is not finite), `scores`, `ground_truth`,
-    `truncated` and what CONVERSATION names where there are any, and `file` or `text`, in the order of `rows`. Beside it
-    are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the index, and `grid.mp4`. The
-    folder appears at once, complete, and replaces an older one.
+    `truncated`, `images` and what CONVERSATION names where there are any, and `file` or `text`, in the order of `rows`.
+    Beside it are `00003.png` for index 3 and `grid.png`; of videos also `00003.mp4`, as `video` in the index, and
+    `grid.mp4`. The folder appears at once, complete, and replaces an older one.
     """
     assert len({record.index for record in rows}) == len(rows), "two records have one index"
     kind = kind_of(rows)
@@ -170,7 +204,7 @@ def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record])
     partial.mkdir(parents=True)
     try:
         if kind == SAMPLES:
-            write_index(partial, [record.row() | {"text": record.output} for record in rows])
+            _write_texts(partial, rows)
         else:
             _write_pictures(partial, rows)
     except OSError:
@@ -179,6 +213,19 @@ def save_records(run_folder: Path, step: int, set_name: str, rows: list[Record])
     shutil.rmtree(final, ignore_errors=True)
     os.replace(partial, final)
     return final
+
+
+def _write_texts(folder: Path, rows: list[Record]) -> None:
+    lines = []
+    for record in rows:
+        line = record.row() | {"text": record.output}
+        for shown in record.images:
+            if not (folder / shown.file).exists():
+                Image.fromarray(shown.pixels).save(folder / shown.file)
+            of_image = {"file": shown.file, "place": shown.place, "height": shown.height, "width": shown.width}
+            line.setdefault("images", []).append(of_image)
+        lines.append(line)
+    write_index(folder, lines)
 
 
 def _write_pictures(folder: Path, rows: list[Record]) -> None:
@@ -195,6 +242,17 @@ def _write_pictures(folder: Path, rows: list[Record]) -> None:
         grid(rows).save(folder / "grid.png")
     if rows and rows[0].is_video:
         write_video(folder / "grid.mp4", moving_grid(rows), rows[0].fps)
+
+
+def together(images: Sequence[Shown]) -> Image.Image:
+    """Images of a prompt in a row."""
+    parts = [Image.fromarray(image.pixels) for image in images]
+    row = Image.new("RGB", (sum(part.width for part in parts), max(part.height for part in parts)), "white")
+    left = 0
+    for part in parts:
+        row.paste(part, (left, 0))
+        left += part.width
+    return row
 
 
 def write_index(folder: Path, rows: Iterable[dict[str, Any]]) -> None:

@@ -115,7 +115,7 @@ def _set(kept: list[Kept], share: int) -> str:
         f'<div class="cards {first.folder.parent.name}" style="--w:{_width(first, keys)}px;--n:{len(sides)}">'
     )
     for key in keys:
-        html += f'<figure>{_caption(first.steps[steps[-1]][key])}<div class="pair">'
+        html += f'<figure>{_caption(first, steps[-1], key)}<div class="pair">'
         for each, chosen in sides:
             html += _side(each, chosen, key, movies)
         html += "</div></figure>"
@@ -186,7 +186,7 @@ def _extremes(kept: Kept, movies: bool) -> str:
         html += f"<div><h4>{word}</h4><div class='cards few'>"
         for key in keys:
             side = f'<div class="side">{_frame(kept, kept.last, key, movies)}</div>'
-            html += f"<figure>{_caption(rows[key])}{side}</figure>"
+            html += f"<figure>{_caption(kept, kept.last, key)}{side}</figure>"
         html += "</div></div>"
     return f"{html}</div>"
 
@@ -234,10 +234,18 @@ def _talk(row: dict[str, Any]) -> str:
     return f"{html}</div><p class=n>{escape(summary(row))}</p>"
 
 
-def _caption(row: dict[str, Any]) -> str:
-    """The prompt, and its ground truth if there is one."""
+def _caption(kept: Kept, step: int, key: Key) -> str:
+    """The prompt with its images, and its ground truth if there is one."""
+    row, shown = kept.steps[step][key], ""
+    for image in row.get("images", []):
+        title = f"{image['place']}, {image['width']} x {image['height']} pixels"
+        try:
+            shown += _image(kept.path(step) / image["file"], escape(title))
+        except OSError:
+            shown += '<span class="lost">image file is missing or damaged</span>'
+    shown = f'<div class="shown">{shown}</div>' if shown else ""
     truth = f"<p class=n>ground truth: {escape(str(row['ground_truth']))}</p>" if "ground_truth" in row else ""
-    return f"<figcaption>{escape(row['prompt'])}{truth}</figcaption>"
+    return f"<figcaption>{shown}{escape(row['prompt'])}{truth}</figcaption>"
 
 
 def _width(kept: Kept, keys: Sequence[Key]) -> int:

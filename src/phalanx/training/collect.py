@@ -4,12 +4,12 @@ import logging
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from phalanx.config.run import RLConfig, TrainerConfig
-from phalanx.data.streams import PromptStream
 from phalanx.distributed.collectives import all_gather
 from phalanx.functional.advantage import fill_missing, has_signal
 from phalanx.functional.rewards import LARGEST
@@ -38,7 +38,20 @@ class Collected:
     row: dict[str, float]
 
 
-def total_steps(trainer: TrainerConfig, prompts: PromptStream) -> int:
+class PromptSource(Protocol):
+    """The prompts of training steps, by their numbers in the data, as phalanx.data.streams.PromptStream has them, or as
+    another policy writes them. `ahead`: those of later steps are known.
+    """
+
+    ahead: bool
+
+    def numbers(self, step: int) -> list[int]: ...
+    def prompts(self, numbers: list[int], first: int = 0) -> list[Prompt]: ...
+    def renewed(self, numbers: list[int], places: list[int], draw: int) -> list[int]: ...
+    def steps(self, epochs: float) -> int: ...
+
+
+def total_steps(trainer: TrainerConfig, prompts: PromptSource) -> int:
     """Training steps of the whole run."""
     if trainer.total_training_steps is not None:
         return trainer.total_training_steps
@@ -157,17 +170,19 @@ class Collector:
         policy: TrainedPolicy,
         rollout: Rollout,
         rewards: RewardClient,
-        prompts: PromptStream,
+        prompts: PromptSource,
         timers: Timers,
         *,
         weights: str | None = None,
         rescorer: Rescorer | None = None,
         chunks: int = 1,
+        group: int | None = None,
     ) -> None:
+        """`group`: the samples whose rewards are compared, one after the other; None: those of a prompt."""
         self.cfg, self.plan, self.policy = cfg, plan, policy
         self.rollout, self.rewards, self.prompts, self.timers = rollout, rewards, prompts, timers
         self.weights, self.rescorer, self.chunks = weights, rescorer, chunks
-        self.group_id = torch.arange(plan.samples) // cfg.rollout.n  # [N]: the prompt of each sample of all ranks
+        self.group_id = torch.arange(plan.samples) // (group or cfg.rollout.n)  # [N]: that of each sample of all ranks
         self.total_steps = total_steps(cfg.trainer, prompts)
 
     def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
@@ -176,7 +191,8 @@ class Collector:
         """
         seed, unit = self.cfg.trainer.seed, step * self.chunks + chunk
         with self.timers("encode"):
-            self.rollout.prepare(self._prompts, unit, self.total_steps * self.chunks)
+            end = self.total_steps * self.chunks if self.prompts.ahead else unit + 1
+            self.rollout.prepare(self._prompts, unit, end)
         with self.timers("rollout"), self._behaviour(), self.rollout.awake():
             self.timers.expect(-(-self.plan.per_rank // self.rollout.micro_batch_size))
             samples = self.rollout.sample(self._prompts(unit), seed=seed, step=step, each=self.rewards.submit)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from phalanx.config.lm import LMRunConfig
+from phalanx.config.lm import LMDataConfig
 from phalanx.config.run import RLConfig, RunConfig
 from phalanx.data.prompts import PromptRow, numbered
 from phalanx.distributed import mesh
@@ -27,7 +27,7 @@ from phalanx.models.trained import TrainedModel
 from phalanx.rewards import RewardSet
 from phalanx.training import folder_lock
 from phalanx.training.checkpoint import saved_choice
-from phalanx.types import Policy, Prompt, Rollout, Samples, Teacher
+from phalanx.types import KeepsSamples, Policy, Prompt, Rollout, Samples, Teacher
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,8 @@ class JobComponents:
     """All that a kind of policy brings to a job.
 
     `rollout` and `rewards` are None where other ranks sample; `exact` and `noun` are the rollout's, wherever it is (see
-    phalanx.types.Rollout). `val_sets` are the held-out prompts by name.
+    phalanx.types.Rollout). `val_sets` are the held-out prompts by name. `keeps` is the rollout where some of its
+    samples wait for later steps.
     """
 
     world: World
@@ -85,10 +86,12 @@ class JobComponents:
     val_sets: dict[str, list[Prompt]]
     exact: bool = True
     noun: str = "samples"
+    keeps: KeepsSamples | None = None
 
 
-def start(cfg: RunConfig) -> World:
-    """Join the world, as deterministic as trainer.deterministic asks, and take the output folder for this job.
+def start(cfg: RunConfig, part: str = "") -> World:
+    """Join the world, as deterministic as trainer.deterministic asks, and take the output folder for this job. `part`:
+    of the policy whose configuration it is, where the job has several.
 
     Raises ValueError where another job has it.
     """
@@ -102,16 +105,18 @@ def start(cfg: RunConfig) -> World:
     if world.role == ACTOR:
         folder_lock.hold(Path(cfg.trainer.output_dir), world)
     if world.device.type == "cpu":
-        choose_cpu_linear(cfg, world)
-    if isinstance(cfg, LMRunConfig):
-        given, name = cfg.data.chat_template_date, "chat_template_date"
-        cfg.data.chat_template_date = choose_once(cfg, world, name, given, lambda: date.today().isoformat())
+        choose_cpu_linear(cfg, world, part)
+    data = cfg.data
+    if isinstance(data, LMDataConfig):
+        given, name = data.chat_template_date, "chat_template_date"
+        data.chat_template_date = choose_once(cfg, world, name, given, lambda: date.today().isoformat())
     return world
 
 
-def choose_cpu_linear(cfg: RunConfig, world: World) -> None:
-    """Set model.cpu_linear where it is null: hosts may differ, and libraries in last bits."""
-    choice = cfg.model.cpu_linear = choose_once(cfg, world, "cpu_linear", cfg.model.cpu_linear, preferred)
+def choose_cpu_linear(cfg: RunConfig, world: World, part: str = "") -> None:
+    """Set model.cpu_linear where it is null: hosts may differ, and libraries in last bits. `part`: see `start`."""
+    name = f"{part}: cpu_linear" if part else "cpu_linear"
+    choice = cfg.model.cpu_linear = choose_once(cfg, world, name, cfg.model.cpu_linear, preferred)
     if world.lead:
         log.debug("float32 linear layers by %s (model.cpu_linear)", choice)
 

@@ -13,8 +13,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from phalanx.config import save
-from phalanx.config.lm import LMRunConfig
-from phalanx.config.run import RunConfig
+from phalanx.config.joint import JointConfig
+from phalanx.config.lm import LMDataConfig
+from phalanx.config.run import JobConfig
 from phalanx.config.secrets import public
 from phalanx.distributed import mesh
 from phalanx.distributed.collectives import agree
@@ -61,14 +62,15 @@ class Sampling(Protocol):
 class Job:
     """A job with what it trains; its loop takes step after step from `steps`, and gives each back to `end_step`.
 
-    `state` is the policy's, and `beside` holds those of models that are trained beside it, by name, such as a critic.
+    `policies` are those that it trains, by name, "" where there is one; `state` is the first one's. `beside` holds the
+    models that are trained beside them, by name, such as a critic, and `states` all of these.
     """
 
     def __init__(
         self,
-        cfg: RunConfig,
+        cfg: JobConfig,
         world: World,
-        state: TrainState,
+        policies: Mapping[str, TrainState],
         sampling: Sampling,
         timers: Timers,
         total_steps: int,
@@ -79,8 +81,14 @@ class Job:
         """Resume where a checkpoint is, and open the logs, on all ranks in step. `batch` is what a step trains on, in
         words. Raises ValueError for weights that are not finite, and for a folder that cannot be written.
         """
-        self.cfg, self.world, self.state, self.sampling, self.timers = cfg, world, state, sampling, timers
-        self.beside, self.total_steps, self.batch = dict(beside or {}), total_steps, batch
+        self.cfg, self.world, self.sampling, self.timers = cfg, world, sampling, timers
+        self.policies, self.beside, self.total_steps, self.batch = (
+            dict(policies),
+            dict(beside or {}),
+            total_steps,
+            batch,
+        )
+        self.state, self.states = next(iter(policies.values())), self.policies | self.beside
         self.output_dir = Path(cfg.trainer.output_dir)
         self.checkpointer = Checkpointer(self.output_dir, world, self._signature(), cfg.trainer.max_checkpoints)
         self.progress = self._resume()
@@ -112,13 +120,16 @@ class Job:
 
     def describe(self) -> str:
         """The world and what is trained, in one line."""
-        w, model = self.world, self.state.model
-        trained = sum(p.numel() for p in model.parameters.values())
-        total = sum(p.numel() for p in model.module.parameters())
+        w, models = self.world, []
+        for state in self.policies.values():
+            trained = sum(p.numel() for p in state.model.parameters.values())
+            total = sum(p.numel() for p in state.model.module.parameters())
+            kind = type(state.model.module).__name__
+            models.append(f"{kind}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained")
         shared = f", each sample on {w.context_size}" if w.context_size > 1 else ""
         return (
             f"{w.size} ranks on {w.device.type}: {w.size // w.shard_size} replicas of {w.shard_size} shards{shared}; "
-            f"{type(model.module).__name__}: {trained / 1e6:.2f} M of {total / 1e6:.2f} M weights are trained; "
+            f"{'; '.join(models)}; "
             f"steps {self.progress.step} to {self.total_steps} of {self.batch}; files in {self.output_dir}"
         )
 
@@ -220,10 +231,10 @@ class Job:
         """Count a bad step, all of whose updates were skipped: the weights stay those of the last good one. Too many
         in a row end the job (trainer.max_bad_steps) with a checkpoint from before them.
         """
-        if self.state.applied:
-            self.bad_steps = 0
-        elif self.state.skipped:
+        if any(state.diverged for state in self.policies.values()):
             self.bad_steps += 1
+        elif any(state.applied for state in self.policies.values()):
+            self.bad_steps = 0
         self._warn_of_skipped()
         if self.bad_steps == 0:
             self._good = copy(self.progress)
@@ -240,7 +251,7 @@ class Job:
     def _warn_of_skipped(self) -> None:
         """Count the updates that were skipped, and say so at the first of them; `_run` says how many there were."""
         before = self._skipped
-        for state in (self.state, *self.beside.values()):
+        for state in self.states.values():
             self._skipped += state.skipped
             state.applied = state.skipped = 0
         if before == 0 and self._skipped > 0 and self.world.rank == 0:
@@ -252,7 +263,7 @@ class Job:
 
     def _count_updates(self) -> None:
         self.progress.updates = self.state.updates
-        self.progress.updates_beside = {name: state.updates for name, state in self.beside.items()}
+        self.progress.updates_beside = {name: state.updates for name, state in self.states.items() if name}
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -270,7 +281,7 @@ class Job:
     def _not_finite(self) -> str | None:
         """On all ranks: the weights that hold NaN or infinity, in words; None where there are none."""
         name = None
-        for state in (self.state, *self.beside.values()):
+        for state in self.states.values():
             name = name or state.not_finite()
         return agree(None if name is None else f"the weights {name} hold NaN or infinity", 0)[0]
 
@@ -290,15 +301,23 @@ class Job:
         return Stopped(stop.number, f" after step {step} of {self.total_steps}; {kept}")
 
     def tensors(self) -> dict[str, Any]:
-        """The contents of a checkpoint, as tensors of the mesh: the policy's at the top, others below their names."""
-        return self.state.state() | {name: state.state() for name, state in self.beside.items()}
+        """The contents of a checkpoint, as tensors of the mesh: those of a sole policy at the top, others below their
+        names.
+        """
+        tensors: dict[str, Any] = {}
+        for name, state in self.states.items():
+            tensors |= {name: state.state()} if name else state.state()
+        return tensors
 
     def _signature(self) -> dict[str, Any]:
-        signature = self.state.signature()
-        for name, state in self.beside.items():
-            signature |= {f"{name}: {key}": value for key, value in state.signature().items()}
-        if isinstance(self.cfg, LMRunConfig):
-            data = self.cfg.data
+        signature: dict[str, Any] = {}
+        for name, state in self.states.items():
+            before = f"{name}: " if name else ""
+            signature |= {f"{before}{key}": value for key, value in state.signature().items()}
+        if list(self.policies) != [""]:
+            signature["trained policies"] = ", ".join(self.policies)
+        data = self.cfg.data
+        if isinstance(data, LMDataConfig):
             signature["chat_template_date"] = data.chat_template_date
             signature["chat_template_kwargs"] = data.chat_template_kwargs
         return signature
@@ -309,9 +328,11 @@ class Job:
         if folder is None:
             return Progress()
         progress = self.checkpointer.load(folder, self.tensors())
-        self.state.loaded(progress.updates)
-        for name, state in self.beside.items():
-            state.loaded(progress.updates_beside[name])
+        if "" in self.policies:
+            self.state.loaded(progress.updates)
+        for name, state in self.states.items():
+            if name:
+                state.loaded(progress.updates_beside[name])
         done = progress.step >= self.total_steps and progress.unfinished is None
         if done and folder.resolve().parent != self.checkpointer.root.resolve():
             raise ValueError(
@@ -329,8 +350,12 @@ class Job:
         return progress
 
 
-def _with_whole_path(cfg: RunConfig) -> RunConfig:
-    """The configuration with the model's folder as it is found from everywhere: exports and samples need it, too."""
+def _with_whole_path(cfg: Any) -> Any:
+    """The configuration with the models' folders as they are found from everywhere: exports and samples need them,
+    too.
+    """
+    if isinstance(cfg, JointConfig):
+        return replace(cfg, writer=_with_whole_path(cfg.writer), painter=_with_whole_path(cfg.painter))
     folder = Path(cfg.model.path).expanduser()
     if folder.is_absolute() or not folder.is_dir():
         return cfg

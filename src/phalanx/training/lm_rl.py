@@ -10,7 +10,7 @@ from phalanx.algorithms import TokenAlgorithm
 from phalanx.config.lm import LMRLConfig, LMRolloutConfig
 from phalanx.config.load import ConfigError
 from phalanx.data.overlap import held_out_overlap
-from phalanx.data.prompts import PromptRow, load_prompts, numbered, refuse_images, validation_sets
+from phalanx.data.prompts import PromptRow, load_prompts, numbered, validation_sets
 from phalanx.data.streams import PromptStream
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
@@ -24,6 +24,8 @@ from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
 from phalanx.rollout.lm import build_rollout, check_engine
+from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.rollout.lm.partial import PartialRollout, drawn_at_once
 from phalanx.telemetry.metrics import check_loggers
 from phalanx.training import batch_plan
 from phalanx.training.components import JobComponents, build_rewards, fitting_sets, start
@@ -48,9 +50,12 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     rows = load_prompts(data.train_files, "data.train_files", prompt=key, quoted=False, image_key=data.image_key)
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False, image_key=data.image_key)
     held_out = [prompt for prompts in val_sets.values() for prompt in prompts]
+    every: list[PromptRow | Prompt] = [*rows, *held_out]
+    images = next((row.place for row in every if row.images), None)
+    if images is not None:
+        check_images(cfg, images)
     environments = Environments(cfg.environment) if cfg.environment.used else None
     if environments is not None:
-        refuse_images([*rows, *held_out], "conversations with an environment show none")
         rows = with_tools(rows, environments)
         val_sets = fitting_sets(val_sets, lambda some, _: with_tools(some, environments))
     world = start(cfg)
@@ -60,10 +65,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
             "data.val_files: the policy itself gives all terms of the reward, which it does only in training; add one "
             "to validate by, such as {name: gsm8k, weight: 0}"
         )
-    policy = load_policy(cfg, world)
-    if not policy.reads_images:
-        kind = type(policy.trained.module.lm).__name__
-        refuse_images([*rows, *held_out], f"model.path: {cfg.model.path!r} is a {kind}, which reads none")
+    policy = load_policy(cfg, world, images=images is not None)
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
     rows = fitting(rows, "data.train_files", policy, first=world.lead)
@@ -72,9 +74,14 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     components = JobComponents(world, rewards, policy, None, val_sets, exact=cfg.rollout.facts.exact)
     if world.samples:
         part = part_of(plan, cfg, world)
-        decoded = cfg.rollout.micro_batch_size_per_gpu or part.per_rank
+        decoded = plan.rollout_micro if cfg.rollout.partial_rollout else cfg.rollout.micro_batch_size_per_gpu
+        decoded = decoded or part.per_rank
         passes = scoring(plan, algorithm, cfg.rollout)
         rollout = build_rollout(cfg, policy, world, decoded, passes, environments)
+        if cfg.rollout.partial_rollout:
+            assert isinstance(rollout, LMRollout), "rules refuse others"
+            rollout = partial_rollout = PartialRollout(rollout, plan.samples // cfg.rollout.n)
+            components = replace(components, keeps=partial_rollout)
         components = replace(components, rollout=rollout, exact=rollout.exact)
         if world.role == ROLLOUT:
             return RolloutWorker(cfg, part, components, prompts)
@@ -84,15 +91,36 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
         model = build_critic(cfg.critic.model, cfg.parallel, policy, cfg.trainer.seed)
         critic = CriticTrainer(model, cfg.critic, cfg.actor, plan, world, cfg.trainer.critic_warmup)
     # else all passes have one shape, and cost the same
-    costs = policy.sample_flops if cfg.trainer.balance_batch and plan.by_tokens else None
+    # images stay on the rank that has them
+    balances = cfg.trainer.balance_batch and plan.by_tokens and policy.vision is None
+    costs = policy.sample_flops if balances else None
     trainer = build_trainer(cfg, plan, algorithm, components, prompts, teachers, critic, costs)
     if world.lead:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some])
     return trainer
 
 
-def load_policy(cfg: LMRLConfig, world: World) -> LMPolicy:
-    """The policy that the model's folder holds. Raises ValueError for one that cannot be."""
+def check_images(cfg: LMRLConfig, place: str) -> None:
+    """Raise ConfigError or ValueError, in one line, where prompts cannot have images, as that at `place` has."""
+    if cfg.environment.used:
+        raise ConfigError(f"{place} has images, and conversations with an environment show none; leave one of them out")
+    if cfg.rollout.partial_rollout:
+        raise ConfigError(f"{place} has images, and partial rollouts keep none; leave rollout.partial_rollout out")
+    if cfg.placement:
+        raise ConfigError(f"{place} has images, which do not go from rank to rank; leave placement out")
+    if build_algorithm(cfg).teachers:
+        raise ConfigError(f"{place} has images, which teachers do not read; expected an algorithm without teachers")
+    if cfg.model.block_size is not None:
+        raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
+    from phalanx.models.lm import vision
+
+    vision.check(cfg.model, place)
+
+
+def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False, images: bool = False) -> LMPolicy:
+    """The policy that the model's folder holds, of which nothing is trained if `frozen`; `images`: prompts may have
+    some. Raises ValueError for one that cannot be.
+    """
     options: dict[str, Any] = {
         "chunk": cfg.actor.log_prob_chunk_size,
         "temperature": cfg.rollout.temperature,
@@ -103,7 +131,8 @@ def load_policy(cfg: LMRLConfig, world: World) -> LMPolicy:
         decodes = cfg.rollout.facts.weights == "policy"
         if Truncation.of(cfg.rollout).on:
             options["truncation"] = Truncation.of(cfg.rollout)
-        return build_policy(cfg.model, cfg.parallel, cfg.data, world, decodes=decodes, **options)
+        options |= {"decodes": decodes, "frozen": frozen, "images": images}
+        return build_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
     options["estimate"] = cfg.actor.log_prob_estimate
     return build_block_policy(cfg.model, cfg.parallel, cfg.data, world, **options)
 
@@ -132,8 +161,16 @@ def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     budget = cfg.actor.ppo_max_token_len_per_gpu if cfg.actor.use_dynamic_bsz else None
     packed = cfg.model.use_remove_padding
     result = batch_plan.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
+    prompts, age = result.samples // cfg.rollout.n, cfg.rollout.max_staleness
+    drawn = drawn_at_once(cfg.rollout, prompts)
+    if not prompts <= drawn <= prompts * (age + 1):
+        raise ConfigError(
+            f"rollout.over_sampling_batch_size: {drawn} should be {prompts} to {prompts * (age + 1)}: the {prompts} "
+            f"prompts of a training step, and those that may wait for rollout.max_staleness={age} steps"
+        )
     # log-probs are taken in passes of the training's shape, whatever is decoded together
-    decoded, exact = cfg.rollout.micro_batch_size_per_gpu or result.per_rank, budget is None and not packed
+    decoded = cfg.rollout.micro_batch_size_per_gpu or -(-drawn * cfg.rollout.n // world_size)
+    exact = budget is None and not packed
     return replace(result, rollout_micro=decoded, exact=exact, budget=budget, packed=packed)
 
 

@@ -70,29 +70,20 @@ def build_trainer(
     Raises ValueError for a checkpoint or a folder that cannot be used.
     """
     world, policy, timers, link = components.world, components.policy, Timers(), components.world.link
-    _warn_of_k1(cfg, world)
-    averages = weights_beside(cfg, algorithm, policy)
     steps = total_steps(cfg.trainer, prompts)
     beside, trained = {}, steps
     if critic is not None:
         beside["critic"] = critic.prepare(steps, offload=cfg.parallel.optimizer_offload)
         trained = max(steps - critic.warmup, 0)
-    state = TrainState(
-        policy.trained,
-        cfg.optim,
-        trained * plan.updates * plan.epochs,
-        ema=cfg.actor.ema,
-        averages=averages,
-        offload=cfg.parallel.optimizer_offload,
-    )
+    state = train_state(cfg, plan, algorithm, policy, trained)
     updates = "update" if plan.updates == 1 else "updates"
     batch = f"{cfg.data.batch_size(world.data_size)} prompts in {plan.updates} {updates}"
     rollout, exact, noun = components.rollout, components.exact, components.noun
     if link is None:
         assert rollout is not None, "each rank samples"
         rewards = RewardClient(cfg, world, components.rewards, timers, noun)
-        validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
-        job = Job(cfg, world, state, validator, timers, steps, batch=batch, beside=beside)
+        validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers, keeps=components.keeps)
+        job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch, beside=beside)
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact)
         weights = algorithm.behaviour
         collector: Collects = Collector(
@@ -102,7 +93,7 @@ def build_trainer(
         make, part = SCHEDULES[cfg.rollout.schedule], of_role(plan, cfg, link.roles, ACTOR)
         held_out = sum(map(len, components.val_sets.values()))
         schedule = make(cfg, part, world, policy, timers, algorithm.behaviour, held_out)
-        job = Job(cfg, world, state, schedule, timers, steps, batch=batch, beside=beside)
+        job = Job(cfg, world, {"": state}, schedule, timers, steps, batch=batch, beside=beside)
         scored = INFERENCE in link.roles.ranks
         rescorer = Rescorer(cfg, plan, algorithm, policy, timers, job.progress, exact=exact, scored_elsewhere=scored)
         collector = RemoteCollector(schedule, rescorer)
@@ -122,6 +113,19 @@ def build_trainer(
         costs=costs,
     )
     return Trainer(job, collector, updater)
+
+
+def train_state(cfg: RLConfig, plan: BatchPlan, algorithm: Algorithm, policy: TrainedPolicy, steps: int) -> TrainState:
+    """The optimizer and the other weights of a policy that is trained for this number of steps."""
+    _warn_of_k1(cfg, policy.trained.world)
+    return TrainState(
+        policy.trained,
+        cfg.optim,
+        steps * plan.updates * plan.epochs,
+        averages=weights_beside(cfg, algorithm, policy),
+        ema=cfg.actor.ema,
+        offload=cfg.parallel.optimizer_offload,
+    )
 
 
 def _warn_of_k1(cfg: RLConfig, world: World) -> None:

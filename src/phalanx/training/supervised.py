@@ -157,5 +157,5 @@ def supervised_trainer(
     rewards = RewardClient(cfg, world, components.rewards, timers, components.noun)
     validator = Validator(cfg, world, policy, rollout, rewards, components.val_sets, timers)
     batch = f"{cfg.data.batch_size(world.data_size)} prompts"
-    job = Job(cfg, world, state, validator, timers, steps, batch=batch)
+    job = Job(cfg, world, {"": state}, validator, timers, steps, batch=batch)
     return SupervisedTrainer(job, task, shares)

@@ -96,7 +96,9 @@ class Updater:
         chunks: int = 1,
         noun: str = "samples",
         costs: Callable[[Samples], list[float]] | None = None,
+        group: int | None = None,
     ) -> None:
+        """`group`: see phalanx.training.collect.Collector."""
         self.cfg, self.plan, self.algorithm, self.policy, self.world = cfg, plan, algorithm, policy, world
         self.state, self.rescorer, self.timers, self.noun = state, rescorer, timers, noun
         self.teachers, self.critic, self.chunks, self.costs = dict(teachers or {}), critic, chunks, costs
@@ -105,7 +107,7 @@ class Updater:
             samples, per_rank = plan.samples // chunks, plan.per_rank // chunks
             self.chunk_plan = replace(plan, samples=samples, per_rank=per_rank, units=per_rank, updates=1)
         # sample i of all ranks is of prompt i // n
-        self.group_id = torch.arange(self.chunk_plan.samples) // cfg.rollout.n  # [N]
+        self.group_id = torch.arange(self.chunk_plan.samples) // (group or cfg.rollout.n)  # [N]
         self.planned_updates = plan.updates * plan.epochs
         self._counts = torch.zeros(2, dtype=torch.int64)  # actions and samples of this rank since the last `apply`
 

@@ -12,10 +12,10 @@ from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.metrics import Timers
-from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, storable
+from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Shown, storable
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.training.collect import check_range
-from phalanx.types import Each, Outputs, Policy, Prompt, Rollout
+from phalanx.types import Each, KeepsSamples, Outputs, Policy, Prompt, Rollout
 
 Score = Callable[[], tuple[Tensor, dict[str, Tensor]]]
 Kept = tuple[Output, dict[str, Any]]  # an output, and what its Record says beside
@@ -34,10 +34,12 @@ class Validator:
         rewards: RewardClient,
         val_sets: dict[str, list[Prompt]],
         timers: Timers,
+        keeps: KeepsSamples | None = None,
     ) -> None:
-        """`val_sets` are the held-out prompts by name."""
+        """`val_sets` are the held-out prompts by name; `keeps` is the rollout where some of its samples wait."""
         self.cfg, self.world, self.policy, self.rollout = cfg, world, policy, rollout
         self.rewards, self.val_sets, self.timers = rewards, val_sets, timers
+        self.keeps = keeps
 
     @property
     def validates(self) -> int:
@@ -45,7 +47,9 @@ class Validator:
         return sum(map(len, self.val_sets.values()))
 
     def begin(self, step: int, total_steps: int, kept: Sequence[Tensor]) -> None:
-        """Do nothing: no other ranks sample."""
+        """Hand samples that wait to the rollout that keeps them; no other ranks sample."""
+        if self.keeps is not None:
+            self.keeps.begin(step, kept)
 
     def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
         """The row of a validation on all sets with these weights (None: the policy's own), and on rank 0 the samples to
@@ -64,8 +68,8 @@ class Validator:
         return row, kept
 
     def in_flight(self, step: int) -> Tensor | None:
-        """There are none: no samples are drawn ahead."""
-        return None
+        """Those of a rollout that keeps some."""
+        return None if self.keeps is None else self.keeps.in_flight(step)
 
     def end(self, stop: int = 0) -> None:
         """Let the rollout end; there are no ranks of other roles."""
@@ -138,7 +142,8 @@ def validate(
         if isinstance(output, str) and "ground_truth" in prompt.meta:
             truth = str(prompt.meta["ground_truth"])
         value = float(reward[number * n])
-        records.append(Record(prompt.text, value, output, number, rollout.fps, scores, truth, **beside))
+        shown = tuple(map(Shown.of, prompt.images))
+        records.append(Record(prompt.text, value, output, number, rollout.fps, scores, truth, images=shown, **beside))
     return row, records
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from phalanx.config.messages import ConfigError
-from phalanx.config.rules import algorithm, batches, blocks, environment, layout, rollout, tasks
-from phalanx.config.rules.rule import Ranks, Rule
+from phalanx.config.rules import algorithm, batches, blocks, environment, joint, layout, rollout, tasks
+from phalanx.config.rules.rule import Ranks, Rule, of_part
 
 __all__ = [
     "LAUNCH_RULES",
@@ -25,10 +25,12 @@ __all__ = [
     "check_launch",
     "check_model",
     "check_start",
+    "of_part",
 ]
 
 # in the order in which they are checked
 RULES = (
+    *joint.RULES,
     *batches.RULES,
     *algorithm.RULES,
     *blocks.RULES,
@@ -52,6 +54,10 @@ def broken(rules: Iterable[Rule], c: Any, **given: Any) -> Iterator[tuple[Rule, 
             x = rule.broken(c, *given.values())
             if x:
                 yield rule, rule.message.format(c=c, x=x, **given)
+    if "JointConfig" in schemas:
+        for part, config in c.parts().items():
+            for rule, message in broken(rules, config, **given):
+                yield rule, of_part(message, part)
 
 
 def check(c: Any) -> None:

@@ -13,10 +13,9 @@ def _without(c: Any) -> tuple[str, Any] | None:
     return next(changed(c.environment, type(c.environment)(), "environment."), None)
 
 
-def _rewards_nothing(c: Any) -> bool:
-    """Whether the reward of an environment is asked for and there is none."""
-    asked = [entry for entry in c.reward.functions if entry.name == "environment" and entry.path is None]
-    return bool(asked) and not c.environment.used
+def _asks(c: Any) -> bool:
+    """Whether the reward of an environment is asked for."""
+    return any(entry.name == "environment" and entry.path is None for entry in c.reward.functions)
 
 
 RULES = (
@@ -49,7 +48,13 @@ RULES = (
          "rollout.stop: with an environment a turn ends by an end token of the model, behind which the answer stands; "
          "leave rollout.stop and rollout.stop_token_ids out"),
     Rule("reward.functions environment.path environment.tools environment.tool_config_path", LM_RL,
-         "The reward environment is that of an environment.", _rewards_nothing,
+         "The reward environment is that of an environment.",
+         lambda c: _asks(c) and not c.environment.used,
          "reward.functions: the reward environment is what an environment gives; set environment.path, or leave it "
          "out"),
+    Rule("reward.functions environment.path environment.tools environment.tool_config_path", LM_RL,
+         "Functions as tools have no state, and give no reward.",
+         lambda c: _asks(c) and c.environment.tools and c.environment.path is c.environment.tool_config_path is None,
+         "reward.functions: the reward environment is what an environment gives, and environment.tools have no state "
+         "to give one by; give a class with get_reward or step as environment.path, or another reward"),
 )  # fmt: skip

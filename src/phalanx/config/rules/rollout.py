@@ -35,10 +35,41 @@ def truncated(c: Any) -> tuple[str, Any] | None:
     return next(((f"rollout.{key}", vars(r)[key]) for key, on in keys.items() if on), None)
 
 
+def _no_log_probs(c: Any) -> bool:
+    """Whether the policy takes no log-probs of what is drawn with others."""
+    r = c.rollout
+    return r.correction == "none" and (not r.facts.exact or r.partial_rollout)
+
+
+def _only_partial(c: Any) -> tuple[str, Any] | None:
+    """The first key of partial rollouts that is set without them, and its value."""
+    r, fresh = c.rollout, type(c.rollout)()
+    for key in ("over_sampling_batch_size", "partial_rollout_tokens"):
+        if not r.partial_rollout and vars(r)[key] != vars(fresh)[key]:
+            return key, vars(r)[key]
+    return None
+
+
+def _not_partial(c: Any) -> str | None:
+    """The first setting that does not go with partial rollouts, where they are asked for."""
+    r = c.rollout
+    broken = {
+        f"rollout.engine={r.engine}": r.engine not in r.ENGINES,
+        "an environment": c.environment.used,
+        f"model.block_size={c.model.block_size}": c.model.block_size is not None,
+        "placement": bool(c.placement),
+        "rollout.stop": bool(r.stop),
+        f"rollout.max_num_gen_batches={r.max_num_gen_batches}": r.max_num_gen_batches > 1,
+        f"rollout.max_draws_per_prompt={r.max_draws_per_prompt}": r.max_draws_per_prompt > 1,
+    }
+    return next((setting for setting, true in broken.items() if r.partial_rollout and true), None)
+
+
 def _needless_correction(c: Any) -> str | None:
     """The reason why there is nothing to correct, where something is to be."""
     r = c.rollout
-    if r.correction == "rescore" or r.schedule == "one_step_off" or not r.facts.exact:
+    older = r.schedule == "one_step_off" or vars(r).get("partial_rollout")
+    if r.correction == "rescore" or older or not r.facts.exact:
         return None
     return "its images have no log-probs" if r.facts.columns else "its log-probs are exact"
 
@@ -93,9 +124,24 @@ RULES = (
          "rollout.num_frames: {c.rollout.num_frames}: flow matching trains on images; set it to 1"),
     Rule("rollout.top_k rollout.top_p rollout.min_p rollout.correction", LM,
          "Truncated distributions need the policy's own log-probs, which say what tokens are kept.",
-         lambda c: truncated(c) if c.rollout.correction == "none" and not c.rollout.facts.exact else None,
+         lambda c: truncated(c) if _no_log_probs(c) else None,
          "{x[0]}: {x[1]} needs the policy's own log-probs, which say what tokens are kept; rollout.correction=none "
          "takes none, set it to rescore"),
+    Rule("rollout.over_sampling_batch_size rollout.partial_rollout_tokens rollout.partial_rollout", LM_RL,
+         "Keys of partial rollouts need partial rollouts.",
+         _only_partial,
+         "rollout.{x[0]}: {x[1]} is of partial rollouts; set rollout.partial_rollout=true, or leave it out"),
+    Rule("rollout.partial_rollout rollout.engine environment.path environment.tools environment.tool_config_path "
+         "model.block_size placement rollout.stop rollout.max_num_gen_batches rollout.max_draws_per_prompt", LM_RL,
+         "Partial rollouts are of responses of a single turn, which a built-in engine draws from left to right on "
+         "ranks that do everything, and which end by tokens; groups are not drawn again.",
+         _not_partial,
+         "rollout.partial_rollout: true does not go with {x}; leave out one of them"),
+    Rule("rollout.partial_rollout rollout.partial_rollout_tokens data.max_response_length", LM_RL,
+         "The longest response has whole rounds of partial rollouts.",
+         lambda c: c.rollout.partial_rollout and c.data.max_response_length % c.rollout.partial_rollout_tokens,
+         "rollout.partial_rollout_tokens: {c.rollout.partial_rollout_tokens} does not divide data.max_response_length="
+         "{c.data.max_response_length}"),
     Rule("rollout.stop", LM, "A text that ends a response is not empty.",
          lambda c: "" in c.rollout.stop,
          "rollout.stop: an empty text would end each response at once; leave it out"),

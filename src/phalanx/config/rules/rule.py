@@ -1,5 +1,6 @@
 """A rule across keys of a configuration, and what the tables of rules share."""
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from operator import attrgetter
@@ -9,6 +10,7 @@ from typing import Any
 RUN, RL = "RunConfig", "RLConfig"
 FLOW, FLOW_RL, FLOW_MATCHING = "FlowRunConfig", "FlowRLConfig", "FlowMatchingTaskConfig"
 LM, LM_RL, BLOCK_DIFFUSION = "LMRunConfig", "LMRLConfig", "BlockDiffusionTaskConfig"
+JOINT = "JointConfig"
 SAMPLE, GENERATE, PREPARE_DATA = "SampleConfig", "GenerateConfig", "PrepareDataConfig"
 COLDEST = 0.01  # of temperatures that draw
 
@@ -54,6 +56,12 @@ def changed(section: Any, default: Any, prefix: str) -> Iterator[tuple[str, Any]
             yield from changed(value, other, f"{prefix}{f.name}.")
         elif value != other:
             yield f"{prefix}{f.name}", value
+
+
+def of_part(message: str, part: str) -> str:
+    """The text of an error about the configuration of a joint run's policy, with the joint run's keys."""
+    message = re.sub(r"(?<![\w.])(model|rollout|algorithm|actor|optim)\.(?=[a-z])", rf"{part}.\1.", message)
+    return message.replace("data.max_prompt_length", "data.max_rewrite_length") if part == "painter" else message
 
 
 def beside_per_gpu(section: Any, key: str) -> tuple[Any, Any, Any] | None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import safe_open
 from torch import nn
 
 from phalanx.config.flow import FlowModelConfig
@@ -17,7 +16,7 @@ from phalanx.config.messages import cut, shown
 from phalanx.engines.loading import check_weights, loading
 from phalanx.models.flow import headers
 from phalanx.models.flow.headers import absent_components, check_index, component_names
-from phalanx.models.headers import check_variants, read_json
+from phalanx.models.headers import check_variants, read_json, tensors
 from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter
 
 _ENDINGS = ("json", "txt", "model", "jinja", "safetensors")  # of the files of a component that are read
@@ -66,8 +65,7 @@ def check_layers(path: str, transformer: nn.Module) -> None:
     """
     known = {None, *map(_block, transformer.state_dict())}
     for file in sorted((Path(path) / "transformer").glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            extra = sorted(name for name in tensors.keys() if _block(name) not in known)  # noqa: SIM118
+        extra = sorted(name for name in tensors(file) if _block(name) not in known)
         if extra:
             raise ValueError(f"model.path: {file} holds {extra[0]}, for which its config.json has no layer")
 
@@ -170,9 +168,7 @@ def dtype_on_disk(folder: Path) -> torch.dtype:
     """The dtype of most of a component's tensors; float32 where it has no safetensors files."""
     counts: Counter[str] = Counter()
     for file in folder.glob("*.safetensors"):
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                counts[tensors.get_slice(name).get_dtype()] += 1
+        counts.update(dtype for dtype, _ in tensors(file).values())
     for name, _ in counts.most_common(1):
         return _DTYPES.get(name, torch.float32)
     return torch.float32

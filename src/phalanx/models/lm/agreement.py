@@ -15,7 +15,7 @@ from transformers import DynamicCache
 
 from phalanx.config.lm import LMModelConfig
 from phalanx.config.messages import reason
-from phalanx.functional.tokens import left_padded
+from phalanx.functional.tokens import FAR, left_padded
 from phalanx.models.lm.model import CACHE, CausalLM
 
 LENGTHS = (14, 9)  # tokens of the two samples
@@ -88,10 +88,12 @@ def _samples(tokenizer: Any, rows: int) -> Tensor:
 def _stock(module: CausalLM, ids: Tensor) -> Tensor:
     """[T - 1] log-probs of a sample's ids [T] by the model's own forward."""
     logits = module(input_ids=ids[None, :-1], use_cache=False).logits[0]
-    return _log_probs(logits, ids[1:])
+    return _log_probs(module, logits, ids[1:])
 
 
-def _log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
+def _log_probs(module: CausalLM, logits: Tensor, tokens: Tensor) -> Tensor:
+    if module.never:
+        logits = logits.index_fill(-1, torch.tensor(module.never, device=logits.device), FAR)
     return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
@@ -122,7 +124,7 @@ def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int]) -> Tensor:
     position, columns = mask.sum(1), []
     for t in range(RESPONSE):
         tokens = torch.stack([ids[i, length + t] for i, length in enumerate(prompts)])
-        columns.append(_log_probs(out.logits[:, -1], tokens))
+        columns.append(_log_probs(module, out.logits[:, -1], tokens))
         if t + 1 == RESPONSE:
             break
         mask = torch.cat([mask, mask.new_ones(2, 1)], 1)

@@ -53,7 +53,7 @@ class BlockDiffusionLM(CausalLM):
         rows, _, _ = asked.nonzero(as_tuple=True)
         asked_for, targets = output.last_hidden_state[rows, states.at[asked]], states.target[asked]
         head = self.head(output)
-        scores = token_scores(asked_for, head, targets, temperature=temperature, chunk=self.chunk, never=self.mask_id)
+        scores = token_scores(asked_for, head, targets, temperature=temperature, chunk=self.chunk, never=[self.mask_id])
         if not right:
             return scores
         return *scores[:2], self._likeliest(asked_for, head) == targets

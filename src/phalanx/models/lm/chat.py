@@ -49,7 +49,7 @@ def prompt_tokens(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig,
                 texts.append("\n\n".join(message.get("content", "") for message in messages))
             encoded = tokenizer(texts)
         else:
-            encoded = tokenizer(_rendered(tokenizer, some, data, path), add_special_tokens=False)
+            encoded = tokenizer(rendered(tokenizer, some, data, path), add_special_tokens=False)
         for ids in encoded["input_ids"]:
             tokens.append(array("i", ids))
     return tokens
@@ -66,7 +66,7 @@ def with_system_prompt(messages: list[dict[str, Any]], system: str | None) -> li
     return messages
 
 
-def _rendered(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig, path: str) -> list[str]:
+def rendered(tokenizer: Any, prompts: Sequence[Prompt], data: LMDataConfig, path: str) -> list[str]:
     """The prompts' texts. A folder may have a template of its own for chats with tools."""
     by_template: dict[str, list[int]] = {}
     chats = []
@@ -145,14 +145,18 @@ def _of_template(renderer: ChatRenderer, chats: list[dict[str, Any]]) -> list[st
     """The texts of chats, all by one template, which is also tried with other chats of the same roles."""
     texts = renderer.texts(chats)
     probes = 0
+    parts = any(isinstance(message.get("content"), list) for chat in chats for message in chat["messages"])
     for roles in dict.fromkeys(tuple(message["role"] for message in chat["messages"]) for chat in chats):
         if not _PROBED.issuperset(roles) or probes == _PROBES:
             continue
         probes += 1
-        messages = [{"role": role, "content": f"sentence {i} of a chat"} for i, role in enumerate(roles)]
+        sentences = [f"sentence {i} of a chat" for i in range(len(roles))]
+        messages: list[dict[str, Any]] = []
+        for role, sentence in zip(roles, sentences, strict=True):
+            messages.append({"role": role, "content": [{"type": "text", "text": sentence}] if parts else sentence})
         text = renderer.text(messages, None)
-        for message in messages:
-            if message["role"] != "assistant" and message["content"] not in text:
+        for message, sentence in zip(messages, sentences, strict=True):
+            if message["role"] != "assistant" and sentence not in text:
                 raise ValueError(
                     f"{renderer.name} leaves out the text of the {message['role']} in a chat of {_roles(messages)}; "
                     "expected one that renders it"

@@ -42,6 +42,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.lm, self.chunk, self.recomputes = lm, chunk, recomputes
         self.places: dict[str, str] = {}  # in the composite model that it was loaded from; see places_of
+        self.vision: Any = None  # a phalanx.models.lm.vision.Vision, where prompts may have images
 
     def forward(
         self,
@@ -51,35 +52,49 @@ class CausalLM(nn.Module):
         lengths: Sequence[int] | None = None,
         truncation: Truncation | None = None,
         pool: tuple[Tensor, Tensor] | None = None,
+        looks: Sequence[Any] | None = None,
         **decoding: Any,
     ) -> Any:
         """Scores [N] of the tokens that follow the positions `predicting` [B, T - 1] of ids [B, T]: see token_scores.
 
         With `lengths`, the B ones of ids without padding, all samples stand in one row. Of truncated distributions the
-        `pool` of the tokens that are kept comes behind the scores, that of `truncation` where none is given. With other
-        keywords, the language model's own forward.
+        `pool` of the tokens that are kept comes behind the scores, that of `truncation` where none is given. `looks`:
+        see TokenTrace. With other keywords, the language model's own forward.
         """
         if ids is None or predicting is None:
             self._recompute(False)
+            if looks is not None:
+                decoding |= self.vision.inputs(decoding.pop("input_ids"), looks)
             return self.lm(**decoding)
         self._recompute(torch.is_grad_enabled())
-        output = outputs_at(decoder_of(self.lm), ids, predicting, lengths)
+        if self.vision is None:
+            output = outputs_at(decoder_of(self.lm), ids, predicting, lengths)
+        else:
+            output = self.vision.outputs_at(ids, predicting, lengths, looks)
+        never = self.never
         tokens, head = ids[:, 1:][predicting], self.head(output)
         hidden = output.last_hidden_state
         if truncation is not None and pool is None:
-            pool = sampled_from(hidden, head, tokens, truncation, temperature=temperature, chunk=self.chunk)
-        scores = token_scores(hidden, head, tokens, temperature=temperature, chunk=self.chunk, pool=pool)
+            pool = sampled_from(
+                hidden, head, tokens, truncation, temperature=temperature, chunk=self.chunk, never=never
+            )
+        scores = token_scores(hidden, head, tokens, temperature=temperature, chunk=self.chunk, never=never, pool=pool)
         return scores if pool is None else (*scores, *pool)
+
+    @property
+    def never(self) -> tuple[int, ...]:
+        """Tokens that have no part in the distributions: those that stand for images."""
+        return () if self.vision is None else self.vision.never
 
     def head(self, output: Any) -> Callable[[Tensor], Tensor]:
         """The function of states [N, H] to logits [N, V] as the language model's forward computes it, with whatever it
-        scales or caps; `output` is one of its decoder's.
+        scales or caps; `output` is one of its decoder's, or of the whole beside the head where prompts have images.
         """
 
         def logits(states: Tensor) -> Tensor:
             given = copy.copy(output)
             given.last_hidden_state = states[None]
-            decoder = decoder_of(self.lm)
+            decoder = decoder_of(self.lm) if self.vision is None else self.lm.model
             # the forward of the class runs with these states in place of those that the decoder would compute
             decoder.forward = lambda *args, **kwargs: given
             try:
@@ -94,7 +109,10 @@ class CausalLM(nn.Module):
         """Whether layers with gradient checkpointing do it: in transformers they do where they are in training mode,
         in which all else here is never.
         """
-        for block in self.blocks()[: self.recomputes]:
+        blocks = self.blocks()[: self.recomputes]
+        if self.recomputes and self.vision is not None and not self.vision.frozen:
+            blocks += self.vision.blocks()
+        for block in blocks:
             block.training = on
 
     def blocks(self) -> list[nn.Module]:
@@ -164,40 +182,49 @@ def outputs_at(decoder: Any, ids: Tensor, predicting: Tensor, lengths: Sequence[
 
 
 def load_model(
-    config: LMModelConfig, dtype: torch.dtype, chunk: int, key: str = "model.path", *, stored: bool = False
+    config: LMModelConfig,
+    dtype: torch.dtype,
+    chunk: int,
+    key: str = "model.path",
+    *,
+    stored: bool = False,
+    images: bool = False,
 ) -> CausalLM:
     """Load `config.path` in `dtype`; ValueError, in one line with the `key` that named it, for what does not load.
 
     `stored`: parameters come as their files hold them where that is for the caller to cast; see dtype_to_read.
+    `images`: the whole of a vision-language model, else the text part.
     """
     check_folder(config.path, key)
     transformers.utils.logging.disable_progress_bar()  # every rank would draw its own
     log.info("loading the model %s", config.path)
     with loading(f"{key}: {config.path!r} does not load"):
         read = dtype_to_read(Path(config.path).expanduser(), dtype) if stored else dtype
-        lm, info, places = _from_files(config, read)
+        lm, info, places = _from_files(config, read, images)
         if read is not dtype:
             if computes_alike(lm):
                 widen_buffers(lm, dtype)
                 lm.config.dtype = dtype
             else:
-                lm, info, places = _from_files(config, dtype)
+                lm, info, places = _from_files(config, dtype, images)
     if not any(isinstance(child, nn.ModuleList) for child in decoder_of(lm).children()):
         # GPT-NeoX has this setting as well, and its layers are causal whatever it says
         if lm.config.to_dict().get("is_decoder") is False:
             raise ValueError(f"{key}: {config.path!r} is an encoder; expected a causal language model")
         raise ValueError(f"{key}: {config.path!r}: the layers of a {type(lm).__name__} are not where others are")
     check_weights(info, f"{key}: {config.path!r}: its weights are not whole")
-    model = causal_lm(lm, config, chunk, key)
+    model = causal_lm(lm, config, chunk, key, images=images)
     model.places = places
     return model
 
 
-def _from_files(config: LMModelConfig, dtype: torch.dtype) -> tuple[Any, dict[str, Any], dict[str, str]]:
+def _from_files(config: LMModelConfig, dtype: torch.dtype, images: bool) -> tuple[Any, dict[str, Any], dict[str, str]]:
     """The model, the weights of whose layers are in `dtype`, what transformers tells of loading it, and its places in a
     composite model.
     """
     settings = transformers.AutoConfig.from_pretrained(config.path, revision=config.revision, trust_remote_code=False)
+    if images:
+        return *load_class(transformers.AutoModelForImageTextToText, config, dtype), {}
     text = text_part(settings)
     if text is None:
         return *load_class(transformers.AutoModelForCausalLM, config, dtype), {}
@@ -235,16 +262,23 @@ def load_class(kind: Any, config: LMModelConfig, dtype: torch.dtype) -> tuple[An
     return lm, info
 
 
-def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path") -> CausalLM:
+def causal_lm(lm: Any, config: LMModelConfig, chunk: int, key: str = "model.path", *, images: bool = False) -> CausalLM:
     """A loaded model, as `config` wants it trained; ValueError for what it cannot do."""
+    vision: Any = None
+    if images:
+        from phalanx.models.lm.vision import Vision
+
+        vision = Vision(lm, config, key)
     if config.experts_implementation is not None:
         experts.use(lm, config.experts_implementation, compiled=config.compile)
     if config.use_remove_padding:
-        lm.set_attn_implementation(packing.implementation(config.attn_implementation))
-        packing.check(lm)
+        packs = lm if vision is None else vision.packing()
+        packs.set_attn_implementation(packing.implementation(config.attn_implementation))
+        packing.check(packs)
     if config.gradient_checkpointing:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     model = CausalLM(lm, chunk)
+    model.vision = vision
     model.recomputes = config.recomputed(len(model.blocks()))
     return model
 

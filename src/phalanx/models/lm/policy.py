@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import transformers
@@ -44,7 +45,6 @@ class LMPolicy:
     """
 
     trace_type: type = TokenTrace
-    reads_images = False
 
     def __init__(
         self,
@@ -67,10 +67,18 @@ class LMPolicy:
         """
         self.tokenizer, self.world, self.config, self.data = tokenizer, world, config, data
         self.parallel, self.temperature, self.truncation, self.trim = parallel, temperature, truncation, trim
-        self.settings = model.lm.config
+        self.vision = model.vision
+        self.tied = model.lm.config.tie_word_embeddings
+        self.settings = model.lm.config if self.vision is None else model.lm.config.get_text_config(decoder=True)
         self.ends = end_tokens(model.lm, tokenizer)
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._tokens: dict[bytes, array[int]] = {}  # of prompts, with the chat template
+        self._looks: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # as long as samples have them
+        self._reader: Any = None
+        if self.vision is not None:
+            from phalanx.models.lm.vision import Reader
+
+            self._reader = Reader(self.vision, tokenizer, config, data)
         self._cost: tuple[float, float] | None = None  # see forward_flops
         self._weights = sum(p.numel() for p in model.parameters())
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
@@ -88,6 +96,7 @@ class LMPolicy:
             frozen=frozen,
             experts=experts.spread(model.lm, config, parallel, world.shard_size),
             kept=kept,
+            beside=None if self.vision is None else self.vision.beside(),
         )
 
     def check_agreement(self, *, decodes: bool) -> None:
@@ -119,13 +128,32 @@ class LMPolicy:
         """Tokens of a prompt with the chat template, behind which a response begins."""
         key = _key(prompt)
         if key not in self._tokens:
-            self.encode_ahead([prompt])
+            if prompt.images:
+                self.look(prompt)
+            else:
+                self.encode_ahead([prompt])
         return self._tokens[key].tolist()
 
+    def look(self, prompt: Prompt) -> Any:
+        """The images of a prompt (phalanx.models.lm.vision.Look), None for none; one object as long as it is held."""
+        if not prompt.images:
+            return None
+        key = _key(prompt)
+        if key not in self._looks:
+            tokens, look = self._reader.read(prompt, self.data, key.hex())
+            self._tokens[key], self._looks[key] = array("i", tokens), look
+            return look
+        return self._looks[key]
+
     def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
-        """Render and tokenize prompts, all at once, and keep their tokens: a step then only looks them up."""
-        new = {_key(prompt): prompt for prompt in prompts}
-        every = prompt_tokens(self.tokenizer, list(new.values()), self.data, self.config.path)
+        """Render and tokenize prompts, all at once, and keep their tokens: a step then only looks them up. Those with
+        images are left to `look`.
+        """
+        new = {_key(prompt): prompt for prompt in prompts if not prompt.images}
+        given = list(new.values())
+        if self._reader is not None:
+            given = self._reader.in_parts(given)
+        every = prompt_tokens(self.tokenizer, given, self.data, self.config.path)
         for (key, prompt), tokens in zip(new.items(), every, strict=True):
             if self.data.overlong_prompts == "truncate":
                 tokens = tokens[-self.data.max_prompt_length :]
@@ -156,7 +184,10 @@ class LMPolicy:
 
     def _scored(self, trace: TokenTrace, temperature: float, *truncated: Any) -> TokenReplay:
         trace, lengths = self.read(trace)
-        scores = self.trained.run(self.trained.module, trace.ids, trace.predicting, temperature, lengths, *truncated)
+        given = [trace.ids, trace.predicting, temperature, lengths, *truncated]
+        if self.vision is not None:
+            given += [*(() if truncated else (None, None)), trace.looks]
+        scores = self.trained.run(self.trained.module, *given)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)
         values = [zeros.masked_scatter(mask, part) for part in scores[:3]]
@@ -249,9 +280,8 @@ class LMPolicy:
 
         All ranks must draw all of them, in step.
         """
-        tied = self.settings.tie_word_embeddings
         for name, tensor in self.trained.whole_weights():
-            if not (tied and name == "lm.lm_head.weight"):
+            if not (self.tied and name == "lm.lm_head.weight"):
                 yield name_in_whole(name.removeprefix("lm."), self.trained.module.places), tensor
 
     def unsharded(self) -> AbstractContextManager[None]:
@@ -266,6 +296,8 @@ class LMPolicy:
 def _key(prompt: Prompt) -> bytes:
     """A digest of all that the tokens of a prompt depend on."""
     chat = json.dumps([prompt.messages or prompt.text, prompt.meta.get("tools")], default=str)
+    for picture in prompt.images:
+        chat += picture.digest
     return hashlib.blake2b(chat.encode("utf-8", "surrogatepass"), digest_size=16).digest()
 
 
@@ -282,16 +314,18 @@ def build_policy(
     frozen: bool = False,
     decodes: bool = True,
     truncation: Truncation | None = None,
+    images: bool = False,
 ) -> LMPolicy:
     """Load the model folder and lay it out over the mesh. Raises ValueError, with one line, for one that cannot be.
 
-    `frozen`: a teacher, of which nothing is trained; `decodes`: the policy's modules sample, see check_agreement.
+    `frozen`: a teacher, of which nothing is trained; `decodes`: the policy's modules sample, see check_agreement;
+    `images`: prompts may have images.
     """
     # full fine-tuning keeps float32 weights; a frozen base is kept in the dtype that it computes in
     dtype = DTYPES[config.dtype] if config.lora_rank > 0 or frozen else torch.float32
     tokenizer = load_tokenizer(config)
     stored = config.lora_rank == 0
-    model = load_model(config, dtype, chunk, stored=stored)
+    model = load_model(config, dtype, chunk, stored=stored, images=images)
     policy = LMPolicy(
         model,
         tokenizer,

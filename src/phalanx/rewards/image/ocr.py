@@ -30,16 +30,17 @@ class Ocr:
     detect: find lines of text, then read them in reading order (images that contain text); False: the whole image is
         one line of text (a hundred times faster, for small images of a word).
     contains: score 1 where the target is part of what was read.
+    exact: score 1 where the target is what was read, and else 0: nothing for a text that is right in part.
     threads: of onnxruntime in one call; several calls run at once with reward.num_workers.
     """
 
-    def __init__(self, detect: bool = True, contains: bool = False, threads: int = 1) -> None:
+    def __init__(self, detect: bool = True, contains: bool = False, threads: int = 1, exact: bool = False) -> None:
         for name in ("rapidocr", "onnxruntime"):
             if find_spec(name) is None:
                 raise ValueError(f"the package {name} is not installed; pip install 'phalanx[ocr]'")
         package = find_spec("rapidocr")
         assert package is not None and package.origin is not None
-        self._contains = contains
+        self._contains, self._exact = contains, exact
         self._reader: _DetectingReader | _LineReader
         if detect:
             self._reader = _DetectingReader(threads)
@@ -64,6 +65,8 @@ class Ocr:
 
         if self._contains and target in read:
             return 1.0
+        if self._exact:
+            return float(target == read)
         return 1.0 - min(1.0, Levenshtein.distance(target, read) / len(target))
 
 

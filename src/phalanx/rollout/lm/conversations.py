@@ -28,7 +28,7 @@ from phalanx.models.lm.policy import LMPolicy
 from phalanx.models.lm.turns import TurnRenderer
 from phalanx.rollout.lm.converse import Partner, Spoken, converse
 from phalanx.rollout.lm.decode import Decoding
-from phalanx.rollout.lm.in_policy import Drawn, LMRollout
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout, distinct
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.types import Each, JobError, Prompt, Samples
 
@@ -148,9 +148,13 @@ class ConversationRollout(LMRollout):
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
     ) -> list[Drawn]:
-        drawn = super()._draw(prompts, names, decoding, each)
-        with self._in_step():
-            problem = self.environments.check()
+        try:
+            drawn = super()._draw(prompts, names, decoding, each)
+            with self._in_step():
+                problem = self.environments.check(lambda count: reduce_int(count, "sum"))
+        except JobError:  # on all ranks
+            self.environments.abandon()
+            raise
         if problem is not None and not self._warned:
             log.warning("%s; from here on see tools/failure_frequency", problem)
             self._warned = True
@@ -206,7 +210,7 @@ class ConversationRollout(LMRollout):
         """
         if not prompts:
             return []
-        tokens, rows = _distinct(prompts)
+        tokens, rows = distinct(prompts)
         uniform = self._uniform(names, decoding.limit, decoding)
         room, join = [decoding.limit] * len(prompts), self.environment.join
         forward, settings = self.policy.trained.module, self.policy.settings
@@ -336,10 +340,3 @@ def _about(talk: _Talk) -> Iterator[None]:
         yield
     except ValueError as error:
         raise JobError(str(error)) from error
-
-
-def _distinct(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
-    """The different ones, and the number among these of each."""
-    known: dict[tuple[int, ...], int] = {}
-    rows = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
-    return [list(prompt) for prompt in known], rows

@@ -13,22 +13,28 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from transformers import DynamicCache
 
-from phalanx.functional.tokens import WHOLE, Truncation, left_padded
+from phalanx.functional.tokens import FAR, WHOLE, Truncation, left_padded
 from phalanx.models.lm.model import CACHE
 from phalanx.types import JobError
+
+# of ids and mask of prompts, padded in front: arguments of the forward that reads them, and the next positions
+Prefill = Callable[[Tensor, Tensor], tuple[dict[str, Any], Tensor]]
 
 SHRINK = 0.75  # of the samples go on: a smaller batch then pays for the copy of the cache
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """Settings: at most `limit` tokens, fewer where one of `ends` is drawn; temperature 0 takes the likeliest token."""
+    """Settings: at most `limit` tokens, fewer where one of `ends` is drawn; temperature 0 takes the likeliest token.
+    Those of `never` are not drawn.
+    """
 
     limit: int
     temperature: float
     ends: Sequence[int]
     pad: int
     truncation: Truncation = WHOLE
+    never: Sequence[int] = ()
 
 
 class StopTexts:
@@ -67,36 +73,42 @@ def decode(
     uniform: Tensor,
     decoding: Decoding,
     stops: StopTexts | None = None,
+    log_probs: list[list[float]] | None = None,
+    prefill: Prefill | None = None,
 ) -> list[list[int]]:
-    """A response for each of `rows`, numbers of prompts in ascending order; uniform [B, limit]. It ends with the token
-    that completes one of `stops` as well.
+    """A response for each of `rows`, numbers of prompts; uniform [B, limit]. It ends with the token that completes one
+    of `stops` as well. To `log_probs`, where it is given, those of each response's tokens are appended.
 
-    `forward` and `config` are the language model's. Raises JobError where its logits are not finite.
+    `forward` and `config` are the language model's; `prefill`: where prompts may have images. Raises JobError where its
+    logits are not finite.
     """
     device = uniform.device
     ids, mask = left_padded(prompts, decoding.pad)
     ids, mask = ids.to(device), mask.to(device)
     cache = DynamicCache(config=config)
+    first: dict[str, Any] = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    position = mask.sum(1)
+    if prefill is not None:
+        first, position = prefill(ids, mask)
     # a prompt is read once for all of its samples
-    out = forward(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        **{CACHE: cache},
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    out = forward(input_ids=ids, attention_mask=mask, **first, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     at = torch.tensor(rows, device=device)
     cache.reorder_cache(at)
-    logits, mask = out.logits[at, -1], mask[at]
+    logits, mask, position = out.logits[at, -1], mask[at], position[at]
     finite = logits.amax(-1).isfinite().all()  # looked at once, at the end: each look would wait
-    position = mask.sum(1)
     responses: list[list[int]] = [[] for _ in rows]
+    if log_probs is not None:
+        log_probs += [[] for _ in rows]
     alive = torch.arange(len(rows), device=device)  # samples of the batch, some of which have ended
     ended = torch.zeros(len(rows), dtype=torch.bool, device=device)
     ends = torch.tensor(decoding.ends, device=device)
     for t in range(decoding.limit):
         drawn = draw(logits.float(), uniform[alive, t], decoding)
+        if log_probs is not None:
+            scores = drawn_log_prob(logits.float(), drawn, decoding).tolist()
+            for sample, score, over in zip(alive.tolist(), scores, ended[alive].tolist(), strict=True):
+                if not over:
+                    log_probs[sample].append(score)
         for sample, token, over in zip(alive.tolist(), drawn.tolist(), ended[alive].tolist(), strict=True):
             if not over:
                 responses[sample].append(token)
@@ -135,11 +147,22 @@ def check_finite(finite: Tensor) -> None:
 
 def draw(logits: Tensor, uniform: Tensor, decoding: Decoding) -> Tensor:
     """Tokens [B] of logits [B, V]."""
+    if decoding.never:
+        logits = logits.index_fill(-1, torch.tensor(decoding.never, device=logits.device), FAR)
     if decoding.temperature == 0:
         return logits.argmax(-1)
-    p = torch.softmax(logits / decoding.temperature, -1).double()
-    if decoding.truncation.on:
-        p = p.masked_fill(~decoding.truncation.kept(p), 0.0)
-    cumulative = p.cumsum(-1)
+    cumulative = _probabilities(logits, decoding).cumsum(-1)
     at = uniform.double()[:, None] * cumulative[:, -1:]
-    return torch.searchsorted(cumulative, at, right=True).squeeze(1).clamp(max=p.shape[-1] - 1)
+    return torch.searchsorted(cumulative, at, right=True).squeeze(1).clamp(max=logits.shape[-1] - 1)
+
+
+def drawn_log_prob(logits: Tensor, tokens: Tensor, decoding: Decoding) -> Tensor:
+    """Log-probabilities [B] float32 of tokens [B] that were drawn of logits [B, V] at a temperature above 0."""
+    p = _probabilities(logits, decoding)
+    return (p.gather(1, tokens[:, None]).squeeze(1) / p.sum(-1)).log().float()
+
+
+def _probabilities(logits: Tensor, decoding: Decoding) -> Tensor:
+    """Those that tokens are drawn by [B, V] float64, zeros for tokens that are left out."""
+    p = torch.softmax(logits / decoding.temperature, -1).double()
+    return p.masked_fill(~decoding.truncation.kept(p), 0.0) if decoding.truncation.on else p

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from phalanx.distributed.seed import fold_in
 from phalanx.functional.token_budget import in_order
 from phalanx.functional.tokens import TokenTrace, Truncation
 from phalanx.models.lm.policy import LMPolicy
-from phalanx.rollout.lm.decode import Decoding, StopTexts, decode
+from phalanx.rollout.lm.decode import Decoding, Prefill, StopTexts, decode
 from phalanx.types import Each, Prompt, Samples
 
 
@@ -26,7 +27,7 @@ from phalanx.types import Each, Prompt, Samples
 class Drawn:
     """A sample: the tokens of its prompt and of its response, its text, whether the limit cut it, what the engine says
     of the response's log-probabilities, and where it was denoised the steps that unmasked its tokens, of which so many
-    stand `behind` its end. `beside`: further metadata of its reward.
+    stand `behind` its end. `beside`: further metadata of its reward; `look`: the images of its prompt, see TokenTrace.
     """
 
     prompt: list[int]
@@ -37,6 +38,7 @@ class Drawn:
     steps: Sequence[int] = ()
     behind: int = 0
     beside: dict[str, Any] = field(default_factory=dict)
+    look: Any = None
 
     @property
     def length(self) -> int:
@@ -66,7 +68,7 @@ class LMRollout:
     @property
     def exact(self) -> bool:
         """See phalanx.types.Rollout."""
-        return self.facts.exact
+        return self.facts.exact and not self.config.partial_rollout
 
     def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
         """Nothing is cheaper done ahead."""
@@ -93,6 +95,11 @@ class LMRollout:
             names.append((seed, step, local[-1].group_id, i % n))
         self._drawn = self._draw(local, names, self.how, each)
         return self._samples(local, index)
+
+    def gathered(self, drawn: list[Drawn], prompts: list[Prompt], index: Tensor) -> Samples:
+        """This rank's samples of a training step, numbers `index` [B], that have been drawn for these prompts."""
+        self._drawn = drawn
+        return self._samples(prompts, index)
 
     def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
         """The samples of the last `sample` with other prompts, for `resample` to draw from."""
@@ -155,9 +162,10 @@ class LMRollout:
         config, val, limit = self.config, self.config.val, self.data.max_response_length
         ends, pad = [*self.policy.ends, *config.stop_token_ids], self.policy.pad
         # log-probabilities are those of what is truncated for training: see LMPolicy.replay
-        decoding = Decoding(limit, config.temperature, ends, pad, Truncation.of(config))
+        never = self.policy.trained.module.never
+        decoding = Decoding(limit, config.temperature, ends, pad, Truncation.of(config), never)
         val_limit = val.max_response_length or limit
-        return decoding, Decoding(val_limit, val.temperature, ends, pad, Truncation.of(val))
+        return decoding, Decoding(val_limit, val.temperature, ends, pad, Truncation.of(val), never)
 
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
@@ -179,15 +187,43 @@ class LMRollout:
         are a function of its entry in `names` (phalanx.distributed.seed), and a prompt that comes
         several times has the same `group_id`. Where `facts` are not exact, each has its tokens' log_probs.
         """
+        looks = [self.policy.look(prompt) for prompt in prompts]
         tokens, rows = self._encoded(prompts)  # P different prompts, and the one of each of the B responses
         uniform = self._uniform(names, decoding.limit, decoding)  # [B, limit]: one number per token
         forward, settings = self.policy.trained.module, self.policy.settings
         stops = self._stops([tokens[row] for row in rows])
-        responses = decode(forward, settings, tokens, rows, uniform, decoding, stops)
-        return [
-            Drawn(tokens[row], response, self.policy.decode(response), self._cut(tokens[row], response, decoding))
-            for row, response in zip(rows, responses, strict=True)
-        ]
+        prefill: Prefill | None = None
+        if self.policy.vision is not None:
+            of_prompts = [looks[rows.index(number)] for number in range(len(tokens))]
+            prefill = partial(self.policy.vision.prefill, looks=of_prompts)
+        responses = decode(forward, settings, tokens, rows, uniform, decoding, stops, prefill=prefill)
+        result = []
+        for row, response, look in zip(rows, responses, looks, strict=True):
+            text, cut = self.policy.decode(response), self._cut(tokens[row], response, decoding)
+            result.append(Drawn(tokens[row], response, text, cut, look=look))
+        return result
+
+    def continued(
+        self, rows: list[list[int]], starts: Sequence[int], names: Sequence[tuple[int, ...]], count: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """Up to `count` further tokens of responses, and their log-probabilities. `rows` are prompts with what has been
+        drawn of their responses, which begin at `starts`, and may be none on a rank. All ranks call it at once, as
+        `decode`.
+        """
+        if not rows:  # other ranks have some
+            return []
+        # a token has the same number in whatever round it is drawn
+        uniform = self._uniform(names, self.how.limit, self.how)
+        parts = []
+        for numbers, row, start in zip(uniform, rows, starts, strict=True):
+            done = len(row) - start
+            parts.append(numbers[done : done + count])
+        tokens, places = distinct(rows)  # responses that begin share the reading of their prompt
+        log_probs: list[list[float]] = []
+        decoding = replace(self.how, limit=count)  # this round's
+        forward, settings = self.policy.trained.module, self.policy.settings
+        responses = decode(forward, settings, tokens, places, torch.stack(parts), decoding, log_probs=log_probs)
+        return list(zip(responses, log_probs, strict=True))
 
     def _stops(self, prompts: list[list[int]]) -> StopTexts | None:
         """The texts that end responses, for one to each of these prompts; None where none does."""
@@ -246,7 +282,8 @@ class LMRollout:
 
     def _trace(self, ids: Tensor, starts: Tensor, lengths: Tensor, width: int) -> Any:
         """The trace that the policy replays: see TokenTrace."""
-        return TokenTrace(ids, starts, lengths, width)
+        looks = tuple(drawn.look for drawn in self._drawn)
+        return TokenTrace(ids, starts, lengths, width, looks=looks if any(looks) else None)
 
     def _positions(self, samples: Samples) -> Tensor | None:
         """See phalanx.types.Samples."""
@@ -272,6 +309,13 @@ class LMRollout:
         replays = [self.policy.replay(trace.select(part.to(trace.ids.device))) for part in parts]
         log_prob = in_order([replay.log_prob for replay in replays], parts)
         return replace(samples, log_prob=log_prob, trace=trace.rescored(replays, parts))
+
+
+def distinct(prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[int]]:
+    """The different ones, and the number among these of each."""
+    known: dict[tuple[int, ...], int] = {}
+    rows = [known.setdefault(tuple(prompt), len(known)) for prompt in prompts]
+    return [list(prompt) for prompt in known], rows
 
 
 def check_stops(policy: LMPolicy, config: LMRolloutConfig) -> None:

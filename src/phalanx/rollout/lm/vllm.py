@@ -2,25 +2,34 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from phalanx.config.engines import EngineFacts
 from phalanx.config.lm import LMDataConfig, LMRolloutConfig
-from phalanx.distributed.collectives import all_gather_object, reduce_float
+from phalanx.distributed.collectives import reduce_float
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.distributed.vllm_groups import VllmGroups
-from phalanx.engines.vllm_text import Sampling, TextEngine, TextEngineConfig
+from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineConfig
 from phalanx.functional.tokens import WHOLE, TokenTrace
+from phalanx.media.pictures import Picture, pil_image
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.types import JobError, Prompt, Samples
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_RESPONSE = 4, 160, 8  # longer than a block of vLLM's cache
+PROBE_IMAGE = 64, 96  # height and width
+
+Request: TypeAlias = tuple[list[int], int, Shown | None]  # the tokens of a prompt, a seed, and its images
 
 
 class VllmRollout(LMRollout):
@@ -53,10 +62,16 @@ class VllmRollout(LMRollout):
             longest=policy.data.max_prompt_length + policy.data.max_response_length,
             together=min(micro_batch_size * size, 1024),
             sleep=config.sleep,
+            images=None if policy.vision is None else bounds(policy.data),
         )
-        groups = VllmGroups(self.group, world.launch.local_rank, policy.parallel.timeout_s)
-        self.engine = TextEngine(settings, groups, world.rank, world.launch.local_rank)
+        self._groups = VllmGroups(self.group, world.launch.local_rank, policy.parallel.timeout_s)
+        self.engine = TextEngine(settings, self._groups, world.rank, world.launch.local_rank)
         self._probe = probe_prompts(policy, policy.data)
+        self._looks: list[Any] = [None] * len(self._probe)
+        if policy.vision is not None:  # a text says nothing of the tower
+            prompt = probe_image(policy)
+            self._looks.append(policy.look(prompt))
+            self._probe.append(policy.encode(prompt))
         self.sync_error = 0.0  # of the last probe
 
     @contextmanager
@@ -68,18 +83,20 @@ class VllmRollout(LMRollout):
 
     def check(self) -> None:
         """Compare engine and policy on the probe; raises JobError, on all ranks, where they are not one model."""
-        greedy = Sampling(PROBE_RESPONSE, 0.0, WHOLE, [], [])
-        responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), greedy)
-        rows = [prompt + response for prompt, response in zip(self._probe, responses, strict=True)]
-        lengths = torch.tensor([len(response) for response in responses])
-        trace = TokenTrace(
-            torch.tensor(rows).to(self.world.device),
-            torch.tensor([len(prompt) for prompt in self._probe]).to(self.world.device),
-            lengths.to(self.world.device),
-            PROBE_RESPONSE,
-        )
+        greedy = Sampling(PROBE_RESPONSE, 0.0, WHOLE, [], [], self.policy.trained.module.never)
+        shown = [shown_to(look, "the probe") for look in self._looks]
+        responses, theirs = self.engine.generate(self._probe, [0] * len(self._probe), greedy, shown)
+        starts = torch.tensor([len(prompt) for prompt in self._probe])
+        ids = torch.full((len(starts), int(starts.max()) + PROBE_RESPONSE), self.policy.pad)
+        for i, (prompt, response) in enumerate(zip(self._probe, responses, strict=True)):
+            ids[i, : len(prompt) + PROBE_RESPONSE] = torch.tensor(prompt + response)
+        device, lengths = self.world.device, torch.full_like(starts, PROBE_RESPONSE)
+        looks = None if self.policy.vision is None else tuple(self._looks)
+        trace = TokenTrace(ids.to(device), starts.to(device), lengths.to(device), PROBE_RESPONSE, looks=looks)
         ours = self.policy.scored(trace, 1.0).log_prob.cpu()
-        self.sync_error = reduce_float(float((ours - torch.tensor(theirs)).abs().mean()), "max")
+        differences = (ours - torch.tensor(theirs)).abs().split(PROBE_PROMPTS)  # of texts, and of an image
+        parts = [part.mean() for part in differences]
+        self.sync_error = reduce_float(float(torch.stack(parts).max()), "max")
         if not self.sync_error <= self.config.max_sync_error:
             raise JobError(
                 f"rollout.engine: after the weights were handed over, vLLM's log-probs of a probe differ from the "
@@ -93,27 +110,84 @@ class VllmRollout(LMRollout):
 
     def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
         """See LMRollout."""
-        requests = []
-        for prompt, name in zip(prompts, names, strict=True):
-            requests.append((self.policy.encode(prompt), fold_in(*name)))
-        # ranks that hold the weights together ask for the same samples, and each takes its own
-        everyone = all_gather_object(requests) if len(self.group) > 1 else {self.world.rank: requests}
+        looks = [self.policy.look(prompt) for prompt in prompts]
+        shown: dict[Any, Shown | None] = {}  # one for all samples of a prompt
+        requests: list[Request] = []
+        for prompt, look, name in zip(prompts, looks, names, strict=True):
+            if look not in shown:
+                shown[look] = shown_to(look, prompt.place)
+            requests.append((self.policy.encode(prompt), fold_in(*name), shown[look]))
+        drawn = []
+        generated = self._generated(requests, decoding)
+        for (tokens, *_), look, (response, log_probs) in zip(requests, looks, generated, strict=True):
+            text, cut = self.policy.decode(response), self._cut(tokens, response, decoding)
+            drawn.append(Drawn(tokens, response, text, cut, tuple(log_probs), look=look))
+        return drawn
+
+    def continued(
+        self, rows: list[list[int]], starts: Sequence[int], names: Sequence[tuple[int, ...]], count: int
+    ) -> list[tuple[list[int], list[float]]]:
+        """See LMRollout. Each call has numbers of its own: those of its first token."""
+        requests: list[Request] = []
+        for row, start, name in zip(rows, starts, names, strict=True):
+            requests.append((row, fold_in(*name, len(row) - start), None))
+        return self._generated(requests, replace(self.how, limit=count))
+
+    def _generated(self, requests: list[Request], decoding: Decoding) -> list[tuple[list[int], list[float]]]:
+        """A response to each of this rank's requests, a function of it, and its log-probabilities."""
         tokens: list[list[int]] = []
         seeds: list[int] = []
+        images: list[Shown | None] = []
         first = 0  # the number of this rank's first sample
-        for rank in self.group:
+        # ranks that hold the weights together ask for the same samples, and each takes its own
+        for rank, asked in zip(self.group, self._groups.gather(requests), strict=True):
             if rank == self.world.rank:
                 first = len(tokens)
-            for asked, seed in everyone[rank]:
-                tokens.append(asked)
+            for prompt_tokens, seed, image in asked:
+                tokens.append(prompt_tokens)
                 seeds.append(seed)
-        sampling = Sampling(decoding.limit, decoding.temperature, decoding.truncation, decoding.ends, self.config.stop)
-        responses, log_probs = self.engine.generate(tokens, seeds, sampling)
-        drawn = []
-        for i in range(first, first + len(prompts)):
-            text, cut = self.policy.decode(responses[i]), self._cut(tokens[i], responses[i], decoding)
-            drawn.append(Drawn(tokens[i], responses[i], text, cut, tuple(log_probs[i])))
-        return drawn
+                images.append(image)
+        sampling = Sampling(
+            decoding.limit, decoding.temperature, decoding.truncation, decoding.ends, self.config.stop, decoding.never
+        )
+        responses, log_probs = self.engine.generate(tokens, seeds, sampling, images) if tokens else ([], [])
+        return list(zip(responses, log_probs, strict=True))[first : first + len(requests)]
+
+
+def bounds(data: LMDataConfig) -> dict[str, int]:
+    """Keywords of the processor of images, as the policy gives them to its own."""
+    pixels = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+    return {name: value for name, value in pixels.items() if value is not None}
+
+
+def shown_to(look: Any, place: str) -> Shown | None:
+    """What an engine reads of the images of a prompt, None for none."""
+    if look is None:
+        return None
+    # sources that can be sent to other ranks
+    pictures = tuple(replace(picture, source=partial(_same, picture.source())) for picture in look.pictures)
+    return Shown(look.short, pictures, place)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def probe_image(policy: LMPolicy) -> Prompt:
+    """A prompt with an image of no meaning, always the same."""
+    pixels = torch.randint(256, (3, *PROBE_IMAGE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    file = BytesIO()
+    pil_image(pixels).save(file, "PNG")
+    picture = Picture(partial(bytes, file.getvalue()), Path(), "the probe's image")
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    prompt = Prompt("?", 0, {}, messages=messages, place="the probe", images=(picture,))
+    longest, length = policy.data.max_prompt_length, len(policy.encode(prompt))
+    if length > longest:
+        raise ValueError(
+            f"data.max_prompt_length: {longest} tokens hold no image: a prompt with a small one and one letter has "
+            f"{length} of {policy.config.path!r}"
+        )
+    return prompt
 
 
 def probe_prompts(policy: LMPolicy, data: LMDataConfig) -> list[list[int]]:
@@ -121,4 +195,7 @@ def probe_prompts(policy: LMPolicy, data: LMDataConfig) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     longest = data.max_prompt_length + data.max_response_length
     length = min(PROBE_TOKENS, longest - PROBE_RESPONSE)
-    return torch.randint(len(policy.tokenizer), (PROBE_PROMPTS, length), generator=generator).tolist()
+    tokens = torch.randint(len(policy.tokenizer), (PROBE_PROMPTS, length), generator=generator)
+    for placeholder in policy.trained.module.never:
+        tokens[tokens == placeholder] = policy.pad
+    return tokens.tolist()

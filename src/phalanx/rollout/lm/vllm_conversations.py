@@ -12,14 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from phalanx.config.environment import EnvironmentConfig
-from phalanx.config.lm import LMRolloutConfig
-from phalanx.distributed.mesh import World
-from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
 from phalanx.engines.vllm_text import Requests, Sampling
-from phalanx.environments.environments import Environments
-from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.conversations import ConversationRollout
 from phalanx.rollout.lm.converse import Partner, Spoken, joining
 from phalanx.rollout.lm.decode import Decoding
@@ -34,19 +28,10 @@ class VllmConversationRollout(ConversationRollout):
 
     facts = VllmRollout.facts
 
-    def __init__(
-        self,
-        policy: LMPolicy,
-        config: LMRolloutConfig,
-        world: World,
-        micro_batch_size: int,
-        passes: Passes | None,
-        environment: EnvironmentConfig,
-        environments: Environments,
-    ) -> None:
+    def __init__(self, *args: Any, **options: Any) -> None:
         """Raises ValueError for a model whose conversations cannot be rendered, or that vLLM refuses."""
-        super().__init__(policy, config, world, micro_batch_size, passes, environment, environments)
-        self.turns = VllmRollout(policy, config, world, micro_batch_size, passes)
+        super().__init__(*args, **options)
+        self.turns = VllmRollout(self.policy, self.config, self.world, self.micro_batch_size, self.passes)
 
     @contextmanager
     def awake(self) -> Iterator[None]:

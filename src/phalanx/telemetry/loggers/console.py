@@ -79,6 +79,8 @@ class Console(Logger):
         text = f"{_middle_out(first.prompt)}\n{_middle_out(str(first.output))}"
         if first.conversation is not None:
             text = _talk(first.conversation)
+        for shown in first.images:
+            text = f"[{shown.title}]\n{text}"
         if first.ground_truth is not None:
             text += f"\nground truth: {_middle_out(first.ground_truth)}"
         heading = f"step {step}/{self.total}  {set_name}, prompt {first.index}, reward {first.reward:.3f}:"

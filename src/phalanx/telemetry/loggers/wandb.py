@@ -4,7 +4,7 @@ from pathlib import Path
 
 from phalanx.config.load import ConfigError
 from phalanx.telemetry.loggers import KEY, Logger, RunStart
-from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of
+from phalanx.telemetry.records import IMAGES, SAMPLES, Record, kind_of, together
 
 
 class Wandb(Logger):
@@ -43,10 +43,15 @@ class Wandb(Logger):
             columns += [f"reward/{term}" for term in records[0].scores]
             talks = records[0].conversation is not None
             columns += ["messages"] * talks
+            shows = any(record.images for record in records)
+            columns += ["images"] * shows
             table = self._wandb.Table(columns=columns)
             for record in records:
                 row = [step, record.prompt, record.output, record.ground_truth, record.reward]
-                table.add_data(*row, *record.scores.values(), *[record.transcript] * talks)
+                row += [*record.scores.values(), *[record.transcript] * talks]
+                if shows:
+                    row.append(self._wandb.Image(together(record.images)) if record.images else None)
+                table.add_data(*row)
             self._run.log({f"{SAMPLES}/{set_name}": table}, step=step)
             return
         kind, shown = "videos" if records[0].is_video else IMAGES, []

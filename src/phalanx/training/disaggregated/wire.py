@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.distributed.collectives import exchange
 from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
-from phalanx.telemetry.records import Record
+from phalanx.telemetry.records import Record, Shown
 from phalanx.training.collect import Collected
 from phalanx.types import Prompt, Samples
 
@@ -176,6 +176,10 @@ def serialize_records(row: dict[str, float], kept: dict[str, list[Record]]) -> T
             if not isinstance(record.output, str):
                 tensors[f"{name}/{i}"] = torch.from_numpy(record.output)
                 words["output"] = None
+            words["images"] = []
+            for j, shown in enumerate(record.images):
+                tensors[f"{name}/{i}/{j}"] = torch.from_numpy(shown.pixels.copy())
+                words["images"].append([shown.place, shown.height, shown.width])
             plain.append(words)
         plain_values["kept"][name] = plain
     return _file(tensors, plain_values)
@@ -192,7 +196,10 @@ def deserialize_records(data: Tensor) -> tuple[dict[str, float], dict[str, list[
         for i, words in enumerate(records):
             if words["output"] is None:
                 words["output"] = tensors[f"{name}/{i}"].numpy()
-            kept[name].append(Record(**words))
+            images = []
+            for j, (place, height, width) in enumerate(words.pop("images")):
+                images.append(Shown(place, height, width, tensors[f"{name}/{i}/{j}"].numpy()))
+            kept[name].append(Record(**words, images=tuple(images)))
     return plain_values["row"], kept, plain_values["stop"]
 
 

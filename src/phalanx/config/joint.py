@@ -1,0 +1,146 @@
+"""Keys of joint runs: a language model that rewrites prompts, and a flow model that paints them, under one reward."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Optional
+
+from phalanx.config.engines import check_engine_class
+from phalanx.config.flow import (
+    FlowActorConfig,
+    FlowDataConfig,
+    FlowModelConfig,
+    FlowRewardConfig,
+    FlowRLConfig,
+    FlowRolloutConfig,
+)
+from phalanx.config.lm import (
+    LMActorConfig,
+    LMAlgorithmConfig,
+    LMDataConfig,
+    LMModelConfig,
+    LMRLConfig,
+    LMRolloutConfig,
+    LMTrainerConfig,
+)
+from phalanx.config.load import arg
+from phalanx.config.ranges import COUNT
+from phalanx.config.run import AlgorithmConfig, OptimConfig, ParallelConfig, RLConfig
+
+WRITER, PAINTER = POLICIES = ("writer", "painter")
+VALIDATED = ("rewritten", "original", "swapped")
+
+
+@dataclass
+class WriterConfig:
+    """The language model that rewrites prompts: sections of `tasks/train_grpo.py`."""
+
+    model: LMModelConfig = field(default_factory=LMModelConfig)
+    rollout: LMRolloutConfig = field(default_factory=LMRolloutConfig)
+    algorithm: Any = field(default_factory=LMAlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    actor: LMActorConfig = field(default_factory=LMActorConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass
+class PainterConfig:
+    """The flow model that makes pictures of what the writer wrote: sections of `tasks/train_flowgrpo.py`."""
+
+    model: FlowModelConfig = field(default_factory=FlowModelConfig)
+    rollout: FlowRolloutConfig = field(default_factory=FlowRolloutConfig)
+    algorithm: Any = field(default_factory=AlgorithmConfig, metadata={"registry": "phalanx.algorithms"})
+    actor: FlowActorConfig = field(default_factory=FlowActorConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+
+@dataclass
+class JointDataConfig(LMDataConfig):
+    """Sources of the prompts, and how long texts may be: the keys without `rewrite` are of the writer."""
+
+    max_rewrite_length: int = arg(
+        256, "tokens of a rewritten prompt that the painter's T5 or Qwen text encoder sees; the rest is cut", **COUNT
+    )
+    text_length_multiple: int = arg(
+        32, "of the painter: texts that attention masks are padded to a multiple of this number of tokens", **COUNT
+    )
+
+
+@dataclass
+class RewriteConfig:
+    """How the writer's response becomes a prompt of the painter."""
+
+    pattern: Optional[str] = arg(
+        None,
+        "regular expression: the first group of its last match in the response, without think blocks, is the rewritten "
+        "prompt; null: all of the response",
+    )
+    template: str = arg("{}", "text with the rewritten prompt in place of {}, which the painter is given")
+    keep_originals: int = arg(
+        0, "prompts of each group that stay as they are, beside writer.rollout.n rewritten ones", ge=0, le=65535
+    )
+    validate: list[str] = arg(
+        ["rewritten", "original"],
+        "validation sets per file: pictures of rewritten prompts, of the original ones, and swapped: of the next "
+        "prompt's rewritten one, judged by this prompt, which shows what a painter scores that ignores its prompt",
+    )
+
+
+@dataclass
+class JointConfig:
+    """Configuration of a joint run."""
+
+    writer: WriterConfig = field(default_factory=WriterConfig)
+    painter: PainterConfig = field(default_factory=PainterConfig)
+    train: list[str] = arg(list(POLICIES), "the policies that are trained: writer, painter, or both; others are frozen")
+    alternate: Optional[int] = arg(
+        None, "training steps of one policy after which it is the other's turn; null: both in each step", **COUNT
+    )
+    diffusion_group_scope: str = arg(
+        "rewrite",
+        "the pictures that the painter's advantages compare: those of a rewritten prompt, or of all that were made of "
+        "an original one",
+        choices=("rewrite", "prompt"),
+    )
+    rewrite: RewriteConfig = field(default_factory=RewriteConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: JointDataConfig = field(default_factory=JointDataConfig)
+    reward: FlowRewardConfig = field(default_factory=FlowRewardConfig)
+    trainer: LMTrainerConfig = field(default_factory=LMTrainerConfig)
+
+    def __post_init__(self) -> None:
+        """Refuse an engine that cannot be one (ConfigError)."""
+        for part in (self.writer, self.painter):
+            check_engine_class(part.rollout)
+
+    @property
+    def rewrites(self) -> int:
+        """Prompts that the painter is given of each original one."""
+        return self.writer.rollout.n + self.rewrite.keep_originals
+
+    def parts(self) -> dict[str, RLConfig]:
+        """The configuration of each policy as that of a job of its own, which shares all sections that it can."""
+        return {WRITER: self.of_writer(), PAINTER: self.of_painter()}
+
+    def of_writer(self) -> LMRLConfig:
+        """That of the writer."""
+        shared = {"parallel": self.parallel, "data": self.data, "reward": self.reward, "trainer": self.trainer}
+        return LMRLConfig(**vars(self.writer), **shared)
+
+    def of_painter(self) -> FlowRLConfig:
+        """That of the painter, whose prompts are the rewritten ones."""
+        d, each = self.data, self.data.train_batch_size_per_gpu
+        data = FlowDataConfig(
+            train_files=d.train_files,
+            val_files=d.val_files,
+            prompt_key=d.prompt_key,
+            train_batch_size=d.train_batch_size * self.rewrites,
+            train_batch_size_per_gpu=None if each is None else each * self.rewrites,
+            max_prompt_length=d.max_rewrite_length,
+            seed=d.seed,
+            text_length_multiple=d.text_length_multiple,
+        )
+        shared = {"parallel": self.parallel, "data": data, "reward": self.reward, "trainer": self.trainer}
+        return FlowRLConfig(**vars(self.painter), **shared)
+
+
+def frozen(config: Any) -> Any:
+    """A section `model` of a policy that is not trained: without the LoRA that it would get."""
+    return replace(config, lora_rank=0)

@@ -1,0 +1,99 @@
+"""Rules of joint runs. Those of each policy's own configuration hold as well."""
+
+import re
+from typing import Any
+
+from phalanx.config.rules.rule import JOINT, Rule
+
+_PARTS = ("writer", "painter")
+
+
+def _redraws(c: Any) -> tuple[str, int] | None:
+    """The first key that has samples drawn again, and its value."""
+    for part in _PARTS:
+        for key in ("max_num_gen_batches", "max_draws_per_prompt"):
+            times = vars(vars(c)[part].rollout)[key]
+            if times > 1:
+                return f"{part}.rollout.{key}", times
+    return None
+
+
+def _schedule(c: Any) -> tuple[str, str] | None:
+    """The first policy with a schedule of separate ranks, and that."""
+    schedules = [(part, vars(c)[part].rollout.schedule) for part in _PARTS]
+    return next(((part, name) for part, name in schedules if name != "synchronous"), None)
+
+
+def _teacher(c: Any) -> tuple[str, str] | None:
+    """The first policy whose algorithm has a teacher, and that."""
+    algorithms = [(part, vars(c)[part].algorithm) for part in _PARTS]
+    return next(((part, a.name) for part, a in algorithms if "teacher_path" in vars(a)), None)
+
+
+def _pattern(c: Any) -> str | None:
+    """The reason why a pattern cannot be used."""
+    if c.rewrite.pattern is None:
+        return None
+    try:
+        groups = re.compile(c.rewrite.pattern).groups
+    except re.error as error:
+        return str(error)
+    return None if groups else "it has no group in parentheses"
+
+
+def _template(c: Any) -> bool:
+    """Whether a template does not hold one text."""
+    marks = ("\0first", "\0second")
+    try:
+        texts = [c.rewrite.template.format(mark) for mark in marks]
+    except (IndexError, KeyError, ValueError):
+        return True
+    return any(text.count(mark) != 1 for text, mark in zip(texts, marks, strict=True))
+
+
+RULES = (
+    Rule("train", JOINT, "The writer is trained, or the painter, or both.",
+         lambda c: not c.train or len(set(c.train)) < len(c.train) or not set(c.train) <= set(_PARTS),
+         "train: {c.train} should be [writer], [painter] or [writer, painter]"),
+    Rule("alternate train", JOINT, "Two policies take turns.",
+         lambda c: c.alternate is not None and len(c.train) < 2,
+         "alternate: {c.alternate} is of two policies that are trained; set it to null, or train=[writer, painter]"),
+    Rule("writer.rollout.max_num_gen_batches writer.rollout.max_draws_per_prompt "
+         "painter.rollout.max_num_gen_batches painter.rollout.max_draws_per_prompt", JOINT,
+         "A joint run draws no samples again.",
+         _redraws,
+         "{x[0]}: {x[1]} would draw samples again, which a joint run does not; set it to 1"),
+    Rule("writer.rollout.schedule painter.rollout.schedule", JOINT,
+         "The policies of a joint run are sampled and trained one after the other, on all ranks.",
+         _schedule,
+         "{x[0]}.rollout.schedule: {x[1]} needs ranks of other roles, which a joint run has not; set it to "
+         "synchronous"),
+    Rule("painter.rollout.engine", JOINT, "The painter samples in the modules that are trained.",
+         lambda c: c.painter.rollout.engine != "policy",
+         "painter.rollout.engine: {c.painter.rollout.engine} does not make pictures of rewritten prompts; set it to "
+         "policy"),
+    Rule("writer.model.block_size", JOINT, "The writer is autoregressive.",
+         lambda c: c.writer.model.block_size is not None,
+         "writer.model.block_size: {c.writer.model.block_size} is of block diffusion, which does not write in joint "
+         "runs; set it to null"),
+    Rule("writer.algorithm.name", JOINT, "The writer has no critic.",
+         lambda c: c.writer.algorithm.needs_critic,
+         "writer.algorithm.name: {c.writer.algorithm.name} wants a critic, which a joint run has not; expected such as "
+         "grpo"),
+    Rule("writer.algorithm.name painter.algorithm.name", JOINT, "No policy of a joint run has a teacher.",
+         _teacher,
+         "{x[0]}.algorithm.name: {x[1]} has a teacher, which a joint run has not; expected such as grpo or flow_grpo"),
+    Rule("painter.algorithm.name diffusion_group_scope", JOINT, "Pairs of pictures are of one rewritten prompt.",
+         lambda c: c.diffusion_group_scope == "prompt" and c.painter.algorithm.name == "diffusion_dpo",
+         "diffusion_group_scope: prompt would make pairs of pictures of different texts for "
+         "painter.algorithm.name=diffusion_dpo; set it to rewrite"),
+    Rule("rewrite.pattern", JOINT, "The pattern has a group, which is the rewritten prompt.",
+         _pattern,
+         "rewrite.pattern: {c.rewrite.pattern!r} does not work ({x}); expected such as '<prompt>(.*?)</prompt>'"),
+    Rule("rewrite.template", JOINT, "The template has one place for the rewritten prompt.",
+         _template,
+         "rewrite.template: {c.rewrite.template!r} should hold {{}} once, where the rewritten prompt is to stand"),
+    Rule("rewrite.validate", JOINT, "Validation sets are of rewritten, original and swapped prompts.",
+         lambda c: not c.rewrite.validate or not set(c.rewrite.validate) <= {"rewritten", "original", "swapped"},
+         "rewrite.validate: {c.rewrite.validate} should list some of rewritten, original and swapped"),
+)  # fmt: skip

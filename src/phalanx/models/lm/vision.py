@@ -1,0 +1,359 @@
+"""Prompts with images, of the families of vision-language models in FAMILIES.
+
+The maths are transformers': its processors make tokens and pixels, and its classes take what their towers made of the
+images (`mm_encoder_outputs`) and positions, which are given with every call: a class would keep some of its own between
+two calls. A frozen tower reads a prompt's images once, one prompt at a time, so that the features do not depend on its
+neighbors. A trained one reads those of a pass together, each prompt's once.
+"""
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from phalanx.config.lm import LMDataConfig, LMModelConfig
+from phalanx.config.messages import cut
+from phalanx.engines.loading import loading
+from phalanx.engines.transformers import load_processor
+from phalanx.media.pictures import Picture
+from phalanx.models.lm import packing
+from phalanx.models.lm.chat import rendered
+from phalanx.models.lm.headers import check_folder
+from phalanx.models.lm.model import decoder_of
+from phalanx.models.trained import Beside
+from phalanx.types import Prompt
+
+PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # of a processor's tensors
+
+
+@dataclass(frozen=True)
+class Family:
+    """`rotary`: positions have a part for height and width. `sizes`: images keep their sizes, within bounds of pixels.
+    `types`: the class takes token types, as tokens of an image see those behind them as well. `tiles`: the dimension of
+    pixels along which images follow one another.
+    """
+
+    rotary: bool = False
+    sizes: bool = False
+    types: bool = False
+    tiles: int = 0
+
+
+_QWEN = Family(rotary=True, sizes=True)
+FAMILIES = {
+    "Qwen2VLForConditionalGeneration": _QWEN,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN,
+    "Qwen3VLForConditionalGeneration": _QWEN,
+    "SmolVLMForConditionalGeneration": Family(tiles=1),
+    "Gemma3ForConditionalGeneration": Family(types=True),
+}
+
+
+@dataclass(frozen=True)
+class Features:
+    """The tower's output for the images of a prompt: `pooled` [n, H] for its n placeholders, and what goes into deeper
+    layers, [n, H] each. `listed`: the class gives a tuple, with a tensor for each image.
+    """
+
+    kind: type
+    listed: bool
+    pooled: Tensor
+    deep: tuple[Tensor, ...]
+
+
+@dataclass(eq=False)
+class Look:
+    """The images of a prompt, of which there is one object for all of its samples.
+
+    `inputs` are the processor's tensors but those per token, on the CPU; positions [3 or 1, P] those of the prompt's
+    tokens, and `following` that of the first token behind them; `count` the placeholders among the tokens. `short` are
+    the tokens with one placeholder per image. `seen`: what frozen towers have made of the images, by the towers' names.
+    """
+
+    inputs: dict[str, Tensor]
+    positions: Tensor
+    following: int
+    count: int
+    short: list[int]
+    pictures: tuple[Picture, ...]
+    digest: str
+    seen: dict[str, Features] = field(default_factory=dict)
+
+
+class Vision:
+    """The parts of a vision-language model beside its decoder, and how prompts with images are read.
+
+    `frozen`: the tower is not trained; `owner` names this tower in Look.seen.
+    """
+
+    def __init__(self, lm: Any, config: LMModelConfig, key: str) -> None:
+        """`key` named the model. Raises ValueError, in one line, for one that cannot read images here."""
+        self.lm, self.frozen, self.owner = lm, config.freeze_vision_tower or config.lora_rank > 0, key
+        self.family, self.decoder = FAMILIES[type(lm).__name__], decoder_of(lm)
+        if "mm_encoder_outputs" not in inspect.signature(lm.model.forward).parameters:
+            raise ValueError(
+                f"{key}: {config.path!r}: transformers {transformers.__version__} gives a {type(lm).__name__} no "
+                "mm_encoder_outputs, which images need; install a newer one"
+            )
+        settings = lm.config.to_dict()
+        self.image = int(lm.config.image_token_id)
+        # placeholders that stand for nothing are never sampled
+        self.never = tuple({self.image, int(settings.get("video_token_id") or self.image)})
+        self.dummy: dict[str, Tensor] = {}  # see features
+
+    def packing(self) -> Any:
+        """The module whose attention packs samples into one row. Raises ValueError where none does."""
+        if self.family.types:
+            raise ValueError(
+                f"model.use_remove_padding: true has each token see those before it, and the images of a "
+                f"{type(self.lm).__name__} are seen both ways; set it to false"
+            )
+        return self.decoder
+
+    def parts(self) -> list[nn.Module]:
+        """The tower and what projects its output: all but the decoder."""
+        return [child for child in self.lm.model.children() if child is not self.decoder]
+
+    def beside(self) -> Beside:
+        """How the parts are laid out over the mesh."""
+        return Beside(self.parts(), () if self.frozen else self.blocks(), self.frozen)
+
+    def blocks(self) -> list[nn.Module]:
+        """The tower's layers."""
+        lists = []
+        for part in self.parts():
+            lists += [module for module in part.modules() if isinstance(module, nn.ModuleList)]
+        longest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+        return list(longest)
+
+    # -- features ---------------------------------------------------------------------------------
+
+    def features(self, looks: Sequence[Look]) -> list[Features]:
+        """The tower's output for the images of these prompts."""
+        if not self.frozen:
+            return self._compute(looks)
+        for look in looks:
+            if self.owner not in look.seen:
+                with torch.no_grad():
+                    look.seen[self.owner] = self._compute([look])[0]
+        return [look.seen[self.owner] for look in looks]
+
+    def _compute(self, looks: Sequence[Look]) -> list[Features]:
+        inputs = self._joined([look.inputs for look in looks])
+        output = self.lm.model.get_image_features(**inputs, return_dict=True)
+        counts = [look.count for look in looks]
+        pooled = _flat(output.pooler_output).split(counts)
+        deep = []
+        for layer in output.get("deepstack_features") or ():
+            deep.append(_flat(layer).split(counts))
+        listed = not isinstance(output.pooler_output, Tensor)
+        features = []
+        for i in range(len(looks)):
+            features.append(Features(type(output), listed, pooled[i], tuple(layer[i] for layer in deep)))
+        return features
+
+    def _joined(self, inputs: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The tensors of several prompts side by side, on the device."""
+        device = next(self.decoder.parameters()).device
+        joined = {}
+        for name in inputs[0]:
+            tensors = [each[name] for each in inputs]
+            if self.family.tiles:
+                # images of other sizes: the mask beside them leaves out what is filled up
+                height, width = (max(tensor.shape[dim] for tensor in tensors) for dim in (-2, -1))
+                tensors = [pad(t, (0, width - t.shape[-1], 0, height - t.shape[-2])) for t in tensors]
+            joined[name] = torch.cat(tensors, self.family.tiles).to(device)
+        return joined
+
+    def arguments(self, looks: Sequence[Look | None]) -> dict[str, Any]:
+        """What the language model's forward takes for the images of samples, side by side."""
+        distinct = list(dict.fromkeys(look for look in looks if look is not None))
+        if not distinct:
+            return {}
+        known = dict(zip(distinct, self.features(distinct), strict=True))
+        every = [known[look] for look in looks if look is not None]
+        pooled = torch.cat([features.pooled for features in every])
+        values: dict[str, Any] = {"pooler_output": (pooled,) if every[0].listed else pooled}
+        if every[0].deep:
+            values["deepstack_features"] = []
+            for layers in zip(*(features.deep for features in every), strict=True):
+                values["deepstack_features"].append((torch.cat(layers),))
+        return {"mm_encoder_outputs": {"image": every[0].kind(last_hidden_state=None, **values)}}
+
+    def unseen(self) -> Tensor | float:
+        """0, by way of a trained tower: in a pass without images its shards are gathered as in other ranks' passes."""
+        if self.frozen:
+            return 0.0
+        output = self.lm.model.get_image_features(**self._joined([self.dummy]), return_dict=True)
+        total = _flat(output.pooler_output).sum()
+        for layer in output.get("deepstack_features") or ():
+            total = total + _flat(layer).sum()
+        return 0.0 * total
+
+    # -- passes -----------------------------------------------------------------------------------
+
+    def outputs_at(
+        self, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None, looks: Sequence[Look | None] | None
+    ) -> Any:
+        """See phalanx.models.lm.model.outputs_at; `looks` [B]: of the samples' prompts."""
+        read = ids[:, :-1]
+        looks = [None] * len(ids) if looks is None else looks
+        at = self.positions(looks, read.shape[1]).to(ids.device)
+        model = self.lm.model
+        if lengths is None:
+            output = model(**self.inputs(read, looks), position_ids=at, use_cache=False)
+            output.last_hidden_state = output.last_hidden_state[predicting]
+            return output
+        ends = [length - 1 for length in lengths]  # nothing follows the last token
+        real = (torch.arange(read.shape[1]) < torch.tensor(ends)[:, None]).to(ids.device)
+        beside = packing.arguments(self.decoder, ends, ids.device)
+        if self.family.rotary:
+            # the first row, that of texts, says where samples begin
+            beside["position_ids"] = torch.cat([beside["position_ids"][None], at[:, real][:, None]])
+        output = model(**self.inputs(read[real][None], looks), **beside, use_cache=False)
+        output.last_hidden_state = output.last_hidden_state[0, predicting[real]]
+        return output
+
+    def inputs(self, ids: Tensor, looks: Sequence[Look | None]) -> dict[str, Any]:
+        """Tokens, as the model's forward takes them, with the images among them."""
+        beside: dict[str, Any] = self.arguments(looks)
+        if self.family.types:
+            beside["token_type_ids"] = (ids == self.image).long()
+        if beside.get("mm_encoder_outputs") or self.frozen:
+            return {"input_ids": ids, **beside}
+        return {"inputs_embeds": self.lm.get_input_embeddings()(ids) + self.unseen(), **beside}
+
+    def positions(self, looks: Sequence[Look | None], width: int) -> Tensor:
+        """[3, B, width], or [B, width], of samples whose prompts begin at 0."""
+        at = torch.arange(width).repeat(len(looks), 1)
+        if not self.family.rotary:
+            return at
+        at = at.repeat(3, 1, 1)
+        for i, look in enumerate(looks):
+            if look is not None:
+                length = look.positions.shape[1]
+                at[:, i] += look.following - length
+                at[:, i, :length] = look.positions[:, :width]
+        return at
+
+    def prefill(self, ids: Tensor, mask: Tensor, looks: Sequence[Look | None]) -> tuple[dict[str, Any], Tensor]:
+        """Arguments of the forward that reads prompts, ids and mask [P, L], padded in front; and the position [P] of
+        the first token behind each.
+        """
+        lengths = mask.sum(1).tolist()
+        at = self.positions(looks, ids.shape[1])
+        shifted = torch.zeros_like(at)
+        for i, length in enumerate(lengths):
+            shifted[..., i, ids.shape[1] - length :] = at[..., i, :length]
+        following = []
+        for look, length in zip(looks, lengths, strict=True):
+            following.append(length if look is None or not self.family.rotary else look.following)
+        given: dict[str, Any] = {"position_ids": shifted.to(ids.device), "looks": looks}
+        if self.family.types:
+            given["token_type_ids"] = (ids == self.image).long()
+        return given, torch.tensor(following, device=ids.device)
+
+
+class Reader:
+    """Prompts with images as a model's processor reads them."""
+
+    def __init__(self, vision: Vision, tokenizer: Any, config: LMModelConfig, data: LMDataConfig) -> None:
+        """Raises ValueError, in one line, for a folder without a processor of images, or that `data` does not fit."""
+        self.vision, self.path, self.tokenizer = vision, config.path, tokenizer
+        self.processor = load_processor(config.path, config.revision, "model.path")
+        tokenizer.chat_template = self.processor.chat_template  # some folders have two, one without images
+        self.options = self._options(data)
+        # any picture does: see Vision.unseen
+        content = [{"type": "image"}, {"type": "text", "text": "?"}]
+        tried = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_tried(),))
+        self.tried = self.read(tried, data, "")
+        vision.dummy = self.tried[1].inputs
+
+    def _options(self, data: LMDataConfig) -> dict[str, Any]:
+        bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
+        given = {name: value for name, value in bounds.items() if value is not None}
+        if given and not self.vision.family.sizes:
+            raise ValueError(
+                f"data.{next(iter(given))}: images of a {type(self.vision.lm).__name__} have one size; leave it out"
+            )
+        return given
+
+    def in_parts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        """The prompts with a list of parts for the content of each message, which some templates expect."""
+        result = []
+        for prompt in prompts:
+            messages = []
+            for message in prompt.messages or [{"role": "user", "content": prompt.text}]:
+                content = message.get("content")
+                if isinstance(content, str):
+                    message = message | {"content": [{"type": "text", "text": content}]}
+                messages.append(message)
+            result.append(replace(prompt, messages=messages))
+        return result
+
+    def read(self, prompt: Prompt, data: LMDataConfig, digest: str) -> tuple[list[int], Look]:
+        """The tokens of a prompt, and its look. Raises ValueError, in one line, where its text and its images do not go
+        together, or where it would have to be cut.
+        """
+        pictures, place = prompt.images, prompt.place or f"the prompt {cut(prompt.text)!r}"
+        [text] = rendered(self.tokenizer, self.in_parts([prompt]), data, self.path)
+        short = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        expected = 0 if self.vision.family.types else len(pictures)  # Gemma's placeholder is another one
+        if short.count(self.vision.image) != expected:
+            token = self.processor.tokenizer.convert_ids_to_tokens(self.vision.image)
+            raise ValueError(f"{place}: its text holds {token!r}, which stands for an image; take it out")
+        images = [picture.pil() for picture in pictures]
+        with loading(f"{place}: the processor of {self.path!r} fails"):
+            given = {"images_kwargs": self.options} if self.options else {}
+            made = self.processor(
+                text=[text], images=[images], return_tensors="pt", text_kwargs={"add_special_tokens": False}, **given
+            )
+        ids = made["input_ids"]
+        kinds = (ids == self.vision.image).long()
+        inputs = {name: value for name, value in made.items() if name not in PER_TOKEN}
+        positions, following = torch.arange(ids.shape[1])[None], ids.shape[1]
+        if self.vision.family.rotary:
+            at, delta = self.vision.lm.model.get_rope_index(ids, kinds, image_grid_thw=inputs["image_grid_thw"])
+            positions, following = at[:, 0], following + int(delta)
+        if data.overlong_prompts == "truncate" and ids.shape[1] > data.max_prompt_length:
+            raise ValueError(
+                f"{place}: it has {ids.shape[1]} tokens, {int(kinds.sum())} of them of its images, more than "
+                f"data.max_prompt_length={data.max_prompt_length}, and data.overlong_prompts=truncate cuts no images; "
+                "set it to filter, or raise the limit"
+            )
+        return ids[0].tolist(), Look(inputs, positions, following, int(kinds.sum()), short, tuple(pictures), digest)
+
+
+def check(config: LMModelConfig, place: str) -> None:
+    """Raise ValueError, in one line, where the model of `config` reads no images, as the prompt at `place` has."""
+    check_folder(config.path)
+    with loading(f"model.path: {config.path!r} does not load"):
+        settings = transformers.AutoConfig.from_pretrained(
+            config.path, revision=config.revision, trust_remote_code=False
+        )
+    kind = (settings.architectures or [type(settings).__name__])[0]
+    if kind not in FAMILIES:
+        known = ", ".join(name.partition("For")[0] for name in FAMILIES)
+        reads = "which reads none" if "vision_config" not in settings.sub_configs else f"expected one of {known}"
+        raise ValueError(f"{place} has images, and model.path: {config.path!r} is a {kind}, {reads}")
+
+
+def _tried() -> Picture:
+    """A picture of random pixels, to try a model with."""
+    pixels = torch.randint(0, 256, (56, 84, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    file = BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, "PNG")
+    return Picture(file.getvalue, Path(), "a picture that the model is tried with")
+
+
+def _flat(values: Any) -> Tensor:
+    """Features [n, H] of what a tower gives: a tensor for each image, or one of all."""
+    return torch.cat([value.reshape(-1, value.shape[-1]) for value in values])

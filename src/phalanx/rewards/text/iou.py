@@ -1,0 +1,126 @@
+"""Reward: boxes in an image, by the overlap of those that an answer names with those of the ground truth.
+
+A box is four numbers, its left, top, right and bottom side: [x1, y1, x2, y2] in JSON or in a text, also as
+(x1, y1), (x2, y2). The IoU of two boxes is the area of their intersection over that of their union.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal
+
+from phalanx.rewards.text import _answers
+
+MOST = 64  # boxes of an answer; one with more has a score of 0
+# bounded: what a hostile text may repeat is read once
+_NUMBER = r"\s{0,9}([+-]?(?:\d{1,9}(?:\.\d{0,17})?|\.\d{1,17})(?:[eE][+-]?\d{1,2})?)\s{0,9}"
+_BOX = re.compile(rf"[\[(]{_NUMBER},{_NUMBER}(?:[\])]\s{{0,9}})?,\s{{0,9}}[\[(]?{_NUMBER},{_NUMBER}[\])]")
+Box = tuple[float, float, float, float]
+Units = Literal["pixels", "unit", "thousand"]
+
+
+class Iou:
+    """The mean IoU of the boxes of metadata's `ground_truth` and those of the answer, each matched with at most one:
+    the sum over the larger number of boxes.
+
+    The answer is what stands in the last <answer> tags, or else behind </think>. threshold: 1 for a pair of boxes with
+    at least this IoU and 0 for others, in place of the IoU. coordinates, truth_coordinates: the units of the answer and
+    of the ground truth: pixels of the image, or the width and the height are 1 (unit) or 1000 (thousand).
+    """
+
+    def __init__(
+        self, threshold: float | None = None, coordinates: Units = "pixels", truth_coordinates: Units = "pixels"
+    ) -> None:
+        if threshold is not None and not 0 < threshold <= 1:
+            raise ValueError(f"threshold={threshold} should be in 0..1")
+        for name, value in {"coordinates": coordinates, "truth_coordinates": truth_coordinates}.items():
+            if value not in ("pixels", "unit", "thousand"):
+                raise ValueError(f"{name}={value!r} should be pixels, unit or thousand")
+        self._threshold, self._units, self._truth_units = threshold, coordinates, truth_coordinates
+
+    def __call__(
+        self, completions: Sequence[str], prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
+    ) -> list[float]:
+        scores = []
+        for completion, meta in zip(completions, metadata, strict=True):
+            scores.append(self._score(boxes(answer(completion)), self._truth(meta), meta))
+        return scores
+
+    def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
+        """Raise ValueError for a row whose ground truth is no boxes, or whose image's size is not known but needed."""
+        self._truth(metadata)
+        if self._units != self._truth_units and "pixels" in (self._units, self._truth_units):
+            _size(metadata)
+
+    def _truth(self, metadata: Mapping[str, Any]) -> list[Box]:
+        value = metadata["ground_truth"] if "ground_truth" in metadata else None
+        truth = boxes(value if isinstance(value, str) else json.dumps(value, default=str))
+        if not truth or len(truth) > MOST or not all(map(_area, truth)):
+            raise ValueError(
+                f"iou needs a ground_truth for each prompt, a box [x1, y1, x2, y2] or a list of at most {MOST}; it has "
+                f"{str(value)[-80:]!r}"
+            )
+        return truth
+
+    def _score(self, given: list[Box], truth: list[Box], metadata: Mapping[str, Any]) -> float:
+        if not 0 < len(given) <= MOST:
+            return 0.0
+        if self._units != self._truth_units:  # an IoU is the same in whatever units, if both boxes are in them
+            given = _in_unit(given, self._units, metadata)
+            truth = _in_unit(truth, self._truth_units, metadata)
+        pairs = []
+        for i, box in enumerate(given):
+            pairs += [(iou(box, other), i, j) for j, other in enumerate(truth)]
+        total, matched, taken = 0.0, set[int](), set[int]()
+        for value, i, j in sorted(pairs, key=lambda pair: -pair[0]):
+            if i not in matched and j not in taken:
+                matched.add(i)
+                taken.add(j)
+                total += value if self._threshold is None else float(value >= self._threshold)
+        return total / max(len(given), len(truth))
+
+
+def answer(text: str) -> str:
+    """The part of a completion in which its boxes stand."""
+    tagged = _answers.tagged(text)
+    return text.rpartition("</think>")[2] if tagged is None else tagged
+
+
+def boxes(text: str) -> list[Box]:
+    """The boxes in a text, at most one more than MOST."""
+    result = []
+    for box in islice(_BOX.finditer(text), MOST + 1):
+        left, top, right, bottom = map(float, box.groups())
+        result.append((left, top, right, bottom))
+    return result
+
+
+def iou(one: Box, other: Box) -> float:
+    """Intersection over union in 0..1; 0 where one has no area."""
+    both = max(one[0], other[0]), max(one[1], other[1]), min(one[2], other[2]), min(one[3], other[3])
+    if not (_area(one) and _area(other)):
+        return 0.0
+    common = _area(both)
+    return common / (_area(one) + _area(other) - common)
+
+
+def _area(box: Box) -> float:
+    return max(box[2] - box[0], 0.0) * max(box[3] - box[1], 0.0)
+
+
+def _in_unit(some: list[Box], units: str, metadata: Mapping[str, Any]) -> list[Box]:
+    """Boxes in parts of the image's width and height."""
+    height, width = _size(metadata) if units == "pixels" else (1, 1) if units == "unit" else (1000, 1000)
+    return [(left / width, top / height, right / width, bottom / height) for left, top, right, bottom in some]
+
+
+def _size(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """(height, width) of the prompt's image."""
+    images = metadata["images"] if "images" in metadata else ()
+    if len(images) != 1:
+        raise ValueError(
+            f"iou compares boxes in pixels with others, and the prompt has {len(images)} images; expected 1"
+        )
+    size: tuple[int, int] = images[0].size
+    return size

@@ -1,0 +1,292 @@
+"""Partial rollouts: a step does not wait for the longest responses, which go on in the next one, by its weights.
+
+More groups are drawn at once than a step trains. All unfinished responses get a number of tokens, a round, until enough
+groups are complete; the oldest complete ones are trained, and the others wait. No group is dropped, so that in the long
+run the lengths that are trained are those that the policy draws.
+
+All ranks know all groups that wait. Each round deals the responses anew, and what a response is follows from its name,
+the steps, and the weights, so that the layout has no part in it.
+"""
+
+import logging
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from phalanx.config.lm import LMRolloutConfig
+from phalanx.distributed.collectives import all_gather_object
+from phalanx.functional.token_budget import evenly_dealt
+from phalanx.rollout.lm.in_policy import Drawn, LMRollout, measured
+from phalanx.types import Each, Prompt, Samples
+
+log = logging.getLogger(__name__)
+_MARK = "partial"  # of a checkpoint's tensors
+
+
+@dataclass(eq=False)
+class _Response:
+    """The tokens of a response so far, their log-probabilities under the weights that drew them, and the training
+    steps of these.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class _Group:
+    """The responses to a prompt, number `number` of the run, of which the first tokens are of step `begun`."""
+
+    number: int
+    begun: int
+    prompt: Prompt
+    tokens: list[int]
+    responses: list[_Response]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all responses have ended."""
+        return all(response.ended for response in self.responses)
+
+    @property
+    def checksum(self) -> int:
+        """That of the prompt's tokens."""
+        return zlib.crc32(repr(self.tokens).encode())
+
+
+def drawn_at_once(config: LMRolloutConfig, prompts: int) -> int:
+    """The groups of a rollout, where a training step has those of `prompts`."""
+    return (config.over_sampling_batch_size or 2 * prompts) if config.partial_rollout else prompts
+
+
+class PartialRollout:
+    """See phalanx.types.Rollout: around a rollout, which draws the tokens. `prompts` are those of a training step.
+
+    The samples of a step are those of `prompts` groups, which may have begun in earlier steps, at most
+    rollout.max_staleness of them; Samples.version says by which weights each token was drawn.
+    """
+
+    def __init__(self, rollout: LMRollout, prompts: int) -> None:
+        self.rollout, self.config, self.world = rollout, rollout.config, rollout.world
+        self.facts, self.fps, self.noun = rollout.facts, rollout.fps, rollout.noun
+        self.exact, self.micro_batch_size = rollout.exact, rollout.micro_batch_size
+        self._prompts = prompts
+        self._pool = drawn_at_once(self.config, prompts)
+        self._groups: list[_Group] = []  # that are not trained, by their numbers
+        self._next = 0  # the number of the first group that has not begun
+        self._step = 0  # training steps that have their samples
+        self._saved: dict[str, Tensor] = {}  # of a checkpoint, until there are prompts
+        self._row: dict[str, float] = {}
+
+    # -- a checkpoint -------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int, kept: Sequence[Tensor]) -> None:
+        """Go on behind training step number `step`, with what a checkpoint has of `in_flight`, of all ranks."""
+        self._step, self._next = step, step * self._prompts
+        for data in kept:
+            tensors = safetensors.torch.load(data.numpy().tobytes())
+            if _MARK in tensors:
+                if tensors[_MARK].tolist() == self._shape(step):
+                    self._saved = tensors
+                elif self.world.rank == 0:
+                    log.warning("the responses that a checkpoint keeps for later steps are of another batch: dropped")
+
+    def in_flight(self, step: int) -> Tensor | None:
+        """Bytes [K] uint8 of the groups that wait after training step number `step`; on the first rank."""
+        if self.world.rank != 0 or step != self._step:
+            return None
+        tensors = self._saved or self._tensors()
+        return torch.frombuffer(bytearray(safetensors.torch.save(tensors)), dtype=torch.uint8)
+
+    def _shape(self, step: int) -> list[int]:
+        """The numbers that a checkpoint's groups are of."""
+        return [step, self._prompts, self.config.n]
+
+    def _tensors(self) -> dict[str, Tensor]:
+        responses = [response for group in self._groups for response in group.responses]
+        tokens: list[int] = []
+        log_probs: list[float] = []
+        versions: list[int] = []
+        for response in responses:
+            tokens += response.tokens
+            log_probs += response.log_probs
+            versions += response.versions
+        return {
+            _MARK: torch.tensor(self._shape(self._step)),
+            "next": torch.tensor(self._next),
+            "number": torch.tensor([group.number for group in self._groups], dtype=torch.long),
+            "begun": torch.tensor([group.begun for group in self._groups], dtype=torch.long),
+            "checksum": torch.tensor([group.checksum for group in self._groups], dtype=torch.long),
+            "length": torch.tensor([len(response.tokens) for response in responses], dtype=torch.long),
+            "ended": torch.tensor([response.ended for response in responses], dtype=torch.bool),
+            "tokens": torch.tensor(tokens, dtype=torch.int32),
+            "log_probs": torch.tensor(log_probs, dtype=torch.float32),
+            "versions": torch.tensor(versions, dtype=torch.int32),
+        }
+
+    def _restore(self, saved: dict[str, Tensor]) -> None:
+        """The groups of a checkpoint; those whose prompt is another one by now begin anew."""
+        lengths = saved["length"].tolist()
+        parts = []
+        for name in ("tokens", "log_probs", "versions"):
+            parts.append([part.tolist() for part in saved[name].split(lengths)])
+        responses = [_Response(*values) for values in zip(*parts, saved["ended"].tolist(), strict=True)]
+        self._next, n, other = int(saved["next"]), self.config.n, 0
+        columns = [saved[name].tolist() for name in ("number", "begun", "checksum")]
+        for i, (number, begun, checksum) in enumerate(zip(*columns, strict=True)):
+            group = self._new(number, begun)
+            if group.checksum == checksum:
+                group.responses = responses[i * n : (i + 1) * n]
+            else:
+                other += 1
+            self._groups.append(group)
+        if other and self.world.rank == 0:
+            log.warning("%d prompts with responses in the checkpoint are others by now: they begin anew", other)
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def prepare(self, batches: Callable[[int], list[Prompt]], step: int, end: int) -> None:
+        """See phalanx.types.Rollout: begin as many groups as are drawn at once, of all those up to step `end`."""
+        self.rollout.prepare(batches, step, end)
+        self._batches = batches
+        saved, self._saved = self._saved, {}
+        if saved:
+            self._restore(saved)
+        last = min(self._pool + step * self._prompts, end * self._prompts)
+        for number in range(self._next, last):
+            self._groups.append(self._new(number, step))
+        self._next = max(last, self._next)
+
+    def _new(self, number: int, begun: int) -> _Group:
+        step, place = divmod(number, self._prompts)
+        prompt = self._batches(step)[place]
+        responses = [_Response() for _ in range(self.config.n)]
+        return _Group(number, begun, prompt, self.rollout.policy.encode(prompt), responses)
+
+    def awake(self) -> AbstractContextManager[None]:
+        """See phalanx.types.Rollout."""
+        return self.rollout.awake()
+
+    def sample(self, prompts: list[Prompt], *, seed: int, step: int, each: Each) -> Samples:
+        """See phalanx.types.Rollout; the prompts are others, those of the groups that are trained."""
+        rounds = 0
+        while (trained := self._trained(step)) is None:
+            self._draw(seed, step)
+            rounds += 1
+        before = len(self._groups)
+        self._groups = [group for group in self._groups if group not in trained]
+        self._step = step + 1
+        self._row = self._metrics(trained, step, before) | {"rollout/rounds": float(rounds)}
+        n, share = self.config.n, self._prompts * self.config.n // self.world.size
+        index = torch.arange(self.world.rank * share, (self.world.rank + 1) * share)
+        local: list[Prompt] = []
+        drawn: list[Drawn] = []
+        versions: list[list[int]] = []
+        for i in index.tolist():
+            group, response = trained[i // n], trained[i // n].responses[i % n]
+            local.append(replace(group.prompt, group_id=i // n))
+            versions.append(response.versions)
+            tokens, cut = response.tokens, response.tokens[-1] not in self.rollout.how.ends
+            text = self.rollout.policy.decode(tokens)
+            drawn.append(Drawn(group.tokens, tokens, text, cut, response.log_probs))
+        for start in range(0, share, self.micro_batch_size):
+            part = slice(start, start + self.micro_batch_size)
+            told = zip(local[part], drawn[part], strict=True)
+            seen = [measured(prompt, response, self.rollout.how) for prompt, response in told]
+            each([response.text for response in drawn[part]], seen)
+        samples = self.rollout.gathered(drawn, local, index)
+        version = torch.full(samples.mask.shape, step)  # [B, A]
+        for i, of_tokens in enumerate(versions):
+            version[i, : len(of_tokens)] = torch.tensor(of_tokens)
+        return replace(samples, version=version)
+
+    def _trained(self, step: int) -> list[_Group] | None:
+        """The groups that are trained in this step, the oldest complete ones, once there are enough, and the others
+        can be trained before they are too old.
+        """
+        complete = [group for group in self._groups if group.complete]
+        if len(complete) < self._prompts:
+            return None
+        trained = complete[: self._prompts]
+        waiting = [group for group in self._groups if group not in trained]
+        for place, group in enumerate(waiting):
+            left = group.begun + self.config.max_staleness - step  # steps in which it may be trained
+            if place >= self._prompts * left and len(complete) < len(self._groups):
+                return None
+        return trained
+
+    def _draw(self, seed: int, step: int) -> None:
+        """A round: further tokens of all responses that have not ended, with all ranks."""
+        count, limit, ends = self.config.partial_rollout_tokens, self.rollout.how.limit, self.rollout.how.ends
+        alive: list[tuple[_Group, int]] = []
+        for group in self._groups:
+            alive += [(group, i) for i, response in enumerate(group.responses) if not response.ended]
+        # equally many to each rank, with about as many tokens to read
+        costs = [float(len(group.tokens) + len(group.responses[i].tokens)) for group, i in alive]
+        most = -(-len(alive) // self.world.size)
+        ranks = evenly_dealt(costs, [most] * self.world.size)
+        places = [place for place, rank in enumerate(ranks) if rank == self.world.rank]
+        drawn: list[tuple[int, list[int], list[float]]] = []
+        for start in range(0, most, self.micro_batch_size):
+            part = places[start : start + self.micro_batch_size]
+            rows, starts, names = [], [], []
+            for place in part:
+                group, i = alive[place]
+                rows.append(group.tokens + group.responses[i].tokens)
+                starts.append(len(group.tokens))
+                names.append((seed, *divmod(group.number, self._prompts), i))
+            new = self.rollout.continued(rows, starts, names, count)
+            drawn += [(place, *tokens) for place, tokens in zip(part, new, strict=True)]
+        for parts in all_gather_object(drawn):
+            for place, tokens, log_probs in parts:
+                group, i = alive[place]
+                response = group.responses[i]
+                response.tokens += tokens
+                response.log_probs += log_probs
+                response.versions += [step] * len(tokens)
+                response.ended = tokens[-1] in ends or len(tokens) < count or len(response.tokens) == limit
+
+    def _metrics(self, trained: list[_Group], step: int, pool: int) -> dict[str, float]:
+        ages: list[int] = []
+        versions: list[int] = []
+        for group in trained:
+            for response in group.responses:
+                ages += [step - version for version in response.versions]
+                versions.append(len(set(response.versions)))
+        return {
+            "rollout/staleness_mean": sum(ages) / len(ages),
+            "rollout/staleness_max": float(max(ages)),
+            "rollout/versions_mean": sum(versions) / len(versions),
+            "rollout/versions_max": float(max(versions)),
+            "rollout/pending_ratio": len(self._groups) / pool,
+            "rollout/pending_age_max": float(max((step - group.begun for group in self._groups), default=0)),
+        }
+
+    def metrics(self, samples: Samples, reward: Tensor) -> dict[str, float]:
+        """Those of the rollout, and rollout/... of the groups that are trained and of those that wait."""
+        return self.rollout.metrics(samples, reward) | self._row
+
+    # -- all else -----------------------------------------------------------------------------------------------------
+
+    def renew(self, samples: Samples, prompts: list[Prompt]) -> Samples:
+        """Not called: phalanx.config.rules refuses what draws groups again."""
+        raise AssertionError("rules refuse what draws groups again")
+
+    def resample(self, samples: Samples, stale: Tensor, attempt: int, *, each: Each) -> tuple[Samples, Tensor]:
+        """See `renew`."""
+        raise AssertionError("rules refuse what draws groups again")
+
+    def sample_validation(self, prompts: list[Prompt], *, each: Each) -> None:
+        """See phalanx.types.Rollout."""
+        self.rollout.sample_validation(prompts, each=each)
+
+    def close(self) -> None:
+        """See phalanx.types.Rollout."""
+        self.rollout.close()

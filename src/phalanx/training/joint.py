@@ -1,0 +1,350 @@
+"""A joint run: a language model rewrites prompts, a flow model makes pictures of them, and one reward trains both.
+
+The writer's samples become the painter's prompts, and the rewards of the painter's samples become the writer's. Each
+then takes a training step of phalanx.training.loop with samples that are drawn already.
+
+Shapes: P prompts, N rewritten ones of each, K that the painter is given of each: those and the originals that are kept;
+M pictures of each of these.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from phalanx import algorithms
+from phalanx.config import ConfigError
+from phalanx.config.joint import PAINTER, WRITER, JointConfig, frozen
+from phalanx.config.rules import of_part
+from phalanx.config.run import RLConfig
+from phalanx.data.overlap import held_out_overlap
+from phalanx.data.prompts import load_prompts, validation_sets
+from phalanx.data.streams import PromptStream
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import World
+from phalanx.models.flow.policy import build_policy, image_columns
+from phalanx.rewards.client import RewardClient
+from phalanx.rollout import flow as flow_rollouts
+from phalanx.rollout import lm as lm_rollouts
+from phalanx.telemetry.metrics import Timers
+from phalanx.telemetry.step_metrics import reward_metrics
+from phalanx.training import flow_rl, lm_rl, prompt_lengths
+from phalanx.training.collect import Collected, Collector, Rescorer, total_steps
+from phalanx.training.components import TrainedPolicy, build_rewards, choose_cpu_linear, fitting_sets, start
+from phalanx.training.job import Job
+from phalanx.training.loop import train_step
+from phalanx.training.minibatches import BatchPlan
+from phalanx.training.optim import TrainState
+from phalanx.training.rewriting import Rewriter, as_original
+from phalanx.training.rl import train_state
+from phalanx.training.update import Updater
+from phalanx.training.validation import Records, Validator, validate
+from phalanx.types import Algorithm, Outputs, Prompt, Rollout, Samples
+
+
+@dataclass
+class Part:
+    """A policy of a joint run with its own configuration; `state` is None where it is frozen. `group`: samples whose
+    rewards its advantages compare, one after the other.
+    """
+
+    cfg: RLConfig
+    plan: BatchPlan
+    algorithm: Algorithm
+    policy: TrainedPolicy
+    rollout: Rollout
+    timers: Timers
+    group: int
+    state: TrainState | None = None
+
+    def best(self) -> AbstractContextManager[None]:
+        """A context with the weights that are validated: the moving average where there is one."""
+        averaged = self.state is not None and self.state.ema is not None
+        return self.policy.using("ema") if averaged else nullcontext()
+
+
+class Drawn:
+    """The samples of a training step that are there already: see phalanx.training.loop.Collects."""
+
+    chunks = 1
+
+    def __init__(self, collected: Collected) -> None:
+        self.collected = collected
+
+    def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
+        """The samples, and all metrics."""
+        return self.collected.samples, self.collected.row
+
+    def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
+        """Their rewards."""
+        return samples, self.collected.reward, {}
+
+
+class JointTrainer:
+    """Both policies of a joint run, on one rank."""
+
+    def __init__(
+        self,
+        cfg: JointConfig,
+        parts: Mapping[str, Part],
+        rewriter: Rewriter,
+        collectors: Mapping[str, Collector],
+        updaters: Mapping[str, Updater],
+        job: Job,
+    ) -> None:
+        self.cfg, self.parts, self.rewriter, self.job = cfg, parts, rewriter, job
+        self.collectors, self.updaters = collectors, updaters
+
+    @property
+    def world(self) -> World:
+        """The ranks that train."""
+        return self.job.world
+
+    def run(self) -> None:
+        """Train, write the report, and print what came of it. Raises JobError, or Stopped once the state is saved."""
+        self.job.run(self.fit)
+
+    def fit(self) -> None:
+        """Train to the last step."""
+        with self.job.logger:
+            for step in self.job.steps():
+                self.job.end_step(step + 1, self.step(step))
+
+    def step(self, step: int) -> dict[str, float]:
+        """A training step of the policies whose turn it is; its metrics."""
+        began = time.perf_counter()
+        drawn, row = self.draw(step), {}
+        for name in self.parts:
+            collected = drawn.pop(name)
+            if trains(self.cfg, name, step):
+                numbers = train_step(self.job, Drawn(collected), self.updaters[name], step, began)
+            else:
+                numbers = collected.row
+            row |= named(name, numbers)
+        return row | {"perf/step_s": time.perf_counter() - began}
+
+    def draw(self, step: int) -> dict[str, Collected]:
+        """The samples of both policies with their rewards: N responses to each prompt, then M pictures of each of the
+        K prompts that come of these.
+        """
+        writer, painter = self.parts[WRITER], self.parts[PAINTER]
+        each, pictures = writer.cfg.rollout.n, painter.cfg.rollout.n
+        samples, row = self.collectors[WRITER].sample(step)
+        assert isinstance(samples.outputs, list)
+        with writer.timers("rewrite"):
+            row |= self.rewriter.write(step, samples.outputs, each)
+        painted = self.collectors[PAINTER].collect(step)
+        # r [P, K]: the mean over a prompt's pictures that have a reward, NaN where none has
+        of_prompts = painted.reward.view(-1, self.cfg.rewrites, pictures).nanmean(-1)
+        reward = of_prompts[:, :each].flatten()  # [P N]
+        scored = ~reward.isnan()
+        group_id = torch.arange(len(reward)) // each
+        row |= writer.rollout.metrics(samples, reward) | reward_metrics(reward[scored], {}, group_id[scored])
+        if self.cfg.rewrite.keep_originals:
+            row["rewrite/original_reward_mean"] = of_prompts[:, each:].nanmean().item()
+        return {WRITER: Collected(samples, reward, row), PAINTER: painted}
+
+
+def named(name: str, row: Mapping[str, float]) -> dict[str, float]:
+    """The metrics of a policy with its name before them; the rewards of pictures are those of the run."""
+    result = {}
+    for key, value in row.items():
+        if key != "perf/step_s":
+            result[key if name == PAINTER and key.startswith("reward/") else f"{name}/{key}"] = value
+    return result
+
+
+def trains(cfg: JointConfig, name: str, step: int) -> bool:
+    """Whether a policy is trained in training step `step`."""
+    if cfg.alternate is None:
+        return name in cfg.train
+    return cfg.train[step // cfg.alternate % len(cfg.train)] == name
+
+
+class JointValidator(Validator):
+    """Validates with the prompts of rewrite.validate: each set of the data is a set for each kind of prompt."""
+
+    def __init__(
+        self,
+        cfg: JointConfig,
+        world: World,
+        parts: Mapping[str, Part],
+        rewriter: Rewriter,
+        rewards: RewardClient,
+        val_sets: dict[str, list[Prompt]],
+        timers: Timers,
+    ) -> None:
+        painter = parts[PAINTER]
+        super().__init__(painter.cfg, world, painter.policy, painter.rollout, rewards, val_sets, timers)
+        self.parts, self.rewriter, self.kinds = parts, rewriter, cfg.rewrite.validate
+
+    @property
+    def validates(self) -> int:
+        """Held-out prompts of all sets."""
+        return super().validates * len(self.kinds)
+
+    def validate(self, step: int, weights: str | None) -> tuple[dict[str, float], Records]:
+        """See Validator; each policy has its own moving average."""
+        row: dict[str, float] = {}
+        kept: Records = {}
+        for data, prompts in self.val_sets.items():
+            rewritten = self._rewritten(prompts) if set(self.kinds) - {"original"} else prompts
+            texts = {
+                "original": [prompt.text for prompt in prompts],
+                "rewritten": [prompt.text for prompt in rewritten],
+                "swapped": [prompt.text for prompt in (*rewritten[1:], rewritten[0])],
+            }
+            for kind in self.kinds:
+                name = f"{data}_{kind}"
+                shown = [
+                    self.rewriter.prompt(p, text, p.group_id) for p, text in zip(prompts, texts[kind], strict=True)
+                ]
+                best, submit, score = self.parts[PAINTER].best(), self.rewards.submit, self.rewards.score
+                metrics, kept[name] = validate(self.cfg, self.rollout, best, submit, score, name, shown, self.world)
+                row |= metrics | self.rewards.take_errors(f"val/{name}/")
+        return row, kept
+
+    def _rewritten(self, prompts: list[Prompt]) -> list[Prompt]:
+        """The prompts of all ranks with the texts that the writer makes of them."""
+        writer, world = self.parts[WRITER], self.world
+        share = -(-len(prompts) // world.size)
+        local = [prompts[min(world.rank * share + j, len(prompts) - 1)] for j in range(share)]
+        responses: list[str] = []
+
+        def each(outputs: Outputs, sampled: list[Prompt]) -> None:
+            assert isinstance(outputs, list)
+            responses.extend(outputs)
+
+        with writer.best(), writer.rollout.awake():
+            writer.rollout.sample_validation(local, each=each)
+        texts = self.rewriter.texts(responses[:: writer.cfg.rollout.val.n])
+        return [self.rewriter.prompt(p, text, p.group_id) for p, (text, _) in zip(prompts, texts, strict=False)]
+
+    def end(self, stop: int = 0) -> None:
+        """Let both rollouts end."""
+        for part in self.parts.values():
+            part.rollout.close()
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def about(part: str) -> Iterator[None]:
+    """Messages about a policy's configuration within the block (ValueError) have the joint run's keys."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(of_part(str(error), part)) from error
+
+
+def build(cfg: JointConfig) -> JointTrainer:
+    """The job, built on all ranks in step; a ValueError is the user's mistake."""
+    plans = check(cfg)
+    writer, painter = cfg.of_writer(), cfg.of_painter()
+    data, columns = cfg.data, image_columns(painter.model)
+    rows = load_prompts(data.train_files, "data.train_files", images=columns, prompt=data.prompt_key)
+    val_sets = validation_sets(data.val_files, images=columns, prompt=data.prompt_key)
+    world = start(writer, WRITER)
+    if world.device.type == "cpu":
+        choose_cpu_linear(painter, world, PAINTER)
+    reward_set = build_rewards(painter, world, rows, val_sets)
+    still = {name: name not in cfg.train for name in plans}
+    if still[WRITER]:
+        writer.model = frozen(writer.model)
+    if still[PAINTER]:
+        painter.model = frozen(painter.model)
+    with about(WRITER):
+        words = lm_rl.load_policy(writer, world, frozen=still[WRITER])
+        rows = lm_rl.fitting(rows, "data.train_files", words, first=world.lead)
+        val_sets = fitting_sets(val_sets, partial(lm_rl.fitting, policy=words, first=world.lead))
+        by_words = lm_rl.build_algorithm(writer)
+        plan = plans[WRITER]
+        decoded = writer.rollout.micro_batch_size_per_gpu or plan.per_rank
+        passes = None if still[WRITER] else lm_rl.scoring(plan, by_words, writer.rollout)
+        texts = lm_rollouts.build_rollout(writer, words, world, decoded, passes)
+    with about(PAINTER):
+        detach, by_pictures = painter.actor.detach_uncond, algorithms.build(painter.algorithm)
+        pictures = build_policy(
+            painter.model,
+            painter.parallel,
+            painter.data,
+            world,
+            seed=cfg.trainer.seed,
+            detach_uncond=detach,
+            frozen=still[PAINTER],
+        )
+        # nothing is trained on what a frozen painter draws, so that it explores nothing
+        window = by_pictures.levels is None and not still[PAINTER]
+        micro = plans[PAINTER].rollout_micro
+        images = flow_rollouts.build_rollout(pictures, painter.rollout, world, micro, window=window)
+        prompt_lengths.fitting(rows, "data.train_files", pictures.model, painter.data, first=world.lead)
+    if world.lead:
+        held_out_overlap(rows, [p for some in val_sets.values() for p in some], pictures.model.image_column)
+    timers, n, m = Timers(), writer.rollout.n, painter.rollout.n
+    compared = m if cfg.diffusion_group_scope == "rewrite" else m * cfg.rewrites
+    of_words, of_pictures = Timers(part=WRITER, whole=timers), Timers(part=PAINTER, whole=timers)
+    parts = {
+        WRITER: Part(writer, plans[WRITER], by_words, words, texts, of_words, n),
+        PAINTER: Part(painter, plans[PAINTER], by_pictures, pictures, images, of_pictures, compared),
+    }
+    originals = PromptStream(rows, plans[WRITER].samples // n, data.seed)
+    rewriter = Rewriter(cfg.rewrite, originals, pictures.model, painter.data.max_prompt_length)
+    trainer_steps = total_steps(cfg.trainer, originals)
+    states = {}
+    for name in cfg.train:
+        part = parts[name]
+        steps = sum(trains(cfg, name, step) for step in range(trainer_steps))
+        part.state = states[name] = train_state(part.cfg, part.plan, part.algorithm, part.policy, steps)
+    unscored = RewardClient(writer, world, None, of_words, texts.noun)
+    rewards = RewardClient(painter, world, reward_set, of_pictures, images.noun, judged=as_original)
+    validator = JointValidator(cfg, world, parts, rewriter, rewards, val_sets, timers)
+    batch = f"{plans[WRITER].samples // n} prompts x {cfg.rewrites} of the writer x {m} {images.noun}"
+    job = Job(cfg, world, states, validator, timers, trainer_steps, batch=batch)
+    collectors, updaters = {}, {}
+    for name, client, source in ((WRITER, unscored, originals), (PAINTER, rewards, rewriter)):
+        part = parts[name]
+        common = (part.cfg, part.plan, part.algorithm, part.policy)
+        rescorer = Rescorer(*common, part.timers, job.progress, exact=part.rollout.exact)
+        trained = part.state is not None
+        collectors[name] = Collector(
+            part.cfg,
+            part.plan,
+            part.policy,
+            part.rollout,
+            client,
+            source,
+            part.timers,
+            weights=part.algorithm.behaviour if trained else None,
+            rescorer=rescorer if trained else None,
+            group=part.group,
+        )
+        if part.state is not None:
+            by_cost = name == WRITER and cfg.trainer.balance_batch and part.plan.by_tokens
+            updaters[name] = Updater(
+                *common,
+                world,
+                part.state,
+                rescorer,
+                part.timers,
+                noun=part.rollout.noun,
+                costs=words.sample_flops if by_cost else None,
+                group=part.group,
+            )
+    return JointTrainer(cfg, parts, rewriter, collectors, updaters, job)
+
+
+def check(cfg: JointConfig, launch: Launch | None = None) -> dict[str, BatchPlan]:
+    """The arithmetic of each policy's steps; refuses a configuration that the ranks of a launch (None: the present one)
+    cannot run (ConfigError), before ranks wait for one another.
+    """
+    plans = {}
+    with about(WRITER):
+        plans[WRITER] = lm_rl.check(cfg.of_writer(), launch)
+    with about(PAINTER):
+        plans[PAINTER] = flow_rl.check(cfg.of_painter(), launch)
+    return plans

@@ -1,0 +1,32 @@
+"""Train a language model that rewrites prompts and a flow model that paints them, by one reward on the picture.
+
+sh train.sh tasks/train_joint.py configs/joint/quickstart.yaml trainer.seed=1
+"""
+
+from collections.abc import Callable
+
+from phalanx.cli import parse, run
+from phalanx.config import ConfigError
+from phalanx.config.joint import JointConfig
+
+
+def build(cfg: JointConfig) -> Callable[[], None]:
+    from phalanx.training import joint
+
+    return joint.build(cfg).run
+
+
+def check(cfg: JointConfig) -> None:
+    from phalanx.jobs.inputs import check_flow
+    from phalanx.models.lm.headers import check_folder
+
+    check_flow(cfg.of_painter())
+    check_folder(cfg.writer.model.path, "writer.model.path")
+
+
+def plan(cfg: JointConfig, words: dict[str, str]) -> str:
+    raise ConfigError("--plan: joint runs are not predicted; plan the writer as a job of grpo, the painter of flowgrpo")
+
+
+if __name__ == "__main__":
+    run(build, parse(JointConfig, __doc__ or "", plan=plan, check=check))

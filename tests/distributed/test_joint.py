@@ -1,0 +1,188 @@
+"""Joint runs: a writer's texts are a painter's prompts, one reward trains both, and the layout is no part of the result."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config import load
+from phalanx.config.joint import JointConfig
+from tests.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
+from tests.ranks import run_ranks
+
+
+def joint_config(writer: Path, painter: Path, folder: Path, *overrides: str) -> JointConfig:
+    """A job of 2 prompts x 4 responses x 2 pictures a step, on their contrast."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS[:2] + PROMPTS[3:]) + "\n")
+    base = [
+        f"writer.model.path={writer}",
+        "writer.model.dtype=float32",
+        "writer.rollout.n=4",
+        "writer.rollout.micro_batch_size_per_gpu=2",
+        "writer.actor.ppo_mini_batch_size=2",
+        "writer.actor.ppo_micro_batch_size_per_gpu=2",
+        "writer.optim.lr=1e-3",
+        f"painter.model.path={painter}",
+        "painter.model.dtype=float32",
+        "painter.rollout.n=2",
+        "painter.rollout.num_inference_steps=3",
+        f"painter.rollout.height={SIZE}",
+        f"painter.rollout.width={SIZE}",
+        "painter.rollout.sde_window_size=1",
+        "painter.rollout.micro_batch_size_per_gpu=2",
+        "painter.actor.ppo_mini_batch_size=4",
+        "painter.actor.ppo_micro_batch_size_per_gpu=2",
+        "painter.optim.lr=1e-3",
+        "painter.algorithm.clip_ratio=1e-3",
+        f"data.train_files=[{folder / 'prompts.txt'}]",
+        f"data.val_files=[{folder / 'prompts.txt'}]",
+        "data.train_batch_size=2",
+        "data.max_prompt_length=64",
+        "data.max_response_length=12",
+        "data.max_rewrite_length=32",
+        f"reward.functions=[{{name: contrast, path: '{CONTRAST}'}}]",
+        "trainer.total_training_steps=2",
+        "trainer.logger=[]",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=false",
+        f"trainer.output_dir={folder / 'out'}",
+    ]
+    return load(JointConfig, None, [*base, *overrides])
+
+
+def weights(t: Any) -> dict[str, dict[str, Tensor]]:
+    """The weights of both policies."""
+    return {name: full_weights(dict(part.policy.trained.module.named_parameters())) for name, part in t.parts.items()}
+
+
+def one_step(cfg: JointConfig) -> dict[str, Any]:
+    """The first training step: both policies' samples, rewards and weights after it, and its metrics."""
+    from phalanx.training.joint import build
+
+    t = build(cfg)
+    drawn: dict[str, Any] = {}
+    draw = t.draw
+
+    def kept(step: int) -> Any:
+        drawn.update(draw(step))
+        return dict(drawn)
+
+    t.draw = kept  # type: ignore[method-assign]
+    row = {key: value for key, value in t.step(0).items() if "perf/" not in key}
+    return {
+        "prompts": [prompt.text for prompt in t.rewriter.prompts(t.rewriter.numbers(0))],
+        "responses": drawn["writer"].samples.outputs,
+        "pictures": drawn["painter"].samples.outputs,
+        "rewards": {name: collected.reward for name, collected in drawn.items()},
+        "row": row,
+        "weights": weights(t),
+    }
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    """As `rows`, of two policies."""
+    return [{key: value for key, value in row.items() if "/perf/" not in key} for row in rows(folder)]
+
+
+def fit(cfg: JointConfig) -> dict[str, dict[str, Tensor]]:
+    """Train to the end; returns the weights."""
+    from phalanx.training.joint import build
+
+    t = build(cfg)
+    t.fit()
+    return weights(t)
+
+
+KEPT = ("rewrite.keep_originals=4", "painter.actor.ppo_mini_batch_size=8")
+
+
+def test_layouts_agree(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    """One rank, two, and two copies of two shards: the same texts, pictures and rewards, and the same step of both."""
+    (alone,) = run_ranks(one_step, 1, joint_config(lm_folder, sd3_folder, tmp_path / "1", *KEPT))
+    row = alone["row"]
+    assert row["writer/actor/first_ratio_error"] == row["painter/actor/first_ratio_error"] == 0
+    assert row["writer/actor/grad_norm"] > 1e-4 and row["painter/actor/grad_norm"] > 1e-4
+    # a response's reward is the mean over its pictures, and the last prompts of each group are the original one
+    of_prompts = alone["rewards"]["painter"].view(2, 8, 2).mean(-1)
+    assert torch.equal(alone["rewards"]["writer"], of_prompts[:, :4].flatten())
+    for group in (alone["prompts"][:8], alone["prompts"][8:]):
+        assert len(set(group[4:])) == 1 and group[4] in PROMPTS and not set(group[:4]) & set(PROMPTS)
+    original = float(of_prompts[:, 4:].mean())
+    assert row["writer/rewrite/original_reward_mean"] == pytest.approx(original)
+    for ranks, shards in ((2, 1), (4, 2)):
+        cfg = joint_config(lm_folder, sd3_folder, tmp_path / f"{ranks}", *KEPT, f"parallel.fsdp_size={shards}")
+        parts = run_ranks(one_step, ranks, cfg)
+        assert [text for part in parts for text in part["responses"]] == alone["responses"]
+        assert torch.equal(torch.cat([part["pictures"] for part in parts]), alone["pictures"])
+        for part in parts:
+            assert part["prompts"] == alone["prompts"]
+            for name, reward in alone["rewards"].items():
+                assert torch.equal(part["rewards"][name], reward)
+                if shards == 1:
+                    assert_same_weights(alone["weights"][name], part["weights"][name], 1e-3)
+            for key, value in row.items():
+                assert part["row"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
+
+
+def test_a_stopped_run_goes_on_as_if_it_had_not(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    """On two ranks, with turns of one step, a moving average and a schedule of the rate: to the last bit."""
+    keys = (
+        "alternate=1",
+        "painter.actor.ema.decay=0.5",
+        "writer.optim.lr_scheduler=linear",
+        "trainer.total_training_steps=4",
+        "trainer.save_freq=3",
+        "trainer.test_freq=4",
+    )
+    whole = run_ranks(fit, 2, joint_config(lm_folder, sd3_folder, tmp_path / "whole", *keys))[0]
+    begun = tmp_path / "begun" / "out"
+    shutil.copytree(tmp_path / "whole" / "out", begun)
+    shutil.rmtree(begun / "checkpoints" / "step_000004")
+    again = run_ranks(fit, 2, joint_config(lm_folder, sd3_folder, tmp_path / "begun", *keys))[0]
+    for name, values in whole.items():
+        for key, value in values.items():
+            assert torch.equal(again[name][key], value), key
+    first, second = steps(tmp_path / "whole" / "out"), steps(begun)
+    assert first == second and [row["step"] for row in first] == [1, 2, 3, 4]
+    assert "val/prompts_original/reward/mean" in first[-1] and "val/prompts_rewritten/reward/mean" in first[-1]
+    # they take turns
+    assert ["writer/actor/lr" in row for row in first] == [True, False, True, False]
+    assert ["painter/actor/lr" in row for row in first] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("trained", ["writer", "painter"])
+def test_the_other_policy_stays_as_it_is(trained: str, lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    cfg = joint_config(lm_folder, sd3_folder, tmp_path, f"train=[{trained}]", "painter.model.lora_rank=2")
+    before, after = run_ranks(before_and_after, 1, cfg)[0]
+    for name, values in before.items():
+        same = all(torch.equal(after[name][key], value) for key, value in values.items())
+        assert same == (name != trained)
+    row = rows(tmp_path / "out")[-1]
+    assert row[f"{trained}/actor/first_ratio_error"] == 0 and row["reward/std"] > 0
+    assert ("writer/actor/lr" in row, "painter/actor/lr" in row) == (trained == "writer", trained == "painter")
+
+
+def before_and_after(cfg: JointConfig) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]]]:
+    from phalanx.training.joint import build
+
+    t = build(cfg)
+    before = weights(t)
+    t.fit()
+    return before, weights(t)
+
+
+def test_pictures_are_compared_within_a_text_or_a_prompt(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    """The scope changes what the painter learns, not what is drawn or what the writer learns."""
+    drawn = []
+    for scope in ("rewrite", "prompt"):
+        cfg = joint_config(lm_folder, sd3_folder, tmp_path / scope, f"diffusion_group_scope={scope}")
+        drawn.append(run_ranks(one_step, 1, cfg)[0])
+    one, other = drawn
+    assert torch.equal(one["pictures"], other["pictures"])
+    assert all(torch.equal(value, other["weights"]["writer"][key]) for key, value in one["weights"]["writer"].items())
+    assert one["row"]["painter/actor/grad_norm"] != other["row"]["painter/actor/grad_norm"]
+    assert one["row"]["reward/std_mean"] < other["row"]["reward/std_mean"]

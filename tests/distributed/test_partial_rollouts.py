@@ -1,0 +1,120 @@
+"""Partial rollouts in the loop: groups and versions on any layout, their log-probs, and a resumed run."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config.lm import LMRLConfig
+from phalanx.types import Samples
+from tests.jobs import rows
+from tests.lm import fit, tiny_lm_config
+from tests.ranks import run_ranks
+
+STEPS = 5
+KEYS = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=4", "rollout.correction=token_tis")
+LONGER = ("data.max_response_length=24", "rollout.max_staleness=2", f"trainer.total_training_steps={STEPS}")
+
+
+def job(model: Path, folder: Path, *keys: str) -> LMRLConfig:
+    return tiny_lm_config(model, folder, *KEYS, *LONGER, *keys)
+
+
+def drawn(cfg: LMRLConfig) -> list[dict[str, Any]]:
+    """The samples of each step of a run on this rank as they were drawn, with the policy's log-probs at that time."""
+    from phalanx.training.lm_rl import build
+    from phalanx.training.loop import train
+
+    trainer, found = build(cfg), list[dict[str, Any]]()
+
+    class Recorded:
+        chunks = 1
+
+        def sample(self, step: int, chunk: int = 0) -> tuple[Samples, dict[str, float]]:
+            collector = trainer.collector
+            collector.rescorer, rescorer = None, collector.rescorer
+            samples, _ = collector.sample(step)
+            collector.rescorer = rescorer
+            with torch.no_grad():
+                log_prob = trainer.policy.replay(samples.trace).log_prob
+            texts = [(prompt.text, text) for prompt, text in zip(samples.prompts, samples.outputs, strict=True)]
+            of_step = {"texts": texts, "version": samples.version, "mask": samples.mask, "step": step}
+            found.append(of_step | {"off": (samples.log_prob - log_prob).abs()})
+            return rescorer(samples)
+
+        def reward(self, samples: Samples, step: int, chunk: int = 0) -> tuple[Samples, Tensor, dict[str, float]]:
+            samples, reward, row = trainer.collector.reward(samples, step)
+            found[-1]["row"] = row
+            return samples, reward, row
+
+    with trainer.job.logger:
+        train(trainer.job, Recorded(), trainer.updater)
+    return found
+
+
+def joined(parts: list[list[dict[str, Any]]], name: str) -> list[Any]:
+    """What all ranks have of each step, one after the other."""
+    steps = []
+    for of_ranks in zip(*parts, strict=True):
+        values: list[Any] = []
+        for part in of_ranks:
+            values += part[name].tolist() if isinstance(part[name], Tensor) else part[name]
+        steps.append(values)
+    return steps
+
+
+def test_layouts_train_the_same_groups(lm_folder: Path, tmp_path: Path) -> None:
+    """Each group once and as a whole, within its staleness; tokens have the log-probs of the weights that drew them."""
+    one = run_ranks(drawn, 1, job(lm_folder, tmp_path / "1", "optim.lr=1e-2"))
+    two = run_ranks(drawn, 2, job(lm_folder, tmp_path / "2", "optim.lr=1e-2", "parallel.fsdp_size=2"))
+    assert joined(two, "texts") == joined(one, "texts")
+    assert joined(two, "version") == joined(one, "version")
+    ages, groups = set(), list[str]()
+    for step, found in enumerate(one[0]):
+        age, mask, row = step - found["version"], found["mask"], found["row"]
+        ages |= set(age[mask].tolist())
+        fresh, older = found["off"][mask & (age == 0)], found["off"][mask & (age > 0)]
+        assert step > 0 or len(fresh)
+        assert not len(fresh) or fresh.max() < 1e-5
+        assert not len(older) or older.max() > 1e-3
+        assert row["rollout/staleness_max"] == age[mask].max()
+        assert row["rollout/pending_ratio"] == (0.5 if step < STEPS - 1 else 0)
+        prompts = [prompt for prompt, _ in found["texts"]]
+        assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
+        groups += prompts[::4]
+    assert 1 in ages and ages <= {0, 1, 2}
+    lines = (tmp_path / "1" / "prompts.jsonl").read_text().splitlines()
+    times = [groups.count(json.loads(line)["prompt"]) for line in lines]
+    assert sum(times) == 4 * STEPS and max(times) - min(times) <= 1  # as without partial rollouts
+
+
+def test_a_step_that_waits_for_all_is_a_usual_one(lm_folder: Path, tmp_path: Path) -> None:
+    """The responses are the same, however many rounds they were drawn in."""
+    usual = run_ranks(fit, 1, tiny_lm_config(lm_folder, tmp_path / "usual", "trainer.logger=[]"))
+    partial = tiny_lm_config(lm_folder, tmp_path / "partial", *KEYS, "rollout.over_sampling_batch_size=4")
+    run_ranks(fit, 1, partial)
+    for one, other in zip(rows(tmp_path / "usual" / "out"), rows(tmp_path / "partial" / "out"), strict=True):
+        assert one["response/length_mean"] == other["response/length_mean"]
+        assert one["reward/mean"] == other["reward/mean"]
+        assert other["rollout/rounds"] == 3 and other["rollout/staleness_max"] == 0
+        assert other["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-3)
+        assert other["actor/first_ratio_error"] == 0
+    assert usual
+
+
+def test_a_resumed_run_is_the_run(lm_folder: Path, tmp_path: Path) -> None:
+    """The responses that wait are in the checkpoint."""
+    keys = ("trainer.save_freq=1", "trainer.max_checkpoints=9")
+    whole = run_ranks(fit, 2, job(lm_folder, tmp_path / "whole", *keys))
+    expected = rows(tmp_path / "whole" / "out")
+    assert max(row["rollout/staleness_max"] for row in expected) > 0
+    kept = tmp_path / "whole" / "out" / "checkpoints" / "step_000002"
+    shutil.copytree(kept, tmp_path / "parts" / "out" / "checkpoints" / kept.name)
+    resumed = run_ranks(fit, 2, job(lm_folder, tmp_path / "parts", *keys))
+    assert rows(tmp_path / "parts" / "out") == expected[2:]
+    for name, value in whole[0].items():
+        assert torch.equal(value, resumed[0][name])
