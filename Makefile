@@ -35,7 +35,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-tools base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-tools base-vl base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -43,6 +43,7 @@ help:
 	@echo "make quickstart-lm    train a tiny language model on word problems with GRPO, two CPU ranks, about 2 minutes"
 	@echo "make quickstart-lm-vllm  the same with vLLM in both ranks, in an environment of its own"
 	@echo "make quickstart-tools    train a tiny language model to call a calculator with GRPO, two CPU ranks, about a minute"
+	@echo "make quickstart-vl    train a tiny vision-language model to read pictures with GRPO, two CPU ranks, about a minute"
 	@echo "make quickstart-bd    GRPO of a tiny block-diffusion model on word problems, two CPU ranks, about 2 minutes"
 	@echo "make test-fast        tests of numbers and of single modules that start no process, under a minute on 2 cores"
 	@echo "make test             one test of each kind, 10 to 35 minutes on 2 cores"
@@ -63,6 +64,7 @@ help:
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
 	@echo "make base-tools       make the tiny language model with a calculator again, out of that one, about 2 minutes"
+	@echo "make base-vl          make the tiny vision-language model and its pictures again, about 2 minutes"
 	@echo "make base-bd          make the tiny block-diffusion model again, out of that one, about 3 minutes"
 	@echo "make docs             build the documentation into site/"
 	@echo "make wheel            build the wheel into dist/"
@@ -84,6 +86,9 @@ quickstart-bd: $(VENV)/.installed
 
 quickstart-tools: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart_tools.yaml $(ARGS)
+
+quickstart-vl: $(VENV)/.installed
+	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart_vl.yaml $(ARGS)
 
 quickstart-lm-vllm: $(VLLM_VENV)/.installed
 	@PATH="$(abspath $(VLLM_VENV))/bin:$$PATH" CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" \
@@ -180,6 +185,10 @@ base-lm: $(VENV)/.installed
 base-tools: $(VENV)/.installed
 	@$(ON_CPU) python assets/make/make_base_tools.py output_dir=outputs/base_tools
 	@rm -rf assets/calculator && cp -R outputs/base_tools assets/calculator
+
+base-vl: $(VENV)/.installed
+	@$(ON_CPU) python assets/make/make_base_vl.py output_dir=outputs/base_vl
+	@rm -rf assets/reading && cp -R outputs/base_vl assets/reading
 
 base-bd: $(VENV)/.installed
 	@$(ON_CPU) python assets/make/make_base_lm.py output_dir=outputs/base_bd steps=0

@@ -86,29 +86,39 @@ def pretrain(folder: Path, *, steps: int, batch_size: int, lr: float, seed: int)
 
 def fit(model: Any, pad: int, batch: Callable[[], list[Row]], *, steps: int, lr: float, decay: float = 0.0) -> None:
     """Cross-entropy by Muon and AdamW; the learning rate falls to a twentieth in the last `decay` of the steps."""
-    hidden = [p for p in model.model.layers.parameters() if p.dim() == 2]
+
+    def loss() -> Tensor:
+        ids, weight = _padded(batch(), pad)
+        logits = model(input_ids=ids[:, :-1]).logits
+        losses = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
+        return (losses * weight[:, 1:].flatten()).sum() / weight[:, 1:].sum()
+
+    minimize(loss, model, [p for p in model.model.layers.parameters() if p.dim() == 2], steps=steps, lr=lr, decay=decay)
+
+
+def minimize(
+    loss: Callable[[], Tensor], model: Any, hidden: list[Tensor], *, steps: int, lr: float, decay: float = 0.0
+) -> None:
+    """Minimize a loss by Muon, for the `hidden` matrices of the model, and AdamW."""
     others = [p for p in model.parameters() if all(p is not q for q in hidden)]
     optimizers = [
         torch.optim.Muon(hidden, lr=lr, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     for step in range(steps):
-        ids, weight = _padded(batch(), pad)
-        logits = model(input_ids=ids[:, :-1]).logits
-        losses = cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="none")
-        loss = (losses * weight[:, 1:].flatten()).sum() / weight[:, 1:].sum()
-        loss.backward()
+        value = loss()
+        value.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         factor = min(1.0, (step + 1) / 20)
         if decay and step >= (1 - decay) * steps:
-            factor = max(0.05, (steps - step) / (decay * steps))
+            factor = min(factor, max(0.05, (steps - step) / (decay * steps)))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr * factor
             optimizer.step()
             optimizer.zero_grad()
         if (step + 1) % 50 == 0:
-            print(f"step {step + 1} of {steps}: loss {loss.item():.3f}", flush=True)
+            print(f"step {step + 1} of {steps}: loss {value.item():.3f}", flush=True)
 
 
 def _story(tokenizer: Any, found: Any, rng: random.Random) -> Row:

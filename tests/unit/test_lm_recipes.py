@@ -1,5 +1,6 @@
 """Every recipe of language models: it loads, its batches divide, and it trains, at tiny size, with its own settings."""
 
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,21 +20,30 @@ from phalanx.training import lm_rl
 from phalanx.types import Prompt
 from tests.lm import REWARD, one_step
 from tests.ranks import ROOT, run_ranks
+from tests.tiny_vision import picture, tiny_vision
 from tests.unit.test_recipes import leaves, ranks_of
 
 RECIPES = sorted(path for folder in ("grpo", "ppo") for path in (ROOT / "configs" / folder).glob("*.yaml"))
 FOR_GPUS = [path for path in RECIPES if not path.stem.startswith("quickstart")]
-ANSWERS = {"gsm8k": ("so\n#### 4", "4"), "math": (r"so \boxed{\frac12}", r"\frac{1}{2}")}  # of rewards that know right
+SEEING = [path for path in RECIPES if "vl" in path.stem.split("_")]  # those whose prompts have images
+ANSWERS = {  # of rewards that know right
+    "gsm8k": ("so\n#### 4", "4"),
+    "math": (r"so \boxed{\frac12}", r"\frac{1}{2}"),
+    "geo3k": (r"<think>so</think> \boxed{4}", "4"),
+}
 recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}-{p.stem}")
 gpu_recipes = pytest.mark.parametrize("path", FOR_GPUS, ids=lambda p: f"{p.parent.name}-{p.stem}")
 
 
-def verl_rows(split: str) -> Iterator[dict[str, Any]]:
+def verl_rows(split: str, *, images: bool = False) -> Iterator[dict[str, Any]]:
     """Rows in the schema of verl's data_preprocess scripts."""
     for i in range(4):
+        file = io.BytesIO()
+        picture(seed=i).save(file, "PNG")
         yield {
             "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"Ann has {i} books and more."}],
+            "prompt": [{"role": "user", "content": f"{'<image>' * images}Ann has {i} books."}],
+            **({"images": [{"bytes": file.getvalue(), "path": None}]} if images else {}),
             "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": str(i)},
             "extra_info": {"split": split, "index": i},
@@ -43,10 +53,11 @@ def verl_rows(split: str) -> Iterator[dict[str, Any]]:
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home folder with the data files that the recipes name."""
-    for name in ("gsm8k", "math"):
+    for name in ("gsm8k", "math", "geo3k"):
         (tmp_path / "data" / name).mkdir(parents=True)
         for split in ("train", "test"):
-            pq.write_table(pa.Table.from_pylist(list(verl_rows(split))), tmp_path / "data" / name / f"{split}.parquet")
+            rows = pa.Table.from_pylist(list(verl_rows(split, images=name == "geo3k")))
+            pq.write_table(rows, tmp_path / "data" / name / f"{split}.parquet")
     folder = tmp_path / "data" / "boba"
     folder.mkdir()
     rows = [{"prompt": f"What is {i} + 1?", "ground_truth": str(i + 1)} for i in range(4)]
@@ -77,7 +88,7 @@ def test_holds_differences_only(path: Path) -> None:
     assert cfg["trainer.experiment_name"] == path.stem
 
 
-@pytest.mark.seldom("grpo-quickstart", "ppo-quickstart", "grpo-math_deepseek_r1_distill_1_5b")
+@pytest.mark.seldom("grpo-quickstart", "grpo-quickstart_vl", "ppo-quickstart", "grpo-math_deepseek_r1_distill_1_5b")
 @pytest.mark.quick("grpo-gsm8k_qwen25_7b", "ppo-gsm8k_qwen25_7b")
 @recipes
 def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:
@@ -85,7 +96,8 @@ def test_one_tiny_step(path: Path, home: Path, lm_folder: Path) -> None:
     reward.
     """
     (home / "reward.py").write_text(REWARD)
-    tiny = [f"model.path={lm_folder}", "rollout.engine=policy", "rollout.tensor_parallel_size=1"]
+    model = tiny_vision(home / "model", "qwen2_5_vl") if path in SEEING else lm_folder
+    tiny = [f"model.path={model}", "rollout.engine=policy", "rollout.tensor_parallel_size=1"]
     tiny += ["data.max_prompt_length=64", "data.max_response_length=12", "rollout.n=4", "parallel.fsdp_size=1"]
     tiny += ["trainer.critic_warmup=0"]
     tiny += ["data.train_batch_size=2", "actor.ppo_mini_batch_size=1", "actor.ppo_micro_batch_size_per_gpu=1"]
