@@ -23,16 +23,9 @@ WEIGHTS = "pytorch_lora_weights.safetensors"
 Layers = dict[str, tuple[Tensor, Tensor]]  # of a LoRA: A [rank, in], and B [out, rank] with the scale in it, in float32
 
 
-def add_lora(
-    module: nn.Module,
-    config: ModelConfig,
-    default_targets: Sequence[str],
-    seed: int,
-    *,
-    outside: Sequence[nn.Module] = (),
-) -> None:
-    """Add a LoRA to a module and freeze all else. Its weights are a function of `seed`. Layers in `outside`, parts
-    of it, get none.
+def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[str], seed: int) -> None:
+    """Add a LoRA to a module and freeze all else. Its weights are a function of `seed`. Of a model that reads images
+    only the decoder gets one.
 
     Raises ValueError where no module matches `model.target_modules`.
     """
@@ -40,7 +33,7 @@ def add_lora(
 
     from phalanx.models.fused_lora import fuse
 
-    left_out = {inner for part in outside for inner in part.modules()}
+    left_out = towers(module)
     linear = [name for name in linear_layers(module) if module.get_submodule(name) not in left_out]
 
     def matches(target: str) -> bool:
@@ -61,7 +54,8 @@ def add_lora(
                     leaves.add(in_block[1])
             known = f"in a block: {', '.join(sorted(leaves)) or 'none'}"
             raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; {known}")
-    if outside:
+    if left_out:
+        # as whole names: layers of a tower may end in the same
         targets = [name for name in linear if any(name == t or name.endswith("." + t) for t in targets)]
     inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names, where they differ
     module.requires_grad_(False)
@@ -86,6 +80,20 @@ def add_lora(
 def linear_layers(module: nn.Module) -> list[str]:
     """Names of the linear layers."""
     return [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+
+
+def towers(module: nn.Module) -> set[nn.Module]:
+    """All modules that read other inputs than text for a language model within `module`, or project what they read."""
+    from transformers import PreTrainedModel
+
+    result: set[nn.Module] = set()
+    for part in module.modules():
+        if isinstance(part, PreTrainedModel) and "text_config" in part.config.sub_configs:
+            inside = set(part.get_decoder().modules()) | {part.get_output_embeddings()}
+            for child in part.base_model.children():
+                if inside.isdisjoint(child.modules()):
+                    result.update(child.modules())
+    return result
 
 
 def all_linear(module: nn.Module) -> list[str]:

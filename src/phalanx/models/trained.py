@@ -23,8 +23,7 @@ from phalanx.models.one_graph import OneGraph
 @dataclass(frozen=True)
 class Beside:
     """Modules of a trained one beside its blocks, such as a vision tower: its parts, of which `blocks` are sharded one
-    by one. `frozen`: they are not trained, and whole on each rank, so that it can run them by itself; no LoRA is in
-    them in either case.
+    by one. `frozen`: they are not trained, and whole on each rank, so that it can run them by itself.
     """
 
     parts: Sequence[nn.Module] = ()
@@ -64,7 +63,7 @@ class TrainedModel:
         self.recomputed = config.recomputed(len(blocks)) / max(len(blocks), 1)
         module.eval()  # dropout would make a replay disagree with the rollout
         if self.lora:
-            add_lora(module, config, lora_targets, seed, outside=() if beside is None else beside.parts)
+            add_lora(module, config, lora_targets, seed)
         else:
             module.requires_grad_(not frozen)
         beside = beside or Beside()

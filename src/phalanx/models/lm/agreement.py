@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from phalanx.config.lm import LMModelConfig
@@ -26,15 +27,30 @@ FLOAT32_BOUND, BFLOAT16_BOUND = 1e-4, 0.02
 
 
 def check_agreement(
-    module: CausalLM, config: LMModelConfig, tokenizer: Any, device: torch.device, *, decodes: bool
+    module: CausalLM,
+    config: LMModelConfig,
+    tokenizer: Any,
+    device: torch.device,
+    *,
+    decodes: bool,
+    tried: tuple[list[int], Any] | None = None,
 ) -> None:
     """Score two short samples by each path; all ranks run the same passes, of which no result is sent.
 
-    `module` may be sharded; with `decodes` it samples as well. Raises ValueError, in one line, where paths differ by
+    `module` may be sharded; with `decodes` it samples as well. The first sample has the prompt `tried`: tokens with an
+    image, and its look (phalanx.models.lm.vision). Raises ValueError, in one line, where paths differ by
     more than the bounds above, or where the model fails in one.
     """
     ids, lengths = _samples(tokenizer, module.lm.get_input_embeddings().num_embeddings).to(device), list(LENGTHS)
-    predicting = torch.arange(1, ids.shape[1], device=device) < torch.tensor(lengths, device=device)[:, None]
+    looks: list[Any] = [None, None]
+    counts = [length - 1 for length in lengths]  # tokens that are scored, the last ones of each sample
+    if tried is not None:
+        image, looks[0] = torch.tensor(tried[0], device=device), tried[1]
+        lengths[0], counts[0] = len(image) + RESPONSE, RESPONSE
+        ids = pad(ids, (0, max(lengths) - ids.shape[1]))
+        ids[0] = torch.cat([image, ids[0, :RESPONSE]])
+    at, ends = torch.arange(1, ids.shape[1], device=device), torch.tensor(lengths, device=device)[:, None]
+    predicting = (at < ends) & (at >= ends - torch.tensor(counts, device=device)[:, None])
     paths = ["passes over padded samples"]
     advice = ["this model cannot be trained here"]
     if config.use_remove_padding:
@@ -48,12 +64,13 @@ def check_agreement(
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         path = "its forward pass"
         try:
-            reference = torch.cat([_stock(module, ids[i, :n]) for i, n in enumerate(lengths)])
+            reference = torch.cat([_stock(module, ids[i, :n], looks[i])[-counts[i] :] for i, n in enumerate(lengths)])
             for path in paths:
                 if path.endswith("cache"):
-                    values.append(_decoded(module, ids, lengths))
+                    values.append(_decoded(module, ids, lengths, looks))
                 else:
-                    values.append(module(ids, predicting, 1.0, lengths if "packed" in path else None)[0])
+                    packed = lengths if "packed" in path else None
+                    values.append(module(ids, predicting, 1.0, packed, looks=looks)[0])
         except (dist.DistError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # of a class of transformers, which may stumble in whatever way
@@ -64,7 +81,7 @@ def check_agreement(
     if not reference.isfinite().all():
         raise ValueError(f"model.path: {config.path!r}: log-probs of a {type(module.lm).__name__} are NaN or infinite")
     for path, hint, value in zip(paths, advice, values, strict=True):
-        expected = reference if len(value) == len(reference) else _responses(reference, lengths)
+        expected = reference if len(value) == len(reference) else _responses(reference, counts)
         difference = (value.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
         if config.dtype == "float32":
             size, bound = float(difference.max()), FLOAT32_BOUND
@@ -85,9 +102,10 @@ def _samples(tokenizer: Any, rows: int) -> Tensor:
     return torch.tensor(vocabulary)[at]
 
 
-def _stock(module: CausalLM, ids: Tensor) -> Tensor:
+def _stock(module: CausalLM, ids: Tensor, look: Any) -> Tensor:
     """[T - 1] log-probs of a sample's ids [T] by the model's own forward."""
-    logits = module(input_ids=ids[None, :-1], use_cache=False).logits[0]
+    inputs = {"input_ids": ids[None, :-1]} if look is None else module.vision.stock(ids[None, :-1], look)
+    logits = module(**inputs, use_cache=False).logits[0]
     return _log_probs(module, logits, ids[1:])
 
 
@@ -97,12 +115,12 @@ def _log_probs(module: CausalLM, logits: Tensor, tokens: Tensor) -> Tensor:
     return logits.float().log_softmax(-1).gather(-1, tokens[..., None]).squeeze(-1)
 
 
-def _responses(log_probs: Tensor, lengths: Sequence[int]) -> Tensor:
-    """The last RESPONSE of each sample's, of [sum of lengths - 1]."""
-    return torch.cat([part[-RESPONSE:] for part in log_probs.split([length - 1 for length in lengths])])
+def _responses(log_probs: Tensor, counts: Sequence[int]) -> Tensor:
+    """The last RESPONSE of each sample's, of [sum of counts]."""
+    return torch.cat([part[-RESPONSE:] for part in log_probs.split(list(counts))])
 
 
-def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int]) -> Tensor:
+def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int], looks: Sequence[Any]) -> Tensor:
     """[2 x RESPONSE] log-probs of the samples' last tokens, each behind its prompt, as phalanx.rollout.lm.decode would
     sample them: prompts padded in front, and samples selected in the cache.
     """
@@ -110,18 +128,14 @@ def _decoded(module: CausalLM, ids: Tensor, lengths: Sequence[int]) -> Tensor:
     read, mask = left_padded([ids[i, :length].tolist() for i, length in enumerate(prompts)], pad=0)
     read, mask = read.to(ids.device), mask.to(ids.device)
     cache = DynamicCache(config=module.lm.config)
-    out = module(
-        input_ids=read,
-        attention_mask=mask,
-        position_ids=(mask.cumsum(1) - 1).clamp(min=0),
-        **{CACHE: cache},
-        use_cache=True,
-        logits_to_keep=1,
-    )
+    first, position = {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)}, mask.sum(1)
+    if module.vision is not None:
+        first, position = module.vision.prefill(read, mask, looks)
+    out = module(input_ids=read, attention_mask=mask, **first, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
     # the second prompt has two samples, of which one goes on: its place is that of a sample that has ended
     cache.reorder_cache(torch.tensor([0, 1, 1], device=ids.device))
     cache.reorder_cache(torch.tensor([0, 2], device=ids.device))
-    position, columns = mask.sum(1), []
+    columns = []
     for t in range(RESPONSE):
         tokens = torch.stack([ids[i, length + t] for i, length in enumerate(prompts)])
         columns.append(_log_probs(module, out.logits[:, -1], tokens))

@@ -71,8 +71,8 @@ def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
     base = _base_folder(config)
     settings = read_json(base / "config.json")
     settings["torch_dtype" if "torch_dtype" in settings else "dtype"] = str(lm.dtype).removeprefix("torch.")
-    if not model.places:
-        settings["vocab_size"] = lm.config.vocab_size  # block diffusion may have added the mask token
+    if config.block_size is not None:
+        settings["vocab_size"] = lm.config.vocab_size  # the mask token may have been added
     (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
     _copy_kept(base, folder)
     if config.block_size is not None:

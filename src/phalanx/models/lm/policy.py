@@ -97,7 +97,11 @@ class LMPolicy:
 
     def check_agreement(self, *, decodes: bool) -> None:
         """See phalanx.models.lm.agreement; on all ranks that hold the weights."""
-        check_agreement(self.trained.module, self.config, self.tokenizer, self.world.device, decodes=decodes)
+        module, device = self.trained.module, self.world.device
+        check_agreement(module, self.config, self.tokenizer, device, decodes=decodes)
+        if self._reader is not None:
+            tried = self._reader.tried
+            check_agreement(module, self.config, self.tokenizer, device, decodes=decodes, tried=tried)
         # gathered weights would hide those that a checkpoint brings
         self.trained.sharded.reshard()
 
@@ -155,6 +159,7 @@ class LMPolicy:
         given = list(new.values())
         if self._reader is not None:
             given = self._reader.in_parts(given)
+            self._reader.render([prompt for prompt in prompts if prompt.images], self.data)
         every = prompt_tokens(self.tokenizer, given, self.data, self.config.path)
         for (key, prompt), tokens in zip(new.items(), every, strict=True):
             if self.data.overlong_prompts == "truncate":

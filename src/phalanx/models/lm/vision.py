@@ -7,6 +7,7 @@ neighbors. A trained one reads those of a pass together, each prompt's once.
 """
 
 import inspect
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -96,8 +97,9 @@ class Vision:
 
     def __init__(self, lm: Any, config: LMModelConfig, key: str) -> None:
         """`key` named the model. Raises ValueError, in one line, for one that cannot read images here."""
-        self.lm, self.frozen, self.owner = lm, config.freeze_vision_tower or config.lora_rank > 0, key
-        self.family, self.decoder = FAMILIES[type(lm).__name__], decoder_of(lm)
+        self.name, self.model, self.decoder = type(lm).__name__, lm.model, decoder_of(lm)
+        self.frozen, self.owner = config.freeze_vision_tower or config.lora_rank > 0, key
+        self.family = FAMILIES[self.name]
         if "mm_encoder_outputs" not in inspect.signature(lm.model.forward).parameters:
             raise ValueError(
                 f"{key}: {config.path!r}: transformers {transformers.__version__} gives a {type(lm).__name__} no "
@@ -114,13 +116,13 @@ class Vision:
         if self.family.types:
             raise ValueError(
                 f"model.use_remove_padding: true has each token see those before it, and the images of a "
-                f"{type(self.lm).__name__} are seen both ways; set it to false"
+                f"{self.name} are seen both ways; set it to false"
             )
         return self.decoder
 
     def parts(self) -> list[nn.Module]:
         """The tower and what projects its output: all but the decoder."""
-        return [child for child in self.lm.model.children() if child is not self.decoder]
+        return [child for child in self.model.children() if child is not self.decoder]
 
     def beside(self) -> Beside:
         """How the parts are laid out over the mesh."""
@@ -148,7 +150,7 @@ class Vision:
 
     def _compute(self, looks: Sequence[Look]) -> list[Features]:
         inputs = self._joined([look.inputs for look in looks])
-        output = self.lm.model.get_image_features(**inputs, return_dict=True)
+        output = self.model.get_image_features(**inputs, return_dict=True)
         counts = [look.count for look in looks]
         pooled = _flat(output.pooler_output).split(counts)
         deep = []
@@ -192,7 +194,7 @@ class Vision:
         """0, by way of a trained tower: in a pass without images its shards are gathered as in other ranks' passes."""
         if self.frozen:
             return 0.0
-        output = self.lm.model.get_image_features(**self._joined([self.dummy]), return_dict=True)
+        output = self.model.get_image_features(**self._joined([self.dummy]), return_dict=True)
         total = _flat(output.pooler_output).sum()
         for layer in output.get("deepstack_features") or ():
             total = total + _flat(layer).sum()
@@ -207,9 +209,8 @@ class Vision:
         read = ids[:, :-1]
         looks = [None] * len(ids) if looks is None else looks
         at = self.positions(looks, read.shape[1]).to(ids.device)
-        model = self.lm.model
         if lengths is None:
-            output = model(**self.inputs(read, looks), position_ids=at, use_cache=False)
+            output = self.model(**self.inputs(read, looks), position_ids=at, use_cache=False)
             output.last_hidden_state = output.last_hidden_state[predicting]
             return output
         ends = [length - 1 for length in lengths]  # nothing follows the last token
@@ -218,7 +219,7 @@ class Vision:
         if self.family.rotary:
             # the first row, that of texts, says where samples begin
             beside["position_ids"] = torch.cat([beside["position_ids"][None], at[:, real][:, None]])
-        output = model(**self.inputs(read[real][None], looks), **beside, use_cache=False)
+        output = self.model(**self.inputs(read[real][None], looks), **beside, use_cache=False)
         output.last_hidden_state = output.last_hidden_state[0, predicting[real]]
         return output
 
@@ -229,7 +230,14 @@ class Vision:
             beside["token_type_ids"] = (ids == self.image).long()
         if beside.get("mm_encoder_outputs") or self.frozen:
             return {"input_ids": ids, **beside}
-        return {"inputs_embeds": self.lm.get_input_embeddings()(ids) + self.unseen(), **beside}
+        return {"inputs_embeds": self.model.get_input_embeddings()(ids) + self.unseen(), **beside}
+
+    def stock(self, ids: Tensor, look: Look) -> dict[str, Any]:
+        """The processor's own inputs, for tokens [1, T] that begin with the look's prompt: without positions."""
+        kinds = (ids == self.image).long()
+        types = {"token_type_ids": kinds} if self.family.types else {}
+        types |= {"mm_token_type_ids": kinds} if self.family.rotary else {}
+        return {"input_ids": ids, **types, **self._joined([look.inputs])}
 
     def positions(self, looks: Sequence[Look | None], width: int) -> Tensor:
         """[3, B, width], or [B, width], of samples whose prompts begin at 0."""
@@ -271,6 +279,7 @@ class Reader:
         self.processor = load_processor(config.path, config.revision, "model.path")
         tokenizer.chat_template = self.processor.chat_template  # some folders have two, one without images
         self.options = self._options(data)
+        self._texts: dict[str, str] = {}  # of prompts with images, by their chats
         # any picture does: see Vision.unseen
         content = [{"type": "image"}, {"type": "text", "text": "?"}]
         tried = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_tried(),))
@@ -281,9 +290,7 @@ class Reader:
         bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
         given = {name: value for name, value in bounds.items() if value is not None}
         if given and not self.vision.family.sizes:
-            raise ValueError(
-                f"data.{next(iter(given))}: images of a {type(self.vision.lm).__name__} have one size; leave it out"
-            )
+            raise ValueError(f"data.{next(iter(given))}: images of a {self.vision.name} have one size; leave it out")
         return given
 
     def in_parts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -299,17 +306,30 @@ class Reader:
             result.append(replace(prompt, messages=messages))
         return result
 
+    def render(self, prompts: Sequence[Prompt], data: LMDataConfig) -> None:
+        """Render prompts all at once, and keep their texts."""
+        new = {_chat(prompt): prompt for prompt in prompts if _chat(prompt) not in self._texts}
+        if new:
+            texts = rendered(self.tokenizer, self.in_parts(list(new.values())), data, self.path)
+            self._texts |= zip(new, texts, strict=True)
+
+    def short(self, prompt: Prompt, data: LMDataConfig) -> tuple[str, list[int]]:
+        """A prompt's text, and its tokens with one placeholder per image."""
+        self.render([prompt], data)
+        text = self._texts[_chat(prompt)]
+        tokens: list[int] = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
+        expected = 0 if self.vision.family.types else len(prompt.images)  # Gemma's placeholder is another one
+        if tokens.count(self.vision.image) != expected:
+            token = self.processor.tokenizer.convert_ids_to_tokens(self.vision.image)
+            raise ValueError(f"{named(prompt)}: its text holds {token!r}, which stands for an image; take it out")
+        return text, tokens
+
     def read(self, prompt: Prompt, data: LMDataConfig, digest: str) -> tuple[list[int], Look]:
         """The tokens of a prompt, and its look. Raises ValueError, in one line, where its text and its images do not go
         together, or where it would have to be cut.
         """
-        pictures, place = prompt.images, prompt.place or f"the prompt {cut(prompt.text)!r}"
-        [text] = rendered(self.tokenizer, self.in_parts([prompt]), data, self.path)
-        short = self.processor.tokenizer(text, add_special_tokens=False)["input_ids"]
-        expected = 0 if self.vision.family.types else len(pictures)  # Gemma's placeholder is another one
-        if short.count(self.vision.image) != expected:
-            token = self.processor.tokenizer.convert_ids_to_tokens(self.vision.image)
-            raise ValueError(f"{place}: its text holds {token!r}, which stands for an image; take it out")
+        pictures, place = prompt.images, named(prompt)
+        text, short = self.short(prompt, data)
         images = [picture.pil() for picture in pictures]
         with loading(f"{place}: the processor of {self.path!r} fails"):
             given = {"images_kwargs": self.options} if self.options else {}
@@ -321,7 +341,7 @@ class Reader:
         inputs = {name: value for name, value in made.items() if name not in PER_TOKEN}
         positions, following = torch.arange(ids.shape[1])[None], ids.shape[1]
         if self.vision.family.rotary:
-            at, delta = self.vision.lm.model.get_rope_index(ids, kinds, image_grid_thw=inputs["image_grid_thw"])
+            at, delta = self.vision.model.get_rope_index(ids, kinds, image_grid_thw=inputs["image_grid_thw"])
             positions, following = at[:, 0], following + int(delta)
         if data.overlong_prompts == "truncate" and ids.shape[1] > data.max_prompt_length:
             raise ValueError(
@@ -344,6 +364,15 @@ def check(config: LMModelConfig, place: str) -> None:
         known = ", ".join(name.partition("For")[0] for name in FAMILIES)
         reads = "which reads none" if "vision_config" not in settings.sub_configs else f"expected one of {known}"
         raise ValueError(f"{place} has images, and model.path: {config.path!r} is a {kind}, {reads}")
+
+
+def named(prompt: Prompt) -> str:
+    """A prompt in messages."""
+    return prompt.place or f"the prompt {cut(prompt.text)!r}"
+
+
+def _chat(prompt: Prompt) -> str:
+    return json.dumps([prompt.messages, prompt.meta.get("tools")], default=str)
 
 
 def _tried() -> Picture:

@@ -1,0 +1,218 @@
+"""Policies that read images are transformers' own models: in decoding, in replays, and in whatever batch."""
+
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config.lm import LMDataConfig, LMModelConfig, LMRolloutConfig
+from phalanx.config.run import ParallelConfig
+from phalanx.distributed.mesh import World
+from phalanx.distributed.passes import Passes
+from phalanx.functional.tokens import FAR, Truncation, sampled_from, token_scores
+from phalanx.media.pictures import Picture
+from phalanx.models.lm.policy import LMPolicy, build_policy
+from phalanx.rollout.lm.decode import Decoding, draw
+from phalanx.rollout.lm.in_policy import LMRollout
+from phalanx.types import Prompt, Samples
+from tests.policies import one_rank
+from tests.tiny_vision import FAMILIES, picture, tiny_vision
+
+N = 4
+QUICK = ("qwen3_vl", "gemma3")
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    with one_rank() as world:
+        yield world
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision(tmp_path_factory.mktemp(request.param) / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision(tmp_path_factory.mktemp("qwen") / "qwen3_vl", "qwen3_vl")
+
+
+def shown(number: int, text: str, *sizes: tuple[int, int]) -> Prompt:
+    """A prompt of random pictures of these sizes, and a text behind them."""
+    pictures = []
+    for i, (width, height) in enumerate(sizes):
+        file = BytesIO()
+        picture(width, height, seed=10 * number + i).save(file, "PNG")
+        pictures.append(Picture(file.getvalue, Path(), f"picture {i} of prompt {number}"))
+    if not pictures:
+        return Prompt(text, number, {})
+    parts = [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]
+    return Prompt(text, number, {}, messages=[{"role": "user", "content": parts}], images=tuple(pictures))
+
+
+# of other sizes, two images, none
+PROMPTS = [
+    shown(0, "read", (48, 24)),
+    shown(1, "and these two", (64, 32), (40, 24)),
+    shown(2, "there is none"),
+    shown(3, "x", (48, 48)),
+]
+
+
+def policy_of(folder: Path, world: World, **model: Any) -> LMPolicy:
+    truncation = model.pop("truncation", None)
+    options: dict[str, Any] = {"chunk": 64, "temperature": 1.0, "seed": 0, "images": True, "truncation": truncation}
+    data = LMDataConfig(max_prompt_length=120, max_response_length=6)
+    config = LMModelConfig(path=str(folder), dtype="float32", **model)
+    return build_policy(config, ParallelConfig(), data, world, **options)
+
+
+def rollout_of(policy: LMPolicy, **rollout: Any) -> LMRollout:
+    return LMRollout(policy, LMRolloutConfig(n=N, **rollout), policy.world, 8, Passes(4))
+
+
+def sampled(policy: LMPolicy, **rollout: Any) -> Samples:
+    engine = rollout_of(policy, **rollout)
+    with engine.awake():
+        return engine.sample(PROMPTS, seed=0, step=0, each=lambda outputs, prompts: None)
+
+
+def inputs_of(policy: LMPolicy, prompt: Prompt, response: Tensor) -> dict[str, Tensor]:
+    """What the processor itself makes of a prompt, with a response [R] behind."""
+    reader = policy._reader
+    text = policy.tokenizer.apply_chat_template(
+        reader.in_parts([prompt])[0].messages, tokenize=False, add_generation_prompt=True
+    )
+    images = [picture.pil() for picture in prompt.images] or None
+    made = dict(reader.processor(text=[text], images=images, return_tensors="pt", add_special_tokens=False))
+    fill = {"input_ids": response, "attention_mask": torch.ones_like(response)}
+    for name in ("mm_token_type_ids", "token_type_ids"):
+        fill[name] = torch.zeros_like(response)
+    return {name: torch.cat([t, fill[name][None]], 1) if name in fill else t for name, t in made.items()}
+
+
+def in_passes(policy: LMPolicy, samples: Samples, order: Tensor, size: int = 4) -> Tensor:
+    """The log-probs of replays of `size` samples each, in the order of the samples."""
+    result = torch.empty_like(samples.log_prob)
+    for part in order.split(size):
+        result[part] = policy.replay(samples.trace.select(part)).log_prob.detach()
+    return result
+
+
+def test_a_replay_is_the_forward_of_transformers_and_does_not_depend_on_its_neighbors(
+    folder: Path, world: World
+) -> None:
+    policy = policy_of(folder, world)
+    samples = sampled(policy)
+    looks = samples.trace.looks
+    assert len(set(looks[:N])) == 1 and looks[2 * N] is None and len(set(looks)) == len(PROMPTS)
+    lm, never = policy.trained.module.lm, list(policy.trained.module.never)
+    for i in range(0, len(PROMPTS) * N, 3):
+        start, count, _ = samples.lengths[i].tolist()
+        response = samples.trace.ids[i, start : start + count]
+        with torch.no_grad():
+            logits = lm(**inputs_of(policy, PROMPTS[i // N], response)).logits[0, start - 1 : -1].float()
+        logits[:, never] = FAR
+        expected = logits.log_softmax(-1).gather(1, response[:, None])[:, 0]
+        torch.testing.assert_close(samples.log_prob[i, :count], expected, atol=1e-5, rtol=0)
+    rows = torch.arange(len(samples.index))
+    assert torch.equal(in_passes(policy, samples, rows), samples.log_prob)
+    other = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
+    assert torch.equal(in_passes(policy, samples, other), samples.log_prob)
+    # an image that is not there would be seen
+    blind = samples.trace.select(rows[N : 2 * N])
+    blind.looks[0].seen[policy.vision.owner].pooled.mul_(2)
+    assert (policy.replay(blind).log_prob - samples.log_prob[N : 2 * N]).abs().max() > 1e-3
+
+
+def test_greedy_decoding_is_that_of_transformers(folder: Path, world: World) -> None:
+    policy = policy_of(folder, world)
+    engine = rollout_of(policy)
+    with engine.awake():
+        drawn = engine.draw_validation(PROMPTS, each=lambda outputs, prompts: None)
+    assert len({tuple(each.response) for each in drawn}) > 1
+    for prompt, each in zip(PROMPTS, drawn, strict=True):
+        inputs = inputs_of(policy, prompt, torch.empty(0, dtype=torch.long))
+        lm, never = policy.trained.module.lm, list(policy.trained.module.never)
+        made = lm.generate(**inputs, max_new_tokens=6, do_sample=False, suppress_tokens=never)
+        assert each.prompt == inputs["input_ids"][0].tolist()
+        assert each.response == made[0, len(each.prompt) :].tolist()
+    lm.model.rope_deltas = None
+
+
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_k=5)])
+def test_truncated_distributions_and_packed_rows_are_the_same(
+    folder: Path, world: World, truncation: Truncation
+) -> None:
+    policy = policy_of(folder, world, truncation=truncation if truncation.on else None)
+    samples = sampled(policy, top_k=truncation.top_k)
+    rows = torch.arange(len(samples.index))
+    assert torch.equal(in_passes(policy, samples, rows), samples.log_prob)
+    if folder.name == "gemma3":
+        with pytest.raises(ValueError, match=r"use_remove_padding.*Gemma3ForConditionalGeneration are seen both ways"):
+            policy_of(folder, world, use_remove_padding=True)
+        return
+    packed = policy_of(folder, world, use_remove_padding=True, truncation=policy.truncation)
+    torch.testing.assert_close(in_passes(packed, samples, rows, 8), samples.log_prob, atol=1e-5, rtol=0)
+
+
+def test_a_trained_tower_has_gradients_with_and_without_images(folder: Path, world: World) -> None:
+    policy = policy_of(folder, world, freeze_vision_tower=False)
+    samples = sampled(policy)
+    trained = policy.trained.parameters
+    assert len(trained) == len(list(policy.trained.module.parameters()))
+    policy.replay(samples.trace.select(torch.arange(2 * N))).log_prob.sum().backward()
+    for name, p in trained.items():
+        assert p.grad is not None and p.grad.abs().sum() > 0, name
+        p.grad = None
+    policy.replay(samples.trace.select(torch.arange(2 * N, 3 * N))).log_prob.sum().backward()
+    tower = [p for part in policy.vision.parts() for p in part.parameters()]
+    assert all(p.grad is not None and p.grad.abs().sum() == 0 for p in tower)
+    frozen = policy_of(folder, world)
+    assert len(frozen.trained.parameters) == len(trained) - len(tower)
+    torch.testing.assert_close(
+        in_passes(frozen, samples, torch.arange(len(samples.index))), samples.log_prob, atol=1e-5, rtol=0
+    )
+
+
+def test_images_of_a_prompt_are_read_once(qwen: Path, world: World) -> None:
+    for frozen, expected in ((True, 3), (False, 4)):
+        policy = policy_of(qwen, world, freeze_vision_tower=frozen)
+        samples = sampled(policy)
+        calls: list[int] = []
+        policy.vision.model.visual.register_forward_hook(lambda *args, calls=calls: calls.append(1))
+        for look in set(samples.trace.looks) - {None}:
+            look.seen.clear()
+        in_passes(policy, samples, torch.arange(len(samples.index)))  # passes of one prompt's samples
+        assert len(calls) == expected  # a trained one also in that without images
+
+
+def test_tokens_that_stand_for_images_are_never_sampled() -> None:
+    generator = torch.Generator().manual_seed(0)
+    states, head = torch.randn(40, 8, generator=generator), torch.randn(12, 8, generator=generator)
+    head[3] *= 20  # the likeliest
+    logits, uniform = states @ head.T, torch.rand(40, generator=generator)
+    for temperature in (0.0, 1.0):
+        plain = Decoding(4, temperature, ends=[0], pad=0)
+        assert (draw(logits, uniform, plain) == 3).any()
+        assert not (draw(logits, uniform, Decoding(4, temperature, [0], 0, never=(3, 5))) == 3).any()
+    tokens = torch.arange(40) % 3
+    rest = logits[:, [i for i in range(12) if i not in (3, 5)]]
+    expected = rest.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+
+    def scores(**options: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return token_scores(states, lambda h: h @ head.T, tokens, temperature=1.0, chunk=16, never=(3, 5), **options)
+
+    log_prob, entropy, certainty = scores()
+    torch.testing.assert_close(log_prob, expected)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=rest).entropy())
+    torch.testing.assert_close(certainty, rest.logsumexp(-1) - rest.mean(-1))
+    options: dict[str, Any] = {"temperature": 1.0, "chunk": 16, "never": (3, 5)}
+    pool = sampled_from(states, lambda h: h @ head.T, tokens, Truncation(top_k=4), **options)
+    assert not torch.isin(pool[0], torch.tensor([3, 5])).any() and (pool[1] >= 4).all()
+    torch.testing.assert_close(scores(pool=pool)[2], certainty)
