@@ -312,7 +312,9 @@ def planned_lm_policy(
     images = shows_images(cfg.data, settings)
     kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     with META:
-        lm = kind.from_config(settings if images else text_part(settings) or settings, dtype=kept, trust_remote_code=False)
+        lm = kind.from_config(
+            settings if images else text_part(settings) or settings, dtype=kept, trust_remote_code=False
+        )
         cast_weights(lm, kept)
         module: CausalLM = causal_lm(lm, config, chunk, images=images)
         if images:
