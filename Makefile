@@ -64,7 +64,7 @@ help:
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
 	@echo "make base-tools       make the tiny language model with a calculator again, out of that one, about 2 minutes"
-	@echo "make base-vl          make the tiny vision-language model and its pictures again, about 2 minutes"
+	@echo "make base-vl          make the tiny vision-language model and its pictures again, about 3 minutes"
 	@echo "make base-bd          make the tiny block-diffusion model again, out of that one, about 3 minutes"
 	@echo "make docs             build the documentation into site/"
 	@echo "make wheel            build the wheel into dist/"
