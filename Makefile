@@ -35,7 +35,7 @@ ON_CPU = $(IN_VENV) CUDA_VISIBLE_DEVICES="$${CUDA_VISIBLE_DEVICES-}" OMP_NUM_THR
 PYTEST = $(IN_VENV) OMP_NUM_THREADS=1 python -m pytest -n $(LANES) --dist loadfile --no-loadscope-reorder --durations 40
 TWO_RANKS = $(ON_CPU) NPROC_PER_NODE="$${NPROC_PER_NODE:-2}"
 
-.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd base base-lm base-tools base-vl base-bd docs wheel lock clean
+.PHONY: help quickstart quickstart-lora quickstart-lm quickstart-lm-vllm quickstart-tools quickstart-vl quickstart-bd quickstart-joint test-fast test test-rest test-all test-vllm test-trackers test-verifiers test-openenv test-newest test-locks faults check lint bench gpu-smoke gpu-wheels learn learn-lm learn-bd learn-tools base base-lm base-tools base-vl base-bd docs wheel lock clean
 
 help:
 	@echo "make quickstart       train the tiny base on OCR with FlowGRPO, two CPU ranks, 2 to 4 minutes"
@@ -45,6 +45,7 @@ help:
 	@echo "make quickstart-tools    train a tiny language model to call a calculator with GRPO, two CPU ranks, about a minute"
 	@echo "make quickstart-vl    train a tiny vision-language model to read pictures with GRPO, two CPU ranks, about a minute"
 	@echo "make quickstart-bd    GRPO of a tiny block-diffusion model on word problems, two CPU ranks, about 2 minutes"
+	@echo "make quickstart-joint    a tiny language model solves word problems and a tiny SD3 paints the answers, under one reward"
 	@echo "make test-fast        tests of numbers and of single modules that start no process, under a minute on 2 cores"
 	@echo "make test             one test of each kind, 10 to 35 minutes on 2 cores"
 	@echo "make test-all         all tests, about 40 minutes on 2 cores"
@@ -61,6 +62,7 @@ help:
 	@echo "make learn            train every algorithm on the quickstart's task, three seeds each, hours"
 	@echo "make learn-lm         the same of language models, about an hour on 2 cores"
 	@echo "make learn-bd         the same of block diffusion, half an hour"
+	@echo "make learn-tools      the same of the quickstart with tools, half an hour"
 	@echo "make base             make the tiny base of the quickstart again, about 5 minutes"
 	@echo "make base-lm          make the tiny language model and its word problems again, about 2 minutes"
 	@echo "make base-tools       make the tiny language model with a calculator again, out of that one, about 2 minutes"
@@ -86,6 +88,9 @@ quickstart-bd: $(VENV)/.installed
 
 quickstart-tools: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart_tools.yaml $(ARGS)
+
+quickstart-joint: $(VENV)/.installed
+	@$(TWO_RANKS) sh train.sh tasks/train_joint.py configs/joint/quickstart.yaml $(ARGS)
 
 quickstart-vl: $(VENV)/.installed
 	@$(TWO_RANKS) sh train.sh tasks/train_grpo.py configs/grpo/quickstart_vl.yaml $(ARGS)
@@ -169,6 +174,9 @@ learn-lm: $(VENV)/.installed-base
 
 learn-bd: $(VENV)/.installed-base
 	@$(ON_CPU) python benchmarks/learn_bd.py $(ARGS)
+
+learn-tools: $(VENV)/.installed-base
+	@$(ON_CPU) python benchmarks/learn_tools.py $(ARGS)
 
 base: $(VENV)/.installed-base
 	@$(TWO_RANKS) sh train.sh assets/make/make_base.py

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRLConfig, FlowRunConfig
+from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import Row, rows
 from phalanx.config.registry import known_modules, resolve_registry
@@ -25,6 +26,7 @@ from phalanx.config.tasks import (
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "<!-- Below this line: written by scripts/generate_configuration.py -->\n"
 RULES_PAGE = PAGE.with_name("rules.md")
+JOINT_SHARED = ("writer", "painter", "parallel", "reward", "trainer")
 JOBS = {
     "RunConfig": "all training",
     "RLConfig": "reinforcement learning",
@@ -34,6 +36,7 @@ JOBS = {
     "LMRunConfig": "training of language models",
     "LMRLConfig": "reinforcement learning of language models",
     "BlockDiffusionTaskConfig": "supervised block diffusion",
+    "JointConfig": "joint runs",
     "SampleConfig": "`tasks/sample.py`",
     "GenerateConfig": "`tasks/generate.py`",
     "PrepareDataConfig": "`tasks/prepare_data.py`",
@@ -98,6 +101,10 @@ def reference() -> Iterator[str]:
     yield "## Reinforcement learning of language models\n"
     yield "All sections of `tasks/train_grpo.py`; algorithms are those above that train on tokens.\n"
     yield from sections(LMRLConfig)
+    yield "## Joint runs\n"
+    yield "Keys of `tasks/train_joint.py` beside `parallel`, `reward` and `trainer`; `writer` has sections of"
+    yield "`tasks/train_grpo.py`, and `painter` those of `tasks/train_flowgrpo.py`.\n"
+    yield from table(row for row in rows(JointConfig) if row.key.split(".")[0] not in JOINT_SHARED)
     yield "## Supervised flow matching\n"
     yield f"{sentence(FlowMatchingTaskConfig)}\n"
     yield from sections(FlowMatchingTaskConfig, without=FlowRunConfig)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from phalanx.config import load
-from phalanx.config.joint import JointConfig
+from phalanx.config.joint import POLICIES, JointConfig
+from phalanx.jobs.export import open_checkpoint
 from tests.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
 from tests.ranks import run_ranks
 
@@ -146,6 +147,12 @@ def test_a_stopped_run_goes_on_as_if_it_had_not(lm_folder: Path, sd3_folder: Pat
     for name, values in whole.items():
         for key, value in values.items():
             assert torch.equal(again[name][key], value), key
+    for name in POLICIES:
+        held = open_checkpoint(str(tmp_path / "whole" / "out"), "model", name)
+        exported = {key: torch.empty(entry.size) for key, entry in held.entries.items()}
+        held.read_into(exported)
+        assert exported.keys() <= whole[name].keys() and len(exported) > 10
+        assert all(torch.equal(whole[name][key], value) for key, value in exported.items())
     first, second = steps(tmp_path / "whole" / "out"), steps(begun)
     assert first == second and [row["step"] for row in first] == [1, 2, 3, 4]
     assert "val/prompts_original/reward/mean" in first[-1] and "val/prompts_rewritten/reward/mean" in first[-1]

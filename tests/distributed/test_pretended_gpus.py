@@ -2,6 +2,8 @@
 its back end does not serve, and the host waits for the device no more often than is known.
 """
 
+import re
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,10 @@ from tests.jobs import tiny_config
 from tests.lm import tiny_lm_config
 from tests.pretended.jobs import rehearse
 from tests.pretended.record import Record
+from tests.pretended.vllm import JUDGE as JUDGE_EVENTS
+from tests.pretended.vllm import ROLLOUT as ROLLOUT_EVENTS
+from tests.pretended.vllm import pretend_vllm
+from tests.ranks import ROOT
 
 BF16 = "model.dtype=bfloat16"
 LORA = "model.lora_rank=4"
@@ -27,6 +33,8 @@ FILMS = "reward.functions=[{name: jpeg_incompressibility}]"
 JUDGE = ("reward.model.engine=transformers", "reward.model.max_tokens=4")
 OF_TEXTS = ("reward.functions=[{name: length}, {name: llm_judge, weight: 0}]", *JUDGE, "reward.model.temperature=1")
 OF_IMAGES = ("reward.functions=[{name: jpeg_incompressibility}, {name: vlm_ocr, weight: 0}]", *JUDGE)
+IN_VLLM = (*OF_TEXTS, "rollout.engine=vllm", "rollout.max_sync_error=100", "reward.model.engine=vllm")
+APART = ("placement={rollout: 0, inference: 1, actor: 2}",)
 # by name: the folder of a model, the keys, and the ranks
 JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "sd3_lora": ("sd3", (AGAIN, LORA), 1),
@@ -44,13 +52,22 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "judge_beside": ("sd3", (LORA, *OF_IMAGES, "reward.model.placement=ranks 1-1"), 2),
     "roles": ("lm", (*OF_TEXTS, "placement={rollout: 0, actor: 1}"), 2),
     "flow_roles": ("sd3", (LORA, *OF_IMAGES, "placement={rollout: 0, actor: 1}"), 2),
+    "inference": ("lm", ("rollout.engine=tests.pretended.engines:Texts", *APART), 3),
+    "flow_inference": ("sd3", (LORA, "rollout.engine=tests.pretended.engines:Images", *APART), 3),
+    "judge_on_a_rank": ("lm", (*OF_TEXTS, "reward.model.placement=ranks 1-1", "placement={rollout: 0-1, actor: 2}"), 3),
+    "vllm": ("lm", (*IN_VLLM, "reward.model.sleep=false"), 1),
+    "vllm_judge": ("lm", (*IN_VLLM, "rollout.sleep=false"), 1),
     "experts": ("llada2", ("parallel.fsdp_size=2", "parallel.expert_parallel=true"), 2),
 }
-ALIKE = {"flux", "z_image", "lm", "lm_2_ranks"}  # jobs whose paths others of these take as well
+# jobs whose paths others of these take as well
+ALIKE = {"flux", "z_image", "lm", "lm_2_ranks", "flow_inference", "judge_on_a_rank", "vllm_judge"}
 
 
-def build_of(cfg: Any) -> Any:
-    return lm_rl.build if isinstance(cfg, LMRLConfig) else flow_rl.build
+def build(cfg: Any) -> Any:
+    """The job, or this rank's part in it; an engine that is not here is pretended."""
+    if cfg.rollout.engine == "vllm":
+        pretend_vllm()
+    return lm_rl.build(cfg) if isinstance(cfg, LMRLConfig) else flow_rl.build(cfg)
 
 
 def configure(name: str, model: Path, folder: Path) -> Any:
@@ -82,13 +99,26 @@ def test_a_job_on_pretended_gpus(name: str, request: pytest.FixtureRequest, tmp_
     """Two steps with checkpoints, and a third after a resume."""
     model: Path = request.getfixturevalue(f"{JOBS[name][0]}_folder")
     cfg = configure(name, model, tmp_path)
-    for record in rehearse(build_of(cfg), cfg, JOBS[name][2]):
+    for record in rehearse(build, cfg, JOBS[name][2]):
         for phase, most in CEILINGS[name].items():
             assert record.waits()[phase] <= most, waits(record, phase)
+        if name in ORDERS:
+            first, *events = [event for event, _ in groupby(record.events)]  # several answers in a row are one
+            assert (first, events) == (("start", ORDERS[name][0]), 2 * ORDERS[name][1])
         if name == "judge":  # all of it was on the device for each of two steps: transformers also computes elsewhere
             weights = sum(value.numel() for value in load_file(model / "model.safetensors").values())
             assert record.copied["judge", "host to device, pinned", WOKEN] == 2 * weights * 2
 
+
+# What an engine and a judge in vLLM do at the start, and in the phases of a step: whoever sleeps does so before the phase
+# ends.
+ORDERS = {
+    "vllm": ("rollout sleeps at 2", [*(("rollout", event) for event in ROLLOUT_EVENTS), ("judge", "judge answers")]),
+    "vllm_judge": (
+        "judge sleeps at 1",
+        [("rollout", "rollout loads"), ("rollout", "rollout answers"), *(("judge", event) for event in JUDGE_EVENTS)],
+    ),
+}
 
 # Host syncs of two steps. An update's are: the rows and weights of each micro-batch, which come from the host, and the
 # gradients' norm; with averages or moments on the host, those of each weight.
@@ -108,5 +138,20 @@ CEILINGS = {
     "judge_beside": {"update": 42},  # the judge is awake in all phases of the rollout
     "roles": {"sync": 2, "rollout": 716, "judge": 64, "wait": 12, "update": 154},
     "flow_roles": {"sync": 2, "rollout": 29, "judge": 370, "wait": 24, "update": 58},
+    "inference": {"sync": 2, "rollout": 648, "idle": 10, "rescore": 86, "wait": 14, "update": 154},
+    "flow_inference": {"sync": 2, "rollout": 28, "idle": 22, "rescore": 38, "wait": 25, "update": 58},
+    "judge_on_a_rank": {"sync": 2, "wait": 24, "update": 154},  # as above, on one of the ranks that sample
+    "vllm": {"rollout": 23, "rescore": 86, "update": 154},
+    "vllm_judge": {"rollout": 23, "rescore": 86, "update": 154},
     "experts": {"rollout": 484, "update": 130},
 }
+
+
+def test_the_table_of_waits() -> None:
+    """docs/contributing.md has each job, its ranks and its ceilings."""
+    page = (ROOT / "docs" / "contributing.md").read_text()
+    shown = dict(re.findall(r"^\| `(\w+)` \| [^|]+ \| (\d+ \| .+) \|$", page, re.MULTILINE))
+    held = {}
+    for name, (_, _, ranks) in JOBS.items():
+        held[name] = f"{ranks} | {', '.join(f'{phase} {most}' for phase, most in CEILINGS[name].items())}"
+    assert shown == held

@@ -13,7 +13,7 @@ import torch
 
 from phalanx.training import offload as offload_module
 from phalanx.training.offload import OffloadedState
-from tests.distributed.test_pretended_gpus import JOBS, build_of, configure
+from tests.distributed.test_pretended_gpus import JOBS, build, configure
 from tests.pretended.jobs import pretend
 from tests.pretended.mutants import MUTANTS, Mutant
 from tests.pretended.vllm import steps
@@ -53,7 +53,7 @@ def faults(mutant: Mutant | None, job: Callable[[Any], None], cfg: Any, port: in
 
 
 def fit(cfg: Any) -> None:
-    build_of(cfg)(cfg).run()
+    build(cfg).run()
 
 
 def sleeping_rollout(cfg: Any) -> None:

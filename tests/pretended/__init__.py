@@ -8,6 +8,7 @@
 - `groups`: a collective gets tensors of the device that its group's back end serves.
 - `cuda`: what Python code asks of torch.cuda and of a tensor.
 - `vllm`: an engine that sleeps, wakes and answers by vLLM's rules.
+- `engines`: engines whose log-probabilities are taken again.
 - `record`: faults, and where the host waited for the device.
 """
 

@@ -22,11 +22,16 @@ class Record:
     collectives: Counter[Place] = field(default_factory=Counter)
     groups: dict[str, str] = field(default_factory=dict)  # back ends by name
     faults: list[str] = field(default_factory=list)
+    events: list[tuple[str, str]] = field(default_factory=list)  # of engines, each after the phase that it happened in
     operators: int = 0
 
     def sync(self, what: str) -> None:
         """The host waits for the device."""
         self.syncs[self.phase, what, caller()] += 1
+
+    def event(self, what: str) -> None:
+        """An engine wakes, sleeps or answers."""
+        self.events.append((self.phase, what))
 
     def note(self, message: str) -> str:
         """Keep a fault that cannot be raised where it happens."""

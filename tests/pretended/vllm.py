@@ -3,24 +3,34 @@
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from importlib.machinery import ModuleSpec
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 
 from phalanx.config.reward import RewardModelConfig
+from phalanx.distributed import vllm_groups
 from phalanx.engines import vllm as judge_engine
 from phalanx.engines import vllm_text
 from phalanx.engines.vllm import VllmEngine
 from phalanx.engines.vllm_text import TextEngine, TextEngineConfig
 from phalanx.functional.tokens import WHOLE
+from phalanx.rollout.lm import vllm as rollout_engine
+from tests.pretended.record import RECORD
 
-EVENTS: list[str] = []
+# a step of whoever sleeps
+ROLLOUT = ["cache emptied", "rollout wakes weights", "rollout loads", "rollout wakes kv_cache", "rollout answers"]
+ROLLOUT += ["rollout sleeps at 2"]
+JUDGE = ["cache emptied", "judge wakes weights kv_cache", "judge answers", "judge sleeps at 1"]
 SAMPLING = vllm_text.Sampling(4, 1.0, WHOLE, [], [])
 
 
 class Groups:
     """The groups of an engine that is alone."""
+
+    def __init__(self, *_: Any) -> None:
+        """See VllmGroups."""
 
     def active(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -31,14 +41,15 @@ class LLM:
 
     sleepers = 0
 
-    def __init__(self, path: str, *, enable_sleep_mode: bool, **_: Any) -> None:
+    def __init__(self, path: str, *, enable_sleep_mode: bool, load_format: str = "auto", **_: Any) -> None:
         LLM.sleepers += enable_sleep_mode
         assert LLM.sleepers <= 1, "Sleep mode can only be used for one instance per process."
-        self.name, self.sleeps = path, enable_sleep_mode
-        self.awake, self.loaded = {"weights", "kv_cache"}, "rollout" not in path
+        self.sleeps, self.awake = enable_sleep_mode, {"weights", "kv_cache"}
+        self.loaded = load_format != "dummy"
+        self.name = "judge" if self.loaded else "rollout"
 
     def say(self, what: str) -> None:
-        EVENTS.append(f"{self.name} {what}")
+        RECORD.event(f"{self.name} {what}")
 
     def sleep(self, level: int) -> None:
         assert self.sleeps and self.awake == {"weights", "kv_cache"}, "it sleeps already"
@@ -46,7 +57,7 @@ class LLM:
         self.say(f"sleeps at {level}")
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        assert EVENTS[-1] == "cache emptied" or self.awake, "torch holds the memory"
+        assert RECORD.events[-1][1] == "cache emptied" or self.awake, "torch holds the memory"
         tags = tags or ["weights", "kv_cache"]
         assert not self.awake & set(tags), "it is awake already"
         self.awake |= set(tags)
@@ -64,8 +75,12 @@ class LLM:
 
     def generate(self, prompts: list[Any], settings: list[Any], **_: Any) -> list[Any]:
         self._asked()
-        entry = {5: SimpleNamespace(logprob=-1.0)}
-        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5], logprobs=[entry])]) for _ in prompts]
+        requests = []
+        for setting in settings:
+            tokens = [5] * (1 + setting.seed % 3)
+            entries = [{5: SimpleNamespace(logprob=-1.0)} for _ in tokens]
+            requests.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=entries)]))
+        return requests
 
     def chat(self, talks: list[Any], *_: Any, **__: Any) -> list[Any]:
         self._asked()
@@ -83,10 +98,12 @@ def pretend_vllm() -> None:
     """A module `vllm`, in a forked process with a pretended GPU."""
     modules = ("vllm", "vllm.exceptions", "vllm.v1", "vllm.v1.executor", "vllm.v1.executor.uniproc_executor")
     sys.modules.update({name: ModuleType(name) for name in modules})
-    vars(sys.modules["vllm"]).update(LLM=LLM, SamplingParams=SimpleNamespace)
+    vars(sys.modules["vllm"]).update(LLM=LLM, SamplingParams=SimpleNamespace, __spec__=ModuleSpec("vllm", None))
     vars(sys.modules["vllm.exceptions"]).update(VLLMError=RuntimeError)
     vars(sys.modules["vllm.v1.executor.uniproc_executor"]).update(UniProcExecutor=object)
-    torch.cuda.empty_cache = lambda: EVENTS.append("cache emptied")
+    for module in (vllm_groups, rollout_engine):
+        module.VllmGroups = Groups
+    torch.cuda.empty_cache = lambda: RECORD.event("cache emptied")
     judge_engine.special_tokens = lambda tokenizer: []  # the tokenizer is pretended too
 
 
@@ -106,5 +123,5 @@ def steps(rollout_sleeps: bool, judge_sleeps: bool) -> list[str]:
             rollout.generate([[1, 2]], [0], SAMPLING)
         with judge.awake():
             judge.answer(None, [(0, "?")])
-        EVENTS.append("update")
-    return EVENTS
+        RECORD.event("update")
+    return [what for _, what in RECORD.events]

@@ -10,6 +10,7 @@ import pytest
 from datasets import Dataset, Features, Image, List, Value
 from PIL import Image as Pil
 
+from phalanx.data.overlap import held_out_overlap
 from phalanx.data.prompts import PromptRow, load_prompts, numbered, refuse_images, validation_sets
 from phalanx.data.streams import PromptStream
 from tests.checks import refused
@@ -190,6 +191,19 @@ def test_readers_of_texts_refuse_images(tmp_path: Path) -> None:
     for some in (rows, [numbered(row, 0) for row in rows]):
         with refused(f"{KEY}: {file}:2 has images, and nobody looks"):
             refuse_images(some, "nobody looks")
+
+
+def test_overlap_of_prompts_that_show_images(tmp_path: Path) -> None:
+    """The same question about another image, or about none, is another prompt."""
+    (tmp_path / "copy").mkdir()
+    for i in range(3):
+        drawn(i).save(tmp_path / f"{i}.bmp")
+        drawn(i).save(tmp_path / "copy" / f"{i}.bmp")
+    asked = [["0.bmp"], ["1.bmp", "0.bmp"], []]
+    train = read(jsonl(tmp_path / "a.jsonl", *[{"prompt": "what?", "images": images} for images in asked]))
+    for images, same in ((["0.bmp"], 1), (["1.bmp"], 0), (["0.bmp", "1.bmp"], 0), (["1.bmp", "0.bmp"], 1), ([], 1)):
+        rows = [{"prompt": " what?", "images": images}, {"prompt": "else", "images": ["2.bmp"]}]
+        assert held_out_overlap(train, read(jsonl(tmp_path / "copy" / "b.jsonl", *rows))) == same, images
 
 
 def test_pictures_that_cannot_be_read(tmp_path: Path) -> None:

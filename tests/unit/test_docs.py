@@ -21,6 +21,7 @@ from phalanx.config import load
 from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.environment import EnvironmentConfig
 from phalanx.config.flow import FlowMatchingTaskConfig, FlowRewardConfig, FlowRLConfig
+from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import (
@@ -49,6 +50,7 @@ SCHEMAS: dict[str, type] = {
     "tasks/train_flowgrpo.py": FlowRLConfig,
     "tasks/train_flow_matching.py": FlowMatchingTaskConfig,
     "tasks/train_grpo.py": LMRLConfig,
+    "tasks/train_joint.py": JointConfig,
     "tasks/train_block_diffusion.py": BlockDiffusionTaskConfig,
     "tasks/sample.py": SampleConfig,
     "tasks/generate.py": GenerateConfig,
@@ -142,6 +144,9 @@ def test_configurations(tmp_path: Path) -> None:
     for i, block in enumerate(found):
         file = tmp_path / f"{i}.yaml"
         file.write_text(block.text)
+        if block.text.startswith("rewrite:"):
+            load(JointConfig, str(file), ["writer.model.path=x", "painter.model.path=x"])
+            continue
         schema = LMRLConfig if block.text.startswith("environment:") else FlowRLConfig
         load(schema, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
 

@@ -5,7 +5,7 @@ import pytest
 from phalanx.config import ConfigError, load
 from phalanx.config.lm import LMRLConfig
 from tests.pretended import install
-from tests.pretended.vllm import steps
+from tests.pretended.vllm import JUDGE, ROLLOUT, steps
 from tests.ranks import RankError, run_ranks
 
 
@@ -13,11 +13,6 @@ def order(rollout_sleeps: bool, judge_sleeps: bool) -> list[str]:
     """What happens on a pretended GPU."""
     install()
     return steps(rollout_sleeps, judge_sleeps)
-
-
-ROLLOUT = ["cache emptied", "rollout wakes weights", "rollout loads", "rollout wakes kv_cache", "rollout answers"]
-ROLLOUT += ["rollout sleeps at 2"]
-JUDGE = ["cache emptied", "judge wakes weights kv_cache", "judge answers", "judge sleeps at 1"]
 
 
 def test_a_sleeping_rollout_beside_a_judge() -> None:

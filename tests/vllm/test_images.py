@@ -140,44 +140,62 @@ def test_a_prompt_that_vllm_reads_otherwise_ends_the_job(answers: Any) -> None:
 
 
 def fit_and_break(cfg: LMRLConfig) -> str:
-    """Train to the end. Then only the tower moves, and the engine does not get the new weights: what the job says."""
+    """Train to the end. Then only a trained tower moves, and the engine does not get the new weights: what the job
+    says.
+    """
     from phalanx.training.lm_rl import build
 
     trainer = build(cfg)
     trainer.fit()
+    rollout = trainer.collector.rollout
+    with rollout.awake():
+        pass
+    if trainer.policy.vision.frozen:
+        return ""
     with torch.no_grad():
         for name, p in trainer.policy.trained.module.named_parameters():
             if "visual" in name:
                 p.add_(0.1 * torch.randn_like(p))
-    rollout = trainer.collector.rollout
     with patch.object(rollout.engine, "refresh", list), pytest.raises(JobError) as error, rollout.awake():
         pass
     return str(error.value)
 
 
-@pytest.mark.parametrize(("tp", "kind"), [(1, "lora_rank=4"), (2, "freeze_vision_tower=false")])
-def test_jobs_on_images(tmp_path: Path, tp: int, kind: str) -> None:
-    """The engine follows the policy, a trained tower included, on prompts with one image, two or none."""
-    images = [["0.png"], ["0.png", "1.png"], ["2.png"], []]
-    lines = [{"prompt": "<image>" * len(images[i % 4]) + f"read {i}", "images": images[i % 4]} for i in range(8)]
-    (tmp_path / "shown.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for seed, size in enumerate(SIZES):
-        picture(*size, seed=seed).save(tmp_path / f"{seed}.png")
-    keys = (
-        f"data.train_files=[{tmp_path / 'shown.jsonl'}]",
-        "data.max_prompt_length=120",
-        "data.max_pixels=1024",
-        "rollout.engine=vllm",
-        f"rollout.tensor_parallel_size={tp}",
-        f"model.{kind}",
-        "parallel.fsdp_size=2",
-        "optim.lr=1e-2",
-    )
-    cfg = tiny_lm_config(tiny_vision(tmp_path / "model", "qwen3_vl"), tmp_path, *keys)
+@pytest.mark.parametrize(
+    ("family", "tp", "kind"), [("qwen2_5_vl", 1, "lora_rank=4"), ("qwen3_vl", 2, "freeze_vision_tower=false")]
+)
+def test_jobs_on_images(tmp_path: Path, family: str, tp: int, kind: str) -> None:
+    """The engine follows the policy, a trained tower included, and has what vLLM makes of the processor's settings."""
+    keys = (f"rollout.tensor_parallel_size={tp}", f"model.{kind}", "parallel.fsdp_size=2", "optim.lr=1e-2")
+    cfg = shown_config(family, tmp_path, *keys, "data.max_pixels=1024")
     for message in run_ranks(fit_and_break, 2, cfg, timeout=280):
-        assert message.startswith(
-            "rollout.engine: after the weights were handed over, vLLM's log-probs of a probe differ"
-        )
+        assert message.startswith("rollout.engine: after the weights were handed over, " if tp == 2 else "")
     for row in rows(tmp_path / "out"):
         assert row["rollout/sync_error"] < 1e-4 and row["rollout/logprob_abs_diff_max"] < 1e-3
         assert row["actor/first_ratio_error"] == 0
+
+
+def shown_config(family: str, folder: Path, *overrides: str) -> LMRLConfig:
+    """A tiny job on prompts with one image, two or none."""
+    images = [["0.png"], ["0.png", "1.png"], ["2.png"], []]
+    lines = [{"prompt": "<image>" * len(images[i % 4]) + f"read {i}", "images": images[i % 4]} for i in range(8)]
+    (folder / "shown.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for seed, size in enumerate(SIZES):
+        picture(*size, seed=seed).save(folder / f"{seed}.png")
+    keys = (f"data.train_files=[{folder / 'shown.jsonl'}]", "data.max_prompt_length=120", "rollout.engine=vllm")
+    return tiny_lm_config(tiny_vision(folder / "model", family), folder, *keys, *overrides)
+
+
+def refused(cfg: LMRLConfig) -> str:
+    from phalanx.training.lm_rl import build
+
+    with pytest.raises(ValueError) as error:
+        build(cfg)
+    return str(error.value)
+
+
+def test_a_family_whose_images_vllm_reads_otherwise_is_refused(tmp_path: Path) -> None:
+    assert run_ranks(refused, 1, shown_config("gemma3", tmp_path), timeout=100) == [
+        "rollout.engine: vllm has no attention both ways between the tokens of an image, which a "
+        "Gemma3ForConditionalGeneration has; set rollout.engine=policy"
+    ]

@@ -99,12 +99,13 @@ RENAMED = {
     "train.max_grad_norm": "optim.grad_clip",
 }
 
-# verl's, in jobs that train language models.
+# verl's and EasyR1's, in jobs that train language models.
 OF_LANGUAGE_MODELS = {
     "actor_rollout_ref.actor.clip_ratio_c": "algorithm.clip_ratio_c",
     "actor_rollout_ref.actor.clip_ratio_high": "algorithm.clip_ratio_high",
     "actor_rollout_ref.actor.clip_ratio_low": "algorithm.clip_ratio_low",
     "actor_rollout_ref.actor.entropy_coeff": "algorithm.entropy_coeff",
+    "actor_rollout_ref.actor.freeze_vision_tower": "model.freeze_vision_tower",
     "actor_rollout_ref.actor.kl_loss_type": "algorithm.kl_loss_type, k1, k2, k3 (low_var_kl), or k3+ (low_var_kl+)",
     "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio": "optim.lr_warmup_steps, a number of updates",
     "actor_rollout_ref.actor.optim.warmup_style": "optim.lr_scheduler",
@@ -134,11 +135,14 @@ OF_LANGUAGE_MODELS = {
     "custom_reward_function.name": "path of an entry of reward.functions, as file.py:name",
     "custom_reward_function.path": "path of an entry of reward.functions",
     "data.filter_overlong_prompts": "data.overlong_prompts",
+    "data.format_prompt": "data.system_prompt, or a part of the prompts",
+    "data.image_dir": "data.train_files, to which the paths of images are relative",
     "data.truncation": "data.overlong_prompts",
     "reward_model.enable": "reward.model.path, null without one",
     "reward_model.model.path": "reward.model.path",
     "reward_model.reward_manager": "reward.functions, a list",
     "reward.reward_manager.name": "reward.functions, a list",
+    "worker.actor.model.freeze_vision_tower": "model.freeze_vision_tower",
 }
 
 # verl's and TRL's, in jobs whose language models talk to environments.
@@ -190,6 +194,7 @@ NOTHING_TO_SET = (
     "critic.forward_micro_batch_size_per_gpu",
     "critic.shuffle",
     "critic.strategy",
+    "data.return_multi_modal_inputs",
     "data.return_raw_chat",
     "data.reward_fn_key",
     "data.shuffle",

@@ -121,7 +121,12 @@ class JointConfig:
 
     def of_writer(self) -> LMRLConfig:
         """That of the writer."""
-        shared = {"parallel": self.parallel, "data": self.data, "reward": self.reward, "trainer": self.trainer}
+        shared: dict[str, Any] = {
+            "parallel": self.parallel,
+            "data": self.data,
+            "reward": self.reward,
+            "trainer": self.trainer,
+        }
         return LMRLConfig(**vars(self.writer), **shared)
 
     def of_painter(self) -> FlowRLConfig:
@@ -137,7 +142,12 @@ class JointConfig:
             seed=d.seed,
             text_length_multiple=d.text_length_multiple,
         )
-        shared = {"parallel": self.parallel, "data": data, "reward": self.reward, "trainer": self.trainer}
+        shared: dict[str, Any] = {
+            "parallel": self.parallel,
+            "data": data,
+            "reward": self.reward,
+            "trainer": self.trainer,
+        }
         return FlowRLConfig(**vars(self.painter), **shared)
 
 

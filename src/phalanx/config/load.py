@@ -178,7 +178,7 @@ def _with_named_sections(schema: type, user: DictConfig, prefix: str = "") -> ty
                 OmegaConf.update(user, f"{key}.name", name)  # a job's own default, which the class need not have
             sections.append((f.name, config, field(default_factory=config, metadata=f.metadata)))
         elif is_dataclass(hint) and _registries(hint):
-            inner = _with_named_sections(hint, user, f"{key}.")
+            inner = _with_named_sections(_section(schema, f.name), user, f"{key}.")
             sections.append((f.name, inner, field(default_factory=inner, metadata=f.metadata)))
     return make_dataclass(schema.__name__, sections, bases=(schema,)) if sections else schema
 

@@ -7,11 +7,12 @@ from typing import Any, Optional, TypeVar
 import yaml
 from omegaconf import OmegaConf
 
-from phalanx.config.flow import FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
-from phalanx.config.lm import ATTENTION, MOST_TOKENS
+from phalanx.config.flow import FlowDataConfig, FlowMatchingTaskConfig, FlowModelConfig, FlowRewardConfig, FlowRLConfig
+from phalanx.config.joint import PAINTER, POLICIES
+from phalanx.config.lm import ATTENTION, MOST_TOKENS, LMDataConfig
 from phalanx.config.load import ConfigError, arg, build
 from phalanx.config.ranges import COUNT, DTYPES, SEEDS, TIMES
-from phalanx.config.run import SDE_TYPES, ParallelConfig, RunConfig
+from phalanx.config.run import SDE_TYPES, ParallelConfig, RunConfig, TrainerConfig
 
 T = TypeVar("T", bound=RunConfig)
 
@@ -25,7 +26,12 @@ class ExportConfig:
     """Configuration of tasks/export_checkpoint.py."""
 
     checkpoint: str = arg("???", "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN")
-    output_dir: Optional[str] = arg(None, "new folder for the export; null: export/step_NNNNNN in the run's output_dir")
+    policy: Optional[str] = arg(None, "of a joint run: the policy that is exported", choices=POLICIES)
+    output_dir: Optional[str] = arg(
+        None,
+        "new folder for the export; null: export/step_NNNNNN in the run's output_dir, of a joint run "
+        "export/<policy>/step_NNNNNN",
+    )
     weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
     dtype: Optional[str] = arg(
         None,
@@ -227,11 +233,12 @@ class PrepareDataConfig:
     output_dir: str = arg("outputs/data", "gets train.jsonl, val.jsonl and test.jsonl, which are replaced")
 
 
-def read_run(file: Path, *kinds: type[T]) -> T:
+def read_run(file: Path, *kinds: type[T], policy: str | None = None) -> T:
     """The sections that all jobs of a kind share, from the config.yaml of a run's output_dir.
 
     `kinds` are such as FlowRunConfig; the first one that knows all keys of the file's sections is taken. Other sections
-    (algorithm, actor, ...) are left out, so that no file of the user's is needed for them.
+    (algorithm, actor, ...) are left out, so that no file of the user's is needed for them. Of a joint run, they are
+    those of `policy`.
     Raises ConfigError where the file is missing or is not such a configuration.
     """
     try:
@@ -240,6 +247,10 @@ def read_run(file: Path, *kinds: type[T]) -> T:
         raise ConfigError(f"{file} is missing; it says which model the checkpoints belong to") from None
     except (UnicodeDecodeError, yaml.YAMLError):
         content = None
+    if isinstance(content, dict) and content.keys() >= {*POLICIES, "data", "trainer"}:
+        if policy is None:
+            raise ConfigError(f"policy is not set; {file} is of a joint run: expected policy={' or '.join(POLICIES)}")
+        content = _of_policy(content, policy)
     reason = None
     for kind in kinds:
         names = [f.name for f in fields(kind)]
@@ -250,3 +261,19 @@ def read_run(file: Path, *kinds: type[T]) -> T:
                 if reason is None or not str(error).startswith("unknown key"):
                     reason = f"{file}: {error}"
     raise ConfigError(reason or f"{file} is not the configuration of a training run")
+
+
+def _of_policy(content: dict[str, Any], policy: str) -> dict[str, Any]:
+    """The sections of a joint run's policy as those of a run of its own; rewards are of pictures."""
+    data, trainer = content["data"], content["trainer"]
+    kind = FlowDataConfig if policy == PAINTER else LMDataConfig
+    known = {name: data[name] for name in data if name in {f.name for f in fields(kind)}}
+    if policy == PAINTER:
+        known["max_prompt_length"] = data["max_rewrite_length"]
+    sections = {
+        "parallel": content["parallel"],
+        "data": known,
+        "reward": content["reward"] if policy == PAINTER else {},
+        "trainer": {f.name: trainer[f.name] for f in fields(TrainerConfig)},
+    }
+    return content[policy] | sections

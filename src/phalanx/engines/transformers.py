@@ -14,7 +14,7 @@ from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
 from phalanx.engines.loading import as_text, check_weights, loading, special_tokens
 from phalanx.engines.sleeping import Sleeping
-from phalanx.media.pictures import pil_image
+from phalanx.media.pictures import Picture, pil_image
 
 Question = tuple[int, str]
 
@@ -238,3 +238,18 @@ def tensor_parallel_plan(model: Any, tp: int) -> Mapping[str, str]:
 def _randomness_kept() -> AbstractContextManager[None]:
     """The block leaves torch's random states as they are."""
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
+
+
+def image_tokens(processor: Any, images: Sequence[Picture], **options: int) -> list[int]:
+    """How many tokens a processor makes of each image, by the heads of their files; `options` are the bounds of their
+    pixels. Raises ValueError, in one line, for an image that cannot be read, or of a shape that the processor refuses.
+    """
+    counts = []
+    for image in images:
+        height, width = image.size
+        try:
+            made = processor._get_num_multimodal_tokens(image_sizes=[[height, width]], **options)
+        except ValueError as error:
+            raise ValueError(f"{image.where}: {' '.join(str(error).split())}") from error
+        counts.append(int(made.num_image_tokens[0]))
+    return counts

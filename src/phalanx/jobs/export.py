@@ -7,7 +7,7 @@ language model a LoRA becomes an adapter of peft, and all weights a folder of tr
 
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,13 +42,15 @@ from phalanx.types import JobError
 class Trained:
     """A complete checkpoint, and the configuration of its run.
 
-    `weights` is "model" or "ema"; `entries` describes its tensors by the names of the module's parameters.
+    `weights` is "model" or "ema"; `entries` describes its tensors by the names of the module's parameters. `policy`: of
+    a joint run, the policy whose checkpoint it is, else "".
     """
 
     folder: Path
     run: RunConfig
     weights: str
     entries: dict[str, TensorStorageMetadata]
+    policy: str = ""
 
     def check_fits(self, parameters: Mapping[str, Tensor], path: str) -> None:
         """Raise ValueError where the trained parameters of the model at `path` are not those of the checkpoint."""
@@ -70,7 +72,9 @@ class Trained:
         problem = damaged(self.folder, *part)
         if problem is not None:
             raise JobError(f"checkpoint: {self.folder} is damaged ({problem}); use another one of the run")
-        state = {self.weights: tensors}
+        state: dict[str, Any] = {self.weights: tensors}
+        if self.policy:
+            state = {self.policy: state}
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -80,19 +84,24 @@ class Trained:
             raise JobError(f"checkpoint: {self.folder} is damaged ({reason}); use another one of the run") from error
 
 
-def open_checkpoint(checkpoint: str, weights: str) -> Trained:
-    """The checkpoint that the task's key `checkpoint` means; `weights` is auto, model or ema.
+def open_checkpoint(checkpoint: str, weights: str, policy: str | None = None) -> Trained:
+    """The checkpoint that the task's key `checkpoint` means; `weights` is auto, model or ema, and `policy` that of a
+    joint run.
 
     Raises ValueError where there is none, it is incomplete, or it has no such weights.
     """
     folder = _locate(checkpoint)
-    run = read_run(
-        folder.parent.parent / "config.yaml", LMTurnRunConfig, LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig
-    )
+    kinds = (LMTurnRunConfig, LMRunConfig, BlockDiffusionRunConfig, FlowRunConfig)
+    run = read_run(folder.parent.parent / "config.yaml", *kinds, policy=policy)
     signature = read_meta(folder)["signature"]
+    # of a joint run the names of all that a policy has begin with its own
+    policy = policy if policy is not None and "trained policies" in signature else ""
+    before = f"{policy}: " if policy else ""
+    if f"{before}lora_rank" not in signature:
+        raise ValueError(f"policy: {policy} was not trained in this run; {run.model.path} is what it is")
     if isinstance(run, LMRunConfig):
         run.data.chat_template_date = run.data.chat_template_date or signature.get("chat_template_date")
-    held_rank = signature["lora_rank"]
+    held_rank = signature[f"{before}lora_rank"]
     if held_rank != run.model.lora_rank:
         raise ValueError(
             f"checkpoint: {folder} was trained with lora_rank {held_rank}, but the config.yaml of its run says "
@@ -102,14 +111,15 @@ def open_checkpoint(checkpoint: str, weights: str) -> Trained:
         run.model.lora_path = None  # of which the checkpoint has all weights already
     entries = Reader(folder).read_metadata().state_dict_metadata
     tensors = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    has_average = any(name.startswith("ema.") for name in tensors)
+    within = f"{policy}." if policy else ""
+    has_average = any(name.startswith(f"{within}ema.") for name in tensors)
     if weights == "ema" and not has_average:
         raise ValueError(f"weights: ema: {folder} holds no moving average; use weights=model")
     if weights == "auto":
         weights = "ema" if has_average else "model"
-    prefix = f"{weights}."
+    prefix = f"{within}{weights}."
     chosen = {name.removeprefix(prefix): entry for name, entry in tensors.items() if name.startswith(prefix)}
-    return Trained(folder, run, weights, chosen)
+    return Trained(folder, run, weights, chosen, policy)
 
 
 def _locate(given: str) -> Path:
@@ -143,8 +153,8 @@ class Family(Protocol):
     def lora_targets(self) -> Sequence[str]:
         """Layers that get a LoRA unless the configuration names others."""
 
-    def load_base(self, config: Any, dtype: torch.dtype | None) -> nn.Module:
-        """The module that is trained, from the base folder, on the CPU."""
+    def load_base(self, config: Any, dtype: torch.dtype | None, names: Collection[str]) -> nn.Module:
+        """The module that is trained, from the base folder, on the CPU; `names` of the tensors that are."""
 
     def read_lora(self, path: str) -> Layers:
         """The LoRA of model.lora_path, by the names of the module's layers."""
@@ -166,7 +176,9 @@ class Export:
         self.cfg, self.idle = cfg, Launch.from_env().rank != 0
         if self.idle:
             return
-        self.trained = open_checkpoint(cfg.checkpoint, cfg.weights)
+        self.trained = open_checkpoint(cfg.checkpoint, cfg.weights, cfg.policy)
+        if cfg.policy is not None and not self.trained.policy:
+            raise ValueError(f"policy: {cfg.policy} is of joint runs, and {cfg.checkpoint!r} is of none; leave it out")
         folder, model = self.trained.folder, self.trained.run.model
         self.model = model if cfg.model_path is None else replace(model, path=cfg.model_path, revision=None)
         self.family = _family(self.model)
@@ -177,7 +189,8 @@ class Export:
                 "merge_lora: false leaves out the mask token that the run gave the model, which is no part of its "
                 "LoRA; set it to true"
             )
-        self.output_dir = Path(cfg.output_dir or folder.parent.parent / "export" / folder.name).expanduser()
+        place = folder.parent.parent / "export" / self.trained.policy / folder.name
+        self.output_dir = Path(cfg.output_dir or place).expanduser()
         if self.output_dir.exists():
             raise ValueError(f"output_dir: {str(self.output_dir)!r} exists; give a new folder")
         check_place(self.output_dir, "output_dir")
@@ -191,7 +204,8 @@ class Export:
     def _base(self) -> nn.Module:
         """The module that was trained as the base model has it, with the LoRA that the run began with, if any."""
         lora = self.model.lora_rank > 0
-        base = self.family.load_base(self.model, DTYPES[self.model.dtype] if lora else self.dtype)
+        dtype = DTYPES[self.model.dtype] if lora else self.dtype
+        base = self.family.load_base(self.model, dtype, self.trained.entries.keys())
         start_from_lora(base, self.model.lora_path, self.family.read_lora)
         if lora:
             exact = replace(self.model, lora_dtype="float32")

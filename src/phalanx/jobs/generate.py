@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from phalanx.config import ConfigError
 from phalanx.config.block_diffusion import BlockDiffusionRunConfig
+from phalanx.config.joint import WRITER
 from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.rules import check, check_model
 from phalanx.config.run import ParallelConfig
@@ -47,7 +48,7 @@ class Generation:
         if Launch.from_env().world_size > 1:
             raise ConfigError("generation runs in one process; start it by python3, or set NPROC_PER_NODE=1")
         check(cfg)
-        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights)
+        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, WRITER)
         run = self.trained.run if self.trained is not None else LMRunConfig()
         if not isinstance(run, LMRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a flow-matching model; use tasks/sample.py")

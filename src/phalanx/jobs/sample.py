@@ -18,6 +18,7 @@ from torch import Tensor
 
 from phalanx.config import ConfigError
 from phalanx.config.flow import FlowRolloutConfig, FlowRunConfig
+from phalanx.config.joint import PAINTER
 from phalanx.config.rules import check
 from phalanx.config.tasks import SampleConfig
 from phalanx.data.prompts import load_prompts
@@ -53,7 +54,7 @@ class Generator:
         if self.output_dir.exists() and not self.output_dir.is_dir():
             raise ConfigError(f"output_dir: {cfg.output_dir!r} is a file; give a folder")
         check_place(self.output_dir, "output_dir")
-        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights)
+        self.trained = None if cfg.checkpoint is None else open_checkpoint(cfg.checkpoint, cfg.weights, PAINTER)
         run = self.trained.run if self.trained is not None else FlowRunConfig()
         if not isinstance(run, FlowRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a language model; use tasks/generate.py")
@@ -73,7 +74,7 @@ class Generator:
         if self.trained is not None:
             folder = broadcast_object(str(self.trained.folder))
             if folder != str(self.trained.folder):
-                self.trained = open_checkpoint(folder, cfg.weights)
+                self.trained = open_checkpoint(folder, cfg.weights, PAINTER)
         self.policy = self._policy(family)
         check_guidance(cfg, self.policy.model)
         settings = rollout_settings(cfg, self.base.rollout)

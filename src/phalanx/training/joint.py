@@ -117,7 +117,8 @@ class JointTrainer:
     def step(self, step: int) -> dict[str, float]:
         """A training step of the policies whose turn it is; its metrics."""
         began = time.perf_counter()
-        drawn, row = self.draw(step), {}
+        drawn = self.draw(step)
+        row: dict[str, float] = {}
         for name in self.parts:
             collected = drawn.pop(name)
             if trains(self.cfg, name, step):

@@ -112,6 +112,8 @@ def check_images(cfg: LMRLConfig, place: str) -> None:
         raise ConfigError(f"{place} has images, which teachers do not read; expected an algorithm without teachers")
     if cfg.model.block_size is not None:
         raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
+    if cfg.model.lora_path is not None:
+        raise ConfigError(f"{place} has images, with which no run starts from model.lora_path; merge it before")
     from phalanx.models.lm import vision
 
     vision.check(cfg.model, place)
@@ -195,13 +197,14 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     kept, prompts = [], [numbered(row, 0) for row in rows]
     policy.encode_ahead(prompts)
     for number, row in enumerate(rows):
-        length = len(policy.encode(prompts[number]))
+        length = policy.length(prompts[number])
         if length <= limit:
             kept.append(row)
         elif overlong == "error":
+            beside, less = ("", " or truncate") if not row.images else (" and its images", " or lower data.max_pixels")
             raise ValueError(
-                f"{key}, prompt {number}: it has {length} tokens with the chat template, more than data."
-                f"max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
+                f"{key}, prompt {number}: it has {length} tokens with the chat template{beside}, more than data."
+                f"max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter{less}"
             )
     if not kept:
         raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")

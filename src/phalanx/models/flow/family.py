@@ -3,7 +3,7 @@
 import copy
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -296,7 +296,7 @@ class FlowModel:
     # -- export: the files that stock diffusers loads. No model of the class is built for it. -----
 
     @classmethod
-    def load_base(cls, config: FlowModelConfig, dtype: torch.dtype | None) -> nn.Module:
+    def load_base(cls, config: FlowModelConfig, dtype: torch.dtype | None, names: Collection[str] = ()) -> nn.Module:
         """The base folder's transformer, on the CPU; `dtype` None: in the dtype of its files."""
         base = base_folder(config)
         dtype = dtype or dtype_on_disk(base / "transformer")

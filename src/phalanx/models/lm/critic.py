@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,24 +21,32 @@ class ValueLM(nn.Module):
 
     def __init__(self, model: CausalLM) -> None:
         super().__init__()
-        self.backbone, self.recomputes = decoder_of(model.lm), model.recomputes
+        self.vision = model.vision  # see CausalLM
+        self.backbone = decoder_of(model.lm) if self.vision is None else self.vision.model
+        self.recomputes = model.recomputes
         self.value = nn.Linear(model.lm.get_output_embeddings().in_features, 1)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
-    def forward(self, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, predicting: Tensor, lengths: Sequence[int] | None = None, looks: Sequence[Any] | None = None
+    ) -> Tensor:
         """Values [N] float32 of the text up to each of the positions `predicting` [B, T - 1] of ids [B, T]; `lengths`
-        as in CausalLM.
+        and `looks` as in CausalLM.
         """
         for block in self.blocks()[: self.recomputes]:  # see CausalLM
             block.training = torch.is_grad_enabled()
-        states = outputs_at(self.backbone, ids, predicting, lengths).last_hidden_state
+        if self.vision is None:
+            states = outputs_at(self.backbone, ids, predicting, lengths).last_hidden_state
+        else:
+            states = self.vision.outputs_at(ids, predicting, lengths, looks).last_hidden_state
         # in bfloat16 a value would have three digits
         return nn.functional.linear(states.float(), self.value.weight.float(), self.value.bias.float()).squeeze(1)
 
     def blocks(self) -> list[nn.Module]:
         """The layers, which are sharded one by one."""
-        return list(next(child for child in self.backbone.children() if isinstance(child, nn.ModuleList)))
+        decoder = self.backbone if self.vision is None else self.vision.decoder
+        return list(next(child for child in decoder.children() if isinstance(child, nn.ModuleList)))
 
 
 class LMCritic:
@@ -50,7 +59,7 @@ class LMCritic:
     def values(self, trace: TokenTrace) -> Tensor:
         """[B, A] float32: the value before each token of the responses, 0 behind a response's end."""
         trace, lengths = self.policy.read(trace)
-        values = self.trained.run(self.trained.module, trace.ids, trace.predicting, lengths)
+        values = self.trained.run(self.trained.module, trace.ids, trace.predicting, lengths, trace.looks)
         mask = trace.mask
         return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, values)
 
@@ -71,7 +80,12 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
         gradient_checkpointing_blocks=None,
     )
     key = "model.path" if config.path is None else "critic.model.path"
-    model = load_model(settings, torch.float32, chunk=1, key=key, stored=True)
+    images = policy.vision is not None
+    model = load_model(settings, torch.float32, chunk=1, key=key, stored=True, images=images)
+    if images:
+        if model.vision.name != policy.vision.name:
+            raise ValueError(f"{key}: {settings.path!r} is a {model.vision.name}; expected a {policy.vision.name}")
+        model.vision.owner, model.vision.dummy = "critic", policy.vision.dummy
     rows, wanted = model.lm.get_input_embeddings().num_embeddings, len(policy.tokenizer)
     if rows < wanted:
         raise ValueError(f"{key}: {settings.path!r} embeds {rows} tokens, and the policy's tokenizer has {wanted}")
@@ -85,6 +99,15 @@ def build_critic(config: CriticModelConfig, parallel: ParallelConfig, policy: LM
     critic = ValueLM(model)
     dtype = DTYPES[settings.dtype]
     trained = TrainedModel(
-        critic, critic.blocks(), policy.world, settings, parallel, dtype, seed=seed, experts=spread, kept=torch.float32
+        critic,
+        critic.blocks(),
+        policy.world,
+        settings,
+        parallel,
+        dtype,
+        seed=seed,
+        experts=spread,
+        kept=torch.float32,
+        beside=model.vision.beside() if images else None,
     )
     return LMCritic(trained, policy)

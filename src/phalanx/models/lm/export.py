@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from phalanx.models.lm.blocks import load_blocks, mask_tokenizer
 from phalanx.models.lm.model import (
     DTYPES,
     CausalLM,
+    decoder_of,
     load_class,
     load_model,
     name_in_whole,
@@ -31,6 +32,7 @@ from phalanx.models.lora import ALL_LINEAR, adapter_config
 __all__ = ["export_lora", "export_model", "load_base", "lora_targets", "read_lora"]  # of a Family, see jobs/export.py
 
 lora_targets = LORA_TARGETS
+_OF_WHOLE = re.compile(r"(lm\.)?model\.(language_model|text_model)\.")  # a decoder's names in a composite model
 # files of the base folder that training does not change
 _KEPT = (
     "tokenizer*",
@@ -46,11 +48,17 @@ _KEPT = (
 )
 
 
-def load_base(config: LMModelConfig, dtype: torch.dtype | None) -> CausalLM:
-    """The base folder's model, on the CPU; `dtype` None: in the dtype that training computes in."""
+def load_base(config: LMModelConfig, dtype: torch.dtype | None, names: Collection[str]) -> CausalLM:
+    """The base folder's model, on the CPU; `dtype` None: in the dtype that training computes in. It reads images where
+    the `names` of the trained tensors are those of a whole composite model.
+    """
     if config.block_size is not None:
         return load_blocks(config, dtype or DTYPES[config.dtype], chunk=1, add_mask=True)[0]
-    return load_model(config, dtype or DTYPES[config.dtype], chunk=1)
+    images = any(_OF_WHOLE.match(name) for name in names)
+    model = load_model(config, dtype or DTYPES[config.dtype], chunk=1, images=images)
+    for part in model.vision.parts() if images and model.vision.frozen else ():
+        part.requires_grad_(False)
+    return model
 
 
 def export_model(folder: Path, config: LMModelConfig, model: CausalLM) -> None:
@@ -84,7 +92,10 @@ def export_lora(folder: Path, config: LMModelConfig, layers: dict[str, Tensor], 
     base, tensors = _base_folder(config), {}
     places = _places(base)
     for name, t in layers.items():
-        tensors[f"base_model.model.{name_in_whole(name.removeprefix('lm.'), places)}"] = t.contiguous()
+        name = name.removeprefix("lm.")
+        # that of a model that reads images is whole already
+        place = name if _OF_WHOLE.match(name) else name_in_whole(name, places)
+        tensors[f"base_model.model.{place}"] = t.contiguous()
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     leaves = {name.partition(".lora_")[0].rpartition(".")[2] for name in layers}
     named = config.target_modules
@@ -106,6 +117,9 @@ def _places(base: Path) -> dict[str, str]:
         return {}
     with torch.device("meta"):
         whole = transformers.AutoModelForImageTextToText.from_config(settings)
+        if type(text) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:  # trained as a whole
+            [place] = [name for name, module in whole.named_modules() if module is decoder_of(whole)]
+            return {place: place}
         return places_of(whole, transformers.AutoModelForCausalLM.from_config(text))
 
 

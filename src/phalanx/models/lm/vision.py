@@ -99,6 +99,8 @@ class Vision:
         """`key` named the model. Raises ValueError, in one line, for one that cannot read images here."""
         self.name, self.model, self.decoder = type(lm).__name__, lm.model, decoder_of(lm)
         self.frozen, self.owner = config.freeze_vision_tower or config.lora_rank > 0, key
+        if self.name not in FAMILIES:
+            raise ValueError(f"{key}: {config.path!r} is a {self.name}; expected one of {', '.join(FAMILIES)}")
         self.family = FAMILIES[self.name]
         if "mm_encoder_outputs" not in inspect.signature(lm.model.forward).parameters:
             raise ValueError(
@@ -278,20 +280,25 @@ class Reader:
         self.vision, self.path, self.tokenizer = vision, config.path, tokenizer
         self.processor = load_processor(config.path, config.revision, "model.path")
         tokenizer.chat_template = self.processor.chat_template  # some folders have two, one without images
-        self.options = self._options(data)
+        self._bound(data)
         self._texts: dict[str, str] = {}  # of prompts with images, by their chats
-        # any picture does: see Vision.unseen
         content = [{"type": "image"}, {"type": "text", "text": "?"}]
         tried = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_tried(),))
-        self.tried = self.read(tried, data, "")
-        vision.dummy = self.tried[1].inputs
+        with loading(f"model.path: {config.path!r}: its processor fails"):
+            self.tried = self.read(tried, data, "")
+            self.around = 0  # tokens about an image that the processor does not count among its own
+            self.around = len(self.tried[0]) - self.length(tried, data)
+        vision.dummy = self.tried[1].inputs  # any image does: see Vision.unseen
 
-    def _options(self, data: LMDataConfig) -> dict[str, Any]:
-        bounds = {"min_pixels": data.min_pixels, "max_pixels": data.max_pixels}
-        given = {name: value for name, value in bounds.items() if value is not None}
+    def _bound(self, data: LMDataConfig) -> None:
+        """Set the sizes that images are brought to, in pixels, where `data` says them."""
+        bounds = {"shortest_edge": data.min_pixels, "longest_edge": data.max_pixels}  # as the processors call the two
+        given = {name: pixels for name, pixels in bounds.items() if pixels is not None}
         if given and not self.vision.family.sizes:
-            raise ValueError(f"data.{next(iter(given))}: images of a {self.vision.name} have one size; leave it out")
-        return given
+            key = "min_pixels" if data.max_pixels is None else "max_pixels"
+            raise ValueError(f"data.{key}: images of a {self.vision.name} have sizes of its own; leave it out")
+        for name, pixels in given.items():
+            self.processor.image_processor.size[name] = pixels
 
     def in_parts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts with a list of parts for the content of each message, which some templates expect."""
@@ -324,6 +331,13 @@ class Reader:
             raise ValueError(f"{named(prompt)}: its text holds {token!r}, which stands for an image; take it out")
         return text, tokens
 
+    def length(self, prompt: Prompt, data: LMDataConfig) -> int:
+        """The tokens of a prompt, by the sizes of its images, of which only the heads of their files are read."""
+        _, short = self.short(prompt, data)
+        sizes = [list(picture.size) for picture in prompt.images]
+        made = self.processor._get_num_multimodal_tokens(image_sizes=sizes)
+        return len(short) + sum(made["num_image_tokens"]) + (self.around - 1) * len(sizes)
+
     def read(self, prompt: Prompt, data: LMDataConfig, digest: str) -> tuple[list[int], Look]:
         """The tokens of a prompt, and its look. Raises ValueError, in one line, where its text and its images do not go
         together, or where it would have to be cut.
@@ -332,10 +346,7 @@ class Reader:
         text, short = self.short(prompt, data)
         images = [picture.pil() for picture in pictures]
         with loading(f"{place}: the processor of {self.path!r} fails"):
-            given = {"images_kwargs": self.options} if self.options else {}
-            made = self.processor(
-                text=[text], images=[images], return_tensors="pt", text_kwargs={"add_special_tokens": False}, **given
-            )
+            made = self.processor(text=[text], images=[images], return_tensors="pt", add_special_tokens=False)
         ids = made["input_ids"]
         kinds = (ids == self.vision.image).long()
         inputs = {name: value for name, value in made.items() if name not in PER_TOKEN}

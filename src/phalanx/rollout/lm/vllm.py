@@ -49,8 +49,13 @@ class VllmRollout(LMRollout):
     def __init__(
         self, policy: LMPolicy, config: LMRolloutConfig, world: World, micro_batch_size: int, passes: Passes | None
     ) -> None:
-        """Raises ValueError where vLLM refuses the model."""
+        """Raises ValueError where vLLM refuses the model, or reads its images otherwise than transformers does."""
         super().__init__(policy, config, world, micro_batch_size, passes)
+        if policy.vision is not None and policy.vision.family.types:
+            raise ValueError(
+                f"rollout.engine: vllm has no attention both ways between the tokens of an image, which a "
+                f"{type(policy.trained.module.lm).__name__} has; set rollout.engine=policy"
+            )
         size, first = config.tensor_parallel_size, world.rank - world.rank % config.tensor_parallel_size
         self.group = range(first, first + size)  # ranks that hold the engine's weights together, this one among them
         settings = TextEngineConfig(

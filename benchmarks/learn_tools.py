@@ -1,0 +1,64 @@
+"""Does a model learn to call a tool, and to call it twice where the second call needs the answer to the first?
+
+    make learn-tools
+    python benchmarks/learn_tools.py grpo --seeds 0 --steps 20 --no-docs
+
+As learn_lm.py, with the recipes of learn_tools.yaml on the task of the quickstart with tools. Beside the greedy answers
+to test.jsonl stand the rewards of the samples that are trained: greedy decoding turns over when a call becomes likelier
+than a guess. The table and the curves go to docs/environments.md.
+"""
+
+import statistics
+from pathlib import Path
+
+from learning import Rows, Subject, main, metrics, task
+
+CONFIG = "configs/grpo/quickstart_tools.yaml"
+TEST = "val/test/reward/gsm8k"
+LAST = 5  # steps, the mean of which is said of the samples
+
+
+def base(output: Path) -> dict[str, float]:
+    """What is said of the base: a run without a step."""
+    folder = output / "base"
+    keys = ["total_training_steps=0", "resume=never", "save_freq=-1", "logger=[]", f"output_dir={folder}"]
+    task("train_grpo", [CONFIG, *(f"trainer.{key}" for key in keys)], output / "base.log")
+    return {"test": metrics(folder)[-1][TEST]}
+
+
+def after(folder: Path, rows: Rows) -> dict[str, float]:
+    """What is said of a run at its end."""
+    steps = [row for row in rows if row["step"] > 0]
+    means = {"first": steps[0]["reward/mean"]}
+    for key, name in {"sampled": "reward/mean", "calls": "tools/call_frequency"}.items():
+        means[key] = statistics.fmean(row[name] for row in steps[-LAST:])
+    return means | {"test": [row[TEST] for row in rows if TEST in row][-1]}
+
+
+SUBJECT = Subject(
+    name="learn_tools",
+    task="train_grpo",
+    config=CONFIG,
+    fixed=[],
+    page="environments.md",
+    picture="learning_tools.png",
+    mark="learning",
+    validation=TEST,
+    scale="right answers to test.jsonl",
+    noun="samples",
+    samples=64,  # of every recipe
+    steps=60,
+    test_freq=20,
+    target=0.8,
+    spreads={
+        "test": "test, greedy",
+        "first": "samples of the first step",
+        "sampled": f"samples of the last {LAST} steps",
+    },
+    means={"calls": "calls per sample"},
+    base=base,
+    after=after,
+)
+
+if __name__ == "__main__":
+    main(SUBJECT, __doc__)

@@ -1,0 +1,122 @@
+"""Jobs on prompts with and without images: ranks agree, the run resumes, and stock libraries read what is exported."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from torch import Tensor
+
+from phalanx.config import load
+from phalanx.config.lm import LMRLConfig
+from phalanx.config.load import ConfigError
+from phalanx.config.tasks import ExportConfig
+from phalanx.engines.transformers import load_processor
+from phalanx.jobs.export import Export
+from phalanx.training import lm_rl
+from tests.lm import lm_overrides, tiny_lm
+from tests.ranks import run_ranks
+from tests.tiny_vision import chat, picture, tiny_vision
+
+SIZES = ((48, 24), (64, 32), (40, 24), (48, 48))
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_vision(tmp_path_factory.mktemp("qwen") / "qwen3_vl", "qwen3_vl")
+
+
+def config_of(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
+    """A job of 4 prompts a step, of which one in two has no image, another one or two."""
+    keys = lm_overrides(model, folder)
+    rows = []
+    for i in range(8):
+        names = [f"{i}_{j}.png" for j in range((1, 0, 2, 0)[i % 4])]
+        for j, name in enumerate(names):
+            picture(*SIZES[(i + j) % 4], seed=10 * i + j).save(folder / name)
+        rows.append({"prompt": "<image>" * len(names) + "read" + " it" * (i % 3), "images": names})
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load(LMRLConfig, None, [*keys, "data.max_prompt_length=100", "trainer.resume=auto", *overrides])
+
+
+def job(config: LMRLConfig, steps: int = 2) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """The metrics of a run's steps, and its weights at the end."""
+    trainer: Any = lm_rl.build(config)
+    trainer.fit()
+    rows = [json.loads(line) for line in (Path(config.trainer.output_dir) / "metrics.jsonl").read_text().splitlines()]
+    weights = {name: value.detach().clone() for name, value in trainer.policy.trained.whole()}
+    return [row for row in rows if "actor/grad_norm" in row], weights
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_two_ranks_train_as_one_though_images_are_on_one_of_them(qwen: Path, tmp_path: Path, frozen: bool) -> None:
+    keys = [f"model.freeze_vision_tower={str(frozen).lower()}", "model.gradient_checkpointing=true", "optim.lr=1e-3"]
+    results = []
+    for ranks in (1, 2):
+        config = config_of(qwen, tmp_path / str(ranks), *keys, f"trainer.output_dir={tmp_path / f'out{ranks}'}")
+        results.append(run_ranks(job, ranks, config)[0])
+    (one, weights), (two, others) = results
+    for row, other in zip(one, two, strict=True):
+        assert row["actor/first_ratio_error"] == other["actor/first_ratio_error"] == 0
+        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
+    assert weights.keys() == others.keys()
+    assert any("visual" in name for name in weights) is not frozen
+    for name, value in weights.items():
+        torch.testing.assert_close(others[name], value, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def logits_of(model: Any, folder: Path) -> Tensor:
+    processor = load_processor(str(folder))
+    text = processor.apply_chat_template(chat("read"), add_generation_prompt=True)
+    inputs = processor(text=[text], images=[[picture()]], return_tensors="pt")
+    with torch.no_grad():
+        logits: Tensor = model(**inputs).logits
+    return logits
+
+
+@pytest.mark.parametrize("rank", [0, 4], ids=["weights", "lora"])
+def test_exports_are_read_by_stock_libraries_with_the_processor_beside(qwen: Path, tmp_path: Path, rank: int) -> None:
+    keys = [f"model.lora_rank={rank}", f"trainer.output_dir={tmp_path / 'out'}", "optim.lr=1e-2"]
+    config = config_of(qwen, tmp_path / "data", *keys, "trainer.total_training_steps=2", "trainer.save_freq=2")
+    [(_, weights)] = run_ranks(job, 1, config)
+    assert weights and not any("visual" in name for name in weights)
+    folder = tmp_path / "export"
+    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={folder}"])).run()
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        assert (folder / name).read_bytes() == (qwen / name).read_bytes()
+    base = transformers.AutoModelForImageTextToText.from_pretrained(qwen if rank else folder)
+    model = PeftModel.from_pretrained(base, folder) if rank else base
+    names = {name.removeprefix("base_model.model."): p for name, p in model.named_parameters()}
+    assert not any("visual" in name and "lora" in name for name in names)
+    for name, value in weights.items():
+        assert torch.equal(names[name.removeprefix("lm.")], value), name
+    before = logits_of(transformers.AutoModelForImageTextToText.from_pretrained(qwen), qwen)
+    assert (logits_of(model, qwen if rank else folder) - before).abs().max() > 1e-3
+
+
+def test_a_critic_reads_images(qwen: Path, tmp_path: Path) -> None:
+    keys = ["algorithm.name=ppo", f"trainer.output_dir={tmp_path / 'out'}"]
+    rows, _ = run_ranks(job, 1, config_of(qwen, tmp_path / "data", *keys))[0]
+    assert len(rows) == 2 and all(torch.tensor(row["critic/values_mean"]).isfinite() for row in rows)
+
+
+def test_what_images_do_not_go_with_is_told_in_one_line(qwen: Path, tmp_path: Path) -> None:
+    place = f"data.train_files: {tmp_path / 'data' / 'prompts.jsonl'}:1 has images, and "
+    for keys, kind, message in (
+        (["model.path=" + str(tiny_lm(tmp_path / "text"))], ValueError, "is a Qwen3ForCausalLM, which reads none"),
+        (["model.block_size=4"], ConfigError, "block diffusion reads none"),
+        (["model.lora_rank=2", "model.lora_path=x"], ConfigError, "lora_path"),
+    ):
+        with pytest.raises(kind) as error:
+            lm_rl.check_images(config_of(qwen, tmp_path / "data", *keys), place.removesuffix(" has images, and "))
+        assert str(error.value).startswith(place.removesuffix("and ")[:40]) and message in str(error.value)
+        assert "\n" not in str(error.value)
+    other = tmp_path / "other"
+    tiny_vision(other, "qwen3_vl")
+    settings = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(settings | {"architectures": ["GotOcr2ForConditionalGeneration"]}))
+    with pytest.raises(ValueError, match="is a GotOcr2ForConditionalGeneration, expected one of Qwen2VL, Qwen2_5_VL"):
+        lm_rl.check_images(config_of(other, tmp_path / "data"), "data.train_files: a:1")
