@@ -84,7 +84,7 @@ def sampled(policy: LMPolicy, **rollout: Any) -> Samples:
 
 def inputs_of(policy: LMPolicy, prompt: Prompt, response: Tensor) -> dict[str, Tensor]:
     """What the processor itself makes of a prompt, with a response [R] behind."""
-    reader = policy._reader
+    reader = policy.reader
     text = policy.tokenizer.apply_chat_template(
         reader.in_parts([prompt])[0].messages, tokenize=False, add_generation_prompt=True
     )

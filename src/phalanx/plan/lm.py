@@ -58,7 +58,7 @@ def shows_images(data: LMDataConfig, settings: Any) -> bool:
 class PlannedLMPolicy(CountedPolicy, LMPolicy):
     """A language model's policy on the meta device."""
 
-    def reader(self) -> None:
+    def make_reader(self) -> None:
         """No prompt is read."""
 
     def recompute(self, count: int) -> None:

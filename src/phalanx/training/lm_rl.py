@@ -197,14 +197,13 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     kept, prompts = [], [numbered(row, 0) for row in rows]
     policy.encode_ahead(prompts)
     for number, row in enumerate(rows):
-        length = policy.length(prompts[number])
+        length = len(policy.encode(prompts[number]))
         if length <= limit:
             kept.append(row)
         elif overlong == "error":
-            beside, less = ("", " or truncate") if not row.images else (" and its images", " or lower data.max_pixels")
             raise ValueError(
-                f"{key}, prompt {number}: it has {length} tokens with the chat template{beside}, more than data."
-                f"max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter{less}"
+                f"{key}, prompt {number}: it has {length} tokens with the chat template, more than data."
+                f"max_prompt_length={limit}; raise that, or set data.overlong_prompts to filter or truncate"
             )
     if not kept:
         raise ValueError(f"{key}: all {len(rows)} prompts are longer than data.max_prompt_length={limit}")

@@ -74,7 +74,8 @@ class LMPolicy:
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._tokens: dict[bytes, array[int]] = {}  # of prompts, with the chat template
         self._looks: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # as long as samples have them
-        self._reader: Any = None if self.vision is None else self.reader()
+        # of prompts with images
+        self.reader: Any = None if self.vision is None else self.make_reader()
         self._cost: tuple[float, float] | None = None  # see forward_flops
         self._weights = sum(p.numel() for p in model.parameters())
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
@@ -99,8 +100,8 @@ class LMPolicy:
         """See phalanx.models.lm.agreement; on all ranks that hold the weights."""
         module, device = self.trained.module, self.world.device
         check_agreement(module, self.config, self.tokenizer, device, decodes=decodes)
-        if self._reader is not None:
-            tried = self._reader.tried
+        if self.reader is not None:
+            tried = self.reader.tried
             check_agreement(module, self.config, self.tokenizer, device, decodes=decodes, tried=tried)
         # gathered weights would hide those that a checkpoint brings
         self.trained.sharded.reshard()
@@ -124,7 +125,7 @@ class LMPolicy:
 
     # -- text -------------------------------------------------------------------------------------
 
-    def reader(self) -> Any:
+    def make_reader(self) -> Any:
         """What reads prompts with images (phalanx.models.lm.vision.Reader)."""
         from phalanx.models.lm.vision import Reader
 
@@ -146,14 +147,10 @@ class LMPolicy:
             return None
         key = _key(prompt)
         if key not in self._looks:
-            tokens, look = self._reader.read(prompt, self.data, key.hex())
+            tokens, look = self.reader.read(prompt, self.data, key.hex())
             self._tokens[key], self._looks[key] = array("i", tokens), look
             return look
         return self._looks[key]
-
-    def length(self, prompt: Prompt) -> int:
-        """The number of a prompt's tokens; its images are not read, but the heads of their files."""
-        return self._reader.length(prompt, self.data) if prompt.images else len(self.encode(prompt))
 
     def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
         """Render and tokenize prompts, all at once, and keep their tokens: a step then only looks them up. Those with
@@ -161,9 +158,9 @@ class LMPolicy:
         """
         new = {_key(prompt): prompt for prompt in prompts if not prompt.images}
         given = list(new.values())
-        if self._reader is not None:
-            given = self._reader.in_parts(given)
-            self._reader.render([prompt for prompt in prompts if prompt.images], self.data)
+        if self.reader is not None:
+            given = self.reader.in_parts(given)
+            self.reader.render([prompt for prompt in prompts if prompt.images], self.data)
         every = prompt_tokens(self.tokenizer, given, self.data, self.config.path)
         for (key, prompt), tokens in zip(new.items(), every, strict=True):
             if self.data.overlong_prompts == "truncate":

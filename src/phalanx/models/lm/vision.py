@@ -280,14 +280,13 @@ class Reader:
         self.vision, self.path, self.tokenizer = vision, config.path, tokenizer
         self.processor = load_processor(config.path, config.revision, "model.path")
         tokenizer.chat_template = self.processor.chat_template  # some folders have two, one without images
+        self.options: dict[str, Any] = {}  # of the processor's calls; the bounds of pixels are its own
         self._bound(data)
         self._texts: dict[str, str] = {}  # of prompts with images, by their chats
         content = [{"type": "image"}, {"type": "text", "text": "?"}]
         tried = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_tried(),))
         with loading(f"model.path: {config.path!r}: its processor fails"):
             self.tried = self.read(tried, data, "")
-            self.around = 0  # tokens about an image that the processor does not count among its own
-            self.around = len(self.tried[0]) - self.length(tried, data)
         vision.dummy = self.tried[1].inputs  # any image does: see Vision.unseen
 
     def _bound(self, data: LMDataConfig) -> None:
@@ -330,13 +329,6 @@ class Reader:
             token = self.processor.tokenizer.convert_ids_to_tokens(self.vision.image)
             raise ValueError(f"{named(prompt)}: its text holds {token!r}, which stands for an image; take it out")
         return text, tokens
-
-    def length(self, prompt: Prompt, data: LMDataConfig) -> int:
-        """The tokens of a prompt, by the sizes of its images, of which only the heads of their files are read."""
-        _, short = self.short(prompt, data)
-        sizes = [list(picture.size) for picture in prompt.images]
-        made = self.processor._get_num_multimodal_tokens(image_sizes=sizes)
-        return len(short) + sum(made["num_image_tokens"]) + (self.around - 1) * len(sizes)
 
     def read(self, prompt: Prompt, data: LMDataConfig, digest: str) -> tuple[list[int], Look]:
         """The tokens of a prompt, and its look. Raises ValueError, in one line, where its text and its images do not go
