@@ -126,7 +126,7 @@ class LMPolicy:
     # -- text -------------------------------------------------------------------------------------
 
     def make_reader(self) -> Any:
-        """What reads prompts with images (phalanx.models.lm.vision.Reader)."""
+        """The reader of prompts with images (phalanx.models.lm.vision.Reader)."""
         from phalanx.models.lm.vision import Reader
 
         return Reader(self.vision, self.tokenizer, self.config, self.data)
