@@ -147,7 +147,8 @@ def test_configurations(tmp_path: Path) -> None:
         if block.text.startswith("rewrite:"):
             load(JointConfig, str(file), ["writer.model.path=x", "painter.model.path=x"])
             continue
-        schema = LMRLConfig if block.text.startswith("environment:") else FlowRLConfig
+        of_tokens = block.text.startswith("environment:") or "partial_rollout" in block.text
+        schema = LMRLConfig if of_tokens else FlowRLConfig
         load(schema, str(file), [] if "path: stabilityai" in block.text else ["model.path=x"])
 
 

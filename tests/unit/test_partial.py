@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from phalanx.config.lm import LMRolloutConfig
+from phalanx.functional.tokens import TokenTrace
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.partial import PartialRollout
+from phalanx.training.disaggregated.wire import deserialize
 from phalanx.types import Prompt, Samples
 
 PROMPTS, STEPS, LIMIT = 4, 12, 40
@@ -94,6 +96,7 @@ def test_prompts_that_are_others_by_now_begin_anew(caplog: pytest.LogCaptureFixt
     first.sample(batch(0), seed=0, step=0, each=lambda *_: None)
     kept = first.in_flight(1)
     assert kept is not None
+    assert deserialize(kept, TokenTrace, torch.device("cpu")) == (None, 0)  # by another schedule
     other = PartialRollout(Lengths(12, lambda *_: 1), PROMPTS)  # type: ignore[arg-type]
     other.begin(1, [kept])
     other.prepare(lambda step: [Prompt("7", place, {}) for place in range(PROMPTS)], 1, STEPS)

@@ -108,9 +108,10 @@ def engines(folder: Path) -> dict[int, dict[str, Any]]:
     return results
 
 
-@pytest.fixture(scope="module")
-def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    first, second = run_ranks(engines, 2, tiny_vision(tmp_path_factory.mktemp("vision"), "qwen3_vl"), timeout=200)
+@pytest.fixture(scope="module", params=["qwen3_vl", pytest.param("qwen2_vl", marks=pytest.mark.long)])
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
+    folder = tiny_vision(tmp_path_factory.mktemp("vision"), request.param)
+    first, second = run_ranks(engines, 2, folder, timeout=200)
     assert first[2]["after"] == second[2]["after"]
     return first
 

@@ -197,8 +197,9 @@ def _row(
 ) -> PromptRow:
     if prompt not in columns:
         raise DataError(f"{where}: no {prompt!r}; it has {', '.join(columns) or 'no keys'}")
-    pictures = columns.get("images")
-    shows = isinstance(pictures, tuple)  # the file has a column of images, of which this row may have none
+    images = columns.get("images")
+    shows = isinstance(images, tuple)  # the file has a column of images, of which this row may have none
+    pictures: tuple[Picture, ...] = images if isinstance(images, tuple) else ()
     text = _text(columns[prompt], prompt, where, shows)
     negative = columns.get("negative_prompt")
     if negative is not None:
@@ -206,7 +207,7 @@ def _row(
     if about_image:
         text = _PLACEHOLDER.sub("", text)
         negative = None if negative is None else _PLACEHOLDER.sub("", negative)
-    if not text.strip() and not (shows and pictures):
+    if not text.strip() and not pictures:
         raise DataError(f"{where}: the prompt is empty")
     meta = {name: value for name, value in columns.items() if name not in (prompt, "negative_prompt", "ground_truth")}
     truth = _ground_truth(columns, text, quoted)

@@ -196,8 +196,8 @@ def read_prompts(cfg: GenerateConfig, key: str, image_key: str | None = None) ->
     """The prompts of the task, numbered from 0; raises ValueError for a file that cannot be read."""
     if cfg.prompt_file is not None:
         # a file of supervised training holds the answers as well
-        files, form = [cfg.prompt_file], {"quoted": False, "answered": True}
-        rows = load_prompts(files, "prompt_file", prompt=key, image_key=image_key, **form)
+        form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": True, "image_key": image_key}
+        rows = load_prompts([cfg.prompt_file], "prompt_file", **form)
         return [question(numbered(row, i)) for i, row in enumerate(rows)]
     return [Prompt(text, i, {}, place=f"prompts[{i}]") for i, text in enumerate(cfg.prompts)]
 

@@ -81,8 +81,9 @@ def build(cfg: BlockDiffusionTaskConfig) -> SupervisedTrainer:
     form: dict[str, Any] = {"prompt": key, "quoted": False, "answered": chats, "image_key": data.image_key}
     rows = load_prompts(data.train_files, "data.train_files", **form)
     val_sets = validation_sets(data.val_files, **form)
-    for some in (rows, *val_sets.values()):
-        refuse_images(some, "block diffusion reads none")
+    for held_out in val_sets.values():
+        refuse_images(held_out, "block diffusion reads none")
+    refuse_images(rows, "block diffusion reads none")
     world = start(cfg)
     rewards = build_rewards(cfg, world, val_sets=val_sets, outputs="completions")
     policy = build_block_policy(

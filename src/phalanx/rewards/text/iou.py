@@ -117,7 +117,7 @@ def _in_unit(some: list[Box], units: str, metadata: Mapping[str, Any]) -> list[B
 
 def _size(metadata: Mapping[str, Any]) -> tuple[int, int]:
     """(height, width) of the prompt's image."""
-    images = metadata["images"] if "images" in metadata else ()
+    images: Sequence[Any] = metadata["images"] if "images" in metadata else ()
     if len(images) != 1:
         raise ValueError(
             f"iou compares boxes in pixels with others, and the prompt has {len(images)} images; expected 1"

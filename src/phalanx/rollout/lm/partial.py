@@ -118,7 +118,10 @@ class PartialRollout:
             tokens += response.tokens
             log_probs += response.log_probs
             versions += response.versions
+        # another schedule that resumes from it reads a parcel without samples, see phalanx.training.disaggregated.wire
+        empty = torch.tensor(list(b'{"stop": 0}'), dtype=torch.uint8)
         return {
+            "json": empty,
             _MARK: torch.tensor(self._shape(self._step)),
             "next": torch.tensor(self._next),
             "number": torch.tensor([group.number for group in self._groups], dtype=torch.long),

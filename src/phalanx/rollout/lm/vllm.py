@@ -166,7 +166,7 @@ def bounds(data: LMDataConfig) -> dict[str, int]:
 
 
 def shown_to(look: Any, place: str) -> Shown | None:
-    """What an engine reads of the images of a prompt, None for none."""
+    """The images of a prompt as an engine takes them, None for none."""
     if look is None:
         return None
     # sources that can be sent to other ranks

@@ -147,7 +147,7 @@ class OneStepOffSchedule(Schedule):
         super().begin(step, total_steps, kept)
         self._at = self._next = step  # the next step to train, and the first one that nobody was asked for
         self._drawn: Collected | None = None  # samples of the next step, where a checkpoint wanted them
-        whole = self._joined(kept) if kept else None
+        whole = self._joined(kept)
         if whole is not None and len(whole.reward) == self.plan.samples:  # the same batch as then
             share = serialize(whole, slice(self._own.first, self._own.last))
             self._drawn, self._next = self._joined([share]), step + 1
@@ -169,9 +169,10 @@ class OneStepOffSchedule(Schedule):
                 return None
         return serialize(self._drawn, slice(None))
 
-    def _joined(self, kept: Sequence[Tensor]) -> Collected:
+    def _joined(self, kept: Sequence[Tensor]) -> Collected | None:
         parts = [deserialize(data, self.policy.trace_type, self.world.device)[0] for data in kept]
-        return concatenate([part for part in parts if part is not None])
+        whole = [part for part in parts if part is not None]
+        return concatenate(whole) if whole else None
 
 
 SCHEDULES: dict[str, type[Schedule]] = {
