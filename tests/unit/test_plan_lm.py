@@ -1,5 +1,6 @@
 """--plan of language models: their shapes, what a rank holds in each phase, and what is printed."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,6 +60,22 @@ def test_shipped_shapes(path: str) -> None:
     with alone():
         policy = planned_lm_policy(cfg, Cluster(1, 1), Ledger())
     assert sum(p.numel() for p in policy.trained.module.parameters()) == SHIPPED_LM[path]
+
+
+def test_a_vision_tower_is_counted(tmp_path: Path) -> None:
+    """All of the published weights; the tower's are frozen, in bfloat16, and whole on each of 8 ranks."""
+    folder = fetch("Qwen/Qwen2.5-VL-7B-Instruct", None, FILES)
+    keys = ("data.image_key=images", "model.dtype=bfloat16", "parallel.fsdp_size=8")
+    cfg = tiny_lm_config(Path(folder), tmp_path, *keys)
+    with alone():
+        policy = planned_lm_policy(cfg, Cluster(1, 8), Ledger())
+    published = json.loads((Path(folder) / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
+    weights = policy.layout.weights
+    assert 2 * sum(w.numel for w in weights) == published
+    tower = [w for w in weights if not w.trained]
+    assert [w for w in weights if ".visual." in w.name] == tower and not any(w.sharded for w in tower)
+    assert policy.layout.kept(tower) == 2 * sum(w.numel for w in tower) == 2 * 676_550_144
+    assert all(w.sharded for w in weights if w.trained)
 
 
 def memory_of(folder: Path, tmp_path: Path, *keys: str, gpu: int | None = None) -> Memory:

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from phalanx.config.lm import LMRunConfig
+from phalanx.config.lm import LMDataConfig, LMRunConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.distributed.expert_parallel import Exchange
 from phalanx.distributed.mesh import lone_world
@@ -28,6 +28,7 @@ from phalanx.models.lm import experts
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
 from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm, text_part
 from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.vision import FAMILIES, Vision
 from phalanx.models.stored import cast_weights
 from phalanx.plan.layout import Cluster, CountedPolicy
 from phalanx.plan.ledger import META, Ledger
@@ -41,8 +42,24 @@ FILES = ("config.json", "generation_config.json")
 PER_LOOK = 2.5  # tokens that a pass over a block unmasks by a threshold; an assumption, only for the time
 
 
+class PlannedVision(Vision):
+    """A vision tower of which the weights are counted: its passes over images are not planned."""
+
+    def unseen(self) -> float:
+        return 0.0
+
+
+def shows_images(data: LMDataConfig, settings: Any) -> bool:
+    """Whether prompts are planned with images: the data has keys of them, and the model reads them."""
+    keys = data.image_key, data.min_pixels, data.max_pixels
+    return any(key is not None for key in keys) and (settings.architectures or [""])[0] in FAMILIES
+
+
 class PlannedLMPolicy(CountedPolicy, LMPolicy):
     """A language model's policy on the meta device."""
+
+    def make_reader(self) -> None:
+        """No prompt is read."""
 
     def recompute(self, count: int) -> None:
         """Have the first `count` layers recomputed in backward passes."""
@@ -292,12 +309,16 @@ def planned_lm_policy(
     world = lone_world(cfg.parallel, cluster.ranks, rank, META)
     with loading(f"model.path: {model.path!r} does not load"):
         settings = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=False)
+    images = shows_images(cfg.data, settings)
+    kind = transformers.AutoModelForImageTextToText if images else transformers.AutoModelForCausalLM
     with META:
-        lm = transformers.AutoModelForCausalLM.from_config(
-            text_part(settings) or settings, dtype=kept, trust_remote_code=False
+        lm = kind.from_config(
+            settings if images else text_part(settings) or settings, dtype=kept, trust_remote_code=False
         )
         cast_weights(lm, kept)
-        module: CausalLM = causal_lm(lm, config, chunk)
+        module: CausalLM = causal_lm(lm, config, chunk, images=images)
+        if images:
+            module.vision = PlannedVision(lm, config, "model.path")
         lm.config._experts_implementation = experts.SHAPES
         blocks = module.blocks()
         make: type[PlannedLMPolicy] = PlannedLMPolicy
@@ -310,6 +331,10 @@ def planned_lm_policy(
         policy = make(module, _Tokenizer(), world, config, cfg.parallel, cfg.data, **options)
     policy.trained.config = model  # PiSSA's reference is a copy
     policy.count(ledger, blocks, cfg.parallel, cluster)
+    if images and module.vision.frozen:  # whole on each rank
+        decoding = {f"lm.{name}" for name, p in lm.named_parameters() if p.requires_grad}
+        weights = [w if w.name in decoding else replace(w, width=1, away=False) for w in policy.layout.weights]
+        policy.layout = replace(policy.layout, weights=weights)
     keep_apart(policy, cfg.parallel)
     policy.files, policy.tokens = Path(model.path), cfg.data.max_prompt_length + cfg.data.max_response_length
     return policy

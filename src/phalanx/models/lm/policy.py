@@ -74,11 +74,8 @@ class LMPolicy:
         self.pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         self._tokens: dict[bytes, array[int]] = {}  # of prompts, with the chat template
         self._looks: WeakValueDictionary[bytes, Any] = WeakValueDictionary()  # as long as samples have them
-        self.reader: Any = None  # of prompts with images
-        if self.vision is not None:
-            from phalanx.models.lm.vision import Reader
-
-            self.reader = Reader(self.vision, tokenizer, config, data)
+        # of prompts with images
+        self.reader: Any = None if self.vision is None else self.make_reader()
         self._cost: tuple[float, float] | None = None  # see forward_flops
         self._weights = sum(p.numel() for p in model.parameters())
         self._head = 2 * model.lm.get_output_embeddings().weight.numel()  # operations of a token's logits
@@ -127,6 +124,12 @@ class LMPolicy:
             )
 
     # -- text -------------------------------------------------------------------------------------
+
+    def make_reader(self) -> Any:
+        """The reader of prompts with images (phalanx.models.lm.vision.Reader)."""
+        from phalanx.models.lm.vision import Reader
+
+        return Reader(self.vision, self.tokenizer, self.config, self.data)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Tokens of a prompt with the chat template, behind which a response begins."""
