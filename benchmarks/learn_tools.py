@@ -5,7 +5,7 @@
 
 As learn_lm.py, with the recipes of learn_tools.yaml on the task of the quickstart with tools. Beside the greedy answers
 to test.jsonl stand the rewards of the samples that are trained: greedy decoding turns over when a call becomes likelier
-than a guess. The table and the curves go to docs/environments.md.
+than a guess. The table goes to docs/environments.md.
 """
 
 import statistics
@@ -41,7 +41,7 @@ SUBJECT = Subject(
     config=CONFIG,
     fixed=[],
     page="environments.md",
-    picture="learning_tools.png",
+    picture="",  # greedy answers turn over within a few steps
     mark="learning",
     validation=TEST,
     scale="right answers to test.jsonl",
@@ -50,11 +50,7 @@ SUBJECT = Subject(
     steps=60,
     test_freq=20,
     target=0.8,
-    spreads={
-        "test": "test, greedy",
-        "first": "samples of the first step",
-        "sampled": f"samples of the last {LAST} steps",
-    },
+    spreads={"test": "test, greedy", "first": "first", "sampled": "last"},
     means={"calls": "calls per sample"},
     base=base,
     after=after,

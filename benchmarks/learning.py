@@ -27,9 +27,9 @@ Rows = list[dict[str, Any]]
 class Subject:
     """What is compared: recipes of the file `<name>.yaml`, each on top of `config` and `fixed`, trained by `task`.
 
-    Results go to `results/<name>.json`. `page` is a file below docs/, and `picture` is the page's; the table stands
-    between the page's marks `<!-- mark: begin -->` and `<!-- mark: end -->`. `validation` is the metric of the curves,
-    called `scale`, which is to reach `target`; a step samples `samples` of `noun`. `base(output)` and
+    Results go to `results/<name>.json`. `page` is a file below docs/, and `picture` is the page's, if any; the table
+    stands between the page's marks `<!-- mark: begin -->` and `<!-- mark: end -->`. `validation` is the metric of the
+    curves, called `scale`, which is to reach `target`; a step samples `samples` of `noun`. `base(output)` and
     `after(folder, rows)`, of a finished run's folder and rows of metrics, say what the table has of a model; its
     columns, titles by key, are the means of all seeds with the smallest and the largest (`spreads`), or the means alone
     (`means`).
@@ -100,7 +100,8 @@ def main(subject: Subject, description: str | None) -> None:
     if not args.no_docs:
         docs = ROOT / "docs"
         subject.results.write_text(json.dumps({"base": base, "runs": results}, indent=1) + "\n")
-        curves(subject, results, docs / "images" / subject.picture)
+        if subject.picture:
+            curves(subject, results, docs / "images" / subject.picture)
         insert(docs / subject.page, subject.mark, lines)
 
 
