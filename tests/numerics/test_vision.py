@@ -23,7 +23,7 @@ from tests.policies import one_rank
 from tests.tiny_vision import FAMILIES, picture, tiny_vision
 
 N = 4
-QUICK = ("qwen3_vl", "gemma3")
+QUICK = pytest.mark.quick("qwen3_vl", "gemma3")  # of the families
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,7 @@ def in_passes(policy: LMPolicy, samples: Samples, order: Tensor, size: int = 4) 
     return result
 
 
+@QUICK
 def test_a_replay_is_the_forward_of_transformers_and_does_not_depend_on_its_neighbors(
     folder: Path, world: World
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_replay_is_the_forward_of_transformers_and_does_not_depend_on_its_neig
     assert (policy.replay(blind).log_prob - samples.log_prob[N : 2 * N]).abs().max() > 1e-3
 
 
+@QUICK
 def test_greedy_decoding_is_that_of_transformers(folder: Path, world: World) -> None:
     policy = policy_of(folder, world)
     engine = rollout_of(policy)
@@ -145,7 +147,8 @@ def test_greedy_decoding_is_that_of_transformers(folder: Path, world: World) -> 
     lm.model.rope_deltas = None
 
 
-@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_k=5)])
+@pytest.mark.quick("qwen3_vl-top_k", "smolvlm-whole")
+@pytest.mark.parametrize("truncation", [Truncation(), Truncation(top_k=5)], ids=["whole", "top_k"])
 def test_truncated_distributions_and_packed_rows_are_the_same(
     folder: Path, world: World, truncation: Truncation
 ) -> None:
@@ -161,6 +164,7 @@ def test_truncated_distributions_and_packed_rows_are_the_same(
     torch.testing.assert_close(in_passes(packed, samples, rows, 8), samples.log_prob, atol=1e-5, rtol=0)
 
 
+@QUICK
 def test_a_trained_tower_has_gradients_with_and_without_images(folder: Path, world: World) -> None:
     policy = policy_of(folder, world, freeze_vision_tower=False)
     samples = sampled(policy)

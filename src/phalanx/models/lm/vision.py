@@ -178,7 +178,7 @@ class Vision:
         return joined
 
     def arguments(self, looks: Sequence[Look | None]) -> dict[str, Any]:
-        """What the language model's forward takes for the images of samples, side by side."""
+        """Arguments of the language model's forward for the images of samples, side by side."""
         distinct = list(dict.fromkeys(look for look in looks if look is not None))
         if not distinct:
             return {}

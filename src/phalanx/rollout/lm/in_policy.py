@@ -187,6 +187,7 @@ class LMRollout:
         are a function of its entry in `names` (phalanx.distributed.seed), and a prompt that comes
         several times has the same `group_id`. Where `facts` are not exact, each has its tokens' log_probs.
         """
+        # held from here on: all samples of a prompt share one
         looks = [self.policy.look(prompt) for prompt in prompts]
         tokens, rows = self._encoded(prompts)  # P different prompts, and the one of each of the B responses
         uniform = self._uniform(names, decoding.limit, decoding)  # [B, limit]: one number per token
@@ -194,6 +195,7 @@ class LMRollout:
         stops = self._stops([tokens[row] for row in rows])
         prefill: Prefill | None = None
         if self.policy.vision is not None:
+            # also where none of these prompts has images: other ranks' may
             of_prompts = [looks[rows.index(number)] for number in range(len(tokens))]
             prefill = partial(self.policy.vision.prefill, looks=of_prompts)
         responses = decode(forward, settings, tokens, rows, uniform, decoding, stops, prefill=prefill)
