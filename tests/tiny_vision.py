@@ -91,7 +91,7 @@ def tiny_vision(folder: Path, family: str) -> Path:
     """The folder of a family's model, as `AutoModelForImageTextToText` and `load_processor` load it: 0.1 M weights in
     float32, a token per byte, and prompts of about 60 tokens.
     """
-    torch.manual_seed(0)
+    torch.manual_seed(1)  # with which greedy answers of all families depend on their prompts
     model, tokenizer, pixels, whole = FAMILIES[family].make()
     with torch.no_grad():  # some answers end early
         model.get_input_embeddings().weight[tokenizer.eos_token_id] *= 3
