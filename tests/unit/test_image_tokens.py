@@ -8,14 +8,16 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from phalanx.config import ConfigError
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.run import ParallelConfig
 from phalanx.data.prompts import PromptRow, numbered
 from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture
 from phalanx.models.lm.policy import build_policy
-from phalanx.training.lm_rl import fitting
+from phalanx.training.lm_rl import build, fitting
 from tests.checks import refused
+from tests.lm import tiny_lm, tiny_lm_config
 from tests.policies import one_rank
 from tests.tiny_vision import FAMILIES, tiny_vision
 from tests.tiny_vlm import save, tokenizer, untrained
@@ -123,3 +125,9 @@ def test_a_prompt_that_its_images_make_too_long(tmp_path: Path) -> None:
         assert fitting(rows, "data.train_files", policy, first=True) == [rows[0], rows[3]]
         small = policy_of(folder, world, max_prompt_length=50, max_pixels=8 * 8 * 4)
         assert len(fitting([rows[0], rows[2]], "data.train_files", small, first=True)) == 2
+
+
+def test_a_column_of_images_that_no_file_has(tmp_path: Path) -> None:
+    config = tiny_lm_config(tiny_lm(tmp_path / "model"), tmp_path, "data.image_key=view")
+    with refused("data.image_key: no row of the data files has images in a column 'view'", ConfigError):
+        build(config)

@@ -54,6 +54,8 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     images = next((row.place for row in every if row.images), None)
     if images is not None:
         check_images(cfg, images)
+    elif data.image_key is not None:
+        raise ConfigError(f"data.image_key: no row of the data files has images in a column {data.image_key!r}")
     environments = Environments(cfg.environment) if cfg.environment.used else None
     if environments is not None:
         rows = with_tools(rows, environments)
