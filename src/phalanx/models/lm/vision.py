@@ -380,7 +380,7 @@ def _chat(prompt: Prompt) -> str:
 
 def _tried() -> Picture:
     """A picture of random pixels, to try a model with."""
-    pixels = torch.randint(0, 256, (56, 84, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (24, 48, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     file = BytesIO()
     Image.fromarray(pixels.numpy()).save(file, "PNG")
     return Picture(file.getvalue, Path(), "a picture that the model is tried with")
