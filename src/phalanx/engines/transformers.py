@@ -240,15 +240,15 @@ def _randomness_kept() -> AbstractContextManager[None]:
     return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
 
 
-def image_tokens(processor: Any, images: Sequence[Picture], **options: int) -> list[int]:
-    """How many tokens a processor makes of each image, by the heads of their files; `options` are the bounds of their
-    pixels. Raises ValueError, in one line, for an image that cannot be read, or of a shape that the processor refuses.
+def image_tokens(processor: Any, images: Sequence[Picture]) -> list[int]:
+    """The number of tokens that a processor makes of each image, by the heads of their files. Raises ValueError, in one
+    line, for an image that cannot be read, or of a shape that the processor refuses.
     """
     counts = []
     for image in images:
         height, width = image.size
         try:
-            made = processor._get_num_multimodal_tokens(image_sizes=[[height, width]], **options)
+            made = processor._get_num_multimodal_tokens(image_sizes=[[height, width]])
         except ValueError as error:
             raise ValueError(f"{image.where}: {' '.join(str(error).split())}") from error
         counts.append(int(made.num_image_tokens[0]))

@@ -19,14 +19,14 @@ from phalanx.config.lm import LMModelConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.rules import check, check_model
 from phalanx.config.run import ParallelConfig
 from phalanx.config.tasks import GenerateConfig
-from phalanx.data.prompts import load_prompts, numbered, question, refuse_images
+from phalanx.data.prompts import load_prompts, numbered, question
 from phalanx.distributed import mesh
 from phalanx.distributed.launch import Launch
 from phalanx.environments.environments import Environments
 from phalanx.jobs.export import open_checkpoint
 from phalanx.jobs.outputs import check_place, writing
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
-from phalanx.models.lm.chat import prompt_tokens
+from phalanx.models.lm.export import reads_images
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.conversations import ConversationRollout, Conversed
@@ -53,7 +53,6 @@ class Generation:
         if not isinstance(run, LMRunConfig):
             raise ConfigError(f"checkpoint: {cfg.checkpoint!r} is of a flow-matching model; use tasks/sample.py")
         self.prompts = read_prompts(cfg, cfg.prompt_key or run.data.prompt_key, run.data.image_key)
-        refuse_images(self.prompts, "this task shows none")
         self.environments: Environments | None = None
         if isinstance(run, LMTurnRunConfig) and run.environment.used and cfg.environment:
             if cfg.stop:
@@ -73,35 +72,44 @@ class Generation:
             given = {"revision": None} | given
         config = replace(run.model, gradient_checkpointing=False, use_remove_padding=False, **given)
         check_model(cfg, config)
+        shown = next((prompt.place for prompt in self.prompts if prompt.images), None)
+        if shown is not None:
+            self._check_images(config, shown)
         variables = run.data.chat_template_kwargs | cfg.chat_template_kwargs
         data = replace(run.data, overlong_prompts="error", chat_template_kwargs=variables)
         data = replace(data, **_given(system_prompt=cfg.system_prompt))
+        images = shown is not None or (self.trained is not None and reads_images(self.trained.entries))
         # supervised training adds the mask token that its base lacks
-        model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig))
-        lengths = [len(tokens) for tokens in prompt_tokens(tokenizer, self.prompts, data, config.path)]
+        model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig), images=images)
+        self.world = mesh.start(ParallelConfig())
+        # the policy counts the tokens of prompts before their limit is set
+        shortest = replace(data, max_prompt_length=1, max_response_length=1)
+        parts = tokenizer, self.world, config, ParallelConfig(), shortest
+        options: dict[str, Any] = {"temperature": 1.0, "seed": run.trainer.seed}
+        if isinstance(model, BlockDiffusionLM):
+            assert config.block_size is not None, "such models have one"
+            options |= {"size": config.block_size, "estimate": "trace"}
+            self.policy: LMPolicy = BlockDiffusionPolicy(model, *parts, **options)
+        else:
+            self.policy = LMPolicy(model, *parts, **options)
+        self.policy.encode_ahead(self.prompts)
+        lengths = [self.policy.length(prompt) for prompt in self.prompts]
         room = positions(model.lm.config) or 2**20
         limit = self._limit(run, lengths, room, config.block_size or 1)
         longest = max(lengths)
         if self.environments is not None:  # which may add to a prompt
             longest = max(longest, min(data.max_prompt_length, room - limit))
-        data = replace(data, max_prompt_length=longest, max_response_length=limit)
+        self.policy.data = replace(data, max_prompt_length=longest, max_response_length=limit)
         settings = _given(n=cfg.n, temperature=cfg.temperature, top_p=cfg.top_p, seed=cfg.seed)
         settings |= _given(top_k=cfg.top_k, min_p=cfg.min_p)
         settings |= _given(denoising_steps_per_block=cfg.denoising_steps_per_block, threshold=cfg.threshold)
         self.val = replace(run.rollout.val, **settings, max_response_length=limit)
-        self.world = mesh.start(ParallelConfig())
-        parts = tokenizer, self.world, config, ParallelConfig(), data
-        options: dict[str, Any] = {"temperature": 1.0, "seed": run.trainer.seed}
         sampled = replace(run.rollout, **_given(stop=cfg.stop), val=self.val)
         arguments = sampled, self.world, cfg.micro_batch_size_per_gpu, None
         self.tokens = self.forwards = 0  # of block diffusion
-        if isinstance(model, BlockDiffusionLM):
-            assert config.block_size is not None, "such models have one"
-            policy = BlockDiffusionPolicy(model, *parts, **options, size=config.block_size, estimate="trace")
-            self.policy: LMPolicy = policy
-            self.rollout: LMRollout = BlockDiffusionRollout(policy, *arguments)
+        if isinstance(self.policy, BlockDiffusionPolicy):
+            self.rollout: LMRollout = BlockDiffusionRollout(self.policy, *arguments)
         else:
-            self.policy = LMPolicy(model, *parts, **options)
             self.policy.check_agreement(decodes=True)
             check_stops(self.policy, sampled)
             if self.environments is None:
@@ -111,6 +119,18 @@ class Generation:
                 self.rollout = ConversationRollout(self.policy, *arguments, run.environment, self.environments)
         if self.trained is not None:
             self.trained.check_fits(self.policy.trained.parameters, config.path)
+
+    def _check_images(self, config: LMModelConfig, place: str) -> None:
+        """Raise ConfigError or ValueError, in one line, where the prompt at `place` cannot have images."""
+        if self.environments is not None:
+            raise ConfigError(
+                f"{place} has images, and conversations with an environment show none; set environment=false"
+            )
+        if config.block_size is not None:
+            raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
+        from phalanx.models.lm import vision
+
+        vision.check(config, place)
 
     def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int, size: int) -> int:
         """The longest response, in tokens, whole blocks of `size`; ConfigError where it does not fit behind the longest
@@ -179,17 +199,19 @@ class Generation:
             row |= {"tokens": drawn.length, "truncated": drawn.truncated, "seed": self.val.seed} | (talk or {})
             if forwards:
                 row["forward_passes"] = forwards
+            if prompt.images:
+                row["images"] = [picture.where for picture in prompt.images]
             if "ground_truth" in prompt.meta:
                 row["ground_truth"] = prompt.meta["ground_truth"]
             file.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")
 
 
-def load(config: LMModelConfig, *, add_mask: bool) -> tuple[CausalLM, Any]:
-    """The model and its tokenizer; `add_mask`: see load_blocks. Raises ValueError, in one line."""
+def load(config: LMModelConfig, *, add_mask: bool, images: bool = False) -> tuple[CausalLM, Any]:
+    """The model and its tokenizer; see load_blocks for `add_mask`, and load_model. Raises ValueError, in one line."""
     dtype = DTYPES[config.dtype]
     if config.block_size is not None:
         return load_blocks(config, dtype, chunk=1, add_mask=add_mask)
-    return load_model(config, dtype, chunk=1), load_tokenizer(config)
+    return load_model(config, dtype, chunk=1, images=images), load_tokenizer(config)
 
 
 def read_prompts(cfg: GenerateConfig, key: str, image_key: str | None = None) -> list[Prompt]:

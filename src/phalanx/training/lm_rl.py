@@ -54,6 +54,8 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     images = next((row.place for row in every if row.images), None)
     if images is not None:
         check_images(cfg, images)
+    elif data.image_key is not None:
+        raise ConfigError(f"data.image_key: no row of the data files has images in a column {data.image_key!r}")
     environments = Environments(cfg.environment) if cfg.environment.used else None
     if environments is not None:
         rows = with_tools(rows, environments)
@@ -197,9 +199,16 @@ def fitting(rows: list[PromptRow], key: str, policy: LMPolicy, *, first: bool) -
     kept, prompts = [], [numbered(row, 0) for row in rows]
     policy.encode_ahead(prompts)
     for number, row in enumerate(rows):
-        length = len(policy.encode(prompts[number]))
+        length = policy.length(prompts[number])
         if length <= limit:
             kept.append(row)
+        elif row.images and overlong != "filter":
+            smaller = "lower data.max_pixels, " if policy.vision.family.sizes else ""
+            raise ValueError(
+                f"{row.place}: it has {length} tokens with the chat template, {policy.look(prompts[number]).count} of "
+                f"them of its images, more than data.max_prompt_length={limit}, and images are not cut; raise that, "
+                f"{smaller}or set data.overlong_prompts to filter"
+            )
         elif overlong == "error":
             raise ValueError(
                 f"{key}, prompt {number}: it has {length} tokens with the chat template, more than data."

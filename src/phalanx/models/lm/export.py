@@ -29,7 +29,14 @@ from phalanx.models.lm.model import (
 from phalanx.models.lm.policy import LORA_TARGETS
 from phalanx.models.lora import ALL_LINEAR, adapter_config
 
-__all__ = ["export_lora", "export_model", "load_base", "lora_targets", "read_lora"]  # of a Family, see jobs/export.py
+__all__ = [
+    "export_lora",
+    "export_model",
+    "load_base",
+    "lora_targets",
+    "read_lora",
+    "reads_images",
+]  # of a Family, see jobs/export.py
 
 lora_targets = LORA_TARGETS
 _OF_WHOLE = re.compile(r"(lm\.)?model\.(language_model|text_model)\.")  # a decoder's names in a composite model
@@ -48,13 +55,18 @@ _KEPT = (
 )
 
 
+def reads_images(names: Collection[str]) -> bool:
+    """Whether the names of trained tensors are those of a whole composite model, not those of its text part."""
+    return any(_OF_WHOLE.match(name) for name in names)
+
+
 def load_base(config: LMModelConfig, dtype: torch.dtype | None, names: Collection[str]) -> CausalLM:
-    """The base folder's model, on the CPU; `dtype` None: in the dtype that training computes in. It reads images where
-    the `names` of the trained tensors are those of a whole composite model.
+    """The base folder's model, on the CPU; `dtype` None: in the dtype that training computes in. `names`: those of the
+    trained tensors, by which it reads images or not.
     """
     if config.block_size is not None:
         return load_blocks(config, dtype or DTYPES[config.dtype], chunk=1, add_mask=True)[0]
-    images = any(_OF_WHOLE.match(name) for name in names)
+    images = reads_images(names)
     model = load_model(config, dtype or DTYPES[config.dtype], chunk=1, images=images)
     for part in model.vision.parts() if images and model.vision.frozen else ():
         part.requires_grad_(False)

@@ -152,6 +152,10 @@ class LMPolicy:
             return look
         return self._looks[key]
 
+    def length(self, prompt: Prompt) -> int:
+        """The number of a prompt's tokens; of most images only the heads of their files are read."""
+        return self.reader.length(prompt, self.data) if prompt.images else len(self.encode(prompt))
+
     def encode_ahead(self, prompts: Sequence[Prompt]) -> None:
         """Render and tokenize prompts, all at once, and keep their tokens: a step then only looks them up. Those with
         images are left to `look`.

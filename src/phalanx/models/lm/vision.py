@@ -23,7 +23,7 @@ from torch.nn.functional import pad
 from phalanx.config.lm import LMDataConfig, LMModelConfig
 from phalanx.config.messages import cut
 from phalanx.engines.loading import loading
-from phalanx.engines.transformers import load_processor
+from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture
 from phalanx.models.lm import packing
 from phalanx.models.lm.chat import rendered
@@ -280,7 +280,6 @@ class Reader:
         self.vision, self.path, self.tokenizer = vision, config.path, tokenizer
         self.processor = load_processor(config.path, config.revision, "model.path")
         tokenizer.chat_template = self.processor.chat_template  # some folders have two, one without images
-        self.options: dict[str, Any] = {}  # of the processor's calls; the bounds of pixels are its own
         self._bound(data)
         self._texts: dict[str, str] = {}  # of prompts with images, by their chats
         content = [{"type": "image"}, {"type": "text", "text": "?"}]
@@ -330,9 +329,16 @@ class Reader:
             raise ValueError(f"{named(prompt)}: its text holds {token!r}, which stands for an image; take it out")
         return text, tokens
 
+    def length(self, prompt: Prompt, data: LMDataConfig) -> int:
+        """The number of a prompt's tokens. Where images keep their sizes, only the heads of their files are read."""
+        if not self.vision.family.sizes:
+            return len(self.read(prompt, data, "")[0])
+        _, short = self.short(prompt, data)
+        return len(short) - len(prompt.images) + sum(image_tokens(self.processor, prompt.images))
+
     def read(self, prompt: Prompt, data: LMDataConfig, digest: str) -> tuple[list[int], Look]:
         """The tokens of a prompt, and its look. Raises ValueError, in one line, where its text and its images do not go
-        together, or where it would have to be cut.
+        together.
         """
         pictures, place = prompt.images, named(prompt)
         text, short = self.short(prompt, data)
@@ -346,12 +352,6 @@ class Reader:
         if self.vision.family.rotary:
             at, delta = self.vision.model.get_rope_index(ids, kinds, image_grid_thw=inputs["image_grid_thw"])
             positions, following = at[:, 0], following + int(delta)
-        if data.overlong_prompts == "truncate" and ids.shape[1] > data.max_prompt_length:
-            raise ValueError(
-                f"{place}: it has {ids.shape[1]} tokens, {int(kinds.sum())} of them of its images, more than "
-                f"data.max_prompt_length={data.max_prompt_length}, and data.overlong_prompts=truncate cuts no images; "
-                "set it to filter, or raise the limit"
-            )
         return ids[0].tolist(), Look(inputs, positions, following, int(kinds.sum()), short, tuple(pictures), digest)
 
 
@@ -380,7 +380,7 @@ def _chat(prompt: Prompt) -> str:
 
 def _tried() -> Picture:
     """A picture of random pixels, to try a model with."""
-    pixels = torch.randint(0, 256, (56, 84, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    pixels = torch.randint(0, 256, (24, 48, 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     file = BytesIO()
     Image.fromarray(pixels.numpy()).save(file, "PNG")
     return Picture(file.getvalue, Path(), "a picture that the model is tried with")

@@ -4,8 +4,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from io import BytesIO
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -20,14 +18,12 @@ from phalanx.distributed.seed import fold_in
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineConfig
 from phalanx.functional.tokens import WHOLE, TokenTrace
-from phalanx.media.pictures import Picture, pil_image
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
 from phalanx.types import JobError, Prompt, Samples
 
 PROBE_PROMPTS, PROBE_TOKENS, PROBE_RESPONSE = 4, 160, 8  # longer than a block of vLLM's cache
-PROBE_IMAGE = 64, 96  # height and width
 
 Request: TypeAlias = tuple[list[int], int, Shown | None]  # the tokens of a prompt, a seed, and its images
 
@@ -74,9 +70,15 @@ class VllmRollout(LMRollout):
         self._probe = probe_prompts(policy, policy.data)
         self._looks: list[Any] = [None] * len(self._probe)
         if policy.vision is not None:  # a text says nothing of the tower
-            prompt = probe_image(policy)
-            self._looks.append(policy.look(prompt))
-            self._probe.append(policy.encode(prompt))
+            tokens, look = policy.reader.tried
+            longest = policy.data.max_prompt_length
+            if len(tokens) > longest:
+                raise ValueError(
+                    f"data.max_prompt_length: {longest} tokens hold no image: a prompt with a small one and one letter "
+                    f"has {len(tokens)} of {policy.config.path!r}"
+                )
+            self._looks.append(look)
+            self._probe.append(tokens)
         self.sync_error = 0.0  # of the last probe
 
     @contextmanager
@@ -176,23 +178,6 @@ def shown_to(look: Any, place: str) -> Shown | None:
 
 def _same(value: Any) -> Any:
     return value
-
-
-def probe_image(policy: LMPolicy) -> Prompt:
-    """A prompt with an image of no meaning, always the same."""
-    pixels = torch.randint(256, (3, *PROBE_IMAGE), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    file = BytesIO()
-    pil_image(pixels).save(file, "PNG")
-    picture = Picture(partial(bytes, file.getvalue()), Path(), "the probe's image")
-    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
-    prompt = Prompt("?", 0, {}, messages=messages, place="the probe", images=(picture,))
-    longest, length = policy.data.max_prompt_length, len(policy.encode(prompt))
-    if length > longest:
-        raise ValueError(
-            f"data.max_prompt_length: {longest} tokens hold no image: a prompt with a small one and one letter has "
-            f"{length} of {policy.config.path!r}"
-        )
-    return prompt
 
 
 def probe_prompts(policy: LMPolicy, data: LMDataConfig) -> list[list[int]]:
