@@ -1,6 +1,7 @@
 """Jobs on prompts with and without images: ranks agree, the run resumes, and stock libraries read what is exported."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from phalanx.config.tasks import ExportConfig
 from phalanx.engines.transformers import load_processor
 from phalanx.jobs.export import Export
 from phalanx.training import lm_rl
+from phalanx.types import JobError
 from tests.lm import lm_overrides, tiny_lm
 from tests.ranks import run_ranks
 from tests.tiny_vision import chat, picture, tiny_vision
@@ -51,21 +53,53 @@ def job(config: LMRLConfig, steps: int = 2) -> tuple[list[dict[str, float]], dic
     return [row for row in rows if "actor/grad_norm" in row], weights
 
 
+PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=250")
+LAYOUTS = {
+    True: ((1, ()), (2, ()), (2, PACKED)),
+    False: ((1, ()), (2, ("parallel.fsdp_size=1",)), (4, ("parallel.fsdp_size=2",))),
+}
+
+
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_two_ranks_train_as_one_though_images_are_on_one_of_them(qwen: Path, tmp_path: Path, frozen: bool) -> None:
+def test_ranks_train_as_one_though_images_are_on_some_of_them(qwen: Path, tmp_path: Path, frozen: bool) -> None:
+    """In two updates per step, of which the first has the weights that sampled."""
     keys = [f"model.freeze_vision_tower={str(frozen).lower()}", "model.gradient_checkpointing=true", "optim.lr=1e-3"]
     results = []
-    for ranks in (1, 2):
-        config = config_of(qwen, tmp_path / str(ranks), *keys, f"trainer.output_dir={tmp_path / f'out{ranks}'}")
+    for i, (ranks, layout) in enumerate(LAYOUTS[frozen]):
+        config = config_of(qwen, tmp_path / str(i), *keys, *layout, f"trainer.output_dir={tmp_path / f'out{i}'}")
         results.append(run_ranks(job, ranks, config)[0])
-    (one, weights), (two, others) = results
-    for row, other in zip(one, two, strict=True):
-        assert row["actor/first_ratio_error"] == other["actor/first_ratio_error"] == 0
-        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
-    assert weights.keys() == others.keys()
+    one, weights = results[0]
     assert any("visual" in name for name in weights) is not frozen
-    for name, value in weights.items():
-        torch.testing.assert_close(others[name], value, atol=2e-5, rtol=1e-4, msg=name)
+    for rows, others in results[1:]:
+        for row, other in zip(one, rows, strict=True):
+            assert row["actor/first_ratio_error"] == other["actor/first_ratio_error"] == 0
+            assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-5)
+            assert row["prompt/length_mean"] == other["prompt/length_mean"] > 35  # with the tokens of images
+        assert weights.keys() == others.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(others[name], value, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def damaged_later(config: LMRLConfig) -> str:
+    """What ends a run, one of whose pictures is damaged once it has begun: on one rank in the middle of the file."""
+    trainer: Any = lm_rl.build(config)
+    last = next(prompt for prompt in reversed(trainer.collector.prompts.batch(1)) if prompt.images)
+    if torch.distributed.get_rank() == 0:
+        path = last.images[0].folder / last.images[0].source()
+        path.write_bytes(path.read_bytes()[:100])
+    torch.distributed.barrier()
+    with pytest.raises(JobError) as error:
+        trainer.fit()
+    return f"{trainer.job.progress.step} {error.value}"
+
+
+def test_a_picture_that_one_rank_cannot_read_ends_all_of_them(qwen: Path, tmp_path: Path) -> None:
+    config = config_of(qwen, tmp_path, f"trainer.output_dir={tmp_path / 'out'}")
+    told, other = run_ranks(damaged_later, 2, config)
+    assert told == other
+    assert re.fullmatch(
+        r"1 rank 0: data\.train_files: \S+prompts\.jsonl:\d: images\[0\]: the image cannot be read: .+", told
+    )
 
 
 def logits_of(model: Any, folder: Path) -> Tensor:
