@@ -21,9 +21,7 @@ from phalanx.training import lm_rl
 from phalanx.types import JobError
 from tests.lm import lm_overrides, tiny_lm
 from tests.ranks import run_ranks
-from tests.tiny_vision import chat, picture, tiny_vision
-
-SIZES = ((48, 24), (64, 32), (40, 24), (48, 48))
+from tests.tiny_vision import chat, picture, shown_prompts, tiny_vision
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +30,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
-    """A job of 4 prompts a step, of which one in two has no image, another one or two."""
+    """A job of 4 prompts per step, some with images."""
     keys = lm_overrides(model, folder)
-    rows = []
-    for i in range(8):
-        names = [f"{i}_{j}.png" for j in range((1, 0, 2, 0)[i % 4])]
-        for j, name in enumerate(names):
-            picture(*SIZES[(i + j) % 4], seed=10 * i + j).save(folder / name)
-        rows.append({"prompt": "<image>" * len(names) + "read" + " it" * (i % 3), "images": names})
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown_prompts(folder, "prompts.jsonl")
     return load(LMRLConfig, None, [*keys, "data.max_prompt_length=100", "trainer.resume=auto", *overrides])
 
 
@@ -80,6 +72,17 @@ def test_ranks_train_as_one_though_images_are_on_some_of_them(qwen: Path, tmp_pa
             torch.testing.assert_close(others[name], value, atol=2e-5, rtol=1e-4, msg=name)
 
 
+def test_a_run_that_goes_on_is_the_whole_one(qwen: Path, tmp_path: Path) -> None:
+    results = {}
+    for name, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
+        keys = [f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "model.freeze_vision_tower=false"]
+        config = config_of(qwen, tmp_path / "data", f"trainer.output_dir={tmp_path / name}", *keys)
+        results[name] = run_ranks(job, 1, config)[0]
+    (rows, weights), (others, other_weights) = results.values()
+    assert [row["actor/grad_norm"] for row in rows] == [row["actor/grad_norm"] for row in others]
+    assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
 def damaged_later(config: LMRLConfig) -> str:
     """What ends a run, one of whose pictures is damaged once it has begun: on one rank in the middle of the file."""
     trainer: Any = lm_rl.build(config)
@@ -111,12 +114,17 @@ def logits_of(model: Any, folder: Path) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("rank", [0, 4], ids=["weights", "lora"])
-def test_exports_are_read_by_stock_libraries_with_the_processor_beside(qwen: Path, tmp_path: Path, rank: int) -> None:
-    keys = [f"model.lora_rank={rank}", f"trainer.output_dir={tmp_path / 'out'}", "optim.lr=1e-2"]
+@pytest.mark.parametrize(
+    ("rank", "frozen"), [(0, True), (0, False), (4, True)], ids=["weights", "with the tower", "lora"]
+)
+def test_exports_are_read_by_stock_libraries_with_the_processor_beside(
+    qwen: Path, tmp_path: Path, rank: int, frozen: bool
+) -> None:
+    keys = [f"model.lora_rank={rank}", f"model.freeze_vision_tower={str(frozen).lower()}"]
+    keys += [f"trainer.output_dir={tmp_path / 'out'}", "optim.lr=1e-2"]
     config = config_of(qwen, tmp_path / "data", *keys, "trainer.total_training_steps=2", "trainer.save_freq=2")
     [(_, weights)] = run_ranks(job, 1, config)
-    assert weights and not any("visual" in name for name in weights)
+    assert weights and any("visual" in name for name in weights) is not frozen
     folder = tmp_path / "export"
     Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={folder}"])).run()
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
