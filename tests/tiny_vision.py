@@ -116,6 +116,20 @@ def picture(width: int = 48, height: int = 24, seed: int = 0) -> Image.Image:
     return Image.fromarray(pixels.numpy())
 
 
+def shown_prompts(folder: Path, name: str) -> Path:
+    """A data file of 8 prompts, of which one in two has no image, another one or two, of several sizes."""
+    sizes = ((48, 24), (64, 32), (40, 24), (48, 48))
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for i in range(8):
+        files = [f"{i}_{j}.png" for j in range((1, 0, 2, 0)[i % 4])]
+        for j, file in enumerate(files):
+            picture(*sizes[(i + j) % 4], seed=10 * i + j).save(folder / file)
+        rows.append({"prompt": "<image>" * len(files) + "read" + " it" * (i % 3), "images": files})
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder / name
+
+
 def chat(text: str, images: int = 1) -> list[dict[str, Any]]:
     """A user's message: images, and then a text."""
     return [{"role": "user", "content": [*({"type": "image"} for _ in range(images)), {"type": "text", "text": text}]}]

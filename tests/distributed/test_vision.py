@@ -1,6 +1,7 @@
 """Jobs on prompts with and without images: ranks agree, the run resumes, and stock libraries read what is exported."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,10 @@ from phalanx.config.tasks import ExportConfig
 from phalanx.engines.transformers import load_processor
 from phalanx.jobs.export import Export
 from phalanx.training import lm_rl
+from phalanx.types import JobError
 from tests.lm import lm_overrides, tiny_lm
 from tests.ranks import run_ranks
-from tests.tiny_vision import chat, picture, tiny_vision
-
-SIZES = ((48, 24), (64, 32), (40, 24), (48, 48))
+from tests.tiny_vision import chat, picture, shown_prompts, tiny_vision
 
 
 @pytest.fixture(scope="module")
@@ -30,15 +30,9 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def config_of(model: Path, folder: Path, *overrides: str) -> LMRLConfig:
-    """A job of 4 prompts a step, of which one in two has no image, another one or two."""
+    """A job of 4 prompts per step, some with images."""
     keys = lm_overrides(model, folder)
-    rows = []
-    for i in range(8):
-        names = [f"{i}_{j}.png" for j in range((1, 0, 2, 0)[i % 4])]
-        for j, name in enumerate(names):
-            picture(*SIZES[(i + j) % 4], seed=10 * i + j).save(folder / name)
-        rows.append({"prompt": "<image>" * len(names) + "read" + " it" * (i % 3), "images": names})
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    shown_prompts(folder, "prompts.jsonl")
     return load(LMRLConfig, None, [*keys, "data.max_prompt_length=100", "trainer.resume=auto", *overrides])
 
 
@@ -51,21 +45,64 @@ def job(config: LMRLConfig, steps: int = 2) -> tuple[list[dict[str, float]], dic
     return [row for row in rows if "actor/grad_norm" in row], weights
 
 
+PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=250")
+LAYOUTS = {
+    True: ((1, ()), (2, ()), (2, PACKED)),
+    False: ((1, ()), (2, ("parallel.fsdp_size=1",)), (4, ("parallel.fsdp_size=2",))),
+}
+
+
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
-def test_two_ranks_train_as_one_though_images_are_on_one_of_them(qwen: Path, tmp_path: Path, frozen: bool) -> None:
+def test_ranks_train_as_one_though_images_are_on_some_of_them(qwen: Path, tmp_path: Path, frozen: bool) -> None:
+    """In two updates per step, of which the first has the weights that sampled."""
     keys = [f"model.freeze_vision_tower={str(frozen).lower()}", "model.gradient_checkpointing=true", "optim.lr=1e-3"]
     results = []
-    for ranks in (1, 2):
-        config = config_of(qwen, tmp_path / str(ranks), *keys, f"trainer.output_dir={tmp_path / f'out{ranks}'}")
+    for i, (ranks, layout) in enumerate(LAYOUTS[frozen]):
+        config = config_of(qwen, tmp_path / str(i), *keys, *layout, f"trainer.output_dir={tmp_path / f'out{i}'}")
         results.append(run_ranks(job, ranks, config)[0])
-    (one, weights), (two, others) = results
-    for row, other in zip(one, two, strict=True):
-        assert row["actor/first_ratio_error"] == other["actor/first_ratio_error"] == 0
-        assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-4)
-    assert weights.keys() == others.keys()
+    one, weights = results[0]
     assert any("visual" in name for name in weights) is not frozen
-    for name, value in weights.items():
-        torch.testing.assert_close(others[name], value, atol=2e-5, rtol=1e-4, msg=name)
+    for rows, others in results[1:]:
+        for row, other in zip(one, rows, strict=True):
+            assert row["actor/first_ratio_error"] == other["actor/first_ratio_error"] == 0
+            assert row["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-5)
+            assert row["prompt/length_mean"] == other["prompt/length_mean"] > 35  # with the tokens of images
+        assert weights.keys() == others.keys()
+        for name, value in weights.items():
+            torch.testing.assert_close(others[name], value, atol=2e-5, rtol=1e-4, msg=name)
+
+
+def test_a_run_that_goes_on_is_the_whole_one(qwen: Path, tmp_path: Path) -> None:
+    results = {}
+    for name, steps in (("whole", 2), ("parts", 1), ("parts", 2)):
+        keys = [f"trainer.total_training_steps={steps}", "trainer.save_freq=1", "model.freeze_vision_tower=false"]
+        config = config_of(qwen, tmp_path / "data", f"trainer.output_dir={tmp_path / name}", *keys)
+        results[name] = run_ranks(job, 1, config)[0]
+    (rows, weights), (others, other_weights) = results.values()
+    assert [row["actor/grad_norm"] for row in rows] == [row["actor/grad_norm"] for row in others]
+    assert all(torch.equal(value, other_weights[name]) for name, value in weights.items())
+
+
+def damaged_later(config: LMRLConfig) -> str:
+    """What ends a run, one of whose pictures is damaged once it has begun: on one rank in the middle of the file."""
+    trainer: Any = lm_rl.build(config)
+    last = next(prompt for prompt in reversed(trainer.collector.prompts.batch(1)) if prompt.images)
+    if torch.distributed.get_rank() == 0:
+        path = last.images[0].folder / last.images[0].source()
+        path.write_bytes(path.read_bytes()[:100])
+    torch.distributed.barrier()
+    with pytest.raises(JobError) as error:
+        trainer.fit()
+    return f"{trainer.job.progress.step} {error.value}"
+
+
+def test_a_picture_that_one_rank_cannot_read_ends_all_of_them(qwen: Path, tmp_path: Path) -> None:
+    config = config_of(qwen, tmp_path, f"trainer.output_dir={tmp_path / 'out'}")
+    told, other = run_ranks(damaged_later, 2, config)
+    assert told == other
+    assert re.fullmatch(
+        r"1 rank 0: data\.train_files: \S+prompts\.jsonl:\d: images\[0\]: the image cannot be read: .+", told
+    )
 
 
 def logits_of(model: Any, folder: Path) -> Tensor:
@@ -77,12 +114,17 @@ def logits_of(model: Any, folder: Path) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("rank", [0, 4], ids=["weights", "lora"])
-def test_exports_are_read_by_stock_libraries_with_the_processor_beside(qwen: Path, tmp_path: Path, rank: int) -> None:
-    keys = [f"model.lora_rank={rank}", f"trainer.output_dir={tmp_path / 'out'}", "optim.lr=1e-2"]
+@pytest.mark.parametrize(
+    ("rank", "frozen"), [(0, True), (0, False), (4, True)], ids=["weights", "with the tower", "lora"]
+)
+def test_exports_are_read_by_stock_libraries_with_the_processor_beside(
+    qwen: Path, tmp_path: Path, rank: int, frozen: bool
+) -> None:
+    keys = [f"model.lora_rank={rank}", f"model.freeze_vision_tower={str(frozen).lower()}"]
+    keys += [f"trainer.output_dir={tmp_path / 'out'}", "optim.lr=1e-2"]
     config = config_of(qwen, tmp_path / "data", *keys, "trainer.total_training_steps=2", "trainer.save_freq=2")
     [(_, weights)] = run_ranks(job, 1, config)
-    assert weights and not any("visual" in name for name in weights)
+    assert weights and any("visual" in name for name in weights) is not frozen
     folder = tmp_path / "export"
     Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={folder}"])).run()
     for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):

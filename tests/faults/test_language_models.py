@@ -12,6 +12,7 @@ import pytest
 from tests.faults.jobs import TIMEOUT_S, Job, checkpoints, checksums, kill, rows, steps
 from tests.lm import fit, tiny_lm_config
 from tests.ranks import run_ranks
+from tests.tiny_vision import shown_prompts, tiny_vision
 
 SETTINGS = (
     *("algorithm.name=ppo", "critic.optim.lr=1e-3", "trainer.critic_warmup=1"),
@@ -22,9 +23,15 @@ REWARD = "reward.functions=[{{path: '{}/reward.py:evenness'}}, {{name: format, k
 
 
 @pytest.mark.full
-def test_a_killed_and_a_stopped_job_go_on(lm_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.seldom("images")
+@pytest.mark.parametrize("images", [False, True], ids=["texts", "images"])
+def test_a_killed_and_a_stopped_job_go_on(images: bool, lm_folder: Path, tmp_path: Path) -> None:
     """SIGKILL of one rank in an update, after which the launcher starts all again; SIGTERM in a rollout."""
     settings = (*SETTINGS, REWARD.format(tmp_path))
+    if images:
+        lm_folder = tiny_vision(tmp_path / "model", "qwen3_vl")
+        files = shown_prompts(tmp_path / "data", "shown.jsonl")
+        settings += (f"data.train_files=[{files}]", "data.max_prompt_length=100", "model.freeze_vision_tower=false")
     env = {"MAX_RESTARTS": "1", "PHASE_S": "0.1"}
     with Job(lm_folder, tmp_path, *settings, "trainer.total_training_steps=500", env=env, lm=True) as job:
         job.until(lambda: job.phase(1)[1] >= 4 and job.phase(1)[2] == "update")

@@ -1,5 +1,6 @@
 """Policies that read images are transformers' own models: in decoding, in replays, and in whatever batch."""
 
+import shutil
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from phalanx.config.lm import LMDataConfig, LMModelConfig, LMRolloutConfig
@@ -67,7 +69,7 @@ PROMPTS = [
 def policy_of(folder: Path, world: World, **model: Any) -> LMPolicy:
     truncation = model.pop("truncation", None)
     options: dict[str, Any] = {"chunk": 64, "temperature": 1.0, "seed": 0, "images": True, "truncation": truncation}
-    data = LMDataConfig(max_prompt_length=120, max_response_length=6)
+    data = LMDataConfig(max_response_length=6, **({"max_prompt_length": 120} | (model.pop("data", {}))))
     config = LMModelConfig(path=str(folder), dtype="float32", **model)
     return build_policy(config, ParallelConfig(), data, world, **options)
 
@@ -182,6 +184,26 @@ def test_a_trained_tower_has_gradients_with_and_without_images(folder: Path, wor
     torch.testing.assert_close(
         in_passes(frozen, samples, torch.arange(len(samples.index))), samples.log_prob, atol=1e-5, rtol=0
     )
+
+
+def test_a_model_that_cannot_read_images_is_told_as_it_is_loaded(qwen: Path, world: World, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(qwen, tmp_path / "model"))
+    with pytest.raises(
+        ValueError, match=r"^data\.min_pixels, data\.max_pixels: '.*' has images of at least 64 and at most 9 "
+    ):
+        policy_of(folder, world, data={"max_pixels": 9})
+    policy_of(folder, world, data={"max_prompt_length": 9, "overlong_prompts": "truncate"})  # its own image is longer
+    weights = load_file(folder / "model.safetensors")
+    weights["model.visual.blocks.0.attn.qkv.weight"][0] = torch.nan
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    for frozen in (True, False):
+        with pytest.raises(ValueError, match=r"log-probs of a Qwen3VLForConditionalGeneration are NaN or infinite$"):
+            policy_of(folder, world, freeze_vision_tower=frozen)
+    (folder / "preprocessor_config.json").unlink()
+    with pytest.raises(
+        ValueError, match=r"does not load: Can't load image processor.* containing a preprocessor_config"
+    ):
+        policy_of(folder, world)
 
 
 def test_images_of_a_prompt_are_read_once(qwen: Path, world: World) -> None:

@@ -243,6 +243,11 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
         ("parallel.sync_each_batch=true", "model.lora_rank=4"),
         "parallel.sync_each_batch: true is for training all weights",
     ),
+    (
+        LMRLConfig,
+        ("model.freeze_vision_tower=false", "model.lora_rank=4"),
+        "model.freeze_vision_tower: false is for training all weights",
+    ),
     (LMRLConfig, ("model.compile=true", "model.use_remove_padding=true"), "model.compile: true would compile anew"),
     (SampleConfig, ("prompts=[a]", "prompt_file=x"), "prompts and prompt_file are both set"),
     (SampleConfig, (), "neither prompts nor prompt_file is set"),

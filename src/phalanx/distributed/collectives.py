@@ -1,6 +1,6 @@
 """Collectives across all ranks on small CPU values. Every rank must reach each call."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from phalanx.distributed.launch import Launch
+from phalanx.types import JobError
 
 T = TypeVar("T")
 
@@ -97,6 +98,20 @@ def agree(error: str | None, stop: int) -> tuple[str | None, int]:
     launch = Launch.from_env()  # ranks are named by their number in the world, which may have other roles
     text = broadcast_object(f"rank {launch.rank}: {error}" if launch.world_size > 1 else error, first)
     return text, largest
+
+
+def on_all_ranks(read: Callable[[], T]) -> T:
+    """The result of `read`; JobError, on all ranks, where it raises ValueError on one."""
+    problem = None
+    try:
+        result = read()
+    except ValueError as error:
+        problem = str(error)
+    # only the rank that has a bad image sees the error, and the others would wait for it
+    message, _ = agree(problem, 0)
+    if message is not None:
+        raise JobError(message)
+    return result
 
 
 def to_first(value: Tensor, source: int) -> None:

@@ -34,6 +34,9 @@ RULES = (
          lambda c: c.parallel.sync_each_batch and c.model.lora_rank > 0,
          "parallel.sync_each_batch: true is for training all weights: a LoRA's gradients need little memory; set it to "
          "false"),
+    Rule("model.freeze_vision_tower model.lora_rank", LM_RL, "A LoRA leaves the vision tower as it is.",
+         lambda c: c.model.lora_rank > 0 and not c.model.freeze_vision_tower,
+         "model.freeze_vision_tower: false is for training all weights: a LoRA is in the language model; leave it out"),
     Rule("model.compile model.use_remove_padding model.attn_implementation", LM_RL,
          "Compiled blocks with packed samples need flash attention.",
          lambda c: c.model.use_remove_padding and c.model.compile and c.model.attn_implementation == "sdpa",

@@ -99,9 +99,8 @@ class LMPolicy:
     def check_agreement(self, *, decodes: bool) -> None:
         """See phalanx.models.lm.agreement; on all ranks that hold the weights."""
         module, device = self.trained.module, self.world.device
-        check_agreement(module, self.config, self.tokenizer, device, decodes=decodes)
-        if self.reader is not None:
-            tried = self.reader.tried
+        # images first: a trained tower that gives NaN is in the passes without images as well
+        for tried in (None,) if self.reader is None else (self.reader.tried, None):
             check_agreement(module, self.config, self.tokenizer, device, decodes=decodes, tried=tried)
         # gathered weights would hide those that a checkpoint brings
         self.trained.sharded.reshard()

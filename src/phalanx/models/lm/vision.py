@@ -285,7 +285,7 @@ class Reader:
         content = [{"type": "image"}, {"type": "text", "text": "?"}]
         tried = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_tried(),))
         with loading(f"model.path: {config.path!r}: its processor fails"):
-            self.tried = self.read(tried, data, "")
+            self.tried = self.read(tried, replace(data, overlong_prompts="error"), "")  # no limit is meant for it
         vision.dummy = self.tried[1].inputs  # any image does: see Vision.unseen
 
     def _bound(self, data: LMDataConfig) -> None:
@@ -295,8 +295,14 @@ class Reader:
         if given and not self.vision.family.sizes:
             key = "min_pixels" if data.max_pixels is None else "max_pixels"
             raise ValueError(f"data.{key}: images of a {self.vision.name} have sizes of its own; leave it out")
+        size = self.processor.image_processor.size
         for name, pixels in given.items():
-            self.processor.image_processor.size[name] = pixels
+            size[name] = pixels
+        if given and size["shortest_edge"] > size["longest_edge"]:
+            raise ValueError(
+                f"data.min_pixels, data.max_pixels: {self.path!r} has images of at least {size['shortest_edge']} and "
+                f"at most {size['longest_edge']} pixels; set both"
+            )
 
     def in_parts(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         """The prompts with a list of parts for the content of each message, which some templates expect."""

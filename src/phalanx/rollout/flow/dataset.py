@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from phalanx.config.engines import EngineFacts
+from phalanx.distributed.collectives import on_all_ranks
 from phalanx.distributed.seed import fold_in
 from phalanx.functional.flow import FlowTrace
-from phalanx.rollout.flow.in_policy import PolicyRollout, on_all_ranks
+from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import Each, Prompt, Samples
 
 PAIR = ("chosen", "rejected")  # columns of the data

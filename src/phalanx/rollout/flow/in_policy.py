@@ -10,7 +10,7 @@ from torch import Tensor
 
 from phalanx.config.engines import EngineFacts
 from phalanx.config.flow import FlowRolloutConfig
-from phalanx.distributed.collectives import agree, reduce_int
+from phalanx.distributed.collectives import on_all_ranks, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.functional.flow import FlowTrace, Sampler
 from phalanx.functional.sde import typical_std
@@ -20,23 +20,9 @@ from phalanx.models.flow.policy import FlowPolicy
 from phalanx.rollout.flow.ahead import EncodeAhead
 from phalanx.rollout.flow.denoise import Generated, Job, Schedule, generate
 from phalanx.rollout.flow.samplers import train_sampler, val_sampler
-from phalanx.types import Each, JobError, Prompt, Samples
+from phalanx.types import Each, Prompt, Samples
 
 T = TypeVar("T")
-
-
-def on_all_ranks(read: Callable[[], T]) -> T:
-    """The result of `read`; JobError, on all ranks, where it raises ValueError on one."""
-    problem = None
-    try:
-        result = read()
-    except ValueError as error:
-        problem = str(error)
-    # only the rank that has a bad image sees the error, and the others would wait for it
-    message, _ = agree(problem, 0)
-    if message is not None:
-        raise JobError(message)
-    return result
 
 
 def _call(read: Callable[[], T]) -> T:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from phalanx.config.engines import EngineFacts
 from phalanx.config.lm import LMRolloutConfig
-from phalanx.distributed.collectives import reduce_float, reduce_int
+from phalanx.distributed.collectives import on_all_ranks, reduce_float, reduce_int
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
 from phalanx.distributed.seed import fold_in
@@ -64,6 +64,7 @@ class LMRollout:
         self.how, self.val_how = self._settings()
         self._drawn: list[Drawn] = []  # those of the last `sample`, for `resample`
         self._seed = (0, 0)
+        self._held: list[Any] = []  # images of the prompts that are drawn: the policy keeps none by itself
 
     @property
     def exact(self) -> bool:
@@ -170,8 +171,12 @@ class LMRollout:
     def _draw(
         self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding, each: Each
     ) -> list[Drawn]:
-        """A sample for each prompt, a micro-batch after the other, each handed to `each` when it is done."""
+        """A sample for each prompt, a micro-batch after the other, each handed to `each` when it is done. Raises
+        JobError, on all ranks, where a prompt's image is unreadable.
+        """
         result: list[Drawn] = []
+        if self.policy.vision is not None:
+            self._held = on_all_ranks(lambda: [self.policy.look(prompt) for prompt in prompts])
         for start in range(0, len(prompts), self.micro_batch_size):
             part = slice(start, start + self.micro_batch_size)
             new = self.decode(prompts[part], names[part], decoding)
@@ -180,6 +185,7 @@ class LMRollout:
                 [measured(p, d, decoding) for p, d in zip(prompts[part], new, strict=True)],
             )
             result += new
+        self._held = []
         return result
 
     def decode(self, prompts: list[Prompt], names: Sequence[tuple[int, ...]], decoding: Decoding) -> list[Drawn]:
