@@ -22,7 +22,7 @@ def ask(cfg: RewardModelConfig, shares: list[list[str]]) -> list[str]:
     before = process_state()
     model = RewardModel(cfg, timeout_s=60.0, text=True)
     with model.awake():
-        answers = model.ask(None, list(enumerate(own)))
+        answers = model.ask([], [((), question) for question in own])
     assert process_state() == before
     return answers
 
