@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from phalanx.config.reward import RewardModelConfig
-from phalanx.media.pictures import pil_image
+from phalanx.media.pictures import decoded, raw_file
 from phalanx.rewards import RewardError
 from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.rewards.judge.vlm_ocr import VlmOcr
@@ -37,10 +37,9 @@ def process_state() -> list[Any]:
     ]
 
 
-def images_of(share: list[int]) -> torch.Tensor:
-    """A share of PICTURES as images, uint8 [n, 3, H, W]."""
-    images = [(picture(*PICTURES[i]) * 255).byte() for i in share]
-    return torch.stack(images) if images else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+def images_of(share: list[int]) -> list[bytes]:
+    """A share of PICTURES as files."""
+    return [raw_file((picture(*PICTURES[i]) * 255).byte()) for i in share]
 
 
 def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, ...] = QUESTIONS) -> list[list[str]]:
@@ -50,7 +49,7 @@ def ask(cfg: RewardModelConfig, shares: list[list[int]], questions: tuple[str, .
     own = shares[dist.get_rank()]
     before = process_state()
     model = RewardModel(cfg, timeout_s=60.0)
-    asked = [(i, text) for i in range(len(own)) for text in questions]
+    asked = [((i,), text) for i in range(len(own)) for text in questions]
     answers = []
     for _ in range(2):
         with model.awake():
@@ -74,14 +73,14 @@ def converted(cfg: RewardModelConfig, count: int, numbers: list[int]) -> tuple[l
 
     made: list[Any] = []
 
-    def counted(image: torch.Tensor) -> Any:
-        made.append(pil_image(image))
+    def counted(*file: Any) -> Any:
+        made.append(decoded(*file))
         return made[-1]
 
-    transformers.pil_image = vllm.pil_image = counted  # in this forked rank alone
+    transformers.decoded = vllm.decoded = counted  # in this forked rank alone
     model = RewardModel(cfg, timeout_s=60.0)
     with model.awake():
-        answers = model.ask(images_of(list(range(count))), [(i, text) for i in numbers for text in QUESTIONS])
+        answers = model.ask(images_of(list(range(count))), [((i,), text) for i in numbers for text in QUESTIONS])
     return answers, len(made)
 
 

@@ -34,9 +34,10 @@ from tests.judged import (
     settings,
     step_and_terms,
 )
+from tests.judged_text import BASE, COMPLETION, SHOWN, asked_about_texts, plainly
 from tests.ranks import run_ranks
 from tests.rewards import told
-from tests.tiny_vlm import grades
+from tests.tiny_vlm import COLOURS, grades
 
 ENGINE = "reward.model.engine=transformers"
 
@@ -135,7 +136,7 @@ def slept(cfg: RewardModelConfig) -> tuple[list[str], int]:
     for _ in range(2):
         with model.awake():
             assert all(after is not before[name] for name, after in inner.named_parameters())
-            answers.append(model.ask(images_of([5]), [(0, text) for text in QUESTIONS]))
+            answers.append(model.ask(images_of([5]), [((0,), text) for text in QUESTIONS]))
     assert answers[0] == answers[1]
     after = dict(inner.named_parameters())
     assert list(after) == list(before) and all(after[n] is before[n] and not after[n].requires_grad for n in after)
@@ -146,6 +147,35 @@ def test_a_model_sleeps_whole_or_divided(judge_model: Path) -> None:
     assert run_ranks(slept, 1, section(judge_model)) == [(expected([5]), 0)]
     both = run_ranks(slept, 2, section(judge_model, tensor_parallel_size=2))
     assert both[0] == both[1] and both[0][0] == expected([5]) and both[0][1] > 0
+
+
+@pytest.mark.quick("2-settings1", "3-settings2")
+@pytest.mark.parametrize(
+    ("world", "settings"),
+    [(1, {"micro_batch_size": 5}), (2, {"tensor_parallel_size": 2}), (3, {"placement": "ranks 1-1"})],
+)
+def test_a_judge_of_texts_sees_the_images_of_a_prompt(judge_model: Path, world: int, settings: dict[str, Any]) -> None:
+    """Of any sizes, formats and numbers; a text cannot show one itself."""
+    ranks = {1: [[0, 1, 2, 3, 4, 5]], 2: [[0, 1, 2, 3, 4, 5], []], 3: [[0, 1], [], [2, 3, 4, 5]]}[world]
+    wanted = [text for shown in SHOWN for text in [plainly(judge_model, shown, VlmOcr.template)] * 2]
+    assert wanted[0] == COLOURS[0] and len(set(wanted)) >= 3
+    got = run_ranks(asked_about_texts, world, section(judge_model, **settings), "", ranks)
+    assert [answer for answers, _ in got for answer in answers] == wanted
+    assert not any(warnings for _, warnings in got)
+    if world == 1:
+        broken = VlmOcr.template + " < |image_pad|>< |im_end|>"
+        wanted = [text for shown in SHOWN for text in [plainly(judge_model, shown, broken)] * 2]
+        assert run_ranks(asked_about_texts, 1, section(judge_model), COMPLETION, ranks) == [(wanted, [])]
+
+
+def test_a_judge_that_reads_no_images_says_so_once() -> None:
+    cfg = section(BASE, max_tokens=8)
+    (blind,) = run_ranks(asked_about_texts, 1, cfg, "", [[3, 0, 1]])
+    without = run_ranks(asked_about_texts, 1, cfg, "", [[3]])[0]
+    assert blind[0] == without[0] * 3 and not without[1]
+    assert blind[1] == [
+        "reward.model.path: the model reads no images, so that judges do not see those of the prompt row 0"
+    ]
 
 
 def divided(kind: str, tp: int) -> tuple[float, float]:

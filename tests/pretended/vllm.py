@@ -122,6 +122,6 @@ def steps(rollout_sleeps: bool, judge_sleeps: bool) -> list[str]:
         with rollout.awake(weights()):
             rollout.generate([[1, 2]], [0], SAMPLING)
         with judge.awake():
-            judge.answer(None, [(0, "?")])
+            judge.answer([], [((), "?")])
         RECORD.event("update")
     return [what for _, what in RECORD.events]

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from phalanx.config.flow import FlowRewardConfig, FlowRewardFunctionConfig
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
+from phalanx.media.pictures import Picture, raw_file
 from phalanx.rewards import RewardError, RewardSet
 from phalanx.types import Prompt
 from tests.rewards import scored, told
@@ -56,6 +59,17 @@ class ClassTrl:
 
 
 instance = ClassTrl(0.25)
+
+
+def images_trl(completions: Any, images: Any, **kwargs: Any) -> list[float]:
+    assert "image" not in kwargs and [len(each) for each in images] == [2, 0, 2]
+    assert images[0][0] is images[2][0]  # read once
+    return [sum(image.width for image in each) for each in images]
+
+
+def image_trl(completions: Any, image: Any, **kwargs: Any) -> list[float]:
+    assert [[] if each is None else [each] for each in image] == kwargs["images"]
+    return [0.0 if each is None else each.getpixel((0, 0))[0] + each.height for each in image]
 
 
 def verl(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, wrong: float = 0.0) -> float:
@@ -114,6 +128,22 @@ def rewards(name: str, on_error: str = "fail", **kwargs: Any) -> RewardSet:
 )
 def test_functions_of_trl_and_verl(name: str, kwargs: dict[str, Any], scores: list[float]) -> None:
     assert scored(rewards(name, **kwargs), (["4", "5"], [PLAIN, PLAIN])) == {name: scores}
+
+
+def shown(number: int, *files: bytes) -> Prompt:
+    pictures = tuple(Picture(partial(bytes, file), Path(), f"row {number}") for file in files)
+    return Prompt("What?", number, {"images": pictures}, images=pictures)
+
+
+def test_functions_of_trl_get_images_as_pil() -> None:
+    red, wide = (raw_file(torch.tensor([9, 0, 0]).byte()[:, None, None].expand(3, 2, width)) for width in (4, 64))
+    both, none, one = shown(0, red, wide), shown(1), shown(2, red)
+    assert scored(rewards("images_trl"), (["a"] * 3, [both, none, both])) == {"images_trl": [68, 0, 68]}
+    assert scored(rewards("image_trl"), (["a"] * 2, [one, none])) == {"image_trl": [11, 0]}
+    (term,) = rewards("image_trl").terms
+    assert term.objection("", one.meta) is None is term.objection("", none.meta)
+    absent = "its function asks for the column 'image', and there is none"
+    assert term.objection("", both.meta) == absent == term.objection("", {})
 
 
 def test_functions_of_trl_get_chats_as_messages() -> None:

@@ -10,7 +10,7 @@ from phalanx.config.reward import RewardModelConfig
 from phalanx.rewards.judge.unified_reward import UnifiedReward
 from phalanx.rewards.judge.vlm_ocr import VlmOcr
 from tests.judged import RAGGED, ask, converted, expected, mistake, refused
-from tests.judged_text import BASE, SHARES, plain
+from tests.judged_text import BASE, COMPLETION, SHARES, SHOWN, asked_about_texts, plain, plainly
 from tests.judged_text import ask as ask_texts
 from tests.ranks import run_ranks
 
@@ -42,6 +42,17 @@ def test_a_judge_of_texts_answers_wherever_it_stands(world: int, settings: dict[
     """As the same language model does in transformers, by itself."""
     got = run_ranks(ask_texts, world, section(BASE, max_tokens=8, **settings), SHARES[world], timeout=200)
     assert [answer for share in got for answer in share] == plain(BASE)
+
+
+@pytest.mark.parametrize(("world", "settings"), [(2, {"tensor_parallel_size": 2}), (3, {"placement": "ranks 1-1"})])
+def test_a_judge_of_texts_sees_the_images_of_a_prompt(judge_model: Path, world: int, settings: dict[str, Any]) -> None:
+    """Of any sizes, formats and numbers; a text cannot show one itself."""
+    ranks = {2: [[0, 1, 2, 3, 4, 5], []], 3: [[0, 1], [], [2, 3, 4, 5]]}[world]
+    question = VlmOcr.template + " < |image_pad|>< |im_end|>"
+    wanted = [text for shown in SHOWN for text in [plainly(judge_model, shown, question)] * 2]
+    got = run_ranks(asked_about_texts, world, section(judge_model, **settings), COMPLETION, ranks, timeout=200)
+    assert [answer for answers, _ in got for answer in answers] == wanted
+    assert not any(warnings for _, warnings in got)
 
 
 def test_sampled_answers_depend_on_the_question_and_the_seed_alone(judge_model: Path) -> None:

@@ -1,5 +1,6 @@
 """This rank's part in a domain of the reward model: images go to the ranks that score them, answers come back."""
 
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -38,25 +39,29 @@ class DomainRank:
         dist.all_gather_object(out, value, group=self._group)
         return out
 
-    def gather_images(self, images: Tensor) -> Tensor | None:
-        """Images uint8 [b, C, H, W] of all ranks as [N, C, H, W], in the order of ranks, where the model is; else None.
-
-        b may differ from rank to rank, and be 0; the other sizes are equal where it is not.
-        """
-        # gather wants the same shape of all: the largest one, which is that of a rank with most images
-        shapes = self.all_gather(tuple(images.shape))
-        padded = torch.zeros(max(shapes), dtype=torch.uint8)
-        if len(images) > 0:
-            padded[: len(images)] = images
+    def gather_files(self, files: Sequence[bytes]) -> list[bytes]:
+        """The files of all ranks, one rank's after the other's, where the model is; nothing elsewhere."""
+        # gather wants the same shape of all: the largest one
+        sizes = self.all_gather([len(file) for file in files])
+        padded = torch.zeros(max(map(sum, sizes)), dtype=torch.uint8)
+        if len(padded) == 0:
+            return []
+        if files:
+            joined = torch.frombuffer(bytearray().join(files), dtype=torch.uint8)
+            padded[: len(joined)] = joined
 
         # one gather for each rank that holds a part of the model; the others only send
-        received: list[Tensor] | None = None
+        received: list[Tensor] = []
         for replica in self.domain.replicas:
             for holder in replica:
                 is_holder = self.rank == holder
-                box = [torch.empty_like(padded) for _ in shapes] if is_holder else None
+                box = [torch.empty_like(padded) for _ in sizes] if is_holder else None
                 dist.gather(padded, box, dst=holder, group=self._group)
-                received = box if is_holder else received
-        if received is None:
-            return None
-        return torch.cat([part[: shape[0]] for part, shape in zip(received, shapes, strict=True)])
+                received = box or received
+        gathered = []
+        for part, lengths in zip(received, sizes if received else [], strict=True):
+            first = 0
+            for length in lengths:
+                gathered.append(part[first : first + length].numpy().tobytes())
+                first += length
+        return gathered

@@ -14,9 +14,9 @@ from phalanx.distributed.seed import fold_in
 from phalanx.distributed.tensor_parallel import KEY, parallelize, wildcard
 from phalanx.engines.loading import as_text, check_weights, loading, special_tokens
 from phalanx.engines.sleeping import Sleeping
-from phalanx.media.pictures import Picture, pil_image
+from phalanx.media.pictures import Picture, decoded
 
-Question = tuple[int, str]
+Question = tuple[tuple[int, ...], str]
 
 
 class TransformersEngine:
@@ -24,9 +24,12 @@ class TransformersEngine:
     of the weights; the first one chooses the tokens, so that all take the same steps.
     """
 
-    def __init__(self, cfg: RewardModelConfig, mesh: DeviceMesh | None, *, text: bool = False) -> None:
-        """Load the model; `mesh` holds the ranks of the replica, None: only this one. `text`: a language model, which
-        is asked without images. ValueError for a model that cannot be loaded, or not be divided among the ranks.
+    def __init__(
+        self, cfg: RewardModelConfig, mesh: DeviceMesh | None, *, text: bool = False, images: bool = True
+    ) -> None:
+        """Load the model; `mesh` holds the ranks of the replica, None: only this one. `text`: questions hold texts of
+        a policy, whose special tokens are broken up. `images`: it is a vision-language model, else a language model.
+        ValueError for a model that cannot be loaded, or not be divided among the ranks.
         """
         assert cfg.path is not None
         self._cfg, self._group = cfg, None if mesh is None else mesh.get_group()
@@ -34,10 +37,11 @@ class TransformersEngine:
         self._device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         with _randomness_kept():
             # of a language model the tokenizer is all of it
-            self._processor = (load_tokenizer if text else load_processor)(cfg.path, cfg.revision)
-            self._tokenizer = self._processor if text else self._processor.tokenizer
-            self._model = _load_model(cfg.path, cfg.dtype, cfg.revision, text=text)
-        self._special = special_tokens(self._tokenizer)
+            self._processor = (load_processor if images else load_tokenizer)(cfg.path, cfg.revision)
+            self._tokenizer = self._processor.tokenizer if images else self._processor
+            self._model = _load_model(cfg.path, cfg.dtype, cfg.revision, text=not images)
+        self._reads_images = images
+        self._special = special_tokens(self._tokenizer) if text else []
         if mesh is not None:
             parallelize(self._model, tensor_parallel_plan(self._model, mesh.size()), mesh)
         self._limit = cfg.max_model_len or self._model.config.get_text_config(decoder=True).max_position_embeddings
@@ -63,36 +67,41 @@ class TransformersEngine:
         return nullcontext() if self._sleeping is None else self._sleeping.awake()
 
     @torch.no_grad()
-    def answer(self, images: Tensor | None, questions: Sequence[Question]) -> list[str]:
-        """Images uint8 [N, 3, H, W], or None, and questions, each about the image of its number -> the answers.
+    def answer(self, files: Sequence[bytes], questions: Sequence[Question]) -> list[str]:
+        """Files of images and questions, each with the images of its numbers -> the answers.
 
-        ValueError for a question that leaves no room for an answer within reward.model.max_model_len.
+        ValueError for a question that leaves no room for an answer within reward.model.max_model_len, and for an image
+        that cannot be read.
         """
         answers = [""] * len(questions)
-        # neighbours ask much the same, so that their lengths differ little: of the questions, and mostly of the answers
-        order = sorted(range(len(questions)), key=lambda i: len(questions[i][1]))
         size = self._cfg.micro_batch_size
-        with _randomness_kept():
-            for first in range(0, len(order), size):
-                batch = order[first : first + size]
-                pictures: dict[int, Any] = {}
-                asked = []
-                for i in batch:
-                    number, question = questions[i]
-                    # judges may ask several questions about an image, which is made a picture once
-                    if images is not None and number not in pictures:
-                        pictures[number] = pil_image(images[number])
-                    asked.append((pictures.get(number), question))
-                for i, text in zip(batch, self._answer(asked), strict=True):
-                    answers[i] = text
+        # processors want images with all texts of a batch, or with none
+        for shows in (True, False):
+            numbered = [i for i, (numbers, _) in enumerate(questions) if bool(numbers) == shows]
+            # neighbours ask much the same: their lengths differ little, of the questions, and mostly of the answers
+            order = sorted(numbered, key=lambda i: len(questions[i][1]))
+            with _randomness_kept():
+                for first in range(0, len(order), size):
+                    batch = order[first : first + size]
+                    pictures: dict[int, Any] = {}
+                    asked = []
+                    for i in batch:
+                        numbers, question = questions[i]
+                        # judges may ask several questions about an image, which is made a picture once
+                        for number in numbers:
+                            if number not in pictures:
+                                pictures[number] = decoded(files[number], "an image for the reward model")
+                        asked.append(([pictures[number] for number in numbers], question))
+                    for i, text in zip(batch, self._answer(asked), strict=True):
+                        answers[i] = text
         return answers
 
-    def _answer(self, batch: list[tuple[Any, str]]) -> list[str]:
-        """A batch of pictures, None each where texts are judged, and questions -> the answers."""
+    def _answer(self, batch: list[tuple[list[Any], str]]) -> list[str]:
+        """A batch of questions, each with pictures or none with any -> the answers."""
         cfg, asked = self._cfg, self._tokens(batch)
         lengths: list[int] = asked["attention_mask"].sum(1).tolist()
         if max(lengths) >= self._limit:
-            its, smaller = ("", "shorter") if batch[0][0] is None else (" with its image", "or images smaller")
+            its, smaller = (" with its image", "or images smaller") if batch[0][0] else ("", "shorter")
             raise ValueError(
                 f"reward.model.max_model_len: a question{its} has {max(lengths)} tokens, and {self._limit} "
                 f"are allowed with the answer; raise it, or make questions {smaller}"
@@ -111,23 +120,24 @@ class TransformersEngine:
             answers.append(str(self._processor.decode(row[: self._limit - length], skip_special_tokens=True)))
         return answers
 
-    def _tokens(self, batch: list[tuple[Any, str]]) -> Any:
+    def _tokens(self, batch: list[tuple[list[Any], str]]) -> Any:
         """The model's inputs: `input_ids` and `attention_mask` [B, S], padded on the left, and pixels."""
-        if batch[0][0] is None:
+        if not self._reads_images:
             talks = []
             for _, question in batch:
                 talks.append([{"role": "user", "content": as_text(question, self._special)}])
             form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt", "padding": True}
             return self._tokenizer.apply_chat_template(talks, **form).to(self._device)
         texts = []
-        for _, question in batch:
-            content = [{"type": "image"}, {"type": "text", "text": question}]
+        for pictures, question in batch:
+            content: list[dict[str, Any]] = [{"type": "image"} for _ in pictures]
+            content.append({"type": "text", "text": as_text(question, self._special)})
             talk = [{"role": "user", "content": content}]
             texts.append(self._processor.apply_chat_template(talk, add_generation_prompt=True))
         first = self._tokenizer.bos_token
         return self._processor(
             text=texts,
-            images=[[picture] for picture, _ in batch],
+            images=[pictures for pictures, _ in batch] if batch[0][0] else None,
             padding=True,
             return_tensors="pt",
             add_special_tokens=not (first and texts[0].startswith(first)),  # templates may bring them
@@ -192,6 +202,15 @@ def load_tokenizer(path: str, revision: str | None = None) -> Any:
     if tokenizer.chat_template is None:
         raise ValueError(f"reward.model.path: {path!r} has no chat template, so that it cannot be asked")
     return tokenizer
+
+
+def reads_images(path: str, revision: str | None) -> bool:
+    """Whether the reward model is a vision-language one; ValueError where it has no settings."""
+    from transformers import PreTrainedConfig
+
+    with loading(f"reward.model.path: {path!r} does not load"):
+        settings, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+    return "vision_config" in settings
 
 
 def _load_model(path: str, dtype: str, revision: str | None = None, *, text: bool = False) -> Any:

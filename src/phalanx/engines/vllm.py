@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor
 
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.loading import as_text, special_tokens
-from phalanx.media.pictures import pil_image
+from phalanx.media.pictures import decoded
 
 CPU_KV_CACHE = 2**30  # bytes; on GPUs it is what gpu_memory_utilization leaves
 
@@ -23,24 +22,33 @@ class VllmEngine:
     """
 
     def __init__(
-        self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, *, text: bool = False
+        self,
+        cfg: RewardModelConfig,
+        groups: VllmGroups,
+        rank: int,
+        local_rank: int,
+        *,
+        text: bool = False,
+        images: bool = True,
     ) -> None:
-        """Load the model, with `text` one that is asked without images; ValueError where vLLM refuses it."""
+        """Load the model; see TransformersEngine for `text` and `images`. ValueError where vLLM refuses it."""
         assert cfg.path is not None
-        self._groups = groups
+        self._groups, self._of_text = groups, text
+        # about a text it may be shown any number of images
+        self._limits = {"video": 0, "audio": 0} if text else {"image": 1, "video": 0}
         cuda = torch.cuda.is_available()
         self._sleeps = cfg.sleep and cuda
         with groups.active():
             from vllm.exceptions import VLLMError
 
             try:
-                self._load(cfg, groups, rank, local_rank, cuda, text)
+                self._load(cfg, groups, rank, local_rank, cuda, images)
             except (OSError, SafetensorError, ValueError, VLLMError) as error:
                 reason = " ".join(str(error).split())  # pydantic's have several lines
                 raise ValueError(f"reward.model: vLLM does not take {cfg.path!r} as it is set: {reason}") from error
 
     def _load(
-        self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool, text: bool
+        self, cfg: RewardModelConfig, groups: VllmGroups, rank: int, local_rank: int, cuda: bool, images: bool
     ) -> None:
         from vllm import LLM, SamplingParams
 
@@ -61,7 +69,7 @@ class VllmEngine:
             enforce_eager=True,  # answers are short: compiling and recording graphs would take longer
             enable_prefix_caching=False,  # an answer must not depend on what was asked before
             use_tqdm_on_load=False,
-            **({} if text else {"limit_mm_per_prompt": {"image": 1, "video": 0}, "mm_processor_cache_gb": 0}),
+            **({"limit_mm_per_prompt": self._limits, "mm_processor_cache_gb": 0} if images else {}),
         )
         if self._sleeps:
             self._llm.sleep(level=1)
@@ -79,20 +87,24 @@ class VllmEngine:
         with self._groups.active():
             self._llm.sleep(level=1)
 
-    def answer(self, images: Tensor | None, questions: Sequence[tuple[int, str]]) -> list[str]:
-        """Images uint8 [N, 3, H, W], or None, and questions, each about the image of its number -> the answers."""
+    def answer(self, files: Sequence[bytes], questions: Sequence[tuple[tuple[int, ...], str]]) -> list[str]:
+        """Files of images and questions, each with the images of its numbers -> the answers.
+
+        ValueError for an image that cannot be read.
+        """
         from vllm.exceptions import VLLMError
 
         # judges may ask several questions about an image, which is made a picture once
         pictures: dict[int, Any] = {}
-        special = special_tokens(self._llm.get_tokenizer()) if images is None else []
+        special = special_tokens(self._llm.get_tokenizer()) if self._of_text else []
         talks = []
-        for number, question in questions:
-            content: list[dict[str, Any]] = [{"type": "text", "text": as_text(question, special)}]
-            if images is not None:
+        for numbers, question in questions:
+            content: list[dict[str, Any]] = []
+            for number in numbers:
                 if number not in pictures:
-                    pictures[number] = pil_image(images[number])
-                content.insert(0, {"type": "image_pil", "image_pil": pictures[number]})
+                    pictures[number] = decoded(files[number], "an image for the reward model")
+                content.append({"type": "image_pil", "image_pil": pictures[number]})
+            content.append({"type": "text", "text": as_text(question, special)})
             talks.append([{"role": "user", "content": content}])
         with self._groups.active():
             try:

@@ -77,6 +77,14 @@ class Picture:
         image = self.pil()
         return hashlib.sha256(repr(image.size).encode() + image.tobytes()).hexdigest()
 
+    def encoded(self) -> bytes:
+        """The image's file. Raises ValueError, with one line, where there is none."""
+        file = self._file(self.source())
+        try:
+            return file.read_bytes() if isinstance(file, Path) else file.getvalue()
+        except OSError as error:
+            raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
+
     @cached_property
     def file_size(self) -> int:
         """Bytes of the image's file. Raises ValueError, with one line, where there is none."""
@@ -123,6 +131,19 @@ def to_size(image: Image.Image, height: int, width: int) -> "Tensor":
 def to_uint8(images: "Tensor") -> "Tensor":
     """Images [B, 3, H, W] in 0..1 -> uint8 [B, 3, H, W], as a PNG of the image would hold them."""
     return images.mul(255).round().clamp(0, 255).byte()
+
+
+def raw_file(image: "Tensor") -> bytes:
+    """An image, uint8 [3, H, W], as a PPM file: its pixels, not compressed, behind a head with their size."""
+    height, width = image.shape[1:]
+    return b"P6 %d %d 255\n" % (width, height) + image.permute(1, 2, 0).contiguous().numpy().tobytes()
+
+
+def decoded(file: bytes, where: str) -> Image.Image:
+    """The image of a file, upright and in RGB. Raises ValueError, with one line that begins with `where`, if it cannot
+    be read.
+    """
+    return Picture(lambda: file, Path(), where).pil()
 
 
 def pil_image(image: "Tensor") -> Image.Image:

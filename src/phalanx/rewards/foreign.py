@@ -31,6 +31,7 @@ class TrlReward:
         columns = {}
         for name in dict.fromkeys(name for meta in metadata for name in meta):
             columns[name] = [meta.get(name) for meta in metadata]
+        columns |= _pil_images(metadata)
         answers: list[Any] = []
         for prompt, completion, meta in zip(prompts, completions, metadata, strict=True):
             turns = [{"role": "assistant", "content": completion}]
@@ -44,9 +45,13 @@ class TrlReward:
 
     def check_row(self, prompt: str, metadata: dict[str, Any]) -> None:
         """Raise ValueError for a row without a column that the function asks for."""
+        given = {"prompts", "completions", *metadata, *self._kwargs}
+        pictures = metadata.get("images")
+        if isinstance(pictures, tuple) and len(pictures) <= 1:
+            given.add("image")
         for name, parameter in inspect.signature(self._function).parameters.items():
             needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-            if needed and name not in {"prompts", "completions", *metadata, *self._kwargs}:
+            if needed and name not in given:
                 raise ValueError(f"its function asks for the column {name!r}, and there is none")
 
 
@@ -97,6 +102,27 @@ def verl_arguments(signature: inspect.Signature) -> list[str]:
     output = [name for name in OUTPUTS if name in signature.parameters]
     others = [name for name in ("data_source", "ground_truth", "extra_info") if _takes(signature, name)]
     return output + others
+
+
+def _pil_images(metadata: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """The images of prompts in TRL's columns: `images`, a list for each sample, and where no prompt has several and no
+    column has its name `image`, each None or one.
+    """
+    images: list[list[Any]] = []
+    read: dict[int, Any] = {}  # the samples of a prompt share its images
+    for meta in metadata:
+        pictures = meta.get("images")
+        images.append([])
+        for picture in pictures if isinstance(pictures, tuple) else ():
+            if id(picture) not in read:
+                read[id(picture)] = picture.pil()
+            images[-1].append(read[id(picture)])
+    if not read:
+        return {}
+    columns: dict[str, list[Any]] = {"images": images}
+    if max(map(len, images)) == 1 and not any("image" in meta for meta in metadata):
+        columns["image"] = [shown[0] if shown else None for shown in images]
+    return columns
 
 
 def _takes_any(signature: inspect.Signature) -> bool:

@@ -13,8 +13,10 @@ import random
 import re
 import ssl
 import threading
+from collections.abc import Callable
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
+from functools import cache
 from io import BytesIO
 from itertools import chain
 from typing import Any, Literal
@@ -25,7 +27,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from phalanx.exit import place
-from phalanx.media.pictures import pil_image, to_uint8
+from phalanx.media.pictures import Picture, pil_image, to_uint8
 from phalanx.rewards.base import RewardOutput, RewardWithExtras
 from phalanx.rewards.protocol import Refusal, ScoreAnswer, complaint
 from phalanx.types import Outputs
@@ -104,7 +106,9 @@ class Http(RewardWithExtras):
     ) -> list[float] | RewardOutput:
         """Images [B, 3, H, W] in 0..1, sent with 8 bits a channel, or B texts -> B scores. ServerError is one line."""
         sent = to_uint8(outputs) if isinstance(outputs, Tensor) else outputs
-        scored = asyncio.run(self._ask(sent, prompts, [self._plain(meta) for meta in metadata]))
+        text_of = cache(_base64)  # the samples of a prompt share its images
+        plain = [self._plain(meta, text_of) for meta in metadata]
+        scored = asyncio.run(self._ask(sent, prompts, plain))
         scores, degraded = (list(values) for values in zip(*scored, strict=True))
         if self.extras:
             return RewardOutput(scores, {"degraded": degraded})
@@ -232,10 +236,14 @@ class Http(RewardWithExtras):
                 error,
             )
 
-    def _plain(self, meta: dict[str, Any]) -> dict[str, Any]:
-        """The part of a sample's metadata that JSON has; what it lacks is left out, with a warning for each key."""
+    def _plain(self, meta: dict[str, Any], text_of: Callable[[Picture], str]) -> dict[str, Any]:
+        """The part of a sample's metadata that JSON has, with `text_of` the images of its prompt; what it lacks is left
+        out, with a warning for each key.
+        """
         kept = {}
         for key, value in meta.items():
+            if isinstance(value, tuple) and all(isinstance(item, Picture) for item in value):
+                value = list(map(text_of, value))
             try:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError):
@@ -283,6 +291,11 @@ def encode(outputs: Outputs, prompts: list[str], metadata: list[dict[str, Any]],
         "data": {"request": json.dumps(texts)},
         "files": [("images", (f"{i}.png", file, "image/png")) for i, file in enumerate(files)],
     }
+
+
+def _base64(image: Picture) -> str:
+    """The image's file; ValueError, with one line, where there is none."""
+    return base64.b64encode(image.encoded()).decode()
 
 
 def read_token(variable: str) -> str:

@@ -7,17 +7,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
-from torch import Tensor
-
 from phalanx.config import ConfigError
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
 from phalanx.distributed.placement import place
 from phalanx.distributed.reward_group import DomainRank
+from phalanx.engines.transformers import reads_images
 from phalanx.rewards.base import RewardError
 
 log = logging.getLogger(__name__)
-Question = tuple[int, str]  # the number of an image (unused where texts are judged), and the question about it
+Question = tuple[tuple[int, ...], str]  # the numbers of the images that are shown, in order, and the question
 
 
 class Engine(Protocol):
@@ -27,8 +26,8 @@ class Engine(Protocol):
         """A context in which the model is on the device; `answer` needs it."""
         ...
 
-    def answer(self, images: Tensor | None, questions: Sequence[Question]) -> list[str]:
-        """Images uint8 [N, 3, H, W], or None, and questions, each about the image of its number -> the answers.
+    def answer(self, files: Sequence[bytes], questions: Sequence[Question]) -> list[str]:
+        """Files of images and questions, each with the images of its numbers -> the answers.
 
         ValueError for a question that the model cannot be asked, such as one that is too long.
         """
@@ -49,13 +48,16 @@ def check(cfg: RewardModelConfig) -> None:
 
 
 class RewardModel:
-    """This rank's part of the reward model. All ranks of the world make it, and `ask`, at the same point."""
+    """This rank's part of the reward model. All ranks of the world make it, and `ask`, at the same point.
+
+    `reads_images`: whether questions may come with images, on all ranks.
+    """
 
     def __init__(
         self, cfg: RewardModelConfig, timeout_s: float, *, text: bool = False, launch: Launch | None = None
     ) -> None:
         """Place the model on the ranks of `launch` (None: of the whole world) and load it; ValueError where that cannot
-        be. `text`: it is asked without images.
+        be. `text`: it is asked about texts, and is a language model or one that reads images, too.
         """
         launch = launch or Launch.from_env()
         domains = place(cfg, launch.world_size, launch.local_world_size)
@@ -63,6 +65,9 @@ class RewardModel:
         self._domain_rank = DomainRank(next(d for d in domains if launch.rank in d.ranks), timeout_s)
         self._replicas = self._domain_rank.domain.replicas
         holders = None if self._domain_rank.replica is None else self._replicas[self._domain_rank.replica]
+        assert cfg.path is not None
+        self.reads_images = not text or reads_images(cfg.path, cfg.revision)
+        kind = {"text": text, "images": self.reads_images}
         log.info("loading the reward model %s with %s", cfg.path, cfg.engine)
         self._engine: Engine | None = None  # of this rank, where it holds a part of the model
         if cfg.engine == "vllm":
@@ -71,34 +76,34 @@ class RewardModel:
 
             groups = VllmGroups(holders or (launch.rank,), launch.local_rank, timeout_s)  # all ranks of the world do
             if holders is not None:
-                self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank, text=text)
+                self._engine = VllmEngine(cfg, groups, launch.rank, launch.local_rank, **kind)
         elif holders is not None:
             from phalanx.distributed.tensor_parallel import replica_mesh
             from phalanx.engines.transformers import TransformersEngine
 
             replica = replica_mesh(holders, timeout_s) if len(holders) > 1 else None
-            self._engine = TransformersEngine(cfg, replica, text=text)
+            self._engine = TransformersEngine(cfg, replica, **kind)
 
     def awake(self) -> AbstractContextManager[None]:
         """A context in which this rank's part is on the device; `ask` needs it."""
         return nullcontext() if self._engine is None else self._engine.awake()
 
-    def ask(self, images: Tensor | None, questions: Sequence[Question]) -> list[str]:
-        """The answers to this rank's questions about its images, uint8 [b, 3, H, W]; both may be empty, and
-        images are None, on all ranks, where only texts are judged.
+    def ask(self, files: Sequence[bytes], questions: Sequence[Question]) -> list[str]:
+        """The answers to this rank's questions, each with some of its images, which come as files; both may be empty.
 
         RewardError, on all ranks of the domain, where the model cannot be asked one of their questions.
         """
         # 1. the images of the domain's ranks, one after the other, go to the ranks that hold the model
-        gathered = None if images is None else self._domain_rank.gather_images(images)
-        counts = self._domain_rank.all_gather(0 if images is None else len(images))
+        gathered = self._domain_rank.gather_files(files)
 
         # 2. every rank gets all questions, whose numbers then count images from the domain's first rank on
-        asked = self._domain_rank.all_gather(list(questions))
+        asked = self._domain_rank.all_gather((len(files), list(questions)))
         all_questions: list[Question] = []
-        for position, questions_of_rank in enumerate(asked):
-            first = sum(counts[:position])
-            all_questions += [(first + number, text) for number, text in questions_of_rank]
+        first = 0
+        for count, questions_of_rank in asked:
+            for numbers, text in questions_of_rank:
+                all_questions.append((tuple(first + number for number in numbers), text))
+            first += count
 
         # 3. of N replicas each answers every N-th; a failure is raised after the collective, so that no rank waits
         answers: list[str] = []
@@ -121,5 +126,5 @@ class RewardModel:
             per_rank = [per_position[self._domain_rank.domain.ranks.index(rank)][0] for rank in ranks]
             assert per_rank.count(per_rank[0]) == len(per_rank), f"the ranks {ranks} of a replica answered differently"
             all_answers[i :: len(self._replicas)] = per_rank[0]
-        begin = sum(map(len, asked[: self._domain_rank.position]))
+        begin = sum(len(of_rank) for _, of_rank in asked[: self._domain_rank.position])
         return all_answers[begin : begin + len(questions)]

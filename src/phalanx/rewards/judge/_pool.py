@@ -1,5 +1,6 @@
 """The judges of one rank: what they ask about the samples, and when."""
 
+import logging
 import time
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -13,23 +14,25 @@ from torch import Tensor
 from phalanx.config.messages import reason
 from phalanx.config.reward import RewardModelConfig
 from phalanx.distributed.launch import Launch
-from phalanx.media.pictures import to_uint8
+from phalanx.media.pictures import raw_file, to_uint8
 from phalanx.rewards.base import RewardError, copied
 from phalanx.rewards.call import DaemonPool
 from phalanx.rewards.judge._base import Judge
 from phalanx.rewards.judge._model import RewardModel
 from phalanx.types import Outputs, Prompt
 
+log = logging.getLogger(__name__)
 Answers = dict[str, list[str]]  # by judge, an answer about each sample
 
 
 @dataclass(frozen=True)
 class JudgeBatch:
-    """Images uint8 [B, 3, H, W] of B prompts, and by judge a question about each; None where texts are judged, which
-    the questions hold.
+    """B prompts, and by judge a question about a sample of each. `shown` are the numbers in `files` of the images that
+    come with it: the sample itself, or those of the prompt where texts are judged, which the questions hold.
     """
 
-    images: Tensor | None
+    files: list[bytes]
+    shown: list[tuple[int, ...]]
     prompts: list[Prompt]
     questions: dict[str, list[str]]
 
@@ -56,6 +59,7 @@ class JudgePool:
         self._judges = judges
         self._of_text = outputs == "completions"
         self._model = RewardModel(cfg, timeout_s, text=self._of_text, launch=launch)
+        self._warned_of_images = False
         self._batches: list[JudgeBatch] = []  # submitted, and not yet handed out by `ask`
         self.busy_s = 0.0
         self._spent_s = 0.0  # since the last `ask`
@@ -77,13 +81,40 @@ class JudgePool:
         questions = {}
         for name, judge in self._judges.items():
             questions[name] = list(map(partial(_question, name, judge), prompts, texts))
-        batch = JudgeBatch(to_uint8(outputs) if isinstance(outputs, Tensor) else None, prompts, questions)
+        batch = JudgeBatch(*self._seen(outputs, prompts), prompts, questions)
         self._batches.append(batch)
         if self._thread is not None:
             self._answers.append(self._thread.submit(lambda: self._ask_beside(batch)))
             for answers in self._answers:
                 if answers.done():
                     answers.result()  # raises what has failed meanwhile
+
+    def _seen(self, outputs: Outputs, prompts: list[Prompt]) -> tuple[list[bytes], list[tuple[int, ...]]]:
+        """Files of images, and for each sample the numbers of those that the model is shown."""
+        if isinstance(outputs, Tensor):
+            files = list(map(raw_file, to_uint8(outputs)))
+            return files, [(i,) for i in range(len(files))]
+        if not self._model.reads_images:
+            unseen = next((prompt for prompt in prompts if prompt.images), None)
+            if unseen is not None and not self._warned_of_images:
+                message = (
+                    "reward.model.path: the model reads no images, so that judges do not see those of the prompt %s"
+                )
+                log.warning(message, unseen.place or f'"{unseen.text}"')
+                self._warned_of_images = True
+            return [], [()] * len(prompts)
+        files, shown = [], []
+        numbers: dict[int, int] = {}  # the samples of a prompt share its images
+        for prompt in prompts:
+            for image in prompt.images:
+                if id(image) not in numbers:
+                    numbers[id(image)] = len(files)
+                    try:
+                        files.append(image.encoded())
+                    except ValueError as error:
+                        raise RewardError(str(error)) from error
+            shown.append(tuple(numbers[id(image)] for image in prompt.images))
+        return files, shown
 
     def ask(self) -> tuple[list[Prompt], Answers]:
         """The prompts of all that was submitted, which is forgotten, and by judge an answer about each.
@@ -126,18 +157,20 @@ class JudgePool:
     def _ask_model(self, batches: list[JudgeBatch]) -> Answers:
         """The model's answers about all samples of `batches`, on all ranks of the domain at once."""
         begin = time.perf_counter()
-        # a rank without images takes part with none: sizes are those of the other ranks' images
-        seen = [batch.images for batch in batches if batch.images is not None]
-        images = torch.cat(seen) if seen else torch.zeros(0, 3, 1, 1, dtype=torch.uint8)
+        files: list[bytes] = []
+        shown: list[tuple[int, ...]] = []
+        for batch in batches:
+            for numbers in batch.shown:
+                shown.append(tuple(len(files) + number for number in numbers))
+            files += batch.files
 
-        # one judge after the other, each about all samples
-        questions: list[tuple[int, str]] = []
-        count = 0
+        # one judge after the other, each about all samples; a rank without samples takes part with none
+        questions: list[tuple[tuple[int, ...], str]] = []
         for name in self._judges:
-            texts = list(chain.from_iterable(batch.questions[name] for batch in batches))
-            questions += enumerate(texts)
-            count = len(texts)
-        answers = self._model.ask(None if self._of_text else images, questions)
+            texts = chain.from_iterable(batch.questions[name] for batch in batches)
+            questions += zip(shown, texts, strict=True)
+        count = len(shown)
+        answers = self._model.ask(files, questions)
         self._spent_s += time.perf_counter() - begin
         return {name: answers[i * count : (i + 1) * count] for i, name in enumerate(self._judges)}
 
