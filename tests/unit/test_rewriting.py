@@ -54,7 +54,7 @@ def test_digits_are_filled_up_by_the_template() -> None:
 def test_a_pattern_has_a_second_for_a_text() -> None:
     """It may take for ever on a text of the model; the next text gets its verdict."""
     config = RewriteConfig(pattern="((a+)+)b")
-    with pytest.raises(VerifierError, match="no verdict within timeout_s=0.2"):
+    with pytest.raises(VerifierError, match=r"no verdict within timeout_s=0\.2"):
         rewritten("a" * 10_000 + "c", config)
     assert rewritten("aab", config) == "aa"
     assert rewritten("x" * 10_000 + "aab", config) == "aa"

@@ -168,7 +168,7 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
             drawn.append(replace(chart, title=run.titled(chart.title), series=_stack(run, keys)))
     rest = []
     for name in sorted(names - used):
-        chart = Chart(name, re.escape(name), plain=name.startswith("val/"))
+        chart = Chart(name, re.escape(_of_policy(name)[1]), plain=name.startswith("val/"))
         rest.append(replace(chart, series=_curves(chart, [name], runs)))
     return [chart for chart in drawn if chart.series], [chart for chart in rest if chart.series]
 

@@ -16,7 +16,8 @@ def fitting(
 ) -> list[PromptRow]:
     """The rows to use, as data.overlong_prompts wants it; `first`: this rank says how many are cut or left out.
 
-    `key` lists the files of the rows, and `named(text)` is a message with the keys of the job. Raises DataError for a longer prompt under `error`, and where none is left.
+    `key` lists the files of the rows, and `named(text)` is a message with the job's keys. Raises DataError for
+    a longer prompt under `error`, and where none is left.
     """
     tokenizer, tokens, limit = model.text_tokens([row.text for row in rows], data.max_prompt_length)
     overlong = [i for i in range(len(rows)) if len(tokens[i]) > limit]

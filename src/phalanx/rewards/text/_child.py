@@ -11,6 +11,7 @@ import re
 import runpy
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -45,10 +46,8 @@ def load_last_group() -> Callable[[str, str], str | None]:
     """The first group of a regular expression's last match in a text, "" for one without a part in it."""
 
     def verdict(pattern: str, text: str) -> str | None:
-        match = None
-        for match in re.finditer(pattern, text, re.DOTALL):
-            pass
-        return None if match is None else match.group(1) or ""
+        matches = deque(re.finditer(pattern, text, re.DOTALL), maxlen=1)
+        return matches[0].group(1) or "" if matches else None
 
     return verdict
 
