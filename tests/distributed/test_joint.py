@@ -1,6 +1,7 @@
 """Joint runs: a writer's texts are a painter's prompts, one reward trains both, and the layout is no part of the result."""
 
-import shutil
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from phalanx.config import load
 from phalanx.config.joint import POLICIES, JointConfig
 from phalanx.jobs.export import open_checkpoint
 from tests.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
-from tests.ranks import run_ranks
+from tests.ranks import RankError, run_ranks
 
 
 def joint_config(writer: Path, painter: Path, folder: Path, *overrides: str) -> JointConfig:
@@ -89,6 +90,22 @@ def steps(folder: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if "/perf/" not in key} for row in rows(folder)]
 
 
+def fit_until_killed(cfg: JointConfig, step: int) -> None:
+    """Train; one rank is killed as the painter is about to be trained in that step."""
+    from phalanx.training.joint import build
+
+    t = build(cfg)
+    optimizer_steps = t.updaters["painter"].optimizer_steps
+
+    def killed(batch: Any, log: Any, at: int, chunk: int) -> Any:
+        if at == step and t.world.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return optimizer_steps(batch, log, at, chunk)
+
+    t.updaters["painter"].optimizer_steps = killed  # type: ignore[method-assign]
+    t.fit()
+
+
 def fit(cfg: JointConfig) -> dict[str, dict[str, Tensor]]:
     """Train to the end; returns the weights."""
     from phalanx.training.joint import build
@@ -129,21 +146,25 @@ def test_layouts_agree(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> Non
                 assert part["row"][key] == pytest.approx(value, rel=1e-4, abs=1e-5), key
 
 
-def test_a_stopped_run_goes_on_as_if_it_had_not(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
-    """On two ranks, with turns of one step, a moving average and a schedule of the rate: to the last bit."""
+def test_a_killed_run_goes_on_as_if_it_had_not_been(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    """SIGKILL of one of two ranks after a step that is in no checkpoint, with turns of one step, a moving average and a
+    schedule of the rate: to the last bit.
+    """
     keys = (
         "alternate=1",
         "painter.actor.ema.decay=0.5",
         "writer.optim.lr_scheduler=linear",
         "trainer.total_training_steps=4",
-        "trainer.save_freq=3",
+        "trainer.save_freq=2",
         "trainer.test_freq=4",
     )
     whole = run_ranks(fit, 2, joint_config(lm_folder, sd3_folder, tmp_path / "whole", *keys))[0]
     begun = tmp_path / "begun" / "out"
-    shutil.copytree(tmp_path / "whole" / "out", begun)
-    shutil.rmtree(begun / "checkpoints" / "step_000004")
-    again = run_ranks(fit, 2, joint_config(lm_folder, sd3_folder, tmp_path / "begun", *keys))[0]
+    cfg = joint_config(lm_folder, sd3_folder, tmp_path / "begun", *keys)
+    with pytest.raises(RankError):
+        run_ranks(fit_until_killed, 2, cfg, 3)
+    assert [row["step"] for row in steps(begun)] == [1, 2, 3]
+    again = run_ranks(fit, 2, cfg)[0]
     for name, values in whole.items():
         for key, value in values.items():
             assert torch.equal(again[name][key], value), key

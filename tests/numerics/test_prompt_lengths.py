@@ -1,12 +1,14 @@
 """Prompts that are longer than what a text encoder reads: found by counts that agree with the embeddings."""
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from phalanx.config.flow import FlowDataConfig
+from phalanx.config.rules import of_part
 from phalanx.data.prompts import DataError, PromptRow
 from phalanx.distributed.mesh import World
 from phalanx.training.prompt_lengths import fitting
@@ -81,3 +83,7 @@ def test_clip_reads_77_tokens(sd3_folder: Path, world: World, caplog: pytest.Log
     (message,) = caplog.messages
     assert "1 of 1 prompts have more than 77 tokens and are cut there" in message
     assert message.endswith("; the text encoders of model.path read no more than 77")
+    named = partial(of_part, part="painter")
+    with pytest.raises(DataError, match=r"the text encoders of painter\.model\.path read no more than 77, or set"):
+        data = FlowDataConfig(overlong_prompts="error")
+        fitting([PromptRow("x " * 300, None, {})], "data.train_files", model, data, first=True, named=named)

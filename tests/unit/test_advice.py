@@ -84,6 +84,22 @@ def test_a_step_with_a_signal_begins_the_count_anew() -> None:
         assert advisor.warnings(step, LEARNS | {"reward/mean": step, "reward/zero_std_ratio": ratio}) == []
 
 
+def test_policies_of_a_joint_run() -> None:
+    """The writer's metrics and the painter's, whose turns may alternate: what one lacks says nothing about the other."""
+    writer, painter = Advisor(100, 8, 64, "writer"), Advisor(100, 2, 64, "painter")
+    even = {f"writer/{key}": value for key, value in LEARNS.items()}
+    odd = {f"painter/{key}": value for key, value in LEARNS.items() if not key.startswith("reward/")}
+    lines = []
+    for step in range(1, 2 * PATIENCE + 1):
+        row = {"reward/mean": step, "reward/std": 0.5, "reward/max": 1.0, "reward/min": 0.0}
+        row |= even | {"writer/reward/mean": step, "writer/response/truncated_ratio": float(step == 1)}
+        row |= odd | {"painter/actor/grad_norm": 0.0} if step % 2 else {}
+        lines += [*writer.warnings(step, row), *painter.warnings(step, row)]
+    cut, idle = lines
+    assert cut.startswith("writer: all responses of step 1 are cut at data.max_response_length=64")
+    assert idle.startswith(f"painter: no weight was updated in the last {PATIENCE} steps, up to step")
+
+
 def test_a_validation_is_no_step() -> None:
     assert not is_training_row({"step": 0, "val/a/reward/mean": 1.0, "time/validation": 1.0, "perf/elapsed_s": 1.0})
     assert is_training_row({"step": 1, "train/loss": 1.0})

@@ -60,6 +60,22 @@ class TestCharts:
         ]
         assert chart.data()["bars"] is True
 
+    def test_policies_of_a_joint_run_share_charts(self) -> None:
+        """The writer's curves and phases stand before the painter's, each with its own band."""
+        row = {"reward/mean": 1, "reward/std": 2, "painter/actor/grad_norm": 1, "writer/actor/grad_norm": 1}
+        row |= {"writer/reward/mean": 3, "writer/reward/std": 4, "writer/rewrite/cut_ratio": 0.5, "writer/odd": 1}
+        row |= {f"time/{name}": 1 for name in ("painter_rollout", "painter_update", "writer_rollout", "writer_update")}
+        known, others = charts_of([of_rows({"step": 1, **row})])
+        labels = {chart.title: [series.label for series in chart.series] for chart in known}
+        assert labels == {
+            "Training reward": ["reward/mean", "writer/reward/mean"],
+            "Rewritten prompts": ["writer/cut_ratio"],
+            "Gradient norm": ["writer/actor/grad_norm", "painter/actor/grad_norm"],
+            "Seconds by phase": ["writer_rollout", "painter_rollout", "writer_update", "painter_update"],
+        }
+        assert [series.band for series in known[0].series] == [[(1, 2)], [(1, 4)]]
+        assert [chart.title for chart in others] == ["writer/odd"]
+
     def test_each_metric_is_in_a_chart(self) -> None:
         row = {
             "reward/mean": 1,

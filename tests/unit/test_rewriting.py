@@ -3,10 +3,17 @@
 import pytest
 
 from phalanx.config.joint import RewriteConfig
-from phalanx.training.rewriting import as_original, rewritten
+from phalanx.rewards.text._process import Verifier, VerifierError
+from phalanx.training.rewriting import as_original
+from phalanx.training.rewriting import rewritten as rewritten_by
 from phalanx.types import Prompt
 
+LAST_GROUP = Verifier("last_group", 0.2)
 TAGS = RewriteConfig(pattern="<prompt>(.*?)</prompt>", template="{}, oil on canvas")
+
+
+def rewritten(response: str, config: RewriteConfig) -> str | None:
+    return rewritten_by(response, config, LAST_GROUP)
 
 
 @pytest.mark.parametrize(
@@ -42,6 +49,16 @@ def test_the_last_match_is_the_prompt(response: str, text: str | None) -> None:
 def test_digits_are_filled_up_by_the_template() -> None:
     config = RewriteConfig(pattern=r"#### *(\d+)", template='the number "{:0>3}"')
     assert rewritten("18-16=2\n#### 20", config) == 'the number "020"'
+
+
+def test_a_pattern_has_a_second_for_a_text() -> None:
+    """It may take for ever on a text of the model; the next text gets its verdict."""
+    config = RewriteConfig(pattern="((a+)+)b")
+    with pytest.raises(VerifierError, match=r"no verdict within timeout_s=0\.2"):
+        rewritten("a" * 10_000 + "c", config)
+    assert rewritten("aab", config) == "aa"
+    assert rewritten("x" * 10_000 + "aab", config) == "aa"
+    assert rewritten("a", RewriteConfig(pattern="a|(b)")) is None
 
 
 def test_a_picture_is_judged_by_the_original_prompt() -> None:

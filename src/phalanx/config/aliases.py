@@ -206,9 +206,36 @@ NOTHING_TO_SET = (
     "trainer.use_v1",
 )
 
+# Sections of jobs of one policy, which joint runs have not.
+NOT_JOINT = {
+    "placement": "a joint run has no ranks of other roles: both policies are sampled and trained on all ranks",
+    "environment": "the writer of a joint run answers once, without tools or turns",
+    "critic": "no policy of a joint run has a critic; writer.algorithm.name is such as grpo",
+    "filter_groups": "a joint run draws no samples again",
+}
+
+
+def _joint(key: str, known: Collection[str]) -> str | None:
+    """As `alias`, where the keys are those of a joint run."""
+    name = key.removeprefix("writer.").removeprefix("painter.")
+    for section, reason in NOT_JOINT.items():
+        if section in name.split("."):
+            return reason
+    if name in known:
+        return f"both policies have one {name}"
+    of_policies = [f"{part}.{name}" for part in ("writer", "painter") if f"{part}.{name}" in known]
+    if of_policies and key == name:
+        return f"here it is {' or '.join(of_policies)}"
+    message = alias(name, {other.removeprefix("writer.").removeprefix("painter.") for other in known})
+    return message if message is None else f"{message}, which a joint run has below writer and painter"
+
 
 def alias(key: str, known: Collection[str]) -> str | None:
-    """The message on a key of another trainer, where `known` are the keys here; None for any other key."""
+    """The message on a key of another trainer, where `known` are the keys here; None for any other key. So it is of a
+    key that a joint run has not, or has elsewhere.
+    """
+    if "painter.model.path" in known:
+        return _joint(key, known)
     if key.startswith("critic.") and "critic.optim.lr" not in known:
         return None  # of a job that has no critic
     renamed = RENAMED | OF_LANGUAGE_MODELS if "data.max_response_length" in known else RENAMED

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from phalanx.config.joint import PAINTER
+
 PATIENCE = 5  # steps in a row without a signal, until a warning reports them; fewer where the job is shorter
 SAME_STEPS = 10  # steps in a row with one mean reward, to the last bit
 
@@ -10,17 +12,29 @@ class Advisor:
     """Watches the rows of a run of `total_steps` training steps, each in turn.
 
     `samples_per_prompt` is rollout.n: a single sample differs from no other. `max_response_length` is named in the
-    warning about responses that are cut.
+    warning about responses that are cut. `policy`: the one of a joint run whose metrics are watched.
     """
 
-    def __init__(self, total_steps: int, samples_per_prompt: int, max_response_length: int | None) -> None:
-        self._total, self._samples_per_prompt, self._limit = total_steps, samples_per_prompt, max_response_length
+    def __init__(
+        self, total_steps: int, samples_per_prompt: int, max_response_length: int | None, policy: str | None = None
+    ) -> None:
+        self._policy, self._total = policy, total_steps
+        self._samples_per_prompt, self._limit = samples_per_prompt, max_response_length
         self._streaks: dict[str, int] = {}
         self._reported: set[str] = set()
         self._last_reward: tuple[Any, Any] | None = None
 
     def warnings(self, step: int, row: dict[str, Any]) -> list[str]:
         """The warnings that this row gives rise to; none that an earlier row gave."""
+        if self._policy is None:
+            return self._warnings(step, row)
+        prefix = f"{self._policy}/"
+        metrics = {key.removeprefix(prefix): value for key, value in row.items() if key.startswith(prefix)}
+        if self._policy == PAINTER:  # the rewards of its pictures are the run's
+            metrics |= {key: value for key, value in row.items() if key.startswith("reward/")}
+        return [f"{self._policy}: {line}" for line in self._warnings(step, metrics)]
+
+    def _warnings(self, step: int, row: dict[str, Any]) -> list[str]:
         lines = []
         if row.get("response/truncated_ratio") == 1 and self._lasts("cut", True, 1):
             limit = "data.max_response_length" + (f"={self._limit}" if self._limit else "")
@@ -28,7 +42,8 @@ class Advisor:
                 f"all responses of step {step} are cut at {limit}, before their end of sequence: raise it, or reward "
                 "shorter responses"
             )
-        if not is_training_row(row):
+        # of a policy of a joint run only those steps count in which it was trained
+        if not is_training_row(row) or (self._policy is not None and not any(key.startswith("actor/") for key in row)):
             return lines
         signal = self._missing_signal(step, row)
         if signal is not None:

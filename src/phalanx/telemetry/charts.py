@@ -8,6 +8,7 @@ from html import escape
 from operator import itemgetter
 from typing import Any
 
+from phalanx.config.joint import PAINTER, POLICIES, WRITER
 from phalanx.telemetry.loggers import ELAPSED, LOSS
 from phalanx.telemetry.run_folder import VALIDATION, Point, Run
 
@@ -107,6 +108,12 @@ CHARTS = (
     Chart(
         "Share of prompts whose samples all score the same", "reward/zero_std_ratio", "Such prompts give no gradient."
     ),
+    Chart(
+        "Rewritten prompts",
+        "rewrite/(.+_ratio)",
+        "Shares of responses: without a prompt, with one that is cut, and of different ones.",
+        zero=True,
+    ),
     Chart("Response length (tokens)", "response/length_(mean|max|min)"),
     Chart("Truncated responses", "response/truncated_ratio", "Share cut at data.max_response_length.", zero=True),
     Chart("Turns and calls per sample", "(conversation/turns_(?:mean|max)|tools/call_frequency)", zero=True),
@@ -149,8 +156,9 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     constants = constants_of(runs)
     drawn, used = list[Chart](), set(constants)
     for chart in CHARTS:
-        keys = [name for name in sorted(names) if re.fullmatch(chart.keys, name)]
-        used |= {chart.band, *keys}
+        keys = [name for name in sorted(names, key=_policies_last) if re.fullmatch(chart.keys, _of_policy(name)[1])]
+        for key in keys:
+            used |= {key, f"{_of_policy(key)[0]}{chart.band}"}
         if not chart.bars and constants.keys() >= set(keys):
             continue
         if not chart.bars:
@@ -160,7 +168,7 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
             drawn.append(replace(chart, title=run.titled(chart.title), series=_stack(run, keys)))
     rest = []
     for name in sorted(names - used):
-        chart = Chart(name, re.escape(name), plain=name.startswith("val/"))
+        chart = Chart(name, re.escape(_of_policy(name)[1]), plain=name.startswith("val/"))
         rest.append(replace(chart, series=_curves(chart, [name], runs)))
     return [chart for chart in drawn if chart.series], [chart for chart in rest if chart.series]
 
@@ -189,15 +197,16 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
     curves = list[Series]()
     is_crowded = len(names) * len(runs) > COLOURS
     for i, name in enumerate(names):
-        match = re.fullmatch(chart.keys, name)
+        policy, plain = _of_policy(name)
+        match = re.fullmatch(chart.keys, plain)
         assert match is not None
-        label = match[1] if match.groups() else name
+        label = f"{policy}{match[1]}" if match.groups() else name
         for k, run in enumerate(runs):
             points = run.points(name)
             if not points:
                 continue
             if len(runs) == 1:
-                curves.append(Series(label, points, run.points(chart.band), colour=i, dash=i // COLOURS))
+                curves.append(Series(label, points, run.points(f"{policy}{chart.band}"), colour=i, dash=i // COLOURS))
             else:  # bands would hide the other runs, and the difference of their means
                 name_of = run.label if len(names) == 1 else f"{run.label} · {label}"
                 colour = i * len(runs) + k
@@ -206,10 +215,31 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
     return curves
 
 
+def _of_policy(name: str) -> tuple[str, str]:
+    """What a joint run's metric of one policy begins with, `writer/`, and the metric; "" of other metrics."""
+    for policy in POLICIES:
+        if name.startswith(f"{policy}/"):
+            return f"{policy}/", name.removeprefix(f"{policy}/")
+    return "", name
+
+
+def _policies_last(name: str) -> tuple[bool, str, str]:
+    """Sorts metrics: those of the run, then of a joint run's writer, then of its painter."""
+    policy, plain = _of_policy(name)
+    return policy.startswith(PAINTER), policy, plain
+
+
+def _phase(name: str) -> tuple[int, bool]:
+    """Sorts phases: the usual ones in their order, of a joint run the writer's before the painter's."""
+    phase = name.removeprefix("time/")
+    plain = phase.removeprefix(f"{WRITER}_").removeprefix(f"{PAINTER}_")
+    return _PHASES.get(plain, len(_PHASES)), phase.startswith(PAINTER)
+
+
 def _stack(run: Run, names: list[str]) -> list[Series]:
     """Seconds of each phase over all steps that have any; 0 where a step has none of that phase."""
     # the usual phases first, in their order, so that a bar with a validation looks like its neighbours at its bottom
-    ordered = sorted(names, key=lambda name: _PHASES.get(name.removeprefix("time/"), len(_PHASES)))
+    ordered = sorted(names, key=_phase)
     values, steps = {}, set[int]()
     for name in ordered:
         values[name] = dict(run.points(name))

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from phalanx.config.joint import POLICIES, WRITER
 from phalanx.config.load import ConfigError
 from phalanx.config.messages import reason
 from phalanx.config.run import TrainerConfig
@@ -161,8 +162,10 @@ class RunLogger:
         path = self._folder / METRICS_FILE
         earlier = read_metrics(path) if start_step and path.is_file() else []
         self._repeated = max((row["step"] for row in earlier), default=-1)  # a resumed run goes through it again
-        samples, limit = setting(resolved_config, "rollout.n"), setting(resolved_config, "data.max_response_length")
-        self._advisor = Advisor(total_steps, samples or 1, limit)
+        limit, self._advisors = setting(resolved_config, "data.max_response_length"), []
+        for policy in POLICIES if WRITER in resolved_config else (None,):
+            samples = setting(resolved_config, "rollout.n" if policy is None else f"{policy}.rollout.n")
+            self._advisors.append(Advisor(total_steps, samples or 1, limit, policy))
         self._continued: set[str] = set()  # entries whose loggers go on with the run that they had
 
         start = RunStart(trainer, resolved_config, start_step, total_steps, None, timers or Timers())
@@ -202,8 +205,9 @@ class RunLogger:
             return
         row = self._file.write(step, row)
         self._each(lambda logger: logger.log(step, row), step)
-        for warning in self._advisor.warnings(step, row):
-            _log.warning("%s", warning)
+        for advisor in self._advisors:
+            for warning in advisor.warnings(step, row):
+                _log.warning("%s", warning)
 
     def records(self, step: int, set_name: str, records: Iterable[Record]) -> None:
         """Write a validation's samples to `<output_dir>/images/<set>/step_<k>`, or texts to `samples/<set>/step_<k>`,

@@ -8,7 +8,7 @@ M pictures of each of these.
 """
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +43,7 @@ from phalanx.training.rewriting import Rewriter, as_original
 from phalanx.training.rl import train_state
 from phalanx.training.update import Updater
 from phalanx.training.validation import Records, Validator, validate
-from phalanx.types import Algorithm, Outputs, Prompt, Rollout, Samples
+from phalanx.types import Algorithm, JobError, Outputs, Prompt, Rollout, Samples
 
 
 @dataclass
@@ -98,6 +98,7 @@ class JointTrainer:
     ) -> None:
         self.cfg, self.parts, self.rewriter, self.job = cfg, parts, rewriter, job
         self.collectors, self.updaters = collectors, updaters
+        self.seconds: dict[str, float] = {}  # that each policy took to draw the samples of the step
 
     @property
     def world(self) -> World:
@@ -122,7 +123,8 @@ class JointTrainer:
         for name in self.parts:
             collected = drawn.pop(name)
             if trains(self.cfg, name, step):
-                numbers = train_step(self.job, Drawn(collected), self.updaters[name], step, began)
+                start = time.perf_counter() - self.seconds[name]  # as if it had drawn them just now
+                numbers = train_step(self.job, Drawn(collected), self.updaters[name], step, start)
             else:
                 numbers = collected.row
             row |= named(name, numbers)
@@ -134,11 +136,16 @@ class JointTrainer:
         """
         writer, painter = self.parts[WRITER], self.parts[PAINTER]
         each, pictures = writer.cfg.rollout.n, painter.cfg.rollout.n
-        samples, row = self.collectors[WRITER].sample(step)
+        began = time.perf_counter()
+        with about(WRITER, JobError, JobError):
+            samples, row = self.collectors[WRITER].sample(step)
         assert isinstance(samples.outputs, list)
         with writer.timers("rewrite"):
             row |= self.rewriter.write(step, samples.outputs, each)
-        painted = self.collectors[PAINTER].collect(step)
+        written = time.perf_counter()
+        with about(PAINTER, JobError, JobError):
+            painted = self.collectors[PAINTER].collect(step)
+        self.seconds = {WRITER: written - began, PAINTER: time.perf_counter() - written}
         # r [P, K]: the mean over a prompt's pictures that have a reward, NaN where none has
         of_prompts = painted.reward.view(-1, self.cfg.rewrites, pictures).nanmean(-1)
         reward = of_prompts[:, :each].flatten()  # [P N]
@@ -154,8 +161,7 @@ def named(name: str, row: Mapping[str, float]) -> dict[str, float]:
     """The metrics of a policy with its name before them; the rewards of pictures are those of the run."""
     result = {}
     for key, value in row.items():
-        if key != "perf/step_s":
-            result[key if name == PAINTER and key.startswith("reward/") else f"{name}/{key}"] = value
+        result[key if name == PAINTER and key.startswith("reward/") else f"{name}/{key}"] = value
     return result
 
 
@@ -235,12 +241,14 @@ class JointValidator(Validator):
 
 
 @contextmanager
-def about(part: str) -> Iterator[None]:
-    """Messages about a policy's configuration within the block (ValueError) have the joint run's keys."""
+def about(
+    part: str, kind: type[Exception] = ValueError, told_as: Callable[[str], Exception] = ConfigError
+) -> Iterator[None]:
+    """Messages about a policy's configuration within the block, errors of that kind, have the joint run's keys."""
     try:
         yield
-    except ValueError as error:
-        raise ConfigError(of_part(str(error), part)) from error
+    except kind as error:
+        raise told_as(of_part(str(error), part)) from error
 
 
 def build(cfg: JointConfig) -> JointTrainer:
@@ -283,7 +291,10 @@ def build(cfg: JointConfig) -> JointTrainer:
         window = by_pictures.levels is None and not still[PAINTER]
         micro = plans[PAINTER].rollout_micro
         images = flow_rollouts.build_rollout(pictures, painter.rollout, world, micro, window=window)
-        prompt_lengths.fitting(rows, "data.train_files", pictures.model, painter.data, first=world.lead)
+        named_keys = partial(of_part, part=PAINTER)
+        prompt_lengths.fitting(
+            rows, "data.train_files", pictures.model, painter.data, first=world.lead, named=named_keys
+        )
     if world.lead:
         held_out_overlap(rows, [p for some in val_sets.values() for p in some], pictures.model.image_column)
     timers, n, m = Timers(), writer.rollout.n, painter.rollout.n

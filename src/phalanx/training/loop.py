@@ -47,8 +47,8 @@ def train_step(
 ) -> dict[str, float]:
     """A training step of one policy: sample, score, learn. Returns its metrics.
 
-    A job that trains several policies takes such a step for each before it ends the step of all; `start` is then when
-    that one began, by time.perf_counter.
+    A job that trains several policies takes such a step for each before it ends the step of all; `start`, by
+    time.perf_counter, is then such that the policy's own seconds have passed since.
     """
     policy, algorithm, critic = updater.policy, updater.algorithm, updater.critic
     state, timers = updater.state, updater.timers

@@ -1,6 +1,7 @@
 """Prompts of flow models that are longer than what the text encoder reads (`data.overlong_prompts`)."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from phalanx.config.messages import cut
@@ -10,19 +11,22 @@ from phalanx.models.flow.family import FlowModel
 log = logging.getLogger(__name__)
 
 
-def fitting(rows: list[PromptRow], key: str, model: FlowModel, data: Any, *, first: bool) -> list[PromptRow]:
+def fitting(
+    rows: list[PromptRow], key: str, model: FlowModel, data: Any, *, first: bool, named: Callable[[str], str] = str
+) -> list[PromptRow]:
     """The rows to use, as data.overlong_prompts wants it; `first`: this rank says how many are cut or left out.
 
-    `key` lists the files of the rows. Raises DataError for a longer prompt under `error`, and where none is left.
+    `key` lists the files of the rows, and `named(text)` is a message with the job's keys. Raises DataError for
+    a longer prompt under `error`, and where none is left.
     """
     tokenizer, tokens, limit = model.text_tokens([row.text for row in rows], data.max_prompt_length)
     overlong = [i for i in range(len(rows)) if len(tokens[i]) > limit]
     if not overlong:
         return rows
     needed = max(map(len, tokens))
-    remedy = f"data.max_prompt_length={needed} holds all"
+    remedy = named(f"data.max_prompt_length={needed} holds all")
     if limit < data.max_prompt_length:
-        remedy = f"the text encoders of model.path read no more than {limit}"
+        remedy = named(f"the text encoders of model.path read no more than {limit}")
     where = f"prompt {overlong[0]} ({cut(repr(rows[overlong[0]].text))})"
     count = f"{key}: {len(overlong)} of {len(rows)} prompts have more than {limit} tokens"
     if data.overlong_prompts == "error":

@@ -1,15 +1,20 @@
 """The prompts of a painter, as a writer's responses say them."""
 
-import re
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
 from phalanx.config.joint import RewriteConfig
 from phalanx.data.streams import PromptStream
 from phalanx.distributed.collectives import all_gather_object
+from phalanx.exit import place
 from phalanx.models.flow.family import FlowModel
+from phalanx.rewards.text._process import Verifier, VerifierError
 from phalanx.types import Prompt
 
+log = logging.getLogger(__name__)
+
+MATCH_S = 1.0  # seconds of the processor for a response: the pattern is the user's, but the text is the model's
 ORIGINAL = "original_prompt"  # in a rewritten prompt's meta
 
 
@@ -18,13 +23,14 @@ def as_original(prompt: Prompt) -> Prompt:
     return replace(prompt, text=prompt.meta[ORIGINAL]) if ORIGINAL in prompt.meta else prompt
 
 
-def rewritten(response: str, config: RewriteConfig) -> str | None:
-    """The prompt that a response says, without think blocks, on one line; None where it says none."""
+def rewritten(response: str, config: RewriteConfig, last_group: Verifier) -> str | None:
+    """The prompt that a response says, without think blocks, on one line; None where it says none. Raises VerifierError
+    where the pattern takes too long.
+    """
     # a chat template may have opened the block, and the limit may have cut it
     text = response.rpartition("</think>")[2].partition("<think>")[0]
     if config.pattern is not None:
-        matches = list(re.finditer(config.pattern, text, re.DOTALL))
-        text = (matches[-1].group(1) or "") if matches else ""
+        text = last_group.ask(config.pattern, text) or ""
     text = " ".join(text.split())
     return config.template.format(text) if text else None
 
@@ -40,6 +46,7 @@ class Rewriter:
         """`longest`: tokens of a prompt that the painter's `model` may read."""
         self.config, self.originals, self.model, self.longest = config, originals, model, longest
         self._prompts: list[Prompt] = []
+        self._last_group, self._told = Verifier("last_group", MATCH_S), False
 
     def write(self, step: int, responses: Sequence[str], each: int) -> dict[str, float]:
         """Make the prompts of a step of this rank's responses, `each` to each original prompt on all ranks together;
@@ -67,11 +74,27 @@ class Rewriter:
         """The rewritten prompts of all ranks' responses, None where there is none, and whether the painter reads only
         the first tokens of each.
         """
-        texts = [rewritten(response, self.config) for response in responses]
+        texts = list(map(self._rewritten, responses))
         known = [text for text in texts if text is not None]
         lengths = iter(self._lengths(known))
         local = [(text, text is not None and next(lengths)) for text in texts]
         return [one for part in all_gather_object(local) for one in part]
+
+    def _rewritten(self, response: str) -> str | None:
+        """See `rewritten`; None where the pattern takes too long, which is said once."""
+        try:
+            return rewritten(response, self.config, self._last_group)
+        except VerifierError as error:
+            if not self._told:  # an error, since only this rank may see it: only rank 0 shows warnings
+                log.error(
+                    "%s: rewrite.pattern: %s on a response of %d characters, in whose place the painter gets the "
+                    "original prompt; from here on see writer/rewrite/fallback_ratio",
+                    place(),
+                    error,
+                    len(response),
+                )
+            self._told = True
+            return None
 
     def _lengths(self, texts: list[str]) -> list[bool]:
         """Whether each text has more tokens than the painter reads."""

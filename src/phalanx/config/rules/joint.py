@@ -30,6 +30,12 @@ def _teacher(c: Any) -> tuple[str, str] | None:
     return next(((part, a.name) for part, a in algorithms if "teacher_path" in vars(a)), None)
 
 
+def _images(c: Any) -> tuple[str, Any] | None:
+    """The first key of images that prompts show a language model, and its value."""
+    keys = ("image_key", "min_pixels", "max_pixels")
+    return next(((key, vars(c.data)[key]) for key in keys if vars(c.data)[key] is not None), None)
+
+
 def _pattern(c: Any) -> str | None:
     """The reason why a pattern cannot be used."""
     if c.rewrite.pattern is None:
@@ -68,6 +74,16 @@ RULES = (
          _schedule,
          "{x[0]}.rollout.schedule: {x[1]} needs ranks of other roles, which a joint run has not; set it to "
          "synchronous"),
+    Rule("writer.rollout.partial_rollout", JOINT,
+         "The painter needs all texts of a step.",
+         lambda c: c.writer.rollout.partial_rollout,
+         "writer.rollout.partial_rollout: true would leave texts of a step unfinished, whose pictures it needs; set it "
+         "to false"),
+    Rule("data.image_key data.min_pixels data.max_pixels", JOINT,
+         "The writer reads texts.",
+         _images,
+         "data.{x[0]}: {x[1]} is of prompts with images, which the writer of a joint run does not read; set it to "
+         "null"),
     Rule("painter.rollout.engine", JOINT, "The painter samples in the modules that are trained.",
          lambda c: c.painter.rollout.engine != "policy",
          "painter.rollout.engine: {c.painter.rollout.engine} does not make pictures of rewritten prompts; set it to "

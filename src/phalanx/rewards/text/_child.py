@@ -11,6 +11,7 @@ import re
 import runpy
 import signal
 import sys
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -41,6 +42,16 @@ def load_pattern() -> Callable[[str, str], bool]:
     return lambda pattern, text: re.fullmatch(pattern, text, re.DOTALL) is not None
 
 
+def load_last_group() -> Callable[[str, str], str | None]:
+    """The first group of a regular expression's last match in a text, "" for one without a part in it."""
+
+    def verdict(pattern: str, text: str) -> str | None:
+        matches = deque(re.finditer(pattern, text, re.DOTALL), maxlen=1)
+        return matches[0].group(1) or "" if matches else None
+
+    return verdict
+
+
 def load_reasoning_gym() -> Callable[[str, str | None, dict[str, Any]], float]:
     """The score of an answer by the task's own verifier, for the row that the task has made."""
     import reasoning_gym
@@ -58,6 +69,7 @@ def load_reasoning_gym() -> Callable[[str, str | None, dict[str, Any]], float]:
 
 
 VERIFIERS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "last_group": load_last_group,
     "math": load_math,
     "pattern": load_pattern,
     "reasoning_gym": load_reasoning_gym,
