@@ -17,8 +17,10 @@ from phalanx.config.load import ConfigError
 from phalanx.config.tasks import ExportConfig
 from phalanx.engines.transformers import load_processor
 from phalanx.jobs.export import Export
+from phalanx.models.lm import vision_families
 from phalanx.training import lm_rl
 from phalanx.types import JobError
+from tests.checks import refused
 from tests.lm import lm_overrides, tiny_lm
 from tests.ranks import run_ranks
 from tests.tiny_vision import chat, picture, shown_prompts, tiny_vision
@@ -45,6 +47,7 @@ def job(config: LMRLConfig, steps: int = 2) -> tuple[list[dict[str, float]], dic
     return [row for row in rows if "actor/grad_norm" in row], weights
 
 
+PARTIAL = ("rollout.partial_rollout=true", "rollout.partial_rollout_tokens=4")
 PACKED = ("model.use_remove_padding=true", "actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=250")
 LAYOUTS = {
     True: ((1, ()), (2, ()), (2, PACKED)),
@@ -146,19 +149,40 @@ def test_a_critic_reads_images(qwen: Path, tmp_path: Path) -> None:
 
 
 def test_what_images_do_not_go_with_is_told_in_one_line(qwen: Path, tmp_path: Path) -> None:
-    place = f"data.train_files: {tmp_path / 'data' / 'prompts.jsonl'}:1 has images, and "
-    for keys, kind, message in (
-        (["model.path=" + str(tiny_lm(tmp_path / "text"))], ValueError, "is a Qwen3ForCausalLM, which reads none"),
-        (["model.block_size=4"], ConfigError, "block diffusion reads none"),
-        (["model.lora_rank=2", "model.lora_path=x"], ConfigError, "lora_path"),
+    for keys, message in (
+        (["model.block_size=4"], "there is no block diffusion; leave model.block_size out"),
+        (["model.lora_rank=2", "model.lora_path=x"], "no run starts from model.lora_path; merge it before"),
+        (["environment.tools=[calculator]"], "there are no conversations with an environment; leave one of them out"),
     ):
-        with pytest.raises(kind) as error:
-            lm_rl.check_images(config_of(qwen, tmp_path / "data", *keys), place.removesuffix(" has images, and "))
-        assert str(error.value).startswith(place.removesuffix("and ")[:40]) and message in str(error.value)
-        assert "\n" not in str(error.value)
-    other = tmp_path / "other"
-    tiny_vision(other, "qwen3_vl")
+        with refused(f"data.train_files: a:1 has images, with which {message}", ConfigError):
+            lm_rl.check_images(config_of(qwen, tmp_path / "data", *keys), "data.train_files: a:1 has images")
+    text = tiny_lm(tmp_path / "text")
+    with refused(f"a:1 has images, and model.path: {str(text)!r} is a Qwen3ForCausalLM, which reads none"):
+        vision_families.check(config_of(text, tmp_path / "data").model, "a:1")
+    other = tiny_vision(tmp_path / "other", "qwen3_vl")
     settings = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(settings | {"architectures": ["GotOcr2ForConditionalGeneration"]}))
     with pytest.raises(ValueError, match="is a GotOcr2ForConditionalGeneration, expected one of Qwen2VL, Qwen2_5_VL"):
-        lm_rl.check_images(config_of(other, tmp_path / "data"), "data.train_files: a:1")
+        vision_families.check(config_of(other, tmp_path / "data").model, "a:1")
+
+
+def test_a_model_without_a_class_of_its_text_part_is_trained_on_texts_as_a_whole(qwen: Path, tmp_path: Path) -> None:
+    keys = [f"data.train_files=[{tmp_path / 'texts.jsonl'}]", f"trainer.output_dir={tmp_path / 'out'}"]
+    keys.append("trainer.save_freq=2")
+    config = config_of(qwen, tmp_path / "data", *keys)
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"prompt": f"say {i}"}) + "\n" for i in range(8)))
+    rows, weights = run_ranks(job, 1, config)[0]
+    assert [row["actor/first_ratio_error"] for row in rows] == [0, 0]
+    folder = tmp_path / "export"
+    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={folder}"])).run()
+    assert (folder / "preprocessor_config.json").is_file()
+    model = transformers.AutoModelForImageTextToText.from_pretrained(folder)
+    assert not any("visual" in name for name in weights)
+    for name, value in weights.items():
+        assert torch.equal(model.get_parameter(name.removeprefix("lm.")), value), name
+    with refused(
+        f"model.path: {str(qwen)!r} is trained as a whole, of which transformers has no text part, with which there are no "
+        "partial rollouts; leave rollout.partial_rollout out",
+        ConfigError,
+    ):
+        lm_rl.build(load(LMRLConfig, None, [*lm_overrides(qwen, tmp_path / "data"), *keys, *PARTIAL]))

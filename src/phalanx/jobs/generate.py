@@ -25,6 +25,7 @@ from phalanx.distributed.launch import Launch
 from phalanx.environments.environments import Environments
 from phalanx.jobs.export import open_checkpoint
 from phalanx.jobs.outputs import check_place, writing
+from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, load_blocks
 from phalanx.models.lm.export import reads_images
 from phalanx.models.lm.model import DTYPES, CausalLM, load_model, load_tokenizer, positions
@@ -78,7 +79,10 @@ class Generation:
         variables = run.data.chat_template_kwargs | cfg.chat_template_kwargs
         data = replace(run.data, overlong_prompts="error", chat_template_kwargs=variables)
         data = replace(data, **_given(system_prompt=cfg.system_prompt))
-        images = shown is not None or (self.trained is not None and reads_images(self.trained.entries))
+        if self.trained is not None:
+            images = shown is not None or reads_images(self.trained.entries)
+        else:
+            images = shown is not None or vision_families.is_needed(config)
         # supervised training adds the mask token that its base lacks
         model, tokenizer = load(config, add_mask=isinstance(run, BlockDiffusionRunConfig), images=images)
         self.world = mesh.start(ParallelConfig())
@@ -128,9 +132,7 @@ class Generation:
             )
         if config.block_size is not None:
             raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
-        from phalanx.models.lm import vision
-
-        vision.check(config, place)
+        vision_families.check(config, place)
 
     def _limit(self, run: LMRunConfig, lengths: Sequence[int], positions: int, size: int) -> int:
         """The longest response, in tokens, whole blocks of `size`; ConfigError where it does not fit behind the longest

@@ -28,7 +28,8 @@ from phalanx.models.lm import experts
 from phalanx.models.lm.blocks import BlockDiffusionLM, BlockDiffusionPolicy, check_layers
 from phalanx.models.lm.model import CACHE, DTYPES, CausalLM, causal_lm, text_part
 from phalanx.models.lm.policy import LMPolicy
-from phalanx.models.lm.vision import FAMILIES, Vision
+from phalanx.models.lm.vision import Vision
+from phalanx.models.lm.vision_families import FAMILIES
 from phalanx.models.stored import cast_weights
 from phalanx.plan.layout import Cluster, CountedPolicy
 from phalanx.plan.ledger import META, Ledger

@@ -20,6 +20,7 @@ from phalanx.distributed.roles import INFERENCE, ROLLOUT
 from phalanx.environments.environments import Environments
 from phalanx.environments.registry import COLUMN
 from phalanx.functional.tokens import Truncation
+from phalanx.models.lm import vision_families
 from phalanx.models.lm.blocks import build_block_policy
 from phalanx.models.lm.critic import build_critic
 from phalanx.models.lm.policy import LMPolicy, build_policy
@@ -51,11 +52,17 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     val_sets = validation_sets(data.val_files, prompt=key, quoted=False, image_key=data.image_key)
     held_out = [prompt for prompts in val_sets.values() for prompt in prompts]
     every: list[PromptRow | Prompt] = [*rows, *held_out]
-    images = next((row.place for row in every if row.images), None)
-    if images is not None:
-        check_images(cfg, images)
+    place = next((row.place for row in every if row.images), None)
+    if place is not None:
+        check_images(cfg, f"{place} has images")
+        vision_families.check(cfg.model, place)
     elif data.image_key is not None:
         raise ConfigError(f"data.image_key: no row of the data files has images in a column {data.image_key!r}")
+    images = place is not None or vision_families.is_needed(cfg.model)
+    if images and place is None:
+        check_images(
+            cfg, f"model.path: {cfg.model.path!r} is trained as a whole, of which transformers has no text part"
+        )
     environments = Environments(cfg.environment) if cfg.environment.used else None
     if environments is not None:
         rows = with_tools(rows, environments)
@@ -67,7 +74,7 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
             "data.val_files: the policy itself gives all terms of the reward, which it does only in training; add one "
             "to validate by, such as {name: gsm8k, weight: 0}"
         )
-    policy = load_policy(cfg, world, images=images is not None)
+    policy = load_policy(cfg, world, images=images)
     if world.role == INFERENCE:
         return LogProbWorker(cfg, part_of(plan, cfg, world), world, policy)
     rows = fitting(rows, "data.train_files", policy, first=world.lead)
@@ -102,23 +109,19 @@ def build(cfg: LMRLConfig) -> Trainer | RolloutWorker | LogProbWorker:
     return trainer
 
 
-def check_images(cfg: LMRLConfig, place: str) -> None:
-    """Raise ConfigError or ValueError, in one line, where prompts cannot have images, as that at `place` has."""
-    if cfg.environment.used:
-        raise ConfigError(f"{place} has images, and conversations with an environment show none; leave one of them out")
-    if cfg.rollout.partial_rollout:
-        raise ConfigError(f"{place} has images, and partial rollouts keep none; leave rollout.partial_rollout out")
-    if cfg.placement:
-        raise ConfigError(f"{place} has images, which do not go from rank to rank; leave placement out")
-    if build_algorithm(cfg).teachers:
-        raise ConfigError(f"{place} has images, which teachers do not read; expected an algorithm without teachers")
-    if cfg.model.block_size is not None:
-        raise ConfigError(f"{place} has images, and block diffusion reads none; leave model.block_size out")
-    if cfg.model.lora_path is not None:
-        raise ConfigError(f"{place} has images, with which no run starts from model.lora_path; merge it before")
-    from phalanx.models.lm import vision
-
-    vision.check(cfg.model, place)
+def check_images(cfg: LMRLConfig, subject: str) -> None:
+    """Raise ConfigError, in one line that begins with `subject`, for what no job has whose policy reads images."""
+    limits = (
+        (cfg.environment.used, "there are no conversations with an environment; leave one of them out"),
+        (cfg.rollout.partial_rollout, "there are no partial rollouts; leave rollout.partial_rollout out"),
+        (bool(cfg.placement), "ranks have no roles; leave placement out"),
+        (bool(build_algorithm(cfg).teachers), "there are no teachers; expected an algorithm without them"),
+        (cfg.model.block_size is not None, "there is no block diffusion; leave model.block_size out"),
+        (cfg.model.lora_path is not None, "no run starts from model.lora_path; merge it before"),
+    )
+    for given, message in limits:
+        if given:
+            raise ConfigError(f"{subject}, with which {message}")
 
 
 def load_policy(cfg: LMRLConfig, world: World, *, frozen: bool = False, images: bool = False) -> LMPolicy:

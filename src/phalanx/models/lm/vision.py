@@ -1,4 +1,4 @@
-"""Prompts with images, of the families of vision-language models in FAMILIES.
+"""Prompts with images, of the vision-language models of phalanx.models.lm.vision_families.
 
 The maths are transformers': its processors make tokens and pixels, and its classes take what their towers made of the
 images (`mm_encoder_outputs`) and positions, which are given with every call: a class would keep some of its own between
@@ -27,35 +27,12 @@ from phalanx.engines.transformers import image_tokens, load_processor
 from phalanx.media.pictures import Picture
 from phalanx.models.lm import packing
 from phalanx.models.lm.chat import rendered
-from phalanx.models.lm.headers import check_folder
 from phalanx.models.lm.model import decoder_of
+from phalanx.models.lm.vision_families import FAMILIES
 from phalanx.models.trained import Beside
 from phalanx.types import Prompt
 
 PER_TOKEN = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids")  # of a processor's tensors
-
-
-@dataclass(frozen=True)
-class Family:
-    """`rotary`: positions have a part for height and width. `sizes`: images keep their sizes, within bounds of pixels.
-    `types`: the class takes token types, as tokens of an image see those behind them as well. `tiles`: the dimension of
-    pixels along which images follow one another.
-    """
-
-    rotary: bool = False
-    sizes: bool = False
-    types: bool = False
-    tiles: int = 0
-
-
-_QWEN = Family(rotary=True, sizes=True)
-FAMILIES = {
-    "Qwen2VLForConditionalGeneration": _QWEN,
-    "Qwen2_5_VLForConditionalGeneration": _QWEN,
-    "Qwen3VLForConditionalGeneration": _QWEN,
-    "SmolVLMForConditionalGeneration": Family(tiles=1),
-    "Gemma3ForConditionalGeneration": Family(types=True),
-}
 
 
 @dataclass(frozen=True)
@@ -359,20 +336,6 @@ class Reader:
             at, delta = self.vision.model.get_rope_index(ids, kinds, image_grid_thw=inputs["image_grid_thw"])
             positions, following = at[:, 0], following + int(delta)
         return ids[0].tolist(), Look(inputs, positions, following, int(kinds.sum()), short, tuple(pictures), digest)
-
-
-def check(config: LMModelConfig, place: str) -> None:
-    """Raise ValueError, in one line, where the model of `config` reads no images, as the prompt at `place` has."""
-    check_folder(config.path)
-    with loading(f"model.path: {config.path!r} does not load"):
-        settings = transformers.AutoConfig.from_pretrained(
-            config.path, revision=config.revision, trust_remote_code=False
-        )
-    kind = (settings.architectures or [type(settings).__name__])[0]
-    if kind not in FAMILIES:
-        known = ", ".join(name.partition("For")[0] for name in FAMILIES)
-        reads = "which reads none" if "vision_config" not in settings.sub_configs else f"expected one of {known}"
-        raise ValueError(f"{place} has images, and model.path: {config.path!r} is a {kind}, {reads}")
 
 
 def named(prompt: Prompt) -> str:

@@ -1,0 +1,59 @@
+"""The families of vision-language models that read prompts with images, by the names of their classes."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import transformers
+
+from phalanx.config.lm import LMModelConfig
+from phalanx.engines.loading import loading
+from phalanx.models.lm.headers import check_folder
+from phalanx.models.lm.model import text_part
+
+
+@dataclass(frozen=True)
+class Family:
+    """`rotary`: positions have a part for height and width. `sizes`: images keep their sizes, within bounds of pixels.
+    `types`: the class takes token types, as tokens of an image see those behind them as well. `tiles`: the dimension of
+    pixels along which images follow one another.
+    """
+
+    rotary: bool = False
+    sizes: bool = False
+    types: bool = False
+    tiles: int = 0
+
+
+_QWEN = Family(rotary=True, sizes=True)
+FAMILIES = {
+    "Qwen2VLForConditionalGeneration": _QWEN,
+    "Qwen2_5_VLForConditionalGeneration": _QWEN,
+    "Qwen3VLForConditionalGeneration": _QWEN,
+    "SmolVLMForConditionalGeneration": Family(tiles=1),
+    "Gemma3ForConditionalGeneration": Family(types=True),
+}
+
+
+def check(config: LMModelConfig, place: str) -> None:
+    """Raise ValueError, in one line, where the model of `config` reads no images, as the prompt at `place` has."""
+    settings, kind = _settings(config)
+    if kind not in FAMILIES:
+        known = ", ".join(name.partition("For")[0] for name in FAMILIES)
+        reads = "which reads none" if "vision_config" not in settings.sub_configs else f"expected one of {known}"
+        raise ValueError(f"{place} has images, and model.path: {config.path!r} is a {kind}, {reads}")
+
+
+def is_needed(config: LMModelConfig) -> bool:
+    """Whether the model of `config` is trained as a whole also on texts: transformers has no class of its text part."""
+    settings, kind = _settings(config)
+    return kind in FAMILIES and type(text_part(settings)) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def _settings(config: LMModelConfig) -> tuple[Any, str]:
+    """The settings of a model's folder, and its class."""
+    check_folder(config.path)
+    with loading(f"model.path: {config.path!r} does not load"):
+        settings = transformers.AutoConfig.from_pretrained(
+            config.path, revision=config.revision, trust_remote_code=False
+        )
+    return settings, (settings.architectures or [type(settings).__name__])[0]
