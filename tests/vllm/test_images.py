@@ -173,7 +173,8 @@ def test_jobs_on_images(tmp_path: Path, family: str, tp: int, kind: str) -> None
         assert message.startswith("rollout.engine: after the weights were handed over, " if tp == 2 else "")
     for row in rows(tmp_path / "out"):
         assert row["rollout/sync_error"] < 1e-4 and row["rollout/logprob_abs_diff_max"] < 1e-3
-        assert row["actor/first_ratio_error"] == 0
+        # a trained tower's features depend on the other images of a pass
+        assert row["actor/first_ratio_error"] <= (1e-5 if tp == 2 else 0)
 
 
 def shown_config(family: str, folder: Path, *overrides: str) -> LMRLConfig:
