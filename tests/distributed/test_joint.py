@@ -214,3 +214,53 @@ def test_pictures_are_compared_within_a_text_or_a_prompt(lm_folder: Path, sd3_fo
     assert all(torch.equal(value, other["weights"]["writer"][key]) for key, value in one["weights"]["writer"].items())
     assert one["row"]["painter/actor/grad_norm"] != other["row"]["painter/actor/grad_norm"]
     assert one["row"]["reward/std_mean"] < other["row"]["reward/std_mean"]
+
+
+FAILING = """
+calls = 0
+
+
+def picky(images, prompts, metadata):
+    global calls
+    calls += 1
+    assert calls % 3, "no score"
+    return [float(image.mean()) for image in images]
+"""
+TEXTS = ("", "x " * 5000, "<|endoftext|></s><|im_end|><pad> a fox")
+
+
+def odd_steps(cfg: JointConfig) -> list[dict[str, float]]:
+    """The metrics of a step for each of TEXTS, which all responses are."""
+    from phalanx.training.joint import build
+
+    t = build(cfg)
+    texts, draw, result = t.rewriter.texts, t.draw, []
+
+    def kept(step: int) -> Any:
+        drawn = draw(step)
+        pictures = drawn["painter"].reward.view(-1, 2)  # two of each text
+        assert torch.equal(drawn["writer"].reward.isnan(), pictures.isnan().all(1))
+        result.append({"lost": int(drawn["writer"].reward.isnan().sum())})
+        return drawn
+
+    t.draw = kept  # type: ignore[method-assign]
+    for step, text in enumerate(TEXTS):
+        t.rewriter.texts = lambda responses, text=text: texts([text] * len(responses))  # type: ignore[method-assign]
+        row = t.step(step)
+        result[-1] |= row
+    return result
+
+
+def test_texts_and_rewards_that_are_missing(lm_folder: Path, sd3_folder: Path, tmp_path: Path) -> None:
+    """Texts that say nothing, all the same, far too long or with special tokens; both pictures of some have no reward."""
+    (tmp_path / "picky.py").write_text(FAILING)
+    reward = (f"reward.functions=[{{path: '{tmp_path}/picky.py:picky'}}]", "reward.on_error=skip")
+    reward += ("reward.max_error_fraction=0.9", "trainer.total_training_steps=9")
+    cfg = joint_config(lm_folder, sd3_folder, tmp_path, *reward)
+    for part in run_ranks(odd_steps, 2, cfg):
+        ratios = []
+        for row in part:
+            ratios.append([row[f"writer/rewrite/{name}_ratio"] for name in ("fallback", "cut", "distinct")])
+            assert row["writer/actor/first_ratio_error"] == row["painter/actor/first_ratio_error"] == 0
+            assert 0 < row["lost"] < 8 and row["reward/errors"] == 2 * row["lost"]
+        assert ratios == [[1, 0, 0.25], [0, 1, 0.25], [0, 0, 0.25]]

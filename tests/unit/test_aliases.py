@@ -7,6 +7,7 @@ from phalanx.config.block_diffusion import BlockDiffusionTaskConfig
 from phalanx.config.flow import FlowRLConfig
 from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import help_text
+from phalanx.config.tasks import GenerateConfig, SampleConfig
 from tests.configs import refusal
 
 # The keys of VeRL-Omni's FlowGRPO recipe for several nodes, run_qwen_image_ocr_lora_multi_node.sh.
@@ -39,6 +40,12 @@ MULTI_NODE = [
 def test_every_key_of_another_trainers_recipe_says_what_it_is_called_here(key: str) -> None:
     said = refusal(f"{key}=1")
     assert said.startswith(f"unknown key {key}; here "), said
+
+
+@pytest.mark.parametrize("schema", [SampleConfig, GenerateConfig])
+def test_tasks_that_take_one_policy_of_a_joint_run(schema: type) -> None:
+    with pytest.raises(ConfigError, match=r"^unknown key policy; of a joint run, tasks/sample\.py takes the painter"):
+        load(schema, None, ["checkpoint=x", "prompts=[a]", "policy=writer"])
 
 
 # The keys of verl's examples of GRPO on GSM8K, and of its documentation's, in each of their old and new spellings.

@@ -424,6 +424,7 @@ def test_a_rule_of_a_model(overrides: tuple[str, ...], model: dict[str, Any], me
         (("painter.data.seed=2",), "unknown key painter.data.seed; both policies have one data.seed"),
         (("actor_rollout_ref.rollout.n=2",), "unknown key actor_rollout_ref.rollout.n; here it is rollout.n, which a"),
         (("writer.algorithm.clip_ratio=a",), "writer.algorithm.clip_ratio: expected a number, got 'a'"),
+        (("rewrite.pattern='(a{99999999999})'",), "rewrite.pattern: '(a{99999999999})' does not work (the repetition"),
         (("writer=3",), "writer: expected a section, got 3"),
     ],
 )

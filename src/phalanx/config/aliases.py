@@ -236,6 +236,8 @@ def alias(key: str, known: Collection[str]) -> str | None:
     """
     if "painter.model.path" in known:
         return _joint(key, known)
+    if key == "policy" and "prompts" in known:
+        return "of a joint run, tasks/sample.py takes the painter and tasks/generate.py the writer; leave it out"
     if key.startswith("critic.") and "critic.optim.lr" not in known:
         return None  # of a job that has no critic
     renamed = RENAMED | OF_LANGUAGE_MODELS if "data.max_response_length" in known else RENAMED

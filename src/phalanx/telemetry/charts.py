@@ -216,7 +216,7 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
 
 
 def _of_policy(name: str) -> tuple[str, str]:
-    """What a joint run's metric of one policy begins with, `writer/`, and the metric; "" of other metrics."""
+    """The prefix of a joint run's metric of one policy, such as `writer/`, and the metric; "" of other metrics."""
     for policy in POLICIES:
         if name.startswith(f"{policy}/"):
             return f"{policy}/", name.removeprefix(f"{policy}/")

@@ -16,9 +16,7 @@ MOST_TURNS = 8  # of samples whose rewards have a metric each
 
 
 def reward_metrics(reward: Tensor, terms: dict[str, Tensor], group_id: Tensor) -> dict[str, float]:
-    """reward/... of the rewards [N] of all ranks and their terms; none where no sample has one."""
-    if not len(reward):
-        return {}
+    """reward/... of the rewards [N] of all ranks and their terms."""
     spread = group_std(reward, group_id)
     row = {
         "reward/mean": reward.mean().item(),

@@ -211,7 +211,8 @@ class JointValidator(Validator):
                     self.rewriter.prompt(p, text, p.group_id) for p, text in zip(prompts, texts[kind], strict=True)
                 ]
                 best, submit, score = self.parts[PAINTER].best(), self.rewards.submit, self.rewards.score
-                metrics, kept[name] = validate(self.cfg, self.rollout, best, submit, score, name, shown, self.world)
+                with about(PAINTER, JobError, JobError):
+                    metrics, kept[name] = validate(self.cfg, self.rollout, best, submit, score, name, shown, self.world)
                 row |= metrics | self.rewards.take_errors(f"val/{name}/")
         return row, kept
 

@@ -42,7 +42,7 @@ def _pattern(c: Any) -> str | None:
         return None
     try:
         groups = re.compile(c.rewrite.pattern).groups
-    except re.error as error:
+    except (re.error, OverflowError, RecursionError) as error:
         return str(error)
     return None if groups else "it has no group in parentheses"
 
