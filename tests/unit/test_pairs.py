@@ -113,6 +113,8 @@ def test_missing_columns(tmp_path: Path) -> None:
     [
         (b"no picture", "place: the image cannot be read: its format is unknown"),
         (png(Image.new("RGB", (64, 64)))[:70], "place: the image cannot be read: "),
+        (b"P6\n4 4x\n255\n", "place: the image cannot be read: invalid literal for int()"),
+        ("a\0.png", "place: the image cannot be read: embedded null byte"),
         ("none.png", "place: the image cannot be read: [Errno 2] No such file or directory: "),
         (
             None,

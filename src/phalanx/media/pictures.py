@@ -62,13 +62,14 @@ class Picture:
     @contextmanager
     def _opened(self) -> "Iterator[Image.Image]":
         """The image as PIL opens it; what PIL raises in the block is a ValueError with one line."""
+        file = self._file(self.source())
         try:
-            with Image.open(self._file(self.source())) as image:
+            with Image.open(file) as image:
                 yield image
         except UnidentifiedImageError:
             raise ValueError(f"{self.where}: the image cannot be read: its format is unknown") from None
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
-            # SyntaxError is what PIL raises for a damaged PNG
+        except (OSError, RuntimeError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            # of damaged files: PIL raises SyntaxError for a PNG, RuntimeError for an AVIF, ValueError for a PPM
             raise ValueError(f"{self.where}: the image cannot be read: {error}") from None
 
     @cached_property
