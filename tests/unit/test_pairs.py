@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -128,6 +129,12 @@ def test_what_is_no_image(value: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         Picture(lambda: value, tmp_path, "place").pixels(8, 8)
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+def test_grays_of_16_bits_keep_their_shades(tmp_path: Path) -> None:
+    grays = np.arange(0, 65536, 256, dtype=np.uint16).reshape(16, 16)
+    shown = Picture(lambda: png(Image.fromarray(grays)), tmp_path, "place").pil()
+    assert np.array_equal(np.asarray(shown)[..., 1], grays // 256)
 
 
 def test_pictures_stand_upright(tmp_path: Path) -> None:

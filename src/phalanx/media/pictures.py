@@ -111,7 +111,10 @@ class Picture:
 
 def upright(image: Image.Image) -> Image.Image:
     """The image in RGB, rotated as its EXIF data say."""
-    return ImageOps.exif_transpose(image).convert("RGB")
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):  # of whose 65536 grays PIL makes all but the 256 darkest white
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return image.convert("RGB")
 
 
 def to_size(image: Image.Image, height: int, width: int) -> "Tensor":
