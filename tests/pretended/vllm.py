@@ -35,6 +35,9 @@ class Groups:
     def active(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
 
 class LLM:
     """As vllm.LLM: where memory is, and what may be asked then; one sleeping engine in a process."""
@@ -77,7 +80,7 @@ class LLM:
         self._asked()
         requests = []
         for setting in settings:
-            tokens = [5] * (1 + setting.seed % 3)
+            tokens = [5] * (setting.max_tokens if setting.ignore_eos else 1 + setting.seed % 3)
             entries = [{5: SimpleNamespace(logprob=-1.0)} for _ in tokens]
             requests.append(SimpleNamespace(outputs=[SimpleNamespace(token_ids=tokens, logprobs=entries)]))
         return requests
