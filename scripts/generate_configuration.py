@@ -14,6 +14,7 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.config.load import Row, rows
 from phalanx.config.registry import known_modules, resolve_registry
 from phalanx.config.rules import LAUNCH_RULES, MODEL_RULES, RULES, START_RULES, Rule
+from phalanx.config.rules.joint import OF_IMAGES
 from phalanx.config.tasks import (
     CheckClusterConfig,
     ExportConfig,
@@ -104,7 +105,9 @@ def reference() -> Iterator[str]:
     yield "## Joint runs\n"
     yield "Keys of `tasks/train_joint.py` beside `parallel`, `reward` and `trainer`; `writer` has sections of"
     yield "`tasks/train_grpo.py`, and `painter` those of `tasks/train_flowgrpo.py`.\n"
-    yield from table(row for row in rows(JointConfig) if row.key.split(".")[0] not in JOINT_SHARED)
+    unused = {f"data.{key}" for key in OF_IMAGES}
+    own_rows = (row for row in rows(JointConfig) if row.key.split(".")[0] not in JOINT_SHARED)
+    yield from table(row for row in own_rows if row.key not in unused)
     yield "## Supervised flow matching\n"
     yield f"{sentence(FlowMatchingTaskConfig)}\n"
     yield from sections(FlowMatchingTaskConfig, without=FlowRunConfig)

@@ -23,10 +23,10 @@ from phalanx.config.lm import (
 )
 from phalanx.config.load import arg
 from phalanx.config.ranges import COUNT
+from phalanx.config.rules.joint import OF_IMAGES
 from phalanx.config.run import AlgorithmConfig, OptimConfig, ParallelConfig, RLConfig
 
 WRITER, PAINTER = POLICIES = ("writer", "painter")
-VALIDATED = ("rewritten", "original", "swapped")
 
 
 @dataclass
@@ -101,7 +101,7 @@ class JointConfig:
     )
     rewrite: RewriteConfig = field(default_factory=RewriteConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    data: JointDataConfig = field(default_factory=JointDataConfig)
+    data: JointDataConfig = field(default_factory=JointDataConfig, metadata={"unused": OF_IMAGES})
     reward: FlowRewardConfig = field(default_factory=FlowRewardConfig)
     trainer: LMTrainerConfig = field(default_factory=LMTrainerConfig)
 

@@ -15,7 +15,7 @@ from phalanx.types import Prompt
 LONGEST = 2**22  # characters of a prompt: a tokenizer is not at it for minutes
 _QUOTED = re.compile(r'["“”„‟«]([^"“”„‟«»]+)["“”‟»]')
 _PLACEHOLDER = re.compile(r"(Picture \d+: ?)?<image>")  # of the image in texts of VeRL-Omni, whose place is the model's
-_MARK = "<image>"  # of an image in texts of verl, for models that read images
+MARK = "<image>"  # of an image in texts of verl, for models that read images
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
         users[0]["content"] = [*every, *users[0]["content"]]
     if len(every) != images:
         raise DataError(
-            f"{where} has places for {len(every)} images ({_MARK}, or parts {{type: image}}), and the row has {images}"
+            f"{where} has places for {len(every)} images ({MARK}, or parts {{type: image}}), and the row has {images}"
         )
     for message in chat:
         parts = message.get("content", [])
@@ -247,7 +247,7 @@ def _place_images(chat: list[dict[str, Any]], images: int, where: str) -> None:
 def _parts(text: str) -> list[dict[str, str]]:
     """A text in which images have marks, as parts of a message."""
     parts: list[dict[str, str]] = []
-    for i, piece in enumerate(text.split(_MARK)):
+    for i, piece in enumerate(text.split(MARK)):
         parts += [{"type": "image"}] if i else []
         parts += [{"type": "text", "text": piece}] if piece else []
     return parts
@@ -281,7 +281,7 @@ def _joined(parts: list[Any], name: str, where: str, shows: bool) -> str:
     texts = []
     for part in parts:
         if shows and _without_nulls(part) == {"type": "image"}:
-            texts.append(_MARK)
+            texts.append(MARK)
             continue
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"{where}: {name} holds a part of a message that is not {{type: text, text}}")
@@ -343,4 +343,4 @@ def _text(value: Any, name: str, where: str, shows: bool = False) -> str:
         raise DataError(f"{where}: {name} is of type {kind_of(value)}; expected text, or a chat of texts")
     if len(value) > LONGEST:
         raise DataError(f"{where}: {name} has {len(value)} characters; expected at most {LONGEST}")
-    return value.replace(_MARK, "") if shows else value
+    return value.replace(MARK, "") if shows else value

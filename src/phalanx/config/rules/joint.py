@@ -6,6 +6,7 @@ from typing import Any
 from phalanx.config.rules.rule import JOINT, Rule
 
 _PARTS = ("writer", "painter")
+OF_IMAGES = ("image_key", "min_pixels", "max_pixels")  # keys of `data` that are of prompts with images
 
 
 def _redraws(c: Any) -> tuple[str, int] | None:
@@ -32,8 +33,7 @@ def _teacher(c: Any) -> tuple[str, str] | None:
 
 def _images(c: Any) -> tuple[str, Any] | None:
     """The first key of images that prompts show a language model, and its value."""
-    keys = ("image_key", "min_pixels", "max_pixels")
-    return next(((key, vars(c.data)[key]) for key in keys if vars(c.data)[key] is not None), None)
+    return next(((key, vars(c.data)[key]) for key in OF_IMAGES if vars(c.data)[key] is not None), None)
 
 
 def _pattern(c: Any) -> str | None:
