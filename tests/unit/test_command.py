@@ -79,7 +79,7 @@ def test_every_task_has_a_command() -> None:
     [
         (
             "train flowgrpo --config quikstart",
-            "--config: no shipped configuration is named quikstart; did you mean quickstart or quickstart_lora or quickstart_tools?",
+            "--config: no shipped configuration is named quikstart; did you mean quickstart or quickstart_vl or quickstart_lora?",
         ),
         (
             "plan flowgrpo --config flogrpo/quickstart",

@@ -35,11 +35,11 @@ def test_constraints_name_every_package_once() -> None:
 
 @pytest.mark.full
 def test_the_wheel(tmp_path: Path) -> None:
-    """It has all that the command needs, below 10 MB, and the command runs from it outside the checkout."""
+    """It has all that the command needs, below 12 MB, and the command runs from it outside the checkout."""
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(tmp_path), str(ROOT)]
     subprocess.run(build, check=True, timeout=200)
     (wheel,) = tmp_path.glob("phalanx-*.whl")
-    assert wheel.stat().st_size < 10e6
+    assert wheel.stat().st_size < 12e6
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")
     inside = tmp_path / "site" / "phalanx"
