@@ -111,7 +111,14 @@ def with_critic(cfg: RLConfig, stop: int) -> dict[str, Any]:
     # a job with a second model, made anew of the first one's parts
     first = t.job
     t.job = Job(
-        cfg, t.world, first.state, first.sampling, first.timers, first.total_steps, batch="", beside={"critic": critic}
+        cfg,
+        t.world,
+        first.policies,
+        first.sampling,
+        first.timers,
+        first.total_steps,
+        batch="",
+        beside={"critic": critic},
     )
     t.updater.rescorer.progress = t.job.progress
     collected, plan, end_step = t.collector.reward, t.updater.plan, t.job.end_step

@@ -81,7 +81,7 @@ def bad_entries(tmp_path: Path) -> list[tuple[FlowRewardFunctionConfig, str]]:
         ),
         (
             entry("ocr", detekt=False),
-            f".kwargs: ocr(**kwargs): {keyword} 'detekt'; its kwargs: detect, contains, threads",
+            f".kwargs: ocr(**kwargs): {keyword} 'detekt'; its kwargs: detect, contains, threads, exact",
         ),
         (
             mine("Stateful"),
