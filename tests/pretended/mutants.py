@@ -129,7 +129,7 @@ MUTANTS = [
     Mutant("roles", LINK, "            work.wait()\n            upcoming", "            pass\n            upcoming"),
     Mutant("inference", "training/disaggregated/workers.py", "trace_type, self.world.device)", 'trace_type, "cpu")'),
     Mutant("inference", "training/disaggregated/wire.py", "tensors[name] = tensors[name].to(device)", "pass"),
-    Mutant("vllm", TEXT_ROLLOUT, "torch.tensor(rows).to(self.world.device)", "torch.tensor(rows)"),
+    Mutant("vllm", TEXT_ROLLOUT, "TokenTrace(ids.to(device), ", "TokenTrace(ids, "),
     Mutant("vllm", TEXT_ROLLOUT, "scored(trace, 1.0).log_prob.cpu()", "scored(trace, 1.0).log_prob"),
     Mutant("vllm", TEXT_ROLLOUT, ", self.engine.awake(self.policy.engine_weights()):", ":"),
     Mutant("vllm_judge", "rewards/judge/_pool.py", "with self._model.awake():", "if True:"),

@@ -270,8 +270,9 @@ def _scores(
     z = head(hidden).float() / temperature
     mean = z.mean(-1)
     if never:
-        mean = (mean * z.shape[-1] - z[:, never].sum(-1)) / (z.shape[-1] - len(never))
-        z = z.index_fill(-1, torch.tensor(never, device=z.device), torch.finfo(z.dtype).min)
+        at = torch.tensor(never, device=z.device)  # once: the host waits for such a copy
+        mean = (mean * z.shape[-1] - z.index_select(-1, at).sum(-1)) / (z.shape[-1] - len(never))
+        z = z.index_fill(-1, at, torch.finfo(z.dtype).min)
     if kept is not None and counts is not None:
         outside = torch.ones_like(z, dtype=torch.bool)
         outside[torch.arange(len(z), device=z.device).repeat_interleave(counts), kept.long()] = False
