@@ -8,7 +8,7 @@ import numpy as np
 
 from phalanx.config.run import TrainerConfig
 from phalanx.telemetry.metrics import RunLogger
-from phalanx.telemetry.records import Record, Shown
+from phalanx.telemetry.records import Record, Thumbnail
 
 
 def trainer(folder: Path, *loggers: str) -> TrainerConfig:
@@ -40,9 +40,9 @@ def records(count: int = 3, height: int = 6, width: int = 9) -> list[Record]:
     ]
 
 
-def prompt_image(width: int = 30, shade: int = 200) -> Shown:
+def prompt_image(width: int = 30, shade: int = 200) -> Thumbnail:
     """An image that a prompt shows."""
-    return Shown("data.val_files: a.jsonl:1: images[0]", 200, 300, np.full((20, width, 3), shade, np.uint8))
+    return Thumbnail("data.val_files: a.jsonl:1: images[0]", 200, 300, np.full((20, width, 3), shade, np.uint8))
 
 
 def texts(count: int = 2) -> list[Record]:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from phalanx.media.grids import CAPTION_LINES, TILE_MAX, TILE_MIN
 from phalanx.media.pictures import Picture
-from phalanx.telemetry.records import Record, Shown, grid, read_index, save_records, spoken, storable, together
+from phalanx.telemetry.records import Record, Thumbnail, grid, read_index, save_records, spoken, storable, together
 from tests.logs import TALK, prompt_image, records, start, talk, texts
 from tests.ranks import ROOT
 
@@ -209,5 +209,5 @@ def test_images_of_prompts_are_reduced_and_upright(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[0x0112] = 6
     Image.new("RGB", (1024, 512)).save(tmp_path / "a.jpg", exif=exif)
-    made = Shown.of(Picture(lambda: "a.jpg", tmp_path, "place"))
+    made = Thumbnail.of(Picture(lambda: "a.jpg", tmp_path, "place"))
     assert (made.height, made.width, made.pixels.shape) == (1024, 512, (256, 128, 3))

@@ -12,8 +12,8 @@ from typing import Any
 
 from phalanx.config.files import kind, parse_json, read_bytes
 from phalanx.config.messages import cut, reason
-from phalanx.data.shown import COLUMNS, Located, column_of, given, holds_images, in_rows, in_table, undecoded
-from phalanx.media.pictures import Picture
+from phalanx.data.shown import COLUMNS, Located, column_of, holds_images, in_rows, in_table, undecoded
+from phalanx.media.pictures import Picture, in_memory
 
 FORMATS = (
     "a .txt, .jsonl, .csv or .parquet file, a folder or a pattern of such files, or the folder of a Hugging Face "
@@ -168,7 +168,7 @@ def _json_rows(path: Path, place: str, images: Sequence[str]) -> Iterator[Locate
                 value[name] = value.pop(f"{name}s")
             if name not in value:
                 raise DataError(f"{where}: no {name!r}; it has {', '.join(value) or 'no keys'}")
-            value[name] = Picture(partial(given, value[name]), path.parent, f"{where}: {name}")
+            value[name] = Picture(partial(in_memory, value[name]), path.parent, f"{where}: {name}")
         yield where, value
 
 
@@ -184,7 +184,7 @@ def _csv_rows(path: Path, place: str, images: Sequence[str], prompt: str) -> Ite
                 value: dict[str, Any] = {name: cell or None for name, cell in row.items()}
                 value[prompt] = row[prompt] or ""
                 for name in images:
-                    value[name] = Picture(partial(given, value[name]), path.parent, f"{where}: {name}")
+                    value[name] = Picture(partial(in_memory, value[name]), path.parent, f"{where}: {name}")
                 yield where, value
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: not UTF-8 ({error.reason}); save the file as UTF-8") from None

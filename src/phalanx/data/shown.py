@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from phalanx.media.pictures import Picture
+from phalanx.media.pictures import Picture, in_memory
 
 COLUMNS = ("images", "image")  # of images, the first of which a file has is taken
 Located = tuple[str, dict[str, Any]]  # a row's place, for messages, and its columns
@@ -25,15 +25,10 @@ def _with_tuples(rows: Iterable[Located], folder: Path, column: str) -> Iterator
         value = row.pop(column, None)
         pictures = []
         for i, item in enumerate(value if isinstance(value, list) else []):
-            pictures.append(Picture(partial(given, item), folder, f"{where}: {column}[{i}]"))
+            pictures.append(Picture(partial(in_memory, item), folder, f"{where}: {column}[{i}]"))
         if value is not None and not isinstance(value, list):
-            pictures.append(Picture(partial(given, value), folder, f"{where}: {column}"))
+            pictures.append(Picture(partial(in_memory, value), folder, f"{where}: {column}"))
         yield where, {**row, "images": tuple(pictures)}
-
-
-def given(value: Any) -> Any:
-    """The source of a Picture whose value is in memory."""
-    return value
 
 
 def _is_image(value: Any) -> bool:

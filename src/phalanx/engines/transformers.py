@@ -75,12 +75,12 @@ class TransformersEngine:
         """
         answers = [""] * len(questions)
         size = self._cfg.micro_batch_size
-        # processors want images with all texts of a batch, or with none
-        for shows in (True, False):
-            numbered = [i for i, (numbers, _) in enumerate(questions) if bool(numbers) == shows]
-            # neighbours ask much the same: their lengths differ little, of the questions, and mostly of the answers
-            order = sorted(numbered, key=lambda i: len(questions[i][1]))
-            with _randomness_kept():
+        with _randomness_kept():
+            # processors want images with all texts of a batch, or with none
+            for shows in (True, False):
+                numbered = [i for i, (numbers, _) in enumerate(questions) if bool(numbers) == shows]
+                # neighbours ask much the same: their lengths differ little, of questions, and mostly of answers
+                order = sorted(numbered, key=lambda i: len(questions[i][1]))
                 for first in range(0, len(order), size):
                     batch = order[first : first + size]
                     pictures: dict[int, Any] = {}

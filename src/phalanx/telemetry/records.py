@@ -33,7 +33,7 @@ SHOWN_SIDE = 256  # pixels of the images of prompts
 
 
 @dataclass(frozen=True)
-class Shown:
+class Thumbnail:
     """An image that a prompt shows: its place in the data, the size of the original, and pixels uint8 [h, w, 3] of at
     most SHOWN_SIDE.
     """
@@ -44,7 +44,7 @@ class Shown:
     pixels: NDArray[np.uint8]
 
     @classmethod
-    def of(cls, picture: Picture) -> "Shown":
+    def of(cls, picture: Picture) -> "Thumbnail":
         """Raises ValueError for an image that cannot be read."""
         return cls(picture.where, *picture.size, picture.thumbnail(SHOWN_SIDE))
 
@@ -81,7 +81,7 @@ class Record:
     ground_truth: str | None = None
     truncated: bool = False
     conversation: dict[str, Any] | None = None
-    images: tuple[Shown, ...] = ()
+    images: tuple[Thumbnail, ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.output, str):
@@ -244,7 +244,7 @@ def _write_pictures(folder: Path, rows: list[Record]) -> None:
         write_video(folder / "grid.mp4", moving_grid(rows), rows[0].fps)
 
 
-def together(images: Sequence[Shown]) -> Image.Image:
+def together(images: Sequence[Thumbnail]) -> Image.Image:
     """Images of a prompt in a row."""
     parts = [Image.fromarray(image.pixels) for image in images]
     row = Image.new("RGB", (sum(part.width for part in parts), max(part.height for part in parts)), "white")

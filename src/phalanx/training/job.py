@@ -82,12 +82,8 @@ class Job:
         words. Raises ValueError for weights that are not finite, and for a folder that cannot be written.
         """
         self.cfg, self.world, self.sampling, self.timers = cfg, world, sampling, timers
-        self.policies, self.beside, self.total_steps, self.batch = (
-            dict(policies),
-            dict(beside or {}),
-            total_steps,
-            batch,
-        )
+        self.policies, self.beside = dict(policies), dict(beside or {})
+        self.total_steps, self.batch = total_steps, batch
         self.state, self.states = next(iter(policies.values())), self.policies | self.beside
         self.output_dir = Path(cfg.trainer.output_dir)
         self.checkpointer = Checkpointer(self.output_dir, world, self._signature(), cfg.trainer.max_checkpoints)

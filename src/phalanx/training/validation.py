@@ -13,7 +13,7 @@ from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.metrics import Timers
-from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Shown, storable
+from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Thumbnail, storable
 from phalanx.telemetry.step_metrics import reward_by_turns
 from phalanx.training.collect import check_range
 from phalanx.types import Each, KeepsSamples, Outputs, Policy, Prompt, Rollout
@@ -147,7 +147,7 @@ def validate(
         if isinstance(output, str) and "ground_truth" in prompt.meta:
             truth = str(prompt.meta["ground_truth"])
         value = float(reward[number * n])
-        shown = tuple(map(Shown.of, prompt.images))
+        shown = tuple(map(Thumbnail.of, prompt.images))
         records.append(Record(prompt.text, value, output, number, rollout.fps, scores, truth, images=shown, **beside))
     return row, records
 

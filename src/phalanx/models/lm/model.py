@@ -50,9 +50,9 @@ class CausalLM(nn.Module):
         predicting: Tensor | None = None,
         temperature: float = 1.0,
         lengths: Sequence[int] | None = None,
+        looks: Sequence[Any] | None = None,
         truncation: Truncation | None = None,
         pool: tuple[Tensor, Tensor] | None = None,
-        looks: Sequence[Any] | None = None,
         **decoding: Any,
     ) -> Any:
         """Scores [N] of the tokens that follow the positions `predicting` [B, T - 1] of ids [B, T]: see token_scores.
@@ -71,14 +71,12 @@ class CausalLM(nn.Module):
             output = outputs_at(decoder_of(self.lm), ids, predicting, lengths)
         else:
             output = self.vision.outputs_at(ids, predicting, lengths, looks)
-        never = self.never
         tokens, head = ids[:, 1:][predicting], self.head(output)
         hidden = output.last_hidden_state
+        options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk, "never": self.never}
         if truncation is not None and pool is None:
-            pool = sampled_from(
-                hidden, head, tokens, truncation, temperature=temperature, chunk=self.chunk, never=never
-            )
-        scores = token_scores(hidden, head, tokens, temperature=temperature, chunk=self.chunk, never=never, pool=pool)
+            pool = sampled_from(hidden, head, tokens, truncation, **options)
+        scores = token_scores(hidden, head, tokens, pool=pool, **options)
         return scores if pool is None else (*scores, *pool)
 
     @property

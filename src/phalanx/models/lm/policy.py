@@ -146,7 +146,7 @@ class LMPolicy:
             return None
         key = _key(prompt)
         if key not in self._looks:
-            tokens, look = self.reader.read(prompt, self.data, key.hex())
+            tokens, look = self.reader.read(prompt, self.data)
             self._tokens[key], self._looks[key] = array("i", tokens), look
             return look
         return self._looks[key]
@@ -195,9 +195,7 @@ class LMPolicy:
 
     def _scored(self, trace: TokenTrace, temperature: float, *truncated: Any) -> TokenReplay:
         trace, lengths = self.read(trace)
-        given = [trace.ids, trace.predicting, temperature, lengths, *truncated]
-        if self.vision is not None:
-            given += [*(() if truncated else (None, None)), trace.looks]
+        given = trace.ids, trace.predicting, temperature, lengths, trace.looks, *truncated
         scores = self.trained.run(self.trained.module, *given)
         mask = trace.mask
         zeros = torch.zeros(mask.shape, device=mask.device)

@@ -62,7 +62,6 @@ class Look:
     count: int
     short: list[int]
     pictures: tuple[Picture, ...]
-    digest: str
     seen: dict[str, Features] = field(default_factory=dict)
 
 
@@ -88,7 +87,7 @@ class Vision:
         self.image = int(lm.config.image_token_id)
         # placeholders that stand for nothing are never sampled
         self.never = tuple({self.image, int(settings.get("video_token_id") or self.image)})
-        self.dummy: dict[str, Tensor] = {}  # see features
+        self.dummy: dict[str, Tensor] = {}  # see unseen
 
     def packing(self) -> Any:
         """The module whose attention packs samples into one row. Raises ValueError where none does."""
@@ -262,7 +261,7 @@ class Reader:
         content = [{"type": "image"}, {"type": "text", "text": "?"}]
         tried = Prompt("?", 0, {}, messages=[{"role": "user", "content": content}], images=(_tried(),))
         with loading(f"model.path: {config.path!r}: its processor fails"):
-            self.tried = self.read(tried, replace(data, overlong_prompts="error"), "")  # no limit is meant for it
+            self.tried = self.read(tried, data)
         vision.dummy = self.tried[1].inputs  # any image does: see Vision.unseen
 
     def _bound(self, data: LMDataConfig) -> None:
@@ -315,11 +314,11 @@ class Reader:
     def length(self, prompt: Prompt, data: LMDataConfig) -> int:
         """The number of a prompt's tokens. Where images keep their sizes, only the heads of their files are read."""
         if not self.vision.family.sizes:
-            return len(self.read(prompt, data, "")[0])
+            return len(self.read(prompt, data)[0])
         _, short = self.short(prompt, data)
         return len(short) - len(prompt.images) + sum(image_tokens(self.processor, prompt.images))
 
-    def read(self, prompt: Prompt, data: LMDataConfig, digest: str) -> tuple[list[int], Look]:
+    def read(self, prompt: Prompt, data: LMDataConfig) -> tuple[list[int], Look]:
         """The tokens of a prompt, and its look. Raises ValueError, in one line, where its text and its images do not go
         together.
         """
@@ -335,7 +334,7 @@ class Reader:
         if self.vision.family.rotary:
             at, delta = self.vision.model.get_rope_index(ids, kinds, image_grid_thw=inputs["image_grid_thw"])
             positions, following = at[:, 0], following + int(delta)
-        return ids[0].tolist(), Look(inputs, positions, following, int(kinds.sum()), short, tuple(pictures), digest)
+        return ids[0].tolist(), Look(inputs, positions, following, int(kinds.sum()), short, tuple(pictures))
 
 
 def named(prompt: Prompt) -> str:

@@ -18,6 +18,7 @@ from phalanx.distributed.seed import fold_in
 from phalanx.distributed.vllm_groups import VllmGroups
 from phalanx.engines.vllm_text import Sampling, Shown, TextEngine, TextEngineConfig
 from phalanx.functional.tokens import WHOLE, TokenTrace
+from phalanx.media.pictures import in_memory
 from phalanx.models.lm.policy import LMPolicy
 from phalanx.rollout.lm.decode import Decoding
 from phalanx.rollout.lm.in_policy import Drawn, LMRollout
@@ -172,12 +173,8 @@ def shown_to(look: Any, place: str) -> Shown | None:
     if look is None:
         return None
     # sources that can be sent to other ranks
-    pictures = tuple(replace(picture, source=partial(_same, picture.source())) for picture in look.pictures)
+    pictures = tuple(replace(picture, source=partial(in_memory, picture.source())) for picture in look.pictures)
     return Shown(look.short, pictures, place)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def probe_prompts(policy: LMPolicy, data: LMDataConfig) -> list[list[int]]:

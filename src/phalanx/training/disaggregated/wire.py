@@ -17,7 +17,7 @@ from torch import Tensor
 from phalanx.distributed.collectives import exchange
 from phalanx.distributed.mesh import World
 from phalanx.distributed.roles import ACTOR, INFERENCE, ROLLOUT
-from phalanx.telemetry.records import Record, Shown
+from phalanx.telemetry.records import Record, Thumbnail
 from phalanx.training.collect import Collected
 from phalanx.types import Prompt, Samples
 
@@ -198,7 +198,7 @@ def deserialize_records(data: Tensor) -> tuple[dict[str, float], dict[str, list[
                 words["output"] = tensors[f"{name}/{i}"].numpy()
             images = []
             for j, (place, height, width) in enumerate(words.pop("images")):
-                images.append(Shown(place, height, width, tensors[f"{name}/{i}/{j}"].numpy()))
+                images.append(Thumbnail(place, height, width, tensors[f"{name}/{i}/{j}"].numpy()))
             kept[name].append(Record(**words, images=tuple(images)))
     return plain_values["row"], kept, plain_values["stop"]
 
