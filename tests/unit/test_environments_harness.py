@@ -204,7 +204,7 @@ def test_loops_beside_one_that_never_ends_go_on(file: Path, caplog: pytest.LogCa
     first, second = [each.hear({"role": "assistant", "content": "one"}) for each in (blocking, beside)]
     assert first.result(20) == Turn(done=True) and blocking.ended == "timeout"
     assert second.result(20).messages == [{"role": "tool", "content": "ok"}] and beside.ended is None
-    (line,) = [record.message for record in caplog.records]
+    (line,) = [record.message for record in caplog.records if record.name == "phalanx.environments.pool"]
     assert f"an async function at {file}:" in line and line.endswith(
         "expected await, or asyncio.to_thread for what blocks"
     )
