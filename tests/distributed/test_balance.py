@@ -97,7 +97,7 @@ def assert_balanced(parts: list[dict[str, Any]], kinds: dict[str, tuple[str, ...
             assert_same_change(off[0], rank)
 
 
-@pytest.mark.quick("2")
+@pytest.mark.seldom("4")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_step_is_that_without_an_exchange(ranks: int, lm_folder: Path, tmp_path: Path) -> None:
     """Replicas, and two replicas of two shards; padded, packed and truncated samples, and a critic."""

@@ -268,7 +268,10 @@ def compare(plan: Planned, memory: Memory, took: dict[str, int]) -> None:
             marks=pytest.mark.long,
         ),
         pytest.param(
-            2, [LORA, *SOME_BLOCKS, BF16, SHARDED], id="sharded, lora, checkpointing of 2 blocks of 6, bfloat16"
+            2,
+            [LORA, *SOME_BLOCKS, BF16, SHARDED],
+            id="sharded, lora, checkpointing of 2 blocks of 6, bfloat16",
+            marks=pytest.mark.long,
         ),
         pytest.param(1, [FULL, "actor.ema.decay=0.9"], id="full, EMA, two passes"),
         pytest.param(

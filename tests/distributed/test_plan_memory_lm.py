@@ -112,7 +112,7 @@ def measure(cfg: Any) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        pytest.param(1, [FULL], id="full"),
+        pytest.param(1, [FULL], id="full", marks=pytest.mark.long),
         pytest.param(1, [LORA, CHECKPOINTING, BF16, *PACKED], id="lora, checkpointing, bfloat16, packed"),
         pytest.param(
             2, [FULL, SHARDED, CHECKPOINTING, "algorithm.kl_loss_coef=0.1", *PACKED], id="sharded, KL, packed"
@@ -183,7 +183,7 @@ def in_blocks(folder: Path) -> tuple[str, int]:
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        pytest.param(1, [FULL, "rollout.threshold=1"], id="full"),
+        pytest.param(1, [FULL, "rollout.threshold=1"], id="full", marks=pytest.mark.long),
         pytest.param(1, [FULL, "actor.log_prob_estimate=coupled", "rollout.denoising_steps_per_block=2"], id="coupled"),
         pytest.param(
             2,

@@ -60,7 +60,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "experts": ("llada2", ("parallel.fsdp_size=2", "parallel.expert_parallel=true"), 2),
 }
 # jobs whose paths others of these take as well
-ALIKE = {"flux", "z_image", "lm", "lm_2_ranks", "flow_inference", "judge_on_a_rank", "vllm_judge"}
+ALIKE = {"flux", "z_image", "lm", "lm_2_ranks", "flow_roles", "flow_inference", "judge_on_a_rank", "vllm_judge"}
 
 
 def build(cfg: Any) -> Any:

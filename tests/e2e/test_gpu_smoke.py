@@ -86,6 +86,7 @@ def test_checks_run_on_a_cpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.long
 def test_compiling_runs_on_a_cpu(tmp_path: Path) -> None:
     done = smoke(tmp_path / "smoke.json", "--only", "compile")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -48,6 +48,7 @@ def train(model: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.seldom("sd3_folder-0")
 @pytest.mark.parametrize(("model", "lora"), [("sd3_folder", 0), ("qwen_folder", 4)])
 def test_it_learns_what_the_policy_learns(
     model: str, lora: int, tmp_path: Path, request: pytest.FixtureRequest
@@ -71,6 +72,7 @@ def test_it_learns_what_the_policy_learns(
     assert not any(key.startswith("rollout/") for row in ours for key in row)
 
 
+@pytest.mark.seldom("none")
 @pytest.mark.parametrize("correction", ["none", "truncated_is", "rejection"])
 def test_corrections(correction: str, sd3_folder: Path, tmp_path: Path) -> None:
     """A limit between the mean and the largest difference rejects some steps and keeps others."""
