@@ -27,6 +27,7 @@ from tests.lm import tiny_blocks, tiny_lm
 from tests.policies import one_rank
 from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
 from tests.tiny_edit import tiny_qwen_image_edit
+from tests.tiny_vision import tiny_vision
 
 torch.set_num_threads(1)
 
@@ -70,6 +71,7 @@ wan_folder = model_folder(tiny_wan, "wan")
 lm_folder = model_folder(tiny_lm, "lm")
 blocks_folder = model_folder(tiny_blocks, "blocks")
 llada2_folder = model_folder(tiny_llada2, "llada2")
+vision_folder = model_folder(tiny_vision, "vision", family="qwen2_5_vl")
 
 
 @pytest.fixture(autouse=True)

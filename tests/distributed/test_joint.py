@@ -1,5 +1,6 @@
 """Joint runs: a writer's texts are a painter's prompts, one reward trains both, and the layout is no part of the result."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from phalanx.config import load
 from phalanx.config.joint import POLICIES, JointConfig
+from phalanx.config.load import ConfigError
 from phalanx.jobs.export import open_checkpoint
+from phalanx.training.joint import build
 from tests.jobs import CONTRAST, PROMPTS, SIZE, assert_same_weights, full_weights, rows
 from tests.ranks import RankError, run_ranks
 
@@ -63,8 +66,6 @@ def weights(t: Any) -> dict[str, dict[str, Tensor]]:
 
 def one_step(cfg: JointConfig) -> dict[str, Any]:
     """The first training step: both policies' samples, rewards and weights after it, and its metrics."""
-    from phalanx.training.joint import build
-
     t = build(cfg)
     drawn: dict[str, Any] = {}
     draw = t.draw
@@ -92,8 +93,6 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 
 def fit_until_killed(cfg: JointConfig, step: int) -> None:
     """Train; one rank is killed as the painter is about to be trained in that step."""
-    from phalanx.training.joint import build
-
     t = build(cfg)
     optimizer_steps = t.updaters["painter"].optimizer_steps
 
@@ -108,8 +107,6 @@ def fit_until_killed(cfg: JointConfig, step: int) -> None:
 
 def fit(cfg: JointConfig) -> dict[str, dict[str, Tensor]]:
     """Train to the end; returns the weights."""
-    from phalanx.training.joint import build
-
     t = build(cfg)
     t.fit()
     return weights(t)
@@ -195,8 +192,6 @@ def test_the_other_policy_stays_as_it_is(trained: str, lm_folder: Path, sd3_fold
 
 
 def before_and_after(cfg: JointConfig) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]]]:
-    from phalanx.training.joint import build
-
     t = build(cfg)
     before = weights(t)
     t.fit()
@@ -231,8 +226,6 @@ TEXTS = ("", "x " * 5000, "<|endoftext|></s><|im_end|><pad> a fox")
 
 def odd_steps(cfg: JointConfig) -> list[dict[str, float]]:
     """The metrics of a step for each of TEXTS, which all responses are."""
-    from phalanx.training.joint import build
-
     t = build(cfg)
     texts, draw, result = t.rewriter.texts, t.draw, []
 
@@ -264,3 +257,21 @@ def test_texts_and_rewards_that_are_missing(lm_folder: Path, sd3_folder: Path, t
             assert row["writer/actor/first_ratio_error"] == row["painter/actor/first_ratio_error"] == 0
             assert 0 < row["lost"] < 8 and row["reward/errors"] == 2 * row["lost"]
         assert ratios == [[1, 0, 0.25], [0, 1, 0.25], [0, 0, 0.25]]
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "a <image>"}, "has a place for an image, <image>; the writer of a joint run reads texts"),
+        ({"prompt": "a", "images": ["a.png"]}, "has a column images; the writer of a joint run reads texts"),
+    ],
+)
+def test_images_of_prompts_are_refused(
+    row: dict[str, Any], message: str, lm_folder: Path, sd3_folder: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "shown.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    cfg = joint_config(lm_folder, sd3_folder, tmp_path, f"data.train_files=[{file}]")
+    with pytest.raises(ConfigError) as error:
+        build(cfg)
+    assert str(error.value) == f"data.train_files: {file}:1 {message}"

@@ -21,6 +21,7 @@ from tests.pretended.vllm import JUDGE as JUDGE_EVENTS
 from tests.pretended.vllm import ROLLOUT as ROLLOUT_EVENTS
 from tests.pretended.vllm import pretend_vllm
 from tests.ranks import ROOT
+from tests.tiny_vision import shown_prompts
 
 BF16 = "model.dtype=bfloat16"
 LORA = "model.lora_rank=4"
@@ -58,6 +59,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...], int]] = {
     "vllm": ("lm", (*IN_VLLM, "reward.model.sleep=false"), 1),
     "vllm_judge": ("lm", (*IN_VLLM, "rollout.sleep=false"), 1),
     "experts": ("llada2", ("parallel.fsdp_size=2", "parallel.expert_parallel=true"), 2),
+    "vision": ("vision", (AGAIN, "parallel.fsdp_size=2", "data.max_prompt_length=100"), 2),
 }
 # jobs whose paths others of these take as well
 ALIKE = {"flux", "z_image", "lm", "lm_2_ranks", "flow_roles", "flow_inference", "judge_on_a_rank", "vllm_judge"}
@@ -78,8 +80,11 @@ def configure(name: str, model: Path, folder: Path) -> Any:
         words = tiny_vlm.tokenizer()
         tiny_vlm.save(folder / "judge", tiny_vlm.untrained(words), words)
         keys = (*keys, f"reward.model.path={folder / 'judge'}")
-    make = tiny_lm_config if kind in ("lm", "blocks", "llada2") else tiny_config
-    return make(model, folder, BF16, *keys)
+    make = tiny_lm_config if kind in ("lm", "blocks", "llada2", "vision") else tiny_config
+    cfg = make(model, folder, BF16, *keys)
+    if kind == "vision":
+        shown_prompts(folder, "prompts.jsonl")
+    return cfg
 
 
 def waits(record: Record, phase: str) -> dict[str, int]:
@@ -144,6 +149,7 @@ CEILINGS = {
     "vllm": {"rollout": 23, "rescore": 86, "update": 154},
     "vllm_judge": {"rollout": 23, "rescore": 86, "update": 154},
     "experts": {"rollout": 484, "update": 130},
+    "vision": {"rollout": 517, "update": 122},
 }
 
 

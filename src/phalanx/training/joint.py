@@ -263,6 +263,8 @@ def build(cfg: JointConfig) -> JointTrainer:
     for row in every:
         if MARK in row.text:
             raise ConfigError(f"{row.place} has a place for an image, {MARK}; the writer of a joint run reads texts")
+        if "images" in row.meta:
+            raise ConfigError(f"{row.place} has a column images; the writer of a joint run reads texts")
     world = start(writer, WRITER)
     if world.device.type == "cpu":
         choose_cpu_linear(painter, world, PAINTER)
