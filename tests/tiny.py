@@ -389,11 +389,17 @@ def tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
 def load_pipeline(folder: str | Path, **parts: Any) -> Any:
     """Load a folder with stock diffusers in float32, without a progress bar; `parts` are components of it.
 
-    SD3 folders without T5 list it as null, and diffusers wants that said again at loading.
+    SD3 folders without T5 list it as null, and diffusers wants that said again at loading. FLUX.2's processor would need
+    torchvision.
     """
     index = json.loads((Path(folder) / "model_index.json").read_text())
     absent = {name: None for name in ("text_encoder_3", "tokenizer_3") if index.get(name) == [None, None]}
+    processor = index.get("tokenizer") == ["transformers", "PixtralProcessor"]
+    absent |= {"tokenizer": None} if processor else {}
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, **absent, **parts)
+    if processor:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
+        pipeline.register_modules(tokenizer=tokenizer)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 
