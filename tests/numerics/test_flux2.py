@@ -9,7 +9,6 @@ import torch
 from diffusers.pipelines.flux2.pipeline_flux2 import Flux2Pipeline
 
 from phalanx.distributed.mesh import World
-from phalanx.models.flow.policy import FlowPolicy
 from phalanx.types import Prompt
 from tests.checks import refused
 from tests.numerics.test_models import assert_stock, stock_images
@@ -93,11 +92,16 @@ def test_latents_are_patches_with_the_statistics_of_the_vae(world: World, flux2_
     assert found.shape == (2, 16, 4, 6)
 
 
-@pytest.mark.parametrize("lora_rank", [0, 4])
-def test_replay_of_dev_is_exact(lora_rank: int, world: World, flux2_folder: Path) -> None:
-    policy: FlowPolicy = make_policy(world, flux2_folder, lora_rank=lora_rank, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("family", "lora_rank", "guidance", "dtype"),
+    [("flux2", 0, 1.0, "bfloat16"), ("flux2_klein", 4, 3.0, "bfloat16"), ("flux2_klein", 4, 1.0, "float32")],
+)
+def test_replay_is_exact(
+    family: str, lora_rank: int, guidance: float, dtype: str, world: World, request: pytest.FixtureRequest
+) -> None:
+    policy = make_policy(world, request.getfixturevalue(f"{family}_folder"), lora_rank=lora_rank, dtype=dtype)
     disturb(policy)
-    samples = sample(make_rollout(policy, 6, sde_window_size=1))
+    samples = sample(make_rollout(policy, 6, guidance=guidance, sde_window_size=1))
     with torch.no_grad():
         assert torch.equal(policy.replay(samples.trace).log_prob, samples.log_prob)
     assert samples.log_prob is not None and samples.log_prob.std() > 0

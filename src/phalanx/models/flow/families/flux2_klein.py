@@ -6,7 +6,6 @@ import torch
 
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.families import flux2
-from phalanx.models.flow.folder import model_index
 
 
 class Model(flux2.Model):
@@ -21,7 +20,7 @@ class Model(flux2.Model):
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, weights_dtype)
-        self.distilled = bool(model_index(config.path, config.revision).get("is_distilled"))
+        self.distilled = self.pipeline.config.is_distilled
 
     def components(self, path: str) -> dict[str, Any]:
         return {}
