@@ -1,4 +1,4 @@
-"""FLUX.2 dev, text to image: a Mistral's hidden states as text, and a shift that depends on size and number of steps."""
+"""FLUX.2 dev, text to image: a Mistral's hidden states as text, and a shift by the size and the number of steps."""
 
 from typing import Any
 

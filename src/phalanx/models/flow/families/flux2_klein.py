@@ -9,8 +9,8 @@ from phalanx.models.flow.families import flux2
 
 
 class Model(flux2.Model):
-    """`rollout.guidance_scale` is classifier-free guidance of Klein base. Klein itself is distilled to few steps without
-    any: its pipeline ignores the scale, and here it is refused.
+    """`rollout.guidance_scale` is classifier-free guidance of Klein base. Klein itself is distilled to few
+    steps without any: its pipeline ignores the scale, and here it is refused.
     """
 
     pipeline_class = "Flux2KleinPipeline"
