@@ -243,9 +243,9 @@ def tiny_sd3(folder: str | Path, t5: bool = False, seed: int = 0) -> Path:
     return save(pipeline, folder)
 
 
-def tiny_flux(folder: str | Path, guidance_embeds: bool = True, seed: int = 0) -> Path:
-    """Save a tiny FluxPipeline, FLUX.1-dev's kind or (no `guidance_embeds`) schnell's: 8 px a packed token, latents
-    [4, h / 4, w / 4], 2 blocks of two streams and 2 of one, of 4 heads x 16.
+def tiny_flux(folder: str | Path, guidance_embeds: bool = True, kontext: bool = False, seed: int = 0) -> Path:
+    """Save a tiny FluxPipeline, FLUX.1-dev's kind or (no `guidance_embeds`) schnell's, or (`kontext`) FluxKontextPipeline:
+    8 px a packed token, latents [4, h / 4, w / 4], 2 blocks of two streams and 2 of one, of 4 heads x 16.
     """
     with drawn_by(seed):
         transformer = diffusers.FluxTransformer2DModel(
@@ -268,7 +268,8 @@ def tiny_flux(folder: str | Path, guidance_embeds: bool = True, seed: int = 0) -
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         max_image_seq_len=4096, max_shift=1.15, base_shift=0.5, **shift
     )
-    pipeline = diffusers.FluxPipeline(
+    kind = diffusers.FluxKontextPipeline if kontext else diffusers.FluxPipeline
+    pipeline = kind(
         transformer=transformer,
         scheduler=scheduler,
         vae=vae,

@@ -25,7 +25,7 @@ from tests.unit.test_plan_lm import SHIPPED_LM
 
 
 @pytest.mark.parametrize(
-    ("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("flux2", 1), ("flux2_klein", 2)]
+    ("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("flux2", 1), ("flux2_klein", 2), ("flux_kontext", 1)]
 )
 def test_a_plan_of_each_family(
     family: str, branches: int, request: pytest.FixtureRequest, config_only: Callable[[Path], Path], tmp_path: Path
@@ -158,9 +158,9 @@ def broken_index(**changes: Any) -> Callable[[Path], object]:
         ),
         (
             broken_index(_class_name="SanaPipeline"),
-            "model.path: '{folder}' is a SanaPipeline; supported: Flux2KleinPipeline, Flux2Pipeline, FluxPipeline, "
-            "QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline, "
-            "ZImagePipeline",
+            "model.path: '{folder}' is a SanaPipeline; supported: Flux2KleinPipeline, Flux2Pipeline, FluxKontextPipeline, "
+            "FluxPipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, "
+            "WanPipeline, ZImagePipeline",
         ),
         (
             lambda folder: shutil.rmtree(folder / "scheduler"),
@@ -207,6 +207,7 @@ SHIPPED = {
     "stabilityai/stable-diffusion-3.5-medium": [2_243_171_520, KL_VAE, CLIP_L, CLIP_G, T5],
     "stabilityai/stable-diffusion-3.5-large": [8_056_627_520, KL_VAE, CLIP_L, CLIP_G, T5],
     "black-forest-labs/FLUX.1-dev": [11_901_408_320, KL_VAE, CLIP_L - 768 * 768, T5],  # without a projection
+    "black-forest-labs/FLUX.1-Kontext-dev": [11_901_408_320, KL_VAE, CLIP_L - 768 * 768, T5],
     "black-forest-labs/FLUX.2-dev": [32_223_281_152, PATCH_VAE, 24_011_361_280],
     "black-forest-labs/FLUX.2-klein-4B": [3_875_544_576, PATCH_VAE, 4_022_468_096],
     "black-forest-labs/FLUX.2-klein-9B": [9_078_581_248, PATCH_VAE, 8_190_735_360],
