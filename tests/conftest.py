@@ -27,6 +27,7 @@ from tests.lm import tiny_blocks, tiny_lm
 from tests.policies import one_rank
 from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
 from tests.tiny_edit import tiny_qwen_image_edit
+from tests.tiny_flux2 import tiny_flux2, tiny_flux2_klein
 from tests.tiny_vision import tiny_vision
 
 torch.set_num_threads(1)
@@ -66,6 +67,9 @@ sd3_t5_folder = model_folder(tiny_sd3, "sd3_t5", t5=True)
 qwen_folder = model_folder(tiny_qwen_image, "qwen_image")
 qwen_edit_folder = model_folder(tiny_qwen_image_edit, "qwen_image_edit")
 flux_folder = model_folder(tiny_flux, "flux")
+flux_kontext_folder = model_folder(tiny_flux, "flux_kontext", kontext=True)
+flux2_folder = model_folder(tiny_flux2, "flux2")
+flux2_klein_folder = model_folder(tiny_flux2_klein, "flux2_klein")
 z_image_folder = model_folder(tiny_z_image, "z_image")
 wan_folder = model_folder(tiny_wan, "wan")
 lm_folder = model_folder(tiny_lm, "lm")

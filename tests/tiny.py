@@ -243,9 +243,9 @@ def tiny_sd3(folder: str | Path, t5: bool = False, seed: int = 0) -> Path:
     return save(pipeline, folder)
 
 
-def tiny_flux(folder: str | Path, guidance_embeds: bool = True, seed: int = 0) -> Path:
-    """Save a tiny FluxPipeline, FLUX.1-dev's kind or (no `guidance_embeds`) schnell's: 8 px a packed token, latents
-    [4, h / 4, w / 4], 2 blocks of two streams and 2 of one, of 4 heads x 16.
+def tiny_flux(folder: str | Path, guidance_embeds: bool = True, kontext: bool = False, seed: int = 0) -> Path:
+    """Save a tiny FluxPipeline, FLUX.1-dev's kind or (no `guidance_embeds`) schnell's, or (`kontext`) FluxKontextPipeline:
+    8 px a packed token, latents [4, h / 4, w / 4], 2 blocks of two streams and 2 of one, of 4 heads x 16.
     """
     with drawn_by(seed):
         transformer = diffusers.FluxTransformer2DModel(
@@ -268,7 +268,8 @@ def tiny_flux(folder: str | Path, guidance_embeds: bool = True, seed: int = 0) -
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler(
         max_image_seq_len=4096, max_shift=1.15, base_shift=0.5, **shift
     )
-    pipeline = diffusers.FluxPipeline(
+    kind = diffusers.FluxKontextPipeline if kontext else diffusers.FluxPipeline
+    pipeline = kind(
         transformer=transformer,
         scheduler=scheduler,
         vae=vae,
@@ -389,11 +390,17 @@ def tiny_qwen_image(folder: str | Path, seed: int = 0) -> Path:
 def load_pipeline(folder: str | Path, **parts: Any) -> Any:
     """Load a folder with stock diffusers in float32, without a progress bar; `parts` are components of it.
 
-    SD3 folders without T5 list it as null, and diffusers wants that said again at loading.
+    SD3 folders without T5 list it as null, and diffusers wants that said again at loading. FLUX.2's processor would need
+    torchvision.
     """
     index = json.loads((Path(folder) / "model_index.json").read_text())
     absent = {name: None for name in ("text_encoder_3", "tokenizer_3") if index.get(name) == [None, None]}
+    processor = index.get("tokenizer") == ["transformers", "PixtralProcessor"]
+    absent |= {"tokenizer": None} if processor else {}
     pipeline = diffusers.DiffusionPipeline.from_pretrained(folder, **absent, **parts)
+    if processor:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, subfolder="tokenizer")
+        pipeline.register_modules(tokenizer=tokenizer)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
 

@@ -116,7 +116,7 @@ def test_a_run_from_validation_to_export(
     pipeline = load_edit_pipeline(qwen_edit_folder)
     pipeline.load_lora_weights(tmp_path / "lora")
     from phalanx.distributed.seed import fold_in, normal
-    from phalanx.models.flow.families.qwen_image_edit import to_ratio
+    from phalanx.models.flow.references import to_ratio
 
     for i, text in enumerate(INSTRUCTIONS):
         noise = normal((16, 16), fold_in(cfg.rollout.val.seed, 0, i, 0, "init"), torch.device("cpu"))[None]

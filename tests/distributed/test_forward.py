@@ -91,7 +91,9 @@ def fresh_noise(cfg: FlowRLConfig) -> dict[str, tuple[Tensor, Tensor]]:
             found[f"{distribution} {step} {epoch}"] = (noised.noise, noised.levels)
     size = cfg.rollout.height, cfg.rollout.width
     schedule, _ = t.policy.model.schedule(cfg.rollout.num_inference_steps, *size)
-    return found | {"of the model": (schedule[:-1], torch.tensor(t.policy.model.shift(*size)))}
+    return found | {
+        "of the model": (schedule[:-1], torch.tensor(t.policy.model.shift(cfg.rollout.num_inference_steps, *size)))
+    }
 
 
 def test_fresh_noise_is_a_function_of_the_sample(sd3_folder: Path, tmp_path: Path) -> None:

@@ -43,6 +43,10 @@ RUNS: dict[str, tuple[str, tuple[str, ...]]] = {
     "qwen-full": ("qwen", FULL),
     "flux-lora": ("flux", (*LORA, "model.target_modules=[attn.to_k, attn.to_add_out, norm.linear, ff_context.net.2]")),
     "flux-full": ("flux", FULL),
+    "klein-lora": (
+        "flux2_klein",
+        (*LORA, "model.target_modules=[attn.to_k, attn.to_out, to_qkv_mlp_proj, ff.linear_in]"),
+    ),
     "z-lora": ("z_image", (*LORA, "model.target_modules=[attention.to_q, cap_embedder.1, feed_forward.w2]")),
     "z-full": ("z_image", FULL),
 }
@@ -127,10 +131,11 @@ def stock_images(pipeline: Any) -> Tensor:
     """The stock pipeline's images [P, 3, H, W] from the noise that validation starts from."""
     name = type(pipeline).__name__
     qwen, shape = name == "QwenImagePipeline", (16, 16) if name in ("QwenImagePipeline", "FluxPipeline") else (4, 8, 8)
+    shape = (16, 4, 4) if name == "Flux2KleinPipeline" else shape
     noise = [normal(shape, fold_in(1234, 0, i, 0, "init"), torch.device("cpu")) for i in range(len(TEXTS))]
     extra = {"true_cfg_scale": 3.0, "negative_prompt": [" "] * 2} if qwen else {"guidance_scale": 3.0}
     return pipeline(
-        list(TEXTS),  # Z-Image's writes its template into the list
+        prompt=list(TEXTS),  # Z-Image's writes its template into the list
         height=32,
         width=32,
         num_inference_steps=4,
@@ -145,10 +150,10 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
 
 
-@pytest.mark.seldom("sd3-pissa-model", "flux-lora-model", "z-lora-model")
+@pytest.mark.seldom("sd3-pissa-model", "flux-lora-model", "z-lora-model", "klein-lora-model")
 @pytest.mark.quick("sd3-lora-ema", "qwen-lora-model")
 @pytest.mark.parametrize("weights", ["ema", "model"])
-@pytest.mark.parametrize("name", ["sd3-lora", "qwen-lora", "sd3-pissa", "flux-lora", "z-lora"])
+@pytest.mark.parametrize("name", ["sd3-lora", "qwen-lora", "sd3-pissa", "flux-lora", "z-lora", "klein-lora"])
 def test_lora(name: str, weights: str, trained: Runs, tmp_path: Path) -> None:
     run = trained(name)
     assert distance(run.images["model"], run.images["start"]) > 0.05

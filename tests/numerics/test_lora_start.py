@@ -21,6 +21,9 @@ TARGETS = {
     "sd3": "attn.to_q",
     "qwen": "img_mlp.net.2",
     "flux": "proj_out",
+    "flux_kontext": "ff.net.2",
+    "flux2": "attn.to_out",
+    "flux2_klein": "attn.to_qkv_mlp_proj",
     "z_image": "attention.to_k",
     "wan": "ffn.net.2",
 }

@@ -24,7 +24,7 @@ from tests.checks import refused
 from tests.policies import MAX_LENGTH, PROMPTS, disturb, make_policy, make_rollout, ode, sample, velocity
 from tests.tiny import load_pipeline, tiny_flux
 
-FAMILIES = ["sd3", "sd3_t5", "qwen", "flux", "z_image"]
+FAMILIES = ["sd3", "sd3_t5", "qwen", "flux", "z_image", "flux2_klein"]
 Folder = Callable[[str], Path]
 
 
@@ -46,16 +46,23 @@ def stock_images(pipeline: Any, rollout: PolicyRollout, prompts: list[Prompt], l
     guidance = {model.guidance_key: sampler.guidance if sampler.guided else off}
     if model.embedded_guidance_key is not None:
         guidance[model.embedded_guidance_key] = sampler.embedded_guidance
+    given: dict[str, Any] = guidance
+    negatives = [model.default_negative if p.negative is None else p.negative for p in prompts]
+    if model.pipeline_class == "Flux2KleinPipeline":  # takes no texts
+        given["negative_prompt_embeds"], _ = pipeline.encode_prompt(negatives, max_sequence_length=length)
+    elif model.pipeline_class == "Flux2Pipeline":  # knows no negative
+        given = {"guidance_scale": sampler.embedded_guidance}
+    else:
+        given["negative_prompt"] = negatives
     return pipeline(
-        [p.text for p in prompts],
-        negative_prompt=[model.default_negative if p.negative is None else p.negative for p in prompts],
+        prompt=[p.text for p in prompts],
         height=sampler.height,
         width=sampler.width,
         num_inference_steps=sampler.num_inference_steps,
         latents=latents,
         max_sequence_length=length,
         output_type="pt",
-        **guidance,
+        **given,
     ).images
 
 
@@ -76,7 +83,7 @@ def test_images_are_those_of_the_stock_pipeline(policy: FlowPolicy, guidance: fl
     assert ours.std(0).mean() > 0.01  # three different images
 
 
-@pytest.mark.parametrize("family", ["sd3_t5", "qwen", "flux", "z_image"])
+@pytest.mark.parametrize("family", ["sd3_t5", "qwen", "flux", "z_image", "flux2_klein"])
 def test_prompts_are_cut_where_the_stock_pipeline_cuts_them(world: World, folder: Folder, family: str) -> None:
     rollout = make_rollout(make_policy(world, folder(family), max_prompt_length=6), 3, guidance=3.0)
     ours, latents = assert_stock(rollout, folder(family), length=6)
@@ -85,7 +92,7 @@ def test_prompts_are_cut_where_the_stock_pipeline_cuts_them(world: World, folder
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image"])
+@pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image", "flux2_klein"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_transformer_sees_the_timesteps_of_the_stock_pipeline(
     world: World, folder: Folder, family: str, dtype: str
@@ -96,7 +103,8 @@ def test_the_transformer_sees_the_timesteps_of_the_stock_pipeline(
     seen: list[list[float]] = []
     for transformer in (rollout.policy.model.transformer, pipeline.transformer):
         times = seen.append([]) or seen[-1]
-        module = transformer.t_embedder if family == "z_image" else transformer.time_text_embed
+        named = {"z_image": "t_embedder", "flux2_klein": "time_guidance_embed"}
+        module = transformer.get_submodule(named.get(family, "time_text_embed"))
         module.register_forward_pre_hook(lambda module, args, times=times: times.append(args[0][0].item()))
     _, latents = ode(rollout, PROMPTS[:1])
     stock_images(pipeline, rollout, PROMPTS[:1], latents, MAX_LENGTH)
@@ -187,7 +195,7 @@ def test_the_schedule_of_flux_is_shifted_by_size(world: World, folder: Folder) -
     torch.testing.assert_close(timesteps, sigmas[:-1] * 1000)
 
 
-@pytest.mark.parametrize("family", ["qwen", "flux", "z_image"])
+@pytest.mark.parametrize("family", ["qwen", "flux", "z_image", "flux2_klein"])
 @pytest.mark.parametrize("kind", ["exponential", "linear", "static"])
 def test_the_shift_is_that_of_the_schedule(world: World, folder: Folder, family: str, kind: str) -> None:
     """Even levels, moved by it, are the schedule's before they are stretched to a terminal."""
@@ -199,7 +207,7 @@ def test_the_shift_is_that_of_the_schedule(world: World, folder: Folder, family:
     even = torch.arange(5, 0, -1) / 5
     found = set()
     for size in ((32, 48), (256, 256)):
-        s = model.shift(*size)
+        s = model.shift(5, *size)
         torch.testing.assert_close(s * even / (1 + (s - 1) * even), model.schedule(5, *size)[0][:-1], rtol=1e-5, atol=0)
         found.add(s)
     assert len(found) == (1 if kind == "static" or family == "z_image" else 2)
@@ -208,10 +216,10 @@ def test_the_shift_is_that_of_the_schedule(world: World, folder: Folder, family:
 def test_the_shift_of_sd3(world: World, folder: Folder) -> None:
     """The scheduler's own, or mu by hand: 24 tokens on the line from (256, 0.5) to (4096, 1.15)."""
     model = make_policy(world, folder("sd3")).model
-    assert model.shift(32, 48) == 3.0
+    assert model.shift(4, 32, 48) == 3.0
     config = model.pipeline.scheduler.config
     model.pipeline.scheduler = type(model.pipeline.scheduler).from_config(config, use_dynamic_shifting=True)
-    assert model.shift(32, 48) == pytest.approx(math.exp(0.5 + (24 - 256) * (1.15 - 0.5) / (4096 - 256)))
+    assert model.shift(4, 32, 48) == pytest.approx(math.exp(0.5 + (24 - 256) * (1.15 - 0.5) / (4096 - 256)))
 
 
 def test_guidance_of_qwen_image_keeps_the_length_of_each_token(world: World, folder: Folder) -> None:

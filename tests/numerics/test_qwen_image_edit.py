@@ -12,8 +12,9 @@ from torch import Tensor
 from phalanx.distributed.mesh import World
 from phalanx.distributed.seed import normal
 from phalanx.media.pictures import Picture
-from phalanx.models.flow.families.qwen_image_edit import Model, to_ratio
+from phalanx.models.flow.families.qwen_image_edit import Model
 from phalanx.models.flow.policy import FlowPolicy
+from phalanx.models.flow.references import to_ratio
 from phalanx.rollout.flow.in_policy import PolicyRollout
 from phalanx.types import JobError, Prompt
 from tests.checks import refused

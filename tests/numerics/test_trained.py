@@ -41,12 +41,14 @@ def gradients(policy: FlowPolicy) -> dict[str, Tensor]:
 UNUSED: dict[str, tuple[str, ...]] = {
     "sd3": ("transformer_blocks.1.attn.add_q_proj.",),
     "flux": (),  # its last block has one stream
+    "flux2_klein": (),
     "z_image": (),
     "qwen": tuple(f"transformer_blocks.1.{n}." for n in ("attn.add_q_proj", "attn.to_add_out", "txt_mlp")),
 }
 
 
-@pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image"])
+@pytest.mark.seldom("0-flux2_klein")
+@pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image", "flux2_klein"])
 @pytest.mark.parametrize("lora_rank", [0, 4])
 def test_gradients_flow_through_both_branches_of_guidance(
     world: World, folder: Folder, family: str, lora_rank: int
@@ -69,7 +71,7 @@ def test_gradients_flow_through_both_branches_of_guidance(
     assert cosine < 0.99
 
 
-@pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image"])
+@pytest.mark.parametrize("family", ["sd3", "qwen", "flux", "z_image", "flux2_klein"])
 def test_gradients_of_guidance_are_the_sum_of_both_branches(world: World, folder: Folder, family: str) -> None:
     """Against finite differences along a random direction: no branch is left out and none is counted twice."""
     policy = make_policy(world, folder(family), lora_rank=4)
@@ -218,10 +220,13 @@ def test_compiled_blocks_compute_the_same(qwen_folder: Path, monkeypatch: pytest
 
 
 # The first block's inputs need no gradient. SD3's last block has no text after it; FLUX has blocks of two streams and of
-# one, whose first gets other strides; Z-Image's are of the image, the text, and both
-@pytest.mark.seldom("sd3-2")
+# one, whose first gets other strides; Z-Image's are of the image, the text, and both.
+# FLUX.2's of two streams share one, since their inputs before and after the first block have the same strides
+@pytest.mark.seldom("sd3-2", "flux2_klein-3")
 @pytest.mark.quick("z_image-3", "qwen-2")
-@pytest.mark.parametrize(("family", "graphs"), [("sd3", 2), ("qwen", 2), ("flux", 4), ("z_image", 3)])
+@pytest.mark.parametrize(
+    ("family", "graphs"), [("sd3", 2), ("qwen", 2), ("flux", 4), ("z_image", 3), ("flux2_klein", 3)]
+)
 def test_blocks_of_each_family_can_be_compiled(folder: Folder, family: str, graphs: int) -> None:
     """Each kind of block is one graph for both modes and all lengths of texts. They run as they are: to make code of them
     takes the compiler much longer.

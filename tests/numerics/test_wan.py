@@ -65,7 +65,7 @@ def test_levels_are_those_of_the_published_scheduler(world: World, wan_folder: P
     ours, latents = ode(make_rollout(policy, 3, guidance=4.5, num_frames=VIDEO))
     torch.testing.assert_close(ours, stock(pipeline, 4.5, VIDEO, latents), rtol=0, atol=1e-4)
     sigmas, timesteps = policy.model.schedule(4, 32, 48)
-    assert sigmas[0] == 1 and sigmas[-1] == 0 and policy.model.shift(32, 48) == 3
+    assert sigmas[0] == 1 and sigmas[-1] == 0 and policy.model.shift(4, 32, 48) == 3
     assert timesteps.tolist() == [999, 900, 750, 500]
 
 

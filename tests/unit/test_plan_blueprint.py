@@ -24,7 +24,10 @@ from tests.unit.test_plan_lm import SHIPPED_LM
 # -- the model without its weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2)])
+@pytest.mark.parametrize(
+    ("family", "branches"),
+    [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("flux2", 1), ("flux2_klein", 2), ("flux_kontext", 1)],
+)
 def test_a_plan_of_each_family(
     family: str, branches: int, request: pytest.FixtureRequest, config_only: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -37,8 +40,12 @@ def test_a_plan_of_each_family(
 
 
 @pytest.mark.parametrize(
-    "family", ["sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder", "wan_folder"]
-)
+    "family",
+    [
+        "sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder", "wan_folder", "flux2_folder",
+        "flux2_klein_folder",
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_blueprint_is_the_model(
     family: str, keys: list[str], request: pytest.FixtureRequest, config_only: Callable[[Path], Path], tmp_path: Path
@@ -152,8 +159,9 @@ def broken_index(**changes: Any) -> Callable[[Path], object]:
         ),
         (
             broken_index(_class_name="SanaPipeline"),
-            "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, QwenImageEditPipeline, "
-            "QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
+            "model.path: '{folder}' is a SanaPipeline; supported: Flux2KleinPipeline, Flux2Pipeline, FluxKontextPipeline, "
+            "FluxPipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, "
+            "WanPipeline, ZImagePipeline",
         ),
         (
             lambda folder: shutil.rmtree(folder / "scheduler"),
@@ -195,11 +203,15 @@ def test_folders_that_are_not_there(path: str, reason: str, tmp_path: Path) -> N
 # -- models whose folder is not within reach -----------------------------------------------------------------------
 
 T5, UMT5, CLIP_L, CLIP_G, QWEN_VL = 4_762_310_656, 5_680_910_336, 123_650_304, 694_659_840, 8_292_166_656
-KL_VAE, VIDEO_VAE = 83_819_683, 126_892_531
+KL_VAE, VIDEO_VAE, PATCH_VAE = 83_819_683, 126_892_531, 84_046_115
 SHIPPED = {
     "stabilityai/stable-diffusion-3.5-medium": [2_243_171_520, KL_VAE, CLIP_L, CLIP_G, T5],
     "stabilityai/stable-diffusion-3.5-large": [8_056_627_520, KL_VAE, CLIP_L, CLIP_G, T5],
     "black-forest-labs/FLUX.1-dev": [11_901_408_320, KL_VAE, CLIP_L - 768 * 768, T5],  # without a projection
+    "black-forest-labs/FLUX.1-Kontext-dev": [11_901_408_320, KL_VAE, CLIP_L - 768 * 768, T5],
+    "black-forest-labs/FLUX.2-dev": [32_223_281_152, PATCH_VAE, 24_011_361_280],
+    "black-forest-labs/FLUX.2-klein-4B": [3_875_544_576, PATCH_VAE, 4_022_468_096],
+    "black-forest-labs/FLUX.2-klein-9B": [9_078_581_248, PATCH_VAE, 8_190_735_360],
     "Qwen/Qwen-Image": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Qwen/Qwen-Image-Edit-2509": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Tongyi-MAI/Z-Image-Turbo": [6_154_908_736, KL_VAE, 4_022_468_096],

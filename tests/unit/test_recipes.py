@@ -30,7 +30,9 @@ TINY = {
     "qwen_image_edit": "qwen_edit_folder",
     "sd35": "sd3_t5_folder",
     "qwen": "qwen_folder",
+    "flux1_kontext": "flux_kontext_folder",
     "flux1": "flux_folder",
+    "flux2_klein": "flux2_klein_folder",
     "z": "z_image_folder",
     "wan21": "wan_folder",
 }

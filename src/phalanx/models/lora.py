@@ -54,9 +54,8 @@ def add_lora(module: nn.Module, config: ModelConfig, default_targets: Sequence[s
                     leaves.add(in_block[1])
             known = f"in a block: {', '.join(sorted(leaves)) or 'none'}"
             raise ValueError(f"model.target_modules: no linear layer ends in {target!r}; {known}")
-    if left_out:
-        # as whole names: layers of a tower may end in the same
-        targets = [name for name in linear if any(name == t or name.endswith("." + t) for t in targets)]
+    # as whole names: layers of a tower may end in the same, and so may FLUX.2's lists of layers
+    targets = [name for name in linear if any(name == t or name.endswith("." + t) for t in targets)]
     inits: dict[str, Any] = {"kaiming": True, "pissa": "pissa_niter_8"}  # peft's names, where they differ
     module.requires_grad_(False)
     # All ranks begin with the same weights, without a message: peft draws them from the process's

@@ -42,21 +42,27 @@ class _Blueprint(FlowModel):
         """As FlowModel.load, with tensors on the meta device and without tokenizers."""
         folder, self.dtype = Path(config.path), dtype
         parts: dict[str, Any] = {}
+        settings: dict[str, Any] = {}
         for name, entry in read_index(folder).items():
             if isinstance(entry, list) and len(entry) == 2:
                 parts[name] = _component(folder, name, *entry)
+            elif not name.startswith("_"):
+                settings[name] = entry
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
             parts["transformer"] = transformer.from_config(parts["transformer"].config)
         try:
             self.pipeline = pipeline(**parts)
         except TypeError as error:
             raise ValueError(f"model.path: {config.path!r}: {error}") from error
+        self.pipeline.register_to_config(**settings)
         self.transformer, self.vae = nn.Module.to(self.pipeline.transformer, weights_dtype), self.pipeline.vae
         for name, part in parts.items():
             if isinstance(part, nn.Module) and name != "transformer":
                 kept = (self.vae_dtype if name == "vae" else None) or dtype
-                for parameter in part.parameters():
-                    parameter.data = parameter.data.to(kept)  # buffers stay as they were made
+                stored = part.state_dict().keys()  # buffers that are in no file stay as they were made
+                for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
+                    if name in stored and tensor.is_floating_point():
+                        tensor.data = tensor.data.to(kept)
 
     def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
         """Embeddings of texts of the greatest length, on the CPU, where nothing is written to them."""

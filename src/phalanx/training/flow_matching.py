@@ -125,7 +125,8 @@ class FlowMatching:
 
     def _shift(self, t: Tensor) -> Tensor:
         """Levels, moved as the model's own noise schedule is at the size of the images."""
-        shift = self.policy.model.shift(self.sampler.height, self.sampler.width)
+        s = self.sampler
+        shift = self.policy.model.shift(s.num_inference_steps, s.height, s.width)
         return shift * t / (1 + (shift - 1) * t)
 
     def _latent(self, i: int) -> Tensor:

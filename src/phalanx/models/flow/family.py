@@ -68,6 +68,7 @@ class FlowModel:
     guidance_key: str  # of classifier-free guidance, a second branch of the forward pass
     # of a guidance that the model was distilled to take as an input
     embedded_guidance_key: str | None = None
+    distilled: bool = False  # True where the model was trained to do without classifier-free guidance
     lora_targets: ClassVar[Sequence[str]]
     default_negative: str
     makes_videos: bool = False  # True where samples can have more than one frame
@@ -185,10 +186,10 @@ class FlowModel:
         """
         scheduler = self.pipeline.scheduler
         even = np.linspace(1.0, 1 / num_inference_steps, num_inference_steps)
-        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(self.tokens(height, width)))
+        scheduler.set_timesteps(sigmas=even, mu=self.dynamic_shift(self.tokens(height, width), num_inference_steps))
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 
-    def dynamic_shift(self, tokens: int) -> float:
+    def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
         """diffusers' mu of an image of `tokens` tokens."""
         c = self.pipeline.scheduler.config
         sizes = c.base_image_seq_len, c.max_image_seq_len
@@ -206,12 +207,12 @@ class FlowModel:
         """Lengths of a sample's sequences that the plan splits, but those of texts, by a description of each."""
         return {f"an image of {height} x {width}": self.tokens(height, width)}
 
-    def shift(self, height: int, width: int) -> float:
+    def shift(self, num_inference_steps: int, height: int, width: int) -> float:
         """s by which the scheduler moves the noise levels of an image: s t / (1 + (s - 1) t)."""
         c = self.pipeline.scheduler.config
         if not c.use_dynamic_shifting:
             return float(c.shift)
-        mu = self.dynamic_shift(self.tokens(height, width))
+        mu = self.dynamic_shift(self.tokens(height, width), num_inference_steps)
         return math.exp(mu) if c.time_shift_type == "exponential" else mu
 
     def latent_shape(self, height: int, width: int) -> tuple[int, ...]:

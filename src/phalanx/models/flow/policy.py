@@ -293,7 +293,7 @@ class FlowPolicy:
         count = max(len(schedule), levels)
         streams = [torch.Generator().manual_seed(fold_in(seed, "level")) for seed in seeds]
         uniform = torch.stack([torch.rand(count, generator=stream) for stream in streams])
-        shift = self.model.shift(sampler.height, sampler.width)
+        shift = self.model.shift(sampler.num_inference_steps, sampler.height, sampler.width)
         drawn = noise_levels(uniform, levels, schedule, distribution=distribution, shift=shift)
         return Noised(noise, drawn.to(device))
 

@@ -75,7 +75,13 @@ def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str
     obeyed = (model.guidance_key, model.embedded_guidance_key)
     for key in ("guidance_scale", "true_cfg_scale"):
         value = getattr(section, key)
-        if key not in obeyed and value is not None and value > 1:
+        if value is None or value <= 1:
+            continue
+        if model.distilled and key == model.guidance_key:
+            raise ValueError(
+                f"{prefix}{key}: {value:g}: the model is distilled to do without classifier-free guidance; set it to 1"
+            )
+        if key not in obeyed:
             raise ValueError(
                 f"{prefix}{key}: {value:g} has no effect on this model; its guidance is {prefix}{model.guidance_key}"
             )

@@ -52,9 +52,8 @@ class Model(PackedModel):
         return pooled_embeds(embeds, pooled)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
-        rows, columns = self.grid(height, width)
         with latents.device:  # a copy from the host would wait for it
-            image_ids = self.pipeline._prepare_latent_image_ids(1, rows, columns, latents.device, torch.float32)
+            image_ids = self.positions(height, width)
             text_ids = torch.zeros(embeds["prompt_embeds"].shape[1], 3)
         return self.transformer(
             hidden_states=latents.to(self.dtype),
@@ -66,6 +65,10 @@ class Model(PackedModel):
             img_ids=image_ids,
             return_dict=False,
         )[0]
+
+    def positions(self, height: int, width: int) -> Tensor:
+        """Positions [L, 3] of the image tokens, (0, row, column), on the current device."""
+        return self.pipeline._prepare_latent_image_ids(1, *self.grid(height, width), None, torch.float32)
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         return super().decode(self.unpack(latents, height, width), height, width)

@@ -16,6 +16,7 @@ from transformers import Qwen2VLProcessor
 from phalanx.config.flow import FlowModelConfig
 from phalanx.models.flow.families import qwen_image
 from phalanx.models.flow.family import Embeds, Instruction
+from phalanx.models.flow.references import to_ratio
 
 TEMPLATE_TOKENS = 16  # that stay of the pipeline's template around image and instruction, at most
 
@@ -122,11 +123,3 @@ class Model(qwen_image.Model):
         rows, columns = self.grid(*self.reference_size(height, width))
         reference = torch.empty(rows * columns, self.transformer.config.in_channels, dtype=self.dtype)
         return super().embeds_like(length, height, width) | {"reference": reference}
-
-
-def to_ratio(image: Image.Image, height: int, width: int) -> Image.Image:
-    """The largest part of an image, from its middle, whose sides are as `height` to `width`."""
-    scale = min(image.height / height, image.width / width)
-    cut_height, cut_width = max(round(height * scale), 1), max(round(width * scale), 1)
-    left, top = (image.width - cut_width) // 2, (image.height - cut_height) // 2
-    return image.crop((left, top, left + cut_width, top + cut_height))

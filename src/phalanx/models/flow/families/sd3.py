@@ -37,7 +37,7 @@ class Model(FlowModel):
         scheduler = self.pipeline.scheduler
         mu = None
         if scheduler.config.use_dynamic_shifting:
-            mu = self.dynamic_shift(self.tokens(height, width))
+            mu = self.dynamic_shift(self.tokens(height, width), num_inference_steps)
         scheduler.set_timesteps(num_inference_steps, mu=mu)
         return scheduler.sigmas.float().cpu(), scheduler.timesteps.float().cpu()
 

@@ -1,0 +1,118 @@
+"""FLUX.2 dev, text to image: a Mistral's hidden states as text, and a shift by the size and the number of steps."""
+
+from typing import Any
+
+import torch
+from diffusers import Flux2Transformer2DModel
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu, format_input
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, to_pixels
+from phalanx.models.flow.folder import base_folder, check_tokenizers
+
+
+class Model(FlowModel):
+    """FLUX.2: latents [N, 128, H/16, W/16], a token for each position; `rollout.guidance_scale` is an
+    input of dev, which has no classifier-free guidance.
+    """
+
+    pipeline_class = "Flux2Pipeline"
+    transformer_class = Flux2Transformer2DModel
+    guidance_key = "true_cfg_scale"
+    embedded_guidance_key: str | None = "guidance_scale"
+    distilled = True
+    default_negative = ""
+    # the layers of Flow-Factory's recipes: attention and both streams' MLPs, and in single blocks the
+    # projection that is both's
+    lora_targets = (
+        *JOINT_ATTENTION, "attn.to_qkv_mlp_proj",
+        "ff.linear_in", "ff.linear_out", "ff_context.linear_in", "ff_context.linear_out",
+    )  # fmt: skip
+
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        super().__init__(config, dtype, weights_dtype)
+        if not self.transformer.config.guidance_embeds:
+            self.embedded_guidance_key = None
+
+    def components(self, path: str) -> dict[str, Any]:
+        """None for the folder's processor, whose part for images would need torchvision; see `load`."""
+        return {"tokenizer": None}
+
+    def load(
+        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
+    ) -> None:
+        super().load(config, dtype, weights_dtype, pipeline, transformer)
+        if self.pipeline.tokenizer is None:  # of a processor the tokenizer is all that texts need
+            path = str(base_folder(config))
+            self.pipeline.register_modules(tokenizer=AutoTokenizer.from_pretrained(path, subfolder="tokenizer"))
+            check_tokenizers(path, self.pipeline.components)
+
+    def blocks(self) -> list[nn.Module]:
+        """Blocks of two streams, then those of one."""
+        return [*self.transformer.transformer_blocks, *self.transformer.single_transformer_blocks]
+
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """With the system's message, in the chat template."""
+        tokenizer, chats = self.pipeline.tokenizer, format_input(texts, self.pipeline.system_message)
+        return tokenizer, tokenizer.apply_chat_template(chats, return_dict=True)["input_ids"], max_length
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        # the padding stays: the transformer attends to it, in the stock pipeline too
+        embeds, _ = self.pipeline.encode_prompt(texts, device=device, max_sequence_length=max_length)
+        # cloned: a part would keep the whole batch in memory
+        return [{"prompt_embeds": text.clone()} for text in embeds.cpu()]
+
+    def dynamic_shift(self, tokens: int, num_inference_steps: int) -> float:
+        return compute_empirical_mu(tokens, num_inference_steps)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of image tokens; raises ValueError for a size that cannot be made."""
+        unit = self.pipeline.vae_scale_factor * 2
+        check_size(height, width, unit)
+        return height // unit, width // unit
+
+    def tokens(self, height: int, width: int) -> int:
+        rows, columns = self.grid(height, width)
+        return rows * columns
+
+    def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
+        return super().split_tokens(height, width, frames, max_length) | {"data.max_prompt_length": max_length}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return (self.transformer.config.in_channels, *self.grid(height, width))
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
+        text = embeds["prompt_embeds"]
+        with latents.device:  # a copy from the host would wait for it
+            image_ids = self.pipeline._prepare_latent_ids(latents[:1])
+            text_ids = self.pipeline._prepare_text_ids(text[:1])
+        out = self.transformer(
+            hidden_states=latents.to(self.dtype).flatten(2).mT,
+            timestep=timesteps.to(self.dtype) / 1000,  # in this order, as the pipeline rounds it
+            guidance=embeds["guidance"] if self.embedded_guidance_key is not None else None,
+            encoder_hidden_states=text,
+            txt_ids=text_ids,
+            img_ids=image_ids,
+            return_dict=False,
+        )[0]
+        return out.mT.unflatten(2, latents.shape[2:])
+
+    def latent_statistics(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Mean and standard deviation [C, 1, 1] of the patches of the VAE's latents."""
+        bn = self.vae.bn
+        std = torch.sqrt(bn.running_var + self.vae.config.batch_norm_eps)
+        return bn.running_mean.float().view(-1, 1, 1), std.float().view(-1, 1, 1)
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        mean, std = self.latent_statistics(latents.device)
+        unscaled = self.pipeline._unpatchify_latents(latents * std + mean).to(self.vae.dtype)
+        return to_pixels(self.vae.decode(unscaled, return_dict=False)[0])
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        mean, std = self.latent_statistics(images.device)
+        return (self.pipeline._patchify_latents(self.posterior(images, generator)) - mean) / std
+
+    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+        return {"prompt_embeds": torch.empty(length, self.transformer.config.joint_attention_dim, dtype=self.dtype)}
