@@ -24,7 +24,7 @@ from tests.unit.test_plan_lm import SHIPPED_LM
 # -- the model without its weights --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2)])
+@pytest.mark.parametrize(("family", "branches"), [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("hunyuan", 2)])
 def test_a_plan_of_each_family(
     family: str, branches: int, request: pytest.FixtureRequest, config_only: Callable[[Path], Path], tmp_path: Path
 ) -> None:
@@ -37,7 +37,8 @@ def test_a_plan_of_each_family(
 
 
 @pytest.mark.parametrize(
-    "family", ["sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder", "wan_folder"]
+    "family",
+    ["sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder", "wan_folder", "hunyuan_folder"],
 )
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
 def test_the_blueprint_is_the_model(
@@ -152,8 +153,8 @@ def broken_index(**changes: Any) -> Callable[[Path], object]:
         ),
         (
             broken_index(_class_name="SanaPipeline"),
-            "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, QwenImageEditPipeline, "
-            "QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
+            "model.path: '{folder}' is a SanaPipeline; supported: FluxPipeline, HunyuanVideo15Pipeline, "
+            "QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
         ),
         (
             lambda folder: shutil.rmtree(folder / "scheduler"),
