@@ -202,11 +202,15 @@ SHIPPED = {
     "stabilityai/stable-diffusion-3.5-large": [8_056_627_520, KL_VAE, CLIP_L, CLIP_G, T5],
     "black-forest-labs/FLUX.1-dev": [11_901_408_320, KL_VAE, CLIP_L - 768 * 768, T5],  # without a projection
     "Qwen/Qwen-Image": [20_430_401_088, VIDEO_VAE, QWEN_VL],
+    "Qwen/Qwen-Image-2512": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Qwen/Qwen-Image-Edit-2509": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Tongyi-MAI/Z-Image-Turbo": [6_154_908_736, KL_VAE, 4_022_468_096],
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": [1_418_996_800, VIDEO_VAE, UMT5],
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": [14_288_491_584, VIDEO_VAE, UMT5],
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": [4_999_787_712, 704_688_668, UMT5],
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": [
+        *(8_326_608_160, 1_260_634_115, 7_070_619_136, 219_314_944)
+    ],
 }
 JUDGES = {"Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Instruct": QWEN_VL}
 
