@@ -1,6 +1,5 @@
 """HunyuanVideo 1.5 (arXiv 2511.18870), text to video: two streams of tokens, and two encoders of a text."""
 
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -133,7 +132,7 @@ class Model(FlowModel):
     fps = FPS
     masks_text = True
     # the layers of UniRL's recipe: all but the modulation
-    lora_targets: Sequence[str] = (
+    lora_targets = (
         *JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"
     )  # fmt: skip
 
