@@ -28,6 +28,7 @@ from tests.policies import one_rank
 from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
 from tests.tiny_edit import tiny_qwen_image_edit
 from tests.tiny_flux2 import tiny_flux2, tiny_flux2_klein
+from tests.tiny_hunyuan import tiny_hunyuan_video_15
 from tests.tiny_vision import tiny_vision
 
 torch.set_num_threads(1)
@@ -72,6 +73,7 @@ flux2_folder = model_folder(tiny_flux2, "flux2")
 flux2_klein_folder = model_folder(tiny_flux2_klein, "flux2_klein")
 z_image_folder = model_folder(tiny_z_image, "z_image")
 wan_folder = model_folder(tiny_wan, "wan")
+hunyuan_folder = model_folder(tiny_hunyuan_video_15, "hunyuan_video_15")
 lm_folder = model_folder(tiny_lm, "lm")
 blocks_folder = model_folder(tiny_blocks, "blocks")
 llada2_folder = model_folder(tiny_llada2, "llada2")

@@ -27,16 +27,20 @@ SPECIAL = [*CHAT_TOKENS, "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
 INSTRUCTIONS = ["make it red", "x", "a wider sky, and two more trees", "no cat"]
 
 
-def tokenizer(template: str) -> Qwen2Tokenizer:
-    """Bytes, and merges for the words of the template: its prefix is 64 tokens long, as with the real one."""
-    prefix = template.split("<|vision_start|>")[0].split("{}")[0]
+def tokenizer(prefix: str, tokens: int) -> Qwen2Tokenizer:
+    """Bytes, and merges for the words of a template's prefix: it has as many `tokens` as with the real one."""
     split = Qwen2Tokenizer(vocab={c: i for i, c in enumerate(byte_alphabet())}, merges=[]).backend_tokenizer
     texts = [text for text in re.split(r"<\|im_\w+\|>", prefix) if text]
     pieces = [piece for text in texts for piece, _ in split.pre_tokenizer.pre_tokenize_str(text)]
     pieces.sort(key=lambda piece: piece[0] != "\u0120")  # merges of what begins with a space go first
-    merges = list(dict.fromkeys((piece[:i], piece[i]) for piece in pieces for i in range(1, len(piece))))
-    made = byte_tokenizer(merges, SPECIAL, 4096)
-    assert len(made(prefix).input_ids) == PREFIX_TOKENS
+    merges: dict[tuple[str, str], None] = {}
+    for piece in pieces:
+        if set(piece) == {"\u0120"}:  # spaces, which the first of these merges makes pairs of
+            merges |= {(piece[:i], piece[:i]): None for i in (1, 2, 4) if 2 * i <= len(piece)}
+        else:
+            merges |= {(piece[:i], piece[i]): None for i in range(1, len(piece))}
+    made = byte_tokenizer(list(merges), SPECIAL, 4096)
+    assert len(made(prefix).input_ids) == tokens
     return made
 
 
@@ -64,7 +68,7 @@ def tiny_qwen_image_edit(folder: Path, *, first: bool = False, zero_cond_t: bool
     kind = QwenImageEditPipeline if first else QwenImageEditPlusPipeline
     parts = {"transformer": base.transformer, "vae": base.vae, "scheduler": base.scheduler}
     empty = kind(text_encoder=None, tokenizer=None, processor=None, **parts)
-    words = tokenizer(empty.prompt_template_encode)
+    words = tokenizer(empty.prompt_template_encode.split("<|vision_start|>")[0].split("{}")[0], PREFIX_TOKENS)
     pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 1280})
     parts |= {"text_encoder": text_encoder(words, seed + 10), "processor": ImageProcessor(pixels, words)}
     save(kind(tokenizer=words, **parts), folder)

@@ -42,7 +42,7 @@ def counted(images, prompts, metadata):
 
 
 def of_family(family: str, request: pytest.FixtureRequest, folder: Path, *keys: str) -> FlowRLConfig:
-    frames = [FRAMES] if family == "wan" else []
+    frames = [FRAMES] if family in ("wan", "hunyuan") else []
     return tiny_config(request.getfixturevalue(f"{family}_folder"), folder, *frames, GENTLE, *keys)
 
 
@@ -63,13 +63,16 @@ def assert_same(alone: list[dict[str, Any]], shared: list[dict[str, Any]]) -> No
 
 
 @pytest.mark.seldom(
-    "qwen-lora-4-2", "qwen-full-2-1", "wan-lora-4-2", "wan-full-2-1", "flux2_klein-lora-4-2", "flux2_klein-full-2-1",
-    "flux2_klein-full-4-2",
-)  # fmt: skip
+    *("qwen-lora-4-2", "qwen-full-2-1", "wan-lora-4-2", "wan-full-2-1"),
+    *("flux2_klein-lora-4-2", "flux2_klein-full-2-1", "flux2_klein-full-4-2"),
+    *("hunyuan-lora-2-1", "hunyuan-lora-4-2", "hunyuan-full-2-1"),
+)
 @pytest.mark.quick("qwen-lora-2-1", "wan-full-4-2")
 @pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("kind", ["lora", "full"])
-@pytest.mark.parametrize("family", ["qwen", "wan", pytest.param("flux", marks=pytest.mark.long), "flux2_klein"])
+@pytest.mark.parametrize(
+    "family", ["qwen", "wan", "hunyuan", pytest.param("flux", marks=pytest.mark.long), "flux2_klein"]
+)
 def test_the_same_step(
     family: str, kind: str, world: int, shards: int, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -206,9 +209,11 @@ def test_a_teacher(qwen_folder: Path, tmp_path: Path) -> None:
     ("family", "keys", "ranks", "message"),
     [
         ("sd3", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
-         "flux, flux2, flux2_klein, flux_kontext, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan; set it to 1"),
+         "flux, flux2, flux2_klein, flux_kontext, hunyuan_video_15, qwen_image, qwen_image_edit, qwen_image_edit_2508, "
+         "wan; set it to 1"),
         ("z_image", (SHARED,), 2, f"{KEY}: 2 needs a plan of diffusers for model.path FOLDER, which has one only for "
-         "flux, flux2, flux2_klein, flux_kontext, qwen_image, qwen_image_edit, qwen_image_edit_2508, wan; set it to 1"),
+         "flux, flux2, flux2_klein, flux_kontext, hunyuan_video_15, qwen_image, qwen_image_edit, qwen_image_edit_2508, "
+         "wan; set it to 1"),
         ("wan", (f"{KEY}=3",), 4, f"{KEY}: 3 does not divide the 4 ranks of a node; nearest that does: 2 or 4"),
         ("wan", (SHARED, "model.compile=true"), 2,
          f"{KEY}: 2 exchanges tokens within blocks, which are not compiled; set model.compile=false"),

@@ -18,7 +18,7 @@ from tests.policies import make_policy
 LIMIT = 64
 FAMILIES = (
     "sd3_folder", "sd3_t5_folder", "qwen_folder", "z_image_folder", "flux_folder", "wan_folder", "flux2_folder",
-    "flux2_klein_folder",
+    "flux2_klein_folder", "hunyuan_folder",
 )  # fmt: skip
 SHORT = PromptRow("a cat", None, {})
 

@@ -29,7 +29,7 @@ def config_only(tmp_path: Path) -> Callable[[Path], Path]:
     """Makes copies of model folders that hold nothing but configurations."""
 
     def copy(source: Path) -> Path:
-        names = {"model_index.json", "config.json", "scheduler_config.json"}
+        names = {"model_index.json", "config.json", "scheduler_config.json", "guider_config.json"}
 
         def others(_: str, found: list[str]) -> list[str]:
             return [name for name in found if "." in name and name not in names]

@@ -26,7 +26,16 @@ from tests.unit.test_plan_lm import SHIPPED_LM
 
 @pytest.mark.parametrize(
     ("family", "branches"),
-    [("qwen", 2), ("flux", 1), ("z_image", 2), ("wan", 2), ("flux2", 1), ("flux2_klein", 2), ("flux_kontext", 1)],
+    [
+        ("qwen", 2),
+        ("flux", 1),
+        ("z_image", 2),
+        ("wan", 2),
+        ("flux2", 1),
+        ("flux2_klein", 2),
+        ("flux_kontext", 1),
+        ("hunyuan", 2),
+    ],
 )
 def test_a_plan_of_each_family(
     family: str, branches: int, request: pytest.FixtureRequest, config_only: Callable[[Path], Path], tmp_path: Path
@@ -43,7 +52,7 @@ def test_a_plan_of_each_family(
     "family",
     [
         "sd3_folder", "sd3_t5_folder", "qwen_folder", "flux_folder", "z_image_folder", "wan_folder", "flux2_folder",
-        "flux2_klein_folder",
+        "flux2_klein_folder", "hunyuan_folder",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("keys", [["model.lora_rank=4", "model.dtype=bfloat16"], []], ids=["lora", "full"])
@@ -160,8 +169,8 @@ def broken_index(**changes: Any) -> Callable[[Path], object]:
         (
             broken_index(_class_name="SanaPipeline"),
             "model.path: '{folder}' is a SanaPipeline; supported: Flux2KleinPipeline, Flux2Pipeline, FluxKontextPipeline, "
-            "FluxPipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, StableDiffusion3Pipeline, "
-            "WanPipeline, ZImagePipeline",
+            "FluxPipeline, HunyuanVideo15Pipeline, QwenImageEditPipeline, QwenImageEditPlusPipeline, QwenImagePipeline, "
+            "StableDiffusion3Pipeline, WanPipeline, ZImagePipeline",
         ),
         (
             lambda folder: shutil.rmtree(folder / "scheduler"),
@@ -213,11 +222,15 @@ SHIPPED = {
     "black-forest-labs/FLUX.2-klein-4B": [3_875_544_576, PATCH_VAE, 4_022_468_096],
     "black-forest-labs/FLUX.2-klein-9B": [9_078_581_248, PATCH_VAE, 8_190_735_360],
     "Qwen/Qwen-Image": [20_430_401_088, VIDEO_VAE, QWEN_VL],
+    "Qwen/Qwen-Image-2512": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Qwen/Qwen-Image-Edit-2509": [20_430_401_088, VIDEO_VAE, QWEN_VL],
     "Tongyi-MAI/Z-Image-Turbo": [6_154_908_736, KL_VAE, 4_022_468_096],
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": [1_418_996_800, VIDEO_VAE, UMT5],
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": [14_288_491_584, VIDEO_VAE, UMT5],
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": [4_999_787_712, 704_688_668, UMT5],
+    "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": [
+        *(8_326_608_160, 1_260_634_115, 7_070_619_136, 219_314_944)
+    ],
 }
 JUDGES = {"Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Instruct": QWEN_VL}
 

@@ -35,6 +35,7 @@ TINY = {
     "flux2_klein": "flux2_klein_folder",
     "z": "z_image_folder",
     "wan21": "wan_folder",
+    "hunyuan": "hunyuan_folder",
 }
 recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 gpu_recipes = pytest.mark.parametrize("path", FOR_GPUS, ids=lambda p: p.stem)

@@ -25,7 +25,8 @@ from phalanx.plan.ledger import META, Ledger
 
 _WITHOUT_TENSORS = ("Tokenizer", "TokenizerFast", "Processor", "FeatureExtractor")
 _SHIPPED = Path(__file__).with_name("models")  # a folder of configurations for each hub id
-_CONFIGURATIONS = ("model_index.json", "*/config.json", "scheduler/scheduler_config.json")
+_FILES = {"scheduler": "scheduler_config.json", "guider": "guider_config.json"}  # of what has no tensors
+_CONFIGURATIONS = ("model_index.json", "*/config.json", *(f"{name}/{file}" for name, file in _FILES.items()))
 
 
 class _Blueprint(FlowModel):
@@ -169,17 +170,17 @@ def family_name(config: FlowModelConfig) -> str:
 def _component(folder: Path, name: str, library: str | None, kind: str | None) -> Any:
     """A component of the folder by its class in model_index.json; None where it is absent, or has no tensors.
 
-    The scheduler is a real one: it has none to load.
+    The scheduler and the guider are real ones: they have none to load.
     """
     if library is None or kind is None or kind.endswith(_WITHOUT_TENSORS):
         return None
     module = getattr(importlib.import_module(library), kind)
     part = folder / name
-    file = part / ("scheduler_config.json" if name == "scheduler" else "config.json")
+    file = part / _FILES.get(name, "config.json")
     if not file.is_file():
         raise ValueError(f"model.path: {part} has no {file.name}")
     read_json(file)
-    if name == "scheduler":
+    if name in _FILES:
         with torch.device("cpu"):
             return module.from_pretrained(part)
     if library == "transformers":

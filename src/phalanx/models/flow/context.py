@@ -28,10 +28,11 @@ def share_tokens(model: FlowModel, world: World) -> None:
     parallel = ParallelConfig(context_parallel_config=config)
     # not by enable_parallelism, which would count accelerators, of which a CPU has none
     parallel.setup(world.rank, world.size, world.device, mesh=world.context)
-    for module in model.transformer.modules():
-        if isinstance(module, Attention | AttentionModuleMixin):
-            _check_backend(module.processor._attention_backend)
-            module.processor._parallel_config = parallel
+    for block in model.blocks():  # what stands before them reads whole sequences
+        for module in block.modules():
+            if isinstance(module, Attention | AttentionModuleMixin):
+                _check_backend(module.processor._attention_backend)
+                module.processor._parallel_config = parallel
     # diffusers gathers by a function that torch has renamed
     warnings.filterwarnings("ignore", "`torch.distributed._functional_collectives.all_gather_tensor`", FutureWarning)
     apply_context_parallel(model.transformer, config, model.context_plan())

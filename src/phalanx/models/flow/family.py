@@ -64,10 +64,10 @@ class FlowModel:
     """
 
     pipeline_class: str  # by which a folder is recognised: that of diffusers' class
+    lora_pipeline: str | None = None  # whose files of LoRAs it has, where its own class has none
     transformer_class: Any  # of diffusers, or derived of it
     guidance_key: str  # of classifier-free guidance, a second branch of the forward pass
-    # of a guidance that the model was distilled to take as an input
-    embedded_guidance_key: str | None = None
+    embedded_guidance_key: str | None = None  # of a guidance that the model was distilled to take as an input
     distilled: bool = False  # True where the model was trained to do without classifier-free guidance
     lora_targets: ClassVar[Sequence[str]]
     default_negative: str
@@ -306,7 +306,7 @@ class FlowModel:
     @classmethod
     def read_lora(cls, path: str) -> Layers:
         """See phalanx.models.flow.folder.read_lora."""
-        return read_lora(path, getattr(diffusers, cls.pipeline_class))
+        return read_lora(path, getattr(diffusers, cls.lora_pipeline or cls.pipeline_class))
 
     @classmethod
     def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
@@ -324,7 +324,7 @@ class FlowModel:
         for name, tensor in layers.items():
             layer = name.partition(".lora_")[0]
             tensors[names[layer] + name.removeprefix(layer)] = tensor
-        getattr(diffusers, cls.pipeline_class).write_lora_layers(
+        getattr(diffusers, cls.lora_pipeline or cls.pipeline_class).write_lora_layers(
             tensors,
             folder,
             is_main_process=True,

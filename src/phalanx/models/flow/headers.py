@@ -106,7 +106,10 @@ def check_components(folder: Path, index: dict[str, Any]) -> None:
             require(part, "scheduler_config.json")
             _check_scheduler(part / "scheduler_config.json")
         elif "Tokenizer" in called:
-            require(part, *_TOKENIZER_FILES)
+            # ByT5's tokens are bytes, of which no file has a list
+            require(part, *(["tokenizer_config.json"] if called == "ByT5Tokenizer" else _TOKENIZER_FILES))
+        elif name == "guider":
+            require(part, "guider_config.json")
         elif "Processor" not in called and "FeatureExtractor" not in called:
             require(part, "config.json")
             check_weights(part)

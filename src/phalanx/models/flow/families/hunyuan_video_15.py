@@ -1,0 +1,245 @@
+"""HunyuanVideo 1.5 (arXiv 2511.18870), text to video: two streams of tokens, and two encoders of a text."""
+
+from typing import Any, ClassVar
+
+import torch
+from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.embeddings import apply_rotary_emb
+from diffusers.pipelines.hunyuan_video1_5.pipeline_hunyuan_video1_5 import format_text_input
+from torch import Tensor
+from torch.nn.functional import pad
+
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.attention import DispatchedJointAttention
+from phalanx.models.flow.embeds import padded_texts
+from phalanx.models.flow.family import JOINT_ATTENTION, Embeds, FlowModel, check_size, to_pixels
+
+TEXT, GLYPHS = 0, 1  # kinds of tokens, which are rows of the model's cond_type_embed
+FPS = 24  # of the videos that the model was trained on
+GUIDER = "ClassifierFreeGuidance"
+
+
+class JointAttention(DispatchedJointAttention):
+    """diffusers' attention of the model's blocks with a mask [N, 1, 1, L] of keys.
+
+    diffusers' own makes one of L x L for each block and row, which is gigabytes for a video.
+    """
+
+    _attention_backend: Any = None  # what diffusers is set to
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        image_rotary_emb: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states [N, L, D], encoder_hidden_states [N, T, D], its mask [N, T] -> the same shapes."""
+        assert encoder_hidden_states is not None and image_rotary_emb is not None
+        length = hidden_states.shape[1]
+        q = self._heads(attn, hidden_states, attn.to_q, attn.norm_q)
+        k = self._heads(attn, hidden_states, attn.to_k, attn.norm_k)
+        v = self._heads(attn, hidden_states, attn.to_v)
+        q, k = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in (q, k))
+        q = torch.cat([q, self._heads(attn, encoder_hidden_states, attn.add_q_proj, attn.norm_added_q)], 1)
+        k = torch.cat([k, self._heads(attn, encoder_hidden_states, attn.add_k_proj, attn.norm_added_k)], 1)
+        v = torch.cat([v, self._heads(attn, encoder_hidden_states, attn.add_v_proj)], 1)
+        mask = attention_mask
+        if mask is not None:
+            mask = torch.cat([mask.new_ones(hidden_states.shape[:2]), mask], 1)[:, None, None]
+        out = dispatch_attention_fn(
+            q, k, v, attn_mask=mask, backend=self._attention_backend, parallel_config=self._parallel_config
+        )
+        out = out.flatten(2, 3).to(q.dtype)
+        return attn.to_out[1](attn.to_out[0](out[:, :length])), attn.to_add_out(out[:, length:])
+
+
+class Transformer(HunyuanVideo15Transformer3DModel):
+    """diffusers' transformer, modules and weights alike, with texts of one tensor and no tokens that none attends to.
+
+    diffusers' own sorts the tokens of each row by their masks, on the host, and computes 729 tokens of an image that is
+    not there. A text's tokens have no positions, so that their order is of no account.
+    """
+
+    _cp_plan: ClassVar[dict[str, Any]] = {
+        "transformer_blocks.0": {
+            "hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, split_output=False),
+            "encoder_hidden_states": ContextParallelInput(split_dim=1, expected_dims=3, split_output=False),
+        },
+        "transformer_blocks.*": {
+            "attention_mask": ContextParallelInput(split_dim=1, expected_dims=2, split_output=False)
+        },
+        "rope": {
+            0: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True),
+            1: ContextParallelInput(split_dim=0, expected_dims=2, split_output=True),
+        },
+        "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+    }
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        kinds: Tensor,
+        attention_mask: Tensor | None = None,
+        return_dict: bool = False,
+    ) -> tuple[Tensor]:
+        """Velocity [N, C, F, H, W] of latents with conditions [N, C', F, H, W] at timestep [N], in 0..1000.
+
+        Tokens [N, L, D] are of `kinds` [N, L]; where `attention_mask` [N, L] is False, there is nothing.
+        """
+        assert not return_dict
+        frames, height, width = hidden_states.shape[2:]
+        rope, condition = self.rope(hidden_states), self.time_embed(timestep)
+        tokens = self.x_embedder(hidden_states)
+        texts = kinds == TEXT
+        if attention_mask is not None:
+            texts = texts & attention_mask
+        text = self.context_embedder(encoder_hidden_states, timestep, texts)
+        glyphs = self.context_embedder_2(encoder_hidden_states[..., : self.config.text_embed_2_dim])
+        text = torch.where(kinds[..., None] == TEXT, text, glyphs) + self.cond_type_embed(kinds)
+        for block in self.transformer_blocks:
+            inputs = tokens, text, condition, attention_mask, rope
+            if self.gradient_checkpointing and torch.is_grad_enabled():
+                tokens, text = self._gradient_checkpointing_func(block, *inputs)
+            else:
+                tokens, text = block(*inputs)
+        out = self.proj_out(self.norm_out(tokens, condition))
+        return (self._unpatched(out, frames, height, width),)
+
+    def _unpatched(self, tokens: Tensor, frames: int, height: int, width: int) -> Tensor:
+        """[N, L, C p] -> [N, C, F, H, W]."""
+        t, p = self.config.patch_size_t, self.config.patch_size
+        cut = tokens.view(len(tokens), frames // t, height // p, width // p, -1, t, p, p)
+        return cut.permute(0, 4, 1, 5, 2, 6, 3, 7).reshape(len(tokens), -1, frames, height, width)
+
+
+class Model(FlowModel):
+    """HunyuanVideo 1.5: latents [N, 32, (F - 1) / 4 + 1, H/16, W/16] of videos [N, F, 3, H, W], or with one frame of
+    images [N, 3, H, W]; guidance `rollout.guidance_scale`.
+    """
+
+    pipeline_class = "HunyuanVideo15Pipeline"
+    lora_pipeline = "HunyuanVideoPipeline"
+    transformer_class = Transformer
+    guidance_key = "guidance_scale"
+    default_negative = ""
+    makes_videos = True
+    fps = FPS
+    masks_text = True
+    # the layers of UniRL's recipe: all but the modulation
+    lora_targets = (
+        *JOINT_ATTENTION, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2"
+    )  # fmt: skip
+
+    def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
+        super().__init__(config, dtype, weights_dtype)
+        if self.transformer.config.use_meanflow:
+            raise ValueError(
+                f"model.path: {config.path!r} is distilled to few steps (use_meanflow), which is not supported"
+            )
+        guider = self.pipeline.guider
+        scales = {name: value for name, value in guider.config.items() if not name.startswith("_")}
+        plain = {"guidance_rescale": 0, "use_original_formulation": False, "start": 0, "stop": 1, "enabled": True}
+        if type(guider).__name__ != GUIDER or scales | plain != scales:
+            raise ValueError(f"model.path: the guider of {config.path!r} should be a {GUIDER} with {plain}")
+        # by tiles of 256 pixels, without which a video of the model's sizes takes tens of GB, and one by one, since the
+        # mask of its attention fits no batch
+        self.vae.enable_tiling()
+        self.vae.enable_slicing()
+
+    @staticmethod
+    def adapt(transformer: Any) -> None:
+        for block in transformer.transformer_blocks:
+            block.attn.set_processor(JointAttention())
+
+    def text_tokens(self, texts: list[str], max_length: int) -> tuple[Any, list[list[int]], int]:
+        """With what stands behind a text in the template; what stands before it is dropped."""
+        p = self.pipeline
+        chats = format_text_input(texts, p.system_message)
+        filled = p.tokenizer.apply_chat_template(chats, add_generation_prompt=True, tokenize=False)
+        tokens = p.tokenizer(filled)["input_ids"]
+        read = [ids[p.prompt_template_encode_start_idx :] for ids in tokens]
+        return p.tokenizer, read, min(max_length, p.tokenizer_max_length)
+
+    def encode(self, texts: list[str], device: torch.device, max_length: int) -> list[Embeds]:
+        """`prompt_embeds` [L, D] and `kinds` [L]: tokens of the text, then of what it puts in quotation marks, whose
+        embeddings are narrower and filled up with zeros.
+        """
+        p = self.pipeline
+        length = min(max_length, p.tokenizer_max_length)
+        cut = {"system_message": p.system_message, "crop_start": p.prompt_template_encode_start_idx}
+        text, mask = p._get_mllm_prompt_embeds(p.text_encoder, p.tokenizer, texts, device, length, **cut)
+        glyphs, glyph_mask = p._get_byt5_prompt_embeds(
+            p.tokenizer_2, p.text_encoder_2, texts, device, p.tokenizer_2_max_length
+        )
+        embeds = []
+        for i in range(len(texts)):
+            parts = text[i][mask[i].bool()].cpu(), glyphs[i][glyph_mask[i].bool()].to("cpu", text.dtype)
+            kinds = torch.tensor([TEXT, GLYPHS]).repeat_interleave(torch.tensor([len(part) for part in parts]))
+            wide = pad(parts[1], (0, text.shape[-1] - parts[1].shape[-1]))
+            embeds.append({"prompt_embeds": torch.cat([parts[0], wide]), "kinds": kinds})
+        return embeds
+
+    def most_tokens(self, max_length: int, height: int, width: int) -> int:
+        return min(max_length, self.pipeline.tokenizer_max_length) + self.pipeline.tokenizer_2_max_length
+
+    def collate(self, embeds: list[Embeds], length: int, padded: bool) -> Embeds:
+        """`prompt_embeds` [N, length, D], `kinds` [N, length] and, where `padded`, `attention_mask` [N, length]."""
+        kinds = [pad(e["kinds"], (0, length - len(e["kinds"]))) for e in embeds]
+        batch = {"prompt_embeds": padded_texts(embeds, length), "kinds": torch.stack(kinds)}
+        if padded:
+            batch["attention_mask"] = torch.arange(length) < torch.tensor([[len(e["kinds"])] for e in embeds])
+        return batch
+
+    def tokens(self, height: int, width: int) -> int:
+        _, _, h, w = self.latent_shape(height, width)
+        return (h // self.transformer.config.patch_size) * (w // self.transformer.config.patch_size)
+
+    def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
+        latents = self.sample_shape(height, width, frames)[1] // self.transformer.config.patch_size_t
+        return {f"a video of {frames} x {height} x {width}": latents * self.tokens(height, width)}
+
+    def latent_shape(self, height: int, width: int) -> tuple[int, ...]:
+        return self.sample_shape(height, width, 1)
+
+    def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
+        factor, step = self.vae.spatial_compression_ratio, self.vae.temporal_compression_ratio
+        check_size(height, width, factor * self.transformer.config.patch_size)
+        # the VAE is causal: the first frame is a latent of its own, and each `step` after it another
+        if frames % step != 1 % step:
+            below = max(frames - 1, 0) // step * step + 1
+            raise ValueError(
+                f"rollout.num_frames: {frames} should be 1 more than a multiple of {step}, e.g. {below} or "
+                f"{below + step}"
+            )
+        channels = self.transformer.config.out_channels
+        return (channels, (frames - 1) // step + 1, height // factor, width // factor)
+
+    def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
+        x = latents.to(self.dtype)
+        # of the first frame and its mask, of which a text has none
+        missing = x.new_zeros(len(x), self.transformer.config.in_channels - x.shape[1], *x.shape[2:])
+        return self.transformer(
+            hidden_states=torch.cat([x, missing], 1),
+            timestep=timesteps.to(self.dtype),
+            encoder_hidden_states=embeds["prompt_embeds"],
+            kinds=embeds["kinds"],
+            attention_mask=embeds.get("attention_mask"),
+        )[0]
+
+    def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
+        unscaled = (latents / self.vae.config.scaling_factor).to(self.vae.dtype)
+        pixels = to_pixels(self.vae.decode(unscaled, return_dict=False)[0].transpose(1, 2))
+        return pixels if latents.shape[2] > 1 else pixels[:, 0]
+
+    def encode_images(self, images: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        return self.posterior(images[:, :, None], generator) * self.vae.config.scaling_factor
+
+    def embeds_like(self, length: int, height: int, width: int) -> Embeds:
+        text = torch.empty(length, self.transformer.config.text_embed_dim, dtype=self.dtype)
+        return {"prompt_embeds": text, "kinds": torch.zeros(length, dtype=torch.long)}

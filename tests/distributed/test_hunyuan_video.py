@@ -1,0 +1,61 @@
+"""Training of HunyuanVideo 1.5: the same step on any ranks, two algorithms, and an export that stock diffusers plays."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config import load
+from phalanx.config.tasks import ExportConfig
+from phalanx.distributed.seed import fold_in, normal
+from phalanx.jobs.export import Export
+from tests.distributed.test_layouts import assert_same_step
+from tests.distributed.test_videos import train
+from tests.jobs import PROMPTS, algorithm_config, one_step, tiny_config
+from tests.ranks import run_ranks
+from tests.tiny import load_pipeline
+
+FRAMES = 5
+VIDEO = f"rollout.num_frames={FRAMES}"
+LORA = "model.lora_rank=4"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["flowgrpo", "diffusion_nft"])
+def test_layouts_agree(name: str, hunyuan_folder: Path, tmp_path: Path) -> None:
+    keys = (VIDEO, LORA, "algorithm.kl_loss_coef=0.01", "rollout.micro_batch_size_per_gpu=4")
+    make = tiny_config if name == "flowgrpo" else lambda *args: algorithm_config(*args[:2], name, *args[2:])
+    one = run_ranks(one_step, 1, make(hunyuan_folder, tmp_path, *keys))
+    assert one[0]["images"].shape == (16, FRAMES, 3, 32, 32)
+    assert one[0]["row"]["actor/updates_skipped"] == 0 and one[0]["row"]["actor/grad_norm"] > 0
+    cfg = make(hunyuan_folder, tmp_path, *keys, "parallel.fsdp_size=2")
+    assert_same_step(one, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+
+
+def stock_videos(pipeline: Any) -> Tensor:
+    """The stock pipeline's videos [2, F, 3, H, W] from the noise that validation starts from."""
+    pipeline.guider.guidance_scale, pipeline.tokenizer_max_length, videos = 3.0, 32, []
+    for i in range(2):
+        noise = normal((4, 2, 8, 8), fold_in(1234, 0, i, 0, "init"), torch.device("cpu"))
+        keys = {"height": 32, "width": 32, "num_frames": FRAMES, "num_inference_steps": 4, "output_type": "pt"}
+        videos.append(pipeline(PROMPTS[i], latents=noise[None], **keys).frames)
+    return torch.cat(videos)
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.full)])
+def test_the_export_is_played_by_stock_diffusers(kind: str, hunyuan_folder: Path, tmp_path: Path) -> None:
+    keys = [LORA, "optim.lr=3e-2"] if kind == "lora" else ["optim.lr=1e-2"]
+    cfg = tiny_config(hunyuan_folder, tmp_path, VIDEO, *keys, "trainer.save_freq=2")
+    [videos] = run_ranks(train, 1, cfg, timeout=150)
+    exported = tmp_path / "export"
+    Export(load(ExportConfig, None, [f"checkpoint={tmp_path / 'out'}", f"output_dir={exported}"])).run()
+    pipeline = load_pipeline(hunyuan_folder)
+    assert (stock_videos(pipeline) - videos).abs().max() > 0.05
+    if kind == "lora":  # the pipeline's class has no loader of LoRAs, its transformer has
+        file = {"weight_name": "pytorch_lora_weights.safetensors", "prefix": "transformer"}
+        pipeline.transformer.load_lora_adapter(exported, **file)
+    else:
+        pipeline = load_pipeline(exported)
+    torch.testing.assert_close(stock_videos(pipeline), videos, rtol=0, atol=1e-4)
