@@ -63,7 +63,8 @@ class _Blueprint(FlowModel):
         return [self.embeds_like(self.most_tokens(max_length, 0, 0), 0, 0) for _ in texts]
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
-        return self.embeds_like(self.most_tokens(max_length, *instruction.size), *instruction.size)
+        length = self.most_tokens(max_length, *instruction.size)
+        return self.embeds_of_video(length, *instruction.size, instruction.frames)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         self.ledger.phase.passes += 1

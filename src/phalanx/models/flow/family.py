@@ -24,13 +24,13 @@ from phalanx.models.flow.folder import (
     check_vae,
     dtype_on_disk,
     load_text_encoder,
+    load_transformer,
     model_index,
     read_lora,
 )
 from phalanx.models.flow.gelu import use_sigmoid
 from phalanx.models.flow.headers import absent_components, component_names
 from phalanx.models.lora import Layers
-from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 from phalanx.telemetry.flops import forward_flops
 
 Embeds = dict[str, Tensor]
@@ -44,7 +44,7 @@ JOINT_ATTENTION = (
 
 @dataclass(frozen=True)
 class Instruction:
-    """A text about an image, by which images of `size` (height, width) pixels are made.
+    """A text about an image, by which images of `size` (height, width) pixels are made, or videos of `frames`.
 
     Its str names its contents.
     """
@@ -52,9 +52,11 @@ class Instruction:
     text: str
     picture: Picture
     size: tuple[int, int]
+    frames: int = 1
 
     def __str__(self) -> str:
-        return f"{self.text}\n{self.picture.digest} {self.size[0]} {self.size[1]}"
+        length = f" {self.frames}" if self.frames > 1 else ""
+        return f"{self.text}\n{self.picture.digest} {self.size[0]} {self.size[1]}{length}"
 
 
 class FlowModel:
@@ -103,13 +105,7 @@ class FlowModel:
         index = model_index(path)
         given = absent_components(index) | self.components(path)
         self.dtype = dtype
-        files, read = {"pretrained_model_name_or_path": path, "subfolder": "transformer"}, weights_dtype
-        if config.lora_rank == 0:
-            read = dtype_to_read(Path(path) / "transformer", weights_dtype)
-        self.transformer = transformer.from_pretrained(**files, torch_dtype=read)
-        if read is not weights_dtype and not computes_alike(self.transformer):
-            read = weights_dtype
-            self.transformer = transformer.from_pretrained(**files, torch_dtype=read)
+        self.transformer = load_transformer(transformer, path, "transformer", weights_dtype, stored=config.lora_rank == 0)
         for name in component_names(index):
             if name.startswith("text_encoder"):
                 given[name] = load_text_encoder(path, name, index[name][1], dtype)
@@ -120,12 +116,6 @@ class FlowModel:
         check_layers(path, self.transformer)
         check_vae(path, self.vae.config)
         check_tokenizers(path, self.pipeline.components)
-        if read is weights_dtype:
-            # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
-            # block has weights of one dtype
-            nn.Module.to(self.transformer, weights_dtype)
-        else:
-            widen_buffers(self.transformer, weights_dtype)
 
     @staticmethod
     def adapt(transformer: Any) -> None:
@@ -274,12 +264,16 @@ class FlowModel:
         shapes = {"prompt_embeds": (length, c.joint_attention_dim), "pooled": (c.pooled_projection_dim,)}
         return {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}
 
+    def embeds_of_video(self, length: int, height: int, width: int, frames: int) -> Embeds:
+        """`embeds_like` where they depend on the number of frames."""
+        return self.embeds_like(length, height, width)
+
     def flops(self, height: int, width: int, text_length: int, frames: int = 1) -> int:
         """Floating-point operations of one forward pass of one sample."""
         kind, config = type(self.transformer), self.transformer.config
 
         def inputs() -> dict[str, Any]:
-            one = self.embeds_like(text_length, height, width)
+            one = self.embeds_of_video(text_length, height, width, frames)
             embeds = self.collate([one], len(one["prompt_embeds"]), padded=False)
             if self.embedded_guidance_key is not None:
                 embeds["guidance"] = torch.empty(1)

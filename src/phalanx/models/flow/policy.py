@@ -127,11 +127,11 @@ class FlowPolicy:
 
     # -- text -------------------------------------------------------------------------------------
 
-    def embed(self, prompts: list[Prompt], negatives: bool = True, size: tuple[int, int] | None = None) -> list[Embeds]:
+    def embed(self, prompts: list[Prompt], negatives: bool = True, size: tuple[int, ...] | None = None) -> list[Embeds]:
         """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU.
 
-        A model that sees an image sees that of the prompt's meta, with the negative too; `size` (height, width) is that
-        of the images to be made. Raises ValueError for an image that cannot be read.
+        A model that sees an image sees that of the prompt's meta, with the negative too; `size` (height, width, frames)
+        is that of the images or videos to be made, by default one frame. Raises ValueError for an image that cannot be read.
         """
         return self._embeds(self._keys(prompts, negatives, size))
 
@@ -139,7 +139,7 @@ class FlowPolicy:
         self,
         prompts: list[list[Prompt]],
         negatives: bool,
-        size: tuple[int, int],
+        size: tuple[int, ...],
         agreed: Callable[[Callable[[], list[Embeds]]], list[Embeds]],
     ) -> None:
         """Encode what this rank will `embed`, each text on one rank of the node: `prompts` are those of all its ranks.
@@ -149,7 +149,7 @@ class FlowPolicy:
         wanted = [self._keys(each, negatives, size) for each in prompts]
         self._embeds.share(wanted, self.node, agreed)
 
-    def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, int] | None) -> list[Any]:
+    def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, ...] | None) -> list[Any]:
         """Keys of the embeddings of the prompts, then of their negatives."""
         texts = [p.text for p in prompts]
         if negatives:
@@ -159,9 +159,10 @@ class FlowPolicy:
         if column is None:
             return list(texts)
         assert size is not None
+        height, width, *frames = size
         shown = prompts * 2 if negatives else prompts
         pairs = zip(texts, shown, strict=True)
-        return [Instruction(text, p.meta[column], size) for text, p in pairs]
+        return [Instruction(text, p.meta[column], (height, width), *frames) for text, p in pairs]
 
     def text_length(self, longest: int, size: tuple[int, int]) -> int:
         """Tokens that texts of at most `longest` are padded to; `size` (height, width) is that of the images."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
@@ -32,6 +32,10 @@ NATIVE = {
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
     "condition_embedder.time_proj": "time_projection.1", "proj_out": "head.head",
+    # of models that see an image
+    "attn2.add_k_proj": "cross_attn.k_img", "attn2.add_v_proj": "cross_attn.v_img",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
 }  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -58,8 +62,6 @@ class Model(FlowModel):
         super().__init__(config, dtype, weights_dtype)
         if self.pipeline.transformer_2 is not None:
             raise _two(config.path)
-        if self.transformer.config.image_dim is not None:
-            raise ValueError(f"model.path: {config.path!r} wants an image to begin with; supported is text to video")
         c = self.pipeline.scheduler.config
         if type(self.pipeline.scheduler).__name__ == MULTISTEP and not c.use_flow_sigmas:
             raise ValueError(f"model.path: the scheduler of {config.path!r} should have use_flow_sigmas: true")
@@ -110,8 +112,9 @@ class Model(FlowModel):
         the model was trained with it, and attends to it; and `padded_length` [], that of
         `prompt_embeds` with it.
         """
-        embeds, _ = self.pipeline.encode_prompt(
-            texts, do_classifier_free_guidance=False, max_sequence_length=max_length, device=device
+        # by the class's own method: that of the pipeline for images needs ftfy, which is optional here
+        embeds = WanPipeline._get_t5_prompt_embeds(
+            self.pipeline, texts, max_sequence_length=max_length, device=device
         )
         result = []
         for text in embeds.to(self.dtype).cpu():
@@ -167,7 +170,7 @@ class Model(FlowModel):
         most = (c.rope_max_seq_len * patches[0] - 1) * step + 1
         if frames > most:
             raise ValueError(f"rollout.num_frames: {frames} is more than the model's {most} frames")
-        return (c.in_channels, (frames - 1) // step + 1, height // factor, width // factor)
+        return (c.out_channels, (frames - 1) // step + 1, height // factor, width // factor)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
