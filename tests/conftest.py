@@ -27,6 +27,7 @@ from tests.lm import tiny_blocks, tiny_lm
 from tests.policies import one_rank
 from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
 from tests.tiny_edit import tiny_qwen_image_edit
+from tests.tiny_i2v import tiny_wan_a14b
 
 torch.set_num_threads(1)
 
@@ -67,6 +68,7 @@ qwen_edit_folder = model_folder(tiny_qwen_image_edit, "qwen_image_edit")
 flux_folder = model_folder(tiny_flux, "flux")
 z_image_folder = model_folder(tiny_z_image, "z_image")
 wan_folder = model_folder(tiny_wan, "wan")
+a14b_folder = model_folder(tiny_wan_a14b, "a14b")
 lm_folder = model_folder(tiny_lm, "lm")
 blocks_folder = model_folder(tiny_blocks, "blocks")
 llada2_folder = model_folder(tiny_llada2, "llada2")

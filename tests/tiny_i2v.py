@@ -19,9 +19,9 @@ def wan_transformer(seed: int, **keys: Any) -> diffusers.WanTransformer3DModel:
     return transformer
 
 
-def tiny_wan_i2v(folder: Path, *, sees: bool = True, multistep: bool = False, seed: int = 0) -> Path:
+def tiny_wan_i2v(folder: Path, *, sees: bool = True, two: bool = False, multistep: bool = False, seed: int = 0) -> Path:
     """Save a tiny WanImageToVideoPipeline: as `tiny_wan`, with 4 + 4 channels of a mask and the first frame's latents,
-    and (`sees`, Wan 2.1) CLIP's features of it.
+    and (`sees`, Wan 2.1) CLIP's features of it, or (`two`, Wan 2.2 A14B) a transformer_2 for levels below 0.8.
     """
     base = load_pipeline(tiny_wan(folder.with_name(f"{folder.name}_base"), multistep=multistep, seed=seed))
     seen: dict[str, Any] = {"image_dim": 32, "added_kv_proj_dim": 64} if sees else {}
@@ -40,10 +40,20 @@ def tiny_wan_i2v(folder: Path, *, sees: bool = True, multistep: bool = False, se
         with drawn_by(seed + 11):
             parts["image_encoder"] = jittered(transformers.CLIPVisionModel(config), seed + 12)
         parts["image_processor"] = CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size=28)
+    if two:
+        parts |= {"transformer_2": wan_transformer(seed + 20, in_channels=12), "boundary_ratio": 0.8}
     save(diffusers.WanImageToVideoPipeline(**parts), folder)
     index = folder / "model_index.json"
     index.write_text(index.read_text().replace('"CLIPImageProcessorPil"', '"CLIPImageProcessor"'))
     return folder
+
+
+def tiny_wan_a14b(folder: Path, *, multistep: bool = False, boundary: float = 0.8, seed: int = 0) -> Path:
+    """Save a tiny WanPipeline of Wan 2.2 A14B's kind: as `tiny_wan`, with a transformer_2 for levels below `boundary`."""
+    base = load_pipeline(tiny_wan(folder.with_name(f"{folder.name}_base"), multistep=multistep, seed=seed))
+    second = wan_transformer(seed + 20, in_channels=4)
+    parts = {name: base.components[name] for name in ("vae", "text_encoder", "tokenizer", "scheduler", "transformer")}
+    return save(diffusers.WanPipeline(**parts, transformer_2=second, boundary_ratio=boundary), folder)
 
 
 def load_i2v_pipeline(folder: Path) -> Any:

@@ -51,9 +51,11 @@ class _Blueprint(FlowModel):
             self.pipeline = pipeline(**parts)
         except TypeError as error:
             raise ValueError(f"model.path: {config.path!r}: {error}") from error
-        self.transformer, self.vae = nn.Module.to(self.pipeline.transformer, weights_dtype), self.pipeline.vae
+        self.transformer, self.vae = self.pipeline.transformer, self.pipeline.vae
         for name, part in parts.items():
-            if isinstance(part, nn.Module) and name != "transformer":
+            if name.startswith("transformer") and part is not None:
+                nn.Module.to(part, weights_dtype)
+            elif isinstance(part, nn.Module):
                 kept = (self.vae_dtype if name == "vae" else None) or dtype
                 for parameter in part.parameters():
                     parameter.data = parameter.data.to(kept)  # buffers stay as they were made

@@ -60,12 +60,12 @@ def check_tensors(path: str, **parts: nn.Module) -> None:
             raise ValueError(f"model.path: {path!r}: the weights of {name} lack the tensor {lost[0]}{more}")
 
 
-def check_layers(path: str, transformer: nn.Module) -> None:
+def check_layers(path: str, transformer: nn.Module, name: str = "transformer") -> None:
     """Raise ValueError where the files hold a block, such as `transformer_blocks.7`, that the transformer was built
     without. Other tensors that it does not know are the library's business, which leaves them out.
     """
     known = {None, *map(_block, transformer.state_dict())}
-    for file in sorted((Path(path) / "transformer").glob("*.safetensors")):
+    for file in sorted((Path(path) / name).glob("*.safetensors")):
         extra = sorted(name for name in tensors(file) if _block(name) not in known)
         if extra:
             raise ValueError(f"model.path: {file} holds {extra[0]}, for which its config.json has no layer")

@@ -17,11 +17,9 @@ from phalanx.models.flow.family import Embeds, Instruction
 from phalanx.models.flow.folder import load_text_encoder, model_index
 from phalanx.models.flow.headers import component_names
 
-LEVELS = 1000  # timesteps of the noise levels 0..1
-
 
 class Model(wan.Model):
-    """As Wan; `embeds["condition"]` has the latents of the first frame, which is cut in the middle to the video's ratio.
+    """As Wan; `embeds["condition"]` has the latents of the first frame, cut in the middle to the ratio of the video.
 
     Channels of the condition [N, C, F, h, w], of the frame with black ones behind it, stand beside those of the noise;
     the transformer of Wan 2.1 also takes CLIP's features `image_embeds` [N, L, D]. TI2V-5B's condition [N, C, 1, h, w]
@@ -102,7 +100,9 @@ class Model(wan.Model):
 
     def sample_shape(self, height: int, width: int, frames: int) -> tuple[int, ...]:
         if frames == 1:
-            raise ValueError("rollout.num_frames: 1 is the given image; expected the frames of a video that begins with it")
+            raise ValueError(
+                "rollout.num_frames: 1 is the given image; expected the frames of a video that begins with it"
+            )
         return super().sample_shape(height, width, frames)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
@@ -125,7 +125,7 @@ class Model(wan.Model):
         of_tokens[:, :tokens] = 0
         rest = self.transformer(hidden_states=x, timestep=of_tokens, **inputs)[0][:, :, 1:]
         # the straight way to what is known: all samplers end there, and no weight has a part in it
-        known = (latents[:, :, :1] - condition) / (timesteps.view(-1, 1, 1, 1, 1) / LEVELS)
+        known = (latents[:, :, :1] - condition) / (timesteps.view(-1, 1, 1, 1, 1) / wan.TIMESTEPS)
         return torch.cat([known, rest.float()], 2)
 
     def embeds_of_video(self, length: int, height: int, width: int, frames: int) -> Embeds:
