@@ -67,7 +67,8 @@ class FlowModel(ModelFiles):
     guidance_key: str  # of classifier-free guidance, a second branch of the forward pass
     # of a guidance that the model was distilled to take as an input
     embedded_guidance_key: str | None = None
-    second_guidance: bool = False  # True where a second transformer takes some steps, with a guidance of its own
+    # True where a second transformer, of which a folder may have one, takes some steps with a guidance of its own
+    second_guidance: bool = False
     lora_targets: ClassVar[Sequence[str]]
     default_negative: str
     makes_videos: bool = False  # True where samples can have more than one frame

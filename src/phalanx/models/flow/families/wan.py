@@ -59,6 +59,7 @@ class Model(FlowModel):
     transformer_class = WanTransformer3DModel
     guidance_key = "guidance_scale"
     default_negative = ""
+    second_guidance = True  # of a folder with one transformer, `__init__` says False
     makes_videos = True
     vae_dtype = torch.float32  # as the models' cards and Flow-GRPO have it
     # the layers of Flow-GRPO's Wan script: attention among the tokens, and to the text
