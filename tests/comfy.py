@@ -21,9 +21,11 @@ def wan_name(layer: str) -> str:
 
 
 @torch.no_grad()
-def add_as_comfy(transformer: Any, folder: Path, prefix: Callable[[str], str]) -> None:
+def add_as_comfy(
+    transformer: Any, folder: Path, prefix: Callable[[str], str], file: str = "pytorch_lora_weights.safetensors"
+) -> None:
     """Add a LoRA to the weights of diffusers' transformer; a KeyError is a key that ComfyUI would not load."""
-    tensors = load_file(folder / "pytorch_lora_weights.safetensors")
+    tensors = load_file(folder / file)
     layers = {prefix(name): part for name, part in transformer.named_modules() if isinstance(part, torch.nn.Linear)}
     for key in {name.partition(".lora_")[0] for name in tensors}:
         down, up = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]

@@ -40,6 +40,11 @@ class FlowModelConfig(ModelConfig):
     attn_backend: Optional[str] = arg(
         None, "attention backend of diffusers' dispatch, e.g. native, flash; null: torch's"
     )
+    target_components: Optional[list[str]] = arg(
+        None,
+        "transformers of Wan 2.2 A14B that are trained: transformer (high noise levels), transformer_2 (low ones), or "
+        "both; null: both",
+    )
 
 
 @dataclass
@@ -73,6 +78,7 @@ class FlowValRolloutConfig(ValRolloutConfig):
     width: Optional[int] = arg(None, "pixels", **COUNT)
     num_frames: Optional[int] = arg(None, "frames of a video", **COUNT)
     guidance_scale: Optional[float] = arg(None, "classifier-free guidance (SD3, Z-Image, videos), or FLUX.1-dev's own")
+    guidance_scale_2: Optional[float] = arg(None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes")
     true_cfg_scale: Optional[float] = arg(None, "true classifier-free guidance (Qwen-Image, FLUX.1)")
     noise_level: float = arg(0.0, "eta of the sampler; 0 is the ODE", ge=0)
     solver: Optional[str] = arg(None, "solver of the ODE", choices=SOLVERS)
@@ -101,6 +107,9 @@ class FlowRolloutConfig(RolloutConfig):
     num_frames: int = arg(1, "frames of a video, for Wan one more than a multiple of 4; 1: an image", **COUNT)
     guidance_scale: float = arg(
         1.0, "classifier-free guidance of SD3, Z-Image, videos, 1 is off; the guidance that FLUX.1-dev takes as input"
+    )
+    guidance_scale_2: Optional[float] = arg(
+        None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes; null: guidance_scale, as in diffusers"
     )
     true_cfg_scale: float = arg(1.0, "true classifier-free guidance of Qwen-Image and FLUX.1; 1 is off")
     noise_level: float = arg(0.7, "eta of the stochastic steps; 0 is the ODE, which has no transitions to train", ge=0)

@@ -87,6 +87,9 @@ class SampleConfig:
     guidance_scale: Optional[float] = arg(
         None, "classifier-free guidance (SD3, Z-Image, videos), or FLUX.1-dev's own; null: the run's, or 1"
     )
+    guidance_scale_2: Optional[float] = arg(
+        None, "guidance of the steps that Wan 2.2 A14B's transformer_2 takes; null: the run's, or guidance_scale"
+    )
     true_cfg_scale: Optional[float] = arg(
         None, "true classifier-free guidance (Qwen-Image, FLUX.1); null: the run's, or 1, off"
     )

@@ -21,7 +21,8 @@ class Sampler:
     Sizes are in pixels; `guidance` is a scale (1: off), `noise_level` the eta of stochastic steps.
     `embedded_guidance` is the scale that a guidance-distilled model takes as an input; None for
     other models. `solver` takes the steps behind the stochastic ones, or all where there are none;
-    `compression` is the share of the steps behind a window that is taken.
+    `compression` is the share of the steps behind a window that is taken. `guidance_2` is the scale of steps that a
+    model's second transformer takes; None: `guidance`.
     """
 
     num_inference_steps: int
@@ -34,6 +35,7 @@ class Sampler:
     solver: str = "euler"
     compression: float = 1.0
     num_frames: int = 1
+    guidance_2: float | None = None
 
     @property
     def guided(self) -> bool:

@@ -209,7 +209,7 @@ class Export:
         start_from_lora(base, self.model.lora_path, self.family.read_lora)
         if lora:
             exact = replace(self.model, lora_dtype="float32")
-            add_lora(base, exact, self.family.lora_targets, self.trained.run.trainer.seed)
+            add_lora(_part(base, self.model), exact, self.family.lora_targets, self.trained.run.trainer.seed)
         self.trained.check_fits(_trained_parameters(base), self.model.path)
         return base
 
@@ -267,6 +267,11 @@ def _family(config: ModelConfig) -> Family:
     if isinstance(config, FlowModelConfig):
         return family_of(config)
     return language_models
+
+
+def _part(base: nn.Module, config: ModelConfig) -> nn.Module:
+    """What of the base was trained."""
+    return family_of(config).trained_part(base, config) if isinstance(config, FlowModelConfig) else base
 
 
 def _embeds_more(config: ModelConfig) -> bool:

@@ -40,7 +40,10 @@ from phalanx.types import Outputs, Prompt
 # shown in grid.mp4: the encoder takes 16384 pixels per side, and all their frames stay in memory
 GRID_VIDEOS = 16
 SIZES = ("height", "width", "num_frames")
-SETTINGS = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "n", "noise_level", "seed")  # of a validation
+# of a validation
+SETTINGS = (
+    "num_inference_steps", "guidance_scale", "guidance_scale_2", "true_cfg_scale", "n", "noise_level", "seed",
+)  # fmt: skip
 
 
 class Generator:

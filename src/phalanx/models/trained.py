@@ -49,12 +49,13 @@ class TrainedModel:
         experts: Sequence[nn.Module] = (),
         kept: torch.dtype | None = None,
         beside: Beside | None = None,
+        part: nn.Module | None = None,
     ) -> None:
         """Add the LoRA that `config` asks for, compile `blocks` where it does, and shard them.
 
         `dtype` is what the module computes in; `lora_targets` the layers that get a LoRA unless
-        `config` names others, whose weights are a function of `seed`. `frozen`: nothing is trained. `experts` and
-        `kept`: see Sharded.
+        `config` names others, whose weights are a function of `seed`. `frozen`: nothing is trained; `part`: no more
+        than this is, None: the module. `experts` and `kept`: see Sharded.
         Raises ValueError for unknown layers.
         """
         self.module, self.world, self.config, self.dtype = module, world, config, dtype
@@ -62,10 +63,12 @@ class TrainedModel:
         # fraction of the blocks that gradient checkpointing recomputes
         self.recomputed = config.recomputed(len(blocks)) / max(len(blocks), 1)
         module.eval()  # dropout would make a replay disagree with the rollout
+        part = module if part is None else part
+        module.requires_grad_(False)
         if self.lora:
-            add_lora(module, config, lora_targets, seed)
+            add_lora(part, config, lora_targets, seed)
         else:
-            module.requires_grad_(not frozen)
+            part.requires_grad_(not frozen)
         beside = beside or Beside()
         whole = beside.parts if beside.frozen else ()
         for part in whole:

@@ -43,22 +43,22 @@ class _Blueprint(FlowModel):
         """As FlowModel.load, with tensors on the meta device and without tokenizers."""
         folder, self.dtype = Path(config.path), dtype
         parts: dict[str, Any] = {}
-        settings: dict[str, Any] = {}
         for name, entry in read_index(folder).items():
             if isinstance(entry, list) and len(entry) == 2:
                 parts[name] = _component(folder, name, *entry)
-            elif not name.startswith("_"):
-                settings[name] = entry
+            elif name in signature(pipeline.__init__).parameters:
+                parts[name] = entry  # a setting, such as Wan's boundary_ratio
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
             parts["transformer"] = transformer.from_config(parts["transformer"].config)
         try:
             self.pipeline = pipeline(**parts)
         except TypeError as error:
             raise ValueError(f"model.path: {config.path!r}: {error}") from error
-        self.pipeline.register_to_config(**settings)
-        self.transformer, self.vae = nn.Module.to(self.pipeline.transformer, weights_dtype), self.pipeline.vae
+        self.transformer, self.vae = self.pipeline.transformer, self.pipeline.vae
         for name, part in parts.items():
-            if isinstance(part, nn.Module) and name != "transformer":
+            if name.startswith("transformer") and part is not None:
+                nn.Module.to(part, weights_dtype)
+            elif isinstance(part, nn.Module):
                 kept = (self.vae_dtype if name == "vae" else None) or dtype
                 stored = part.state_dict().keys()  # buffers that are in no file stay as they were made
                 for name, tensor in [*part.named_parameters(), *part.named_buffers()]:
@@ -70,7 +70,8 @@ class _Blueprint(FlowModel):
         return [self.embeds_like(self.most_tokens(max_length, 0, 0), 0, 0) for _ in texts]
 
     def encode_instruction(self, instruction: Instruction, device: torch.device, max_length: int) -> Embeds:
-        return self.embeds_like(self.most_tokens(max_length, *instruction.size), *instruction.size)
+        length = self.most_tokens(max_length, *instruction.size)
+        return self.embeds_of_video(length, *instruction.size, instruction.frames)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         self.ledger.phase.passes += 1

@@ -2,10 +2,9 @@
 
 import copy
 import math
-import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import diffusers
@@ -15,22 +14,21 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from phalanx.config.flow import FlowModelConfig
+from phalanx.functional.flow import Sampler
 from phalanx.media.pictures import Picture
+from phalanx.models.flow.files import ModelFiles
 from phalanx.models.flow.folder import (
     base_folder,
     check_layers,
     check_tensors,
     check_tokenizers,
     check_vae,
-    dtype_on_disk,
     load_text_encoder,
+    load_transformer,
     model_index,
-    read_lora,
 )
 from phalanx.models.flow.gelu import use_sigmoid
 from phalanx.models.flow.headers import absent_components, component_names
-from phalanx.models.lora import Layers
-from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 from phalanx.telemetry.flops import forward_flops
 
 Embeds = dict[str, Tensor]
@@ -44,7 +42,7 @@ JOINT_ATTENTION = (
 
 @dataclass(frozen=True)
 class Instruction:
-    """A text about an image, by which images of `size` (height, width) pixels are made.
+    """A text about an image, by which images of `size` (height, width) pixels are made, or videos of `frames`.
 
     Its str names its contents.
     """
@@ -52,23 +50,25 @@ class Instruction:
     text: str
     picture: Picture
     size: tuple[int, int]
+    frames: int = 1
 
     def __str__(self) -> str:
-        return f"{self.text}\n{self.picture.digest} {self.size[0]} {self.size[1]}"
+        length = f" {self.frames}" if self.frames > 1 else ""
+        return f"{self.text}\n{self.picture.digest} {self.size[0]} {self.size[1]}{length}"
 
 
-class FlowModel:
+class FlowModel(ModelFiles):
     """A model that makes images of texts, some with an image beside the text.
 
     Its parts are of diffusers' own classes. N rows are samples, noise levels and guidance branches alike.
     """
 
-    pipeline_class: str  # by which a folder is recognised: that of diffusers' class
-    lora_pipeline: str | None = None  # whose files of LoRAs it has, where its own class has none
     transformer_class: Any  # of diffusers, or derived of it
     guidance_key: str  # of classifier-free guidance, a second branch of the forward pass
     embedded_guidance_key: str | None = None  # of a guidance that the model was distilled to take as an input
     distilled: bool = False  # True where the model was trained to do without classifier-free guidance
+    # True where a second transformer, of which a folder may have one, takes some steps with a guidance of its own
+    second_guidance: bool = False
     lora_targets: ClassVar[Sequence[str]]
     default_negative: str
     makes_videos: bool = False  # True where samples can have more than one frame
@@ -104,13 +104,9 @@ class FlowModel:
         index = model_index(path)
         given = absent_components(index) | self.components(path)
         self.dtype = dtype
-        files, read = {"pretrained_model_name_or_path": path, "subfolder": "transformer"}, weights_dtype
-        if config.lora_rank == 0:
-            read = dtype_to_read(Path(path) / "transformer", weights_dtype)
-        self.transformer = transformer.from_pretrained(**files, torch_dtype=read)
-        if read is not weights_dtype and not computes_alike(self.transformer):
-            read = weights_dtype
-            self.transformer = transformer.from_pretrained(**files, torch_dtype=read)
+        self.transformer = load_transformer(
+            transformer, path, "transformer", weights_dtype, stored=config.lora_rank == 0
+        )
         for name in component_names(index):
             if name.startswith("text_encoder"):
                 given[name] = load_text_encoder(path, name, index[name][1], dtype)
@@ -121,12 +117,6 @@ class FlowModel:
         check_layers(path, self.transformer)
         check_vae(path, self.vae.config)
         check_tokenizers(path, self.pipeline.components)
-        if read is weights_dtype:
-            # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
-            # block has weights of one dtype
-            nn.Module.to(self.transformer, weights_dtype)
-        else:
-            widen_buffers(self.transformer, weights_dtype)
 
     @staticmethod
     def adapt(transformer: Any) -> None:
@@ -231,7 +221,15 @@ class FlowModel:
         """
         raise AssertionError
 
-    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+    def guidance(self, sampler: Sampler, timesteps: Tensor) -> float | Tensor:
+        """The scale of classifier-free guidance, or those of rows at `timesteps` [N], [N, 1, ...]."""
+        return sampler.guidance
+
+    def computed_as_sampled(self) -> AbstractContextManager[None]:
+        """A context in which each row is computed in a batch as large as that of all rows, as it was sampled."""
+        return nullcontext()
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float | Tensor) -> Tensor:
         """Classifier-free guidance of two velocities, float32."""
         return negative + scale * (positive - negative)
 
@@ -275,12 +273,16 @@ class FlowModel:
         shapes = {"prompt_embeds": (length, c.joint_attention_dim), "pooled": (c.pooled_projection_dim,)}
         return {name: torch.empty(shape, dtype=self.dtype) for name, shape in shapes.items()}
 
+    def embeds_of_video(self, length: int, height: int, width: int, frames: int) -> Embeds:
+        """`embeds_like` where they depend on the number of frames."""
+        return self.embeds_like(length, height, width)
+
     def flops(self, height: int, width: int, text_length: int, frames: int = 1) -> int:
         """Floating-point operations of one forward pass of one sample."""
-        kind, config = type(self.transformer), self.transformer.config
+        kind, config = self.transformer_class, self.transformer.config
 
         def inputs() -> dict[str, Any]:
-            one = self.embeds_like(text_length, height, width)
+            one = self.embeds_of_video(text_length, height, width, frames)
             embeds = self.collate([one], len(one["prompt_embeds"]), padded=False)
             if self.embedded_guidance_key is not None:
                 embeds["guidance"] = torch.empty(1)
@@ -293,56 +295,6 @@ class FlowModel:
             return _ForwardPass(self, transformer)
 
         return forward_flops(forward_pass, inputs)
-
-    # -- export: the files that stock diffusers loads. No model of the class is built for it. -----
-
-    @classmethod
-    def load_base(cls, config: FlowModelConfig, dtype: torch.dtype | None, names: Collection[str] = ()) -> nn.Module:
-        """The base folder's transformer, on the CPU; `dtype` None: in the dtype of its files."""
-        base = base_folder(config)
-        dtype = dtype or dtype_on_disk(base / "transformer")
-        return diffusers.AutoModel.from_pretrained(str(base), subfolder="transformer", torch_dtype=dtype)
-
-    @classmethod
-    def read_lora(cls, path: str) -> Layers:
-        """See phalanx.models.flow.folder.read_lora."""
-        return read_lora(path, getattr(diffusers, cls.lora_pipeline or cls.pipeline_class))
-
-    @classmethod
-    def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
-        """Names of a LoRA's layers in its file, by those in the transformer."""
-        return {layer: f"transformer.{layer}" for layer in layers}
-
-    @classmethod
-    def export_lora(
-        cls, folder: Path, config: FlowModelConfig, layers: dict[str, Tensor], rank: int, alpha: float
-    ) -> None:
-        """Write the stock pipeline's file of a LoRA; `layers` have peft's names without an adapter."""
-        names = cls.lora_names(sorted({name.partition(".lora_")[0] for name in layers}))
-        metadata: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": list(names)}
-        tensors = {}
-        for name, tensor in layers.items():
-            layer = name.partition(".lora_")[0]
-            tensors[names[layer] + name.removeprefix(layer)] = tensor
-        getattr(diffusers, cls.lora_pipeline or cls.pipeline_class).write_lora_layers(
-            tensors,
-            folder,
-            is_main_process=True,
-            weight_name=None,
-            save_function=None,
-            safe_serialization=True,
-            lora_adapter_metadata={f"transformer.{key}": value for key, value in metadata.items()},
-        )
-
-    @classmethod
-    def export_model(cls, folder: Path, config: FlowModelConfig, transformer: Any) -> None:
-        """Write a diffusers folder: the base's, file by file, with the trained transformer."""
-        base = base_folder(config)
-        shutil.copyfile(base / "model_index.json", folder / "model_index.json")
-        for name in component_names(model_index(str(base))):
-            if name != "transformer":
-                shutil.copytree(base / name, folder / name, copy_function=shutil.copyfile)
-        transformer.save_pretrained(folder / "transformer")
 
 
 class _ForwardPass(nn.Module):

@@ -18,6 +18,7 @@ from phalanx.models.flow import headers
 from phalanx.models.flow.headers import absent_components, check_index, component_names
 from phalanx.models.headers import check_variants, read_json, tensors
 from phalanx.models.lora import ADAPTER, Layers, lora_file, plain_layers, read_adapter
+from phalanx.models.stored import computes_alike, dtype_to_read, widen_buffers
 
 _ENDINGS = ("json", "txt", "model", "jinja", "safetensors")  # of the files of a component that are read
 # by their names in safetensors
@@ -59,12 +60,12 @@ def check_tensors(path: str, **parts: nn.Module) -> None:
             raise ValueError(f"model.path: {path!r}: the weights of {name} lack the tensor {lost[0]}{more}")
 
 
-def check_layers(path: str, transformer: nn.Module) -> None:
+def check_layers(path: str, transformer: nn.Module, name: str = "transformer") -> None:
     """Raise ValueError where the files hold a block, such as `transformer_blocks.7`, that the transformer was built
     without. Other tensors that it does not know are the library's business, which leaves them out.
     """
     known = {None, *map(_block, transformer.state_dict())}
-    for file in sorted((Path(path) / "transformer").glob("*.safetensors")):
+    for file in sorted((Path(path) / name).glob("*.safetensors")):
         extra = sorted(name for name in tensors(file) if _block(name) not in known)
         if extra:
             raise ValueError(f"model.path: {file} holds {extra[0]}, for which its config.json has no layer")
@@ -92,6 +93,27 @@ def _block(tensor: str) -> str | None:
     """The numbered block that a tensor belongs to; None for one outside of all."""
     head, number, *_ = [*tensor.split("."), ""]
     return f"{head}.{number}" if number.isdigit() else None
+
+
+def load_transformer(kind: Any, path: str, name: str, weights_dtype: torch.dtype, *, stored: bool) -> Any:
+    """The transformer in the folder `name`, of diffusers' class `kind`, to be kept in `weights_dtype`.
+
+    `stored`: its parameters come as the files hold them where that computes alike; see phalanx.models.stored.
+    """
+    files, read = {"pretrained_model_name_or_path": path, "subfolder": name}, weights_dtype
+    if stored:
+        read = dtype_to_read(Path(path) / name, weights_dtype)
+    transformer = kind.from_pretrained(**files, torch_dtype=read)
+    if read is not weights_dtype and not computes_alike(transformer):
+        read = weights_dtype
+        transformer = kind.from_pretrained(**files, torch_dtype=read)
+    if read is weights_dtype:
+        # not diffusers' own `to`, which warns of parts that it would keep in float32: a sharded
+        # block has weights of one dtype
+        nn.Module.to(transformer, weights_dtype)
+    else:
+        widen_buffers(transformer, weights_dtype)
+    return transformer
 
 
 def load_text_encoder(path: str, name: str, kind: str, dtype: torch.dtype) -> nn.Module:

@@ -14,7 +14,7 @@ LIBRARIES = ("diffusers", "transformers")
 _SHIFTS = {"shift", "flow_shift", "base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len"}
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 # whose noise levels its family knows how to take
-OTHER_SCHEDULERS = {"WanPipeline": "UniPCMultistepScheduler"}
+OTHER_SCHEDULERS = {"WanPipeline": "UniPCMultistepScheduler", "WanImageToVideoPipeline": "UniPCMultistepScheduler"}
 # components that folders may lack and that older ones do not name, by the class of the pipeline
 _UNNAMED = {"StableDiffusion3Pipeline": ("text_encoder_3", "tokenizer_3")}
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.json", "spiece.model", "tokenizer.model")

@@ -3,7 +3,7 @@
 import copy
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import diffusers
@@ -113,25 +113,24 @@ class FlowPolicy:
             seed=seed,
             frozen=frozen,
             kept=kept,
+            part=model.trained_part(model.transformer, config),
         )
         # all that an embedding depends on, beside its text: runs share the cache on disk
-        identity = f"{config.path} {config.family} {config.dtype} {data.max_prompt_length}"
-        if config.revision is not None:
-            identity += f" {config.revision}"
-        if model.image_column is not None:
-            identity += f" {config.reference_size}"
+        parts: list[Any] = [config.path, config.family, config.dtype, data.max_prompt_length]
+        parts += [] if config.revision is None else [config.revision]
+        parts += [config.reference_size] * (model.image_column is not None)
         self.longest, self._multiple = data.max_prompt_length, data.text_length_multiple
         self._forward_flops: int | None = None
-        self._embeds = EmbedsCache(self._encode, identity, data.embeds_cache_dir)
+        self._embeds = EmbedsCache(self._encode, " ".join(map(str, parts)), data.embeds_cache_dir)
         self.node = Node(world, parallel.timeout_s)
 
     # -- text -------------------------------------------------------------------------------------
 
-    def embed(self, prompts: list[Prompt], negatives: bool = True, size: tuple[int, int] | None = None) -> list[Embeds]:
+    def embed(self, prompts: list[Prompt], negatives: bool = True, size: tuple[int, ...] | None = None) -> list[Embeds]:
         """Embeddings of the prompts, then (with `negatives`) of their negatives, on the CPU.
 
-        A model that sees an image sees that of the prompt's meta, with the negative too; `size` (height, width) is that
-        of the images to be made. Raises ValueError for an image that cannot be read.
+        A model that sees an image sees that of the prompt's meta, with the negative too; `size` is (height, width) of
+        the images to be made, or with the frames of videos. Raises ValueError for an image that cannot be read.
         """
         return self._embeds(self._keys(prompts, negatives, size))
 
@@ -139,7 +138,7 @@ class FlowPolicy:
         self,
         prompts: list[list[Prompt]],
         negatives: bool,
-        size: tuple[int, int],
+        size: tuple[int, ...],
         agreed: Callable[[Callable[[], list[Embeds]]], list[Embeds]],
     ) -> None:
         """Encode what this rank will `embed`, each text on one rank of the node: `prompts` are those of all its ranks.
@@ -149,7 +148,7 @@ class FlowPolicy:
         wanted = [self._keys(each, negatives, size) for each in prompts]
         self._embeds.share(wanted, self.node, agreed)
 
-    def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, int] | None) -> list[Any]:
+    def _keys(self, prompts: list[Prompt], negatives: bool, size: tuple[int, ...] | None) -> list[Any]:
         """Keys of the embeddings of the prompts, then of their negatives."""
         texts = [p.text for p in prompts]
         if negatives:
@@ -159,9 +158,10 @@ class FlowPolicy:
         if column is None:
             return list(texts)
         assert size is not None
+        height, width, *frames = size
         shown = prompts * 2 if negatives else prompts
         pairs = zip(texts, shown, strict=True)
-        return [Instruction(text, p.meta[column], size) for text, p in pairs]
+        return [Instruction(text, p.meta[column], (height, width), *frames) for text, p in pairs]
 
     def text_length(self, longest: int, size: tuple[int, int]) -> int:
         """Tokens that texts of at most `longest` are padded to; `size` (height, width) is that of the images."""
@@ -237,7 +237,7 @@ class FlowPolicy:
             # one pass of twice the rows: better use of a GPU, and each sharded block is gathered once
             both = unguided(torch.cat([latents, latents]), timesteps.repeat(2), torch.cat([negative_rows, rows]))
             negative, positive = both.chunk(2)
-        return self.model.guide(negative, positive, sampler.guidance)
+        return self.model.guide(negative, positive, self.model.guidance(sampler, timesteps))
 
     def replay(self, trace: FlowTrace) -> FlowReplay:
         """Every sample's trained steps in one forward pass of B x W rows."""
@@ -249,7 +249,8 @@ class FlowPolicy:
         after = trace.latents[:, chosen + 1].flatten(0, 1)
         rows = trace.prompt_index.repeat_interleave(w)
         timesteps = trace.timesteps[chosen].repeat(b)
-        velocity = self.velocity(before, timesteps, trace.embeds, rows, trace.sampler)
+        with self.model.computed_as_sampled() if w > 1 else nullcontext():
+            velocity = self.velocity(before, timesteps, trace.embeds, rows, trace.sampler)
         step = sde_step(
             before,
             velocity,

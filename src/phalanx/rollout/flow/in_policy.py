@@ -270,7 +270,7 @@ class PolicyRollout:
         local = shown[node.place]
         # a text without an image can always be encoded
         agreed = on_all_ranks if self.policy.model.image_column is not None else _call
-        self.policy.embed_in_turns(shown, sampler.guided, (sampler.height, sampler.width), agreed)
+        self.policy.embed_in_turns(shown, sampler.guided, (sampler.height, sampler.width, sampler.num_frames), agreed)
         entries = len(local) * (2 if self.sampler.guided else 1)
         room = self.policy.room() * len(batches) // entries
         # the fewest, as all ranks must encode at the same steps
@@ -287,7 +287,7 @@ class PolicyRollout:
 
     def embed(self, prompts: list[Prompt], negatives: bool, sampler: Sampler) -> list[dict[str, Tensor]]:
         """See FlowPolicy.embed. Raises JobError, on all ranks, where a prompt's image is unreadable."""
-        size = (sampler.height, sampler.width)
+        size = (sampler.height, sampler.width, sampler.num_frames)
         if self.policy.model.image_column is None:
             return self.policy.embed(prompts, negatives, size)
         return on_all_ranks(lambda: self.policy.embed(prompts, negatives, size))

@@ -25,6 +25,7 @@ def train_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> S
         solver=c.solver,
         compression=c.ode_compression,
         num_frames=c.num_frames,
+        guidance_2=c.guidance_scale_2,
     )
 
 
@@ -50,6 +51,7 @@ def val_sampler(c: FlowRolloutConfig, model: FlowModel | type[FlowModel]) -> Sam
         solver=solver,
         compression=1.0,
         num_frames=v.num_frames or train.num_frames,
+        guidance_2=train.guidance_2 if v.guidance_scale_2 is None else v.guidance_scale_2,
     )
 
 
@@ -73,6 +75,15 @@ def check_frames(section: Any, model: FlowModel | type[FlowModel], prefix: str =
 def check_guidance(section: Any, model: FlowModel | type[FlowModel], prefix: str = "") -> None:
     """Raise ValueError where `section` asks for a guidance that the model does not obey."""
     obeyed = (model.guidance_key, model.embedded_guidance_key)
+    second = section.guidance_scale_2
+    if second is not None and not model.second_guidance:
+        raise ValueError(f"{prefix}guidance_scale_2: {second:g} is of models with two transformers, and this has one")
+    first = section.guidance_scale
+    if second is not None and first is not None and first <= 1:
+        raise ValueError(
+            f"{prefix}guidance_scale_2: {second:g} has no effect where {prefix}guidance_scale is not above 1, as in "
+            "diffusers"
+        )
     for key in ("guidance_scale", "true_cfg_scale"):
         value = getattr(section, key)
         if value is None or value <= 1:

@@ -1,23 +1,32 @@
-"""Wan 2.1 and Wan 2.2 TI2V-5B (arXiv 2503.20314), text to video: latents of a causal VAE."""
+"""Wan 2.1, Wan 2.2 TI2V-5B and A14B (arXiv 2503.20314), text to video: latents of a causal VAE."""
 
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import WanTransformer3DModel
+from diffusers import WanPipeline, WanTransformer3DModel
 from diffusers.models.transformers.transformer_wan import WanRotaryPosEmbed
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from phalanx.config.flow import FlowModelConfig
+from phalanx.distributed.collectives import reduce_sum
+from phalanx.functional.flow import Sampler
 from phalanx.models.flow.embeds import padded_texts
 from phalanx.models.flow.family import Embeds, FlowModel, check_size, to_pixels
-from phalanx.models.flow.folder import model_index
+from phalanx.models.flow.folder import base_folder, check_layers, check_tensors, load_transformer, model_index
 from phalanx.models.flow.headers import component_names
+from phalanx.models.lora import WEIGHTS, Layers
 
 MULTISTEP = "UniPCMultistepScheduler"  # the folders' own; its noise levels are taken, its solver is not
+FIRST, SECOND = "transformer", "transformer_2"  # of Wan 2.2 A14B, for high and for low noise levels
+SECOND_LORA = "pytorch_lora_weights_2.safetensors"  # of the second transformer, beside that of the first
+TIMESTEPS = 1000  # of the noise levels 0..1
 TRAINED_LENGTH = 512  # tokens of a text, padding included
 # frames per second of the videos that Wan 2.1 and TI2V-5B were trained on
 FPS, FPS_PER_TOKEN = 16, 24
@@ -32,6 +41,10 @@ NATIVE = {
     "condition_embedder.time_embedder.linear_1": "time_embedding.0",
     "condition_embedder.time_embedder.linear_2": "time_embedding.2",
     "condition_embedder.time_proj": "time_projection.1", "proj_out": "head.head",
+    # of models that see an image
+    "attn2.add_k_proj": "cross_attn.k_img", "attn2.add_v_proj": "cross_attn.v_img",
+    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
+    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
 }  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -46,6 +59,7 @@ class Model(FlowModel):
     transformer_class = WanTransformer3DModel
     guidance_key = "guidance_scale"
     default_negative = ""
+    second_guidance = True  # of a folder with one transformer, `__init__` says False
     makes_videos = True
     vae_dtype = torch.float32  # as the models' cards and Flow-GRPO have it
     # the layers of Flow-GRPO's Wan script: attention among the tokens, and to the text
@@ -56,10 +70,11 @@ class Model(FlowModel):
 
     def __init__(self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype) -> None:
         super().__init__(config, dtype, weights_dtype)
-        if self.pipeline.transformer_2 is not None:
-            raise _two(config.path)
-        if self.transformer.config.image_dim is not None:
-            raise ValueError(f"model.path: {config.path!r} wants an image to begin with; supported is text to video")
+        ratio, second = self.pipeline.config.boundary_ratio, self.pipeline.transformer_2
+        if (ratio is None) != (second is None):
+            raise ValueError(
+                f"model.path: {config.path!r} should have both a transformer_2 and a boundary_ratio, or none"
+            )
         c = self.pipeline.scheduler.config
         if type(self.pipeline.scheduler).__name__ == MULTISTEP and not c.use_flow_sigmas:
             raise ValueError(f"model.path: the scheduler of {config.path!r} should have use_flow_sigmas: true")
@@ -68,9 +83,67 @@ class Model(FlowModel):
         # TI2V-5B's pipeline gives each token a timestep; those of a text-to-video sample are all
         # equal, and one per sample is the same arithmetic without modulations of each token
         self.fps = FPS_PER_TOKEN if self.pipeline.config.expand_timesteps else FPS
-        # its angles were rounded to weights_dtype, and are in no file
-        rope = self.transformer.rope
-        self.transformer.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
+        for part in (self.transformer, second):
+            if part is not None:  # its angles were rounded to weights_dtype, and are in no file
+                rope = part.rope
+                part.rope = WanRotaryPosEmbed(rope.attention_head_dim, rope.patch_size, rope.max_seq_len)
+        self.second_guidance = second is not None
+        if second is not None:
+            self.transformer = Experts(self.transformer, second, ratio * TIMESTEPS)
+
+    def load(
+        self, config: FlowModelConfig, dtype: torch.dtype, weights_dtype: torch.dtype, pipeline: Any, transformer: Any
+    ) -> None:
+        super().load(config, dtype, weights_dtype, pipeline, transformer)
+        path = str(base_folder(config))
+        if SECOND in component_names(model_index(path)):
+            second = load_transformer(transformer, path, SECOND, weights_dtype, stored=config.lora_rank == 0)
+            check_tensors(path, transformer_2=second)
+            check_layers(path, second, SECOND)
+            self.pipeline.register_modules(transformer_2=second)
+
+    @classmethod
+    def parts(cls, transformer: Any) -> dict[str, Any]:
+        if not isinstance(transformer, Experts):
+            return super().parts(transformer)
+        return {FIRST: transformer.transformer, SECOND: transformer.transformer_2}
+
+    @classmethod
+    def load_base(cls, config: FlowModelConfig, dtype: torch.dtype | None, names: Collection[str] = ()) -> nn.Module:
+        first, index = super().load_base(config, dtype, names), model_index(str(base_folder(config)))
+        if SECOND not in component_names(index):
+            return first
+        return Experts(first, cls.load_part(config, dtype, SECOND), index["boundary_ratio"] * TIMESTEPS)
+
+    @classmethod
+    def read_lora(cls, path: str) -> Layers:
+        """That of both transformers where the folder has a file for the second."""
+        folder = Path(path).expanduser()
+        if not (folder / SECOND_LORA).is_file():
+            return super().read_lora(path)
+        layers = {f"{SECOND}.{name}": pair for name, pair in super().read_lora(str(folder / SECOND_LORA)).items()}
+        if (folder / WEIGHTS).is_file():
+            layers |= {f"{FIRST}.{name}": pair for name, pair in super().read_lora(str(folder / WEIGHTS)).items()}
+        return layers
+
+    @classmethod
+    def export_lora(
+        cls,
+        folder: Path,
+        config: FlowModelConfig,
+        layers: dict[str, Tensor],
+        rank: int,
+        alpha: float,
+        file: str | None = None,
+    ) -> None:
+        """A file for each of two transformers."""
+        for part, target in ((FIRST, WEIGHTS), (SECOND, SECOND_LORA)):
+            some = {name.removeprefix(f"{part}."): t for name, t in layers.items() if name.startswith(f"{part}.")}
+            if some:
+                super().export_lora(folder, config, some, rank, alpha, target)
+                layers = {name: t for name, t in layers.items() if not name.startswith(f"{part}.")}
+        if layers:
+            super().export_lora(folder, config, layers, rank, alpha, file)
 
     @classmethod
     def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
@@ -83,13 +156,15 @@ class Model(FlowModel):
         return names
 
     def components(self, path: str) -> dict[str, Any]:
-        """None; a second transformer is told before anything is loaded."""
-        if "transformer_2" in component_names(model_index(path)):
-            raise _two(path)
-        return {}
+        """None for a second transformer: `load` reads it as it reads the first."""
+        return {SECOND: None} if SECOND in component_names(model_index(path)) else {}
 
     def blocks(self) -> list[nn.Module]:
-        return list(self.transformer.blocks)
+        # in turns: of a fraction that is recomputed, each transformer has a part
+        blocks = []
+        for turn in zip(*[part.blocks for part in self.parts(self.transformer).values()], strict=True):
+            blocks += turn
+        return blocks
 
     def check_length(self, max_length: int) -> None:
         if max_length != TRAINED_LENGTH:
@@ -110,9 +185,8 @@ class Model(FlowModel):
         the model was trained with it, and attends to it; and `padded_length` [], that of
         `prompt_embeds` with it.
         """
-        embeds, _ = self.pipeline.encode_prompt(
-            texts, do_classifier_free_guidance=False, max_sequence_length=max_length, device=device
-        )
+        # by the class's own method: that of the pipeline for images needs ftfy, which is optional here
+        embeds = WanPipeline._get_t5_prompt_embeds(self.pipeline, texts, max_sequence_length=max_length, device=device)
         result = []
         for text in embeds.to(self.dtype).cpu():
             padding = int((~text.any(1)).flip(0).cumprod(0).sum())  # rows of zeros at the end
@@ -142,7 +216,10 @@ class Model(FlowModel):
 
     def context_plan(self) -> dict[str, Any]:
         # but for timesteps of each token, of which there are none here: see __init__
-        return {layer: plan for layer, plan in super().context_plan().items() if layer != ""}
+        plan = {layer: plan for layer, plan in super().context_plan().items() if layer != ""}
+        if not isinstance(self.transformer, Experts):
+            return plan
+        return {f"{part}.{layer}": split for part in (FIRST, SECOND) for layer, split in plan.items()}
 
     def split_tokens(self, height: int, width: int, frames: int, max_length: int) -> dict[str, int]:
         latents = self.sample_shape(height, width, frames)[1] // self.transformer.config.patch_size[0]
@@ -167,7 +244,7 @@ class Model(FlowModel):
         most = (c.rope_max_seq_len * patches[0] - 1) * step + 1
         if frames > most:
             raise ValueError(f"rollout.num_frames: {frames} is more than the model's {most} frames")
-        return (c.in_channels, (frames - 1) // step + 1, height // factor, width // factor)
+        return (c.out_channels, (frames - 1) // step + 1, height // factor, width // factor)
 
     def velocity(self, latents: Tensor, timesteps: Tensor, embeds: Embeds, height: int, width: int) -> Tensor:
         return self.transformer(
@@ -176,6 +253,23 @@ class Model(FlowModel):
             encoder_hidden_states=embeds["prompt_embeds"],
             return_dict=False,
         )[0]
+
+    def guidance(self, sampler: Sampler, timesteps: Tensor) -> float | Tensor:
+        if sampler.guidance_2 is None:
+            return sampler.guidance
+        rows = timesteps.view(-1, 1, 1, 1, 1)
+        return torch.where(rows >= self.transformer.boundary, sampler.guidance, sampler.guidance_2)
+
+    @contextmanager
+    def computed_as_sampled(self) -> Iterator[None]:
+        experts = self.transformer if isinstance(self.transformer, Experts) else None
+        if experts is not None:
+            experts.whole = True
+        try:
+            yield
+        finally:
+            if experts is not None:
+                experts.whole = False
 
     def decode(self, latents: Tensor, height: int, width: int) -> Tensor:
         mean, std = self.latent_statistics(latents.device)
@@ -190,8 +284,60 @@ class Model(FlowModel):
         return {"prompt_embeds": text, "padded_length": torch.tensor(length, device="cpu")}  # `collate` reads it
 
 
-def _two(path: str) -> ValueError:
-    return ValueError(
-        f"model.path: {path!r} has two transformers, of which each takes a part of the noise levels (Wan 2.2 A14B); "
-        "supported are models of one, such as Wan 2.1 and Wan 2.2 TI2V-5B"
-    )
+class Experts(nn.Module):
+    """Two of diffusers' transformers as one, called as each of them is: rows at timesteps of `boundary` and above are
+    computed by `transformer`, those below by `transformer_2`.
+
+    With `whole`, each transformer computes all rows where both have some: kernels round alike only in batches of one
+    size. Where weights are sharded, a transformer runs on all ranks or on none.
+    """
+
+    def __init__(self, transformer: nn.Module, transformer_2: nn.Module, boundary: float) -> None:
+        super().__init__()
+        self.transformer, self.transformer_2, self.boundary, self.whole = transformer, transformer_2, boundary, False
+        self.config = transformer.config
+
+    def forward(self, timestep: Tensor, **inputs: Any) -> tuple[Tensor]:
+        """timestep [N] and tensors among `inputs` [N, ...] -> ([N, ...],), as without `return_dict`."""
+        rows = {"timestep": timestep, **inputs}
+        high = timestep >= self.boundary
+        # of meta tensors nothing is known but shapes: a batch of one level, or of both
+        places = [True] * len(high) if high.is_meta else high.tolist()
+        each = [any(places), not all(places) or (high.is_meta and self.whole)]
+        experts = [self.transformer, self.transformer_2]
+        for number, runs in enumerate(self._agreed(each)):
+            if not runs:
+                return experts[1 - number](**rows)
+        if self.whole:
+            first, second = (expert(**rows)[0] for expert in experts)
+            return (torch.where(high.view(-1, *[1] * (first.dim() - 1)), first, second),)
+        parts, order = [], []
+        for expert, level in zip(experts, (True, False), strict=True):
+            own = [i for i, place in enumerate(places) if place == level]
+            # without any, one row whose result is dropped: other ranks wait for this one in the same collectives
+            index = torch.tensor(own or [0], device=high.device)
+            taken = {name: value[index] if isinstance(value, Tensor) else value for name, value in rows.items()}
+            parts.append(expert(**taken)[0][: len(own)])
+            order += own
+        return (torch.cat(parts)[torch.tensor(order, device=high.device).argsort()],)
+
+    def _agreed(self, each: list[bool]) -> list[bool]:
+        """Which transformers run: those of which a rank has rows, and with gradients at least one that is trained."""
+        if isinstance(self, FSDPModule):
+            each = (reduce_sum(torch.tensor(each, dtype=torch.long, device="cpu")) > 0).tolist()
+        if torch.is_grad_enabled():
+            experts = (self.transformer, self.transformer_2)
+            learns = [any(p.requires_grad for p in expert.parameters()) for expert in experts]
+            if any(learns) and not (each[0] and learns[0]) and not (each[1] and learns[1]):
+                each = [True, True]
+        return each
+
+    def enable_gradient_checkpointing(self, function: Any) -> None:
+        """See diffusers' ModelMixin."""
+        for expert in (self.transformer, self.transformer_2):
+            expert.enable_gradient_checkpointing(function)
+
+    def set_attention_backend(self, backend: str) -> None:
+        """See diffusers' ModelMixin."""
+        for expert in (self.transformer, self.transformer_2):
+            expert.set_attention_backend(backend)

@@ -1,0 +1,97 @@
+"""The files of a family of flow-matching models: its base, LoRAs, and the export that stock diffusers loads."""
+
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor, nn
+
+from phalanx.config.flow import FlowModelConfig
+from phalanx.models.flow.folder import base_folder, dtype_on_disk, model_index, read_lora
+from phalanx.models.flow.headers import component_names
+from phalanx.models.lora import Layers
+
+
+class ModelFiles:
+    """The base of FlowModel that knows its files. No model of the class is built for them."""
+
+    pipeline_class: str  # by which a folder is recognised: that of diffusers' class
+    lora_pipeline: str | None = None  # whose files of LoRAs it has, where its own class has none
+
+    @classmethod
+    def parts(cls, transformer: Any) -> dict[str, Any]:
+        """diffusers' transformers that are trained as one, by the names of their folders."""
+        return {"transformer": transformer}
+
+    @classmethod
+    def trained_part(cls, transformer: Any, config: FlowModelConfig) -> nn.Module:
+        """What of the transformer is trained; raises ValueError for `model.target_components` that it lacks."""
+        parts, chosen = cls.parts(transformer), config.target_components
+        if chosen is None or sorted(chosen) == sorted(parts):
+            return transformer
+        if len(chosen) != 1 or chosen[0] not in parts:
+            raise ValueError(f"model.target_components: {chosen}; the transformers of this model: {', '.join(parts)}")
+        return parts[chosen[0]]
+
+    @classmethod
+    def load_base(cls, config: FlowModelConfig, dtype: torch.dtype | None, names: Collection[str] = ()) -> nn.Module:
+        """The base folder's transformer, on the CPU; `dtype` None: in the dtype of its files."""
+        return cls.load_part(config, dtype, "transformer")
+
+    @classmethod
+    def load_part(cls, config: FlowModelConfig, dtype: torch.dtype | None, name: str) -> nn.Module:
+        """As `load_base`, the transformer in the folder `name`."""
+        base = base_folder(config)
+        dtype = dtype or dtype_on_disk(base / name)
+        return diffusers.AutoModel.from_pretrained(str(base), subfolder=name, torch_dtype=dtype)
+
+    @classmethod
+    def read_lora(cls, path: str) -> Layers:
+        """See phalanx.models.flow.folder.read_lora."""
+        return read_lora(path, getattr(diffusers, cls.lora_pipeline or cls.pipeline_class))
+
+    @classmethod
+    def lora_names(cls, layers: Sequence[str]) -> dict[str, str]:
+        """Names of a LoRA's layers in its file, by those in the transformer."""
+        return {layer: f"transformer.{layer}" for layer in layers}
+
+    @classmethod
+    def export_lora(
+        cls,
+        folder: Path,
+        config: FlowModelConfig,
+        layers: dict[str, Tensor],
+        rank: int,
+        alpha: float,
+        file: str | None = None,
+    ) -> None:
+        """Write the stock pipeline's file of a LoRA; `layers` have peft's names without an adapter."""
+        names = cls.lora_names(sorted({name.partition(".lora_")[0] for name in layers}))
+        metadata: dict[str, Any] = {"r": rank, "lora_alpha": alpha, "target_modules": list(names)}
+        tensors = {}
+        for name, tensor in layers.items():
+            layer = name.partition(".lora_")[0]
+            tensors[names[layer] + name.removeprefix(layer)] = tensor
+        getattr(diffusers, cls.lora_pipeline or cls.pipeline_class).write_lora_layers(
+            tensors,
+            folder,
+            is_main_process=True,
+            weight_name=file,
+            save_function=None,
+            safe_serialization=True,
+            lora_adapter_metadata={f"transformer.{key}": value for key, value in metadata.items()},
+        )
+
+    @classmethod
+    def export_model(cls, folder: Path, config: FlowModelConfig, transformer: Any) -> None:
+        """Write a diffusers folder: the base's, file by file, with the trained transformer."""
+        base, parts = base_folder(config), cls.parts(transformer)
+        shutil.copyfile(base / "model_index.json", folder / "model_index.json")
+        for name in component_names(model_index(str(base))):
+            if name not in parts:
+                shutil.copytree(base / name, folder / name, copy_function=shutil.copyfile)
+        for name, part in parts.items():
+            part.save_pretrained(folder / name)

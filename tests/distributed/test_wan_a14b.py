@@ -1,0 +1,148 @@
+"""Training Wan 2.2 A14B on shards: all ranks run the same transformers, exports are read by stock diffusers and ComfyUI;
+and Wan's image to video.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from phalanx.config import load
+from phalanx.config.flow import FlowRLConfig
+from phalanx.config.tasks import ExportConfig
+from phalanx.distributed.seed import fold_in, normal
+from phalanx.jobs.export import Export
+from phalanx.types import Prompt
+from tests.comfy import add_as_comfy, wan_name
+from tests.distributed.test_layouts import assert_same_step
+from tests.distributed.test_resume import stop_after
+from tests.jobs import PROMPTS, algorithm_config, one_step, rows, tiny_config
+from tests.policies import make_policy, one_rank
+from tests.ranks import run_ranks
+from tests.tiny import load_pipeline, tiny_wan
+from tests.tiny_edit import write_edits
+from tests.tiny_i2v import tiny_wan_i2v
+
+FRAMES = 5
+LORA = ("model.lora_rank=4", "optim.lr=3e-2")
+VIDEO = (f"rollout.num_frames={FRAMES}", "rollout.micro_batch_size_per_gpu=4")
+# two of four steps, one on each side of the boundary
+BOTH = (*VIDEO, "rollout.sde_window_range=[1,3]", "rollout.guidance_scale_2=2")
+
+
+@pytest.mark.quick("lora")
+@pytest.mark.parametrize("kind", [(*LORA, "algorithm.kl_loss_coef=0.04"), ()], ids=["lora", "full"])
+def test_layouts_agree(kind: tuple[str, ...], a14b_folder: Path, tmp_path: Path) -> None:
+    cfg = tiny_config(a14b_folder, tmp_path, *BOTH, *kind)
+    reference = run_ranks(one_step, 1, cfg)
+    assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
+    cfg.parallel.fsdp_size = 2
+    assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+
+
+@pytest.mark.quick("lora-2")
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", [LORA, ()], ids=["lora", "full"])
+def test_levels_that_differ_between_ranks(kind: tuple[str, ...], size: int, a14b_folder: Path, tmp_path: Path) -> None:
+    """A micro-batch may have rows for one of the transformers on one rank only."""
+    levels = ("algorithm.level_distribution=uniform", "algorithm.train_timesteps=1", "algorithm.kl_loss_coef=0.01")
+    cfg = algorithm_config(a14b_folder, tmp_path, "diffusion_nft", *VIDEO, *levels, *kind)
+    cfg.actor.ppo_micro_batch_size_per_gpu = 1
+    reference = run_ranks(one_step, 1, cfg)
+    names = {name.split(".")[0] for name in reference[0]["weights"]}
+    assert names == {"transformer", "transformer_2"}
+    cfg.parallel.fsdp_size = size
+    assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+
+
+def i2v(model: Path, folder: Path, *overrides: str) -> FlowRLConfig:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = f"data.train_files=[{write_edits(folder)}]"
+    return tiny_config(model, folder, *VIDEO, "model.family=wan_i2v", files, *LORA, *overrides)
+
+
+@pytest.mark.quick("2.2")
+@pytest.mark.parametrize("kind", ["2.1", "2.2", "5b"])
+def test_image_to_video_on_any_ranks(kind: str, datasets_cache: None, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    if kind == "5b":
+        tiny_wan(folder, multistep=False, per_token=True)
+    else:
+        tiny_wan_i2v(folder, sees=kind == "2.1", two=kind == "2.2")
+    cfg = i2v(folder, tmp_path, *(BOTH if kind == "2.2" else ()))
+    reference = run_ranks(one_step, 1, cfg)
+    assert reference[0]["row"]["actor/first_ratio_error"] == 0.0
+    cfg.parallel.fsdp_size = 2
+    assert_same_step(reference, run_ranks(one_step, 2, cfg), cfg.optim.lr)
+
+
+def trained(cfg: FlowRLConfig) -> Tensor:
+    """A whole run; then videos of two prompts by the trained policy."""
+    from phalanx.training.flow_rl import build
+
+    trainer, parts = build(cfg), []
+    trainer.fit()
+    with trainer.collector.rollout.awake():
+        held_out = [Prompt(text, i, {}) for i, text in enumerate(PROMPTS[:2])]
+        trainer.collector.rollout.sample_validation(held_out, each=lambda videos, _: parts.append(videos))
+    return torch.cat(parts)
+
+
+def stock_videos(pipeline: Any) -> Tensor:
+    """The stock pipeline's videos [2, F, 3, H, W] from the noise that validation starts from."""
+    noise = [normal((4, 2, 8, 8), fold_in(1234, 0, i, 0, "init"), torch.device("cpu")) for i in range(2)]
+    return pipeline(
+        PROMPTS[:2],
+        negative_prompt=["", ""],
+        height=32,
+        width=32,
+        num_frames=FRAMES,
+        num_inference_steps=4,
+        guidance_scale=3.0,
+        guidance_scale_2=2.0,
+        max_sequence_length=32,
+        latents=torch.stack(noise),
+        output_type="pt",
+    ).frames
+
+
+@pytest.mark.quick("lora")
+@pytest.mark.parametrize("kind", [LORA, ("model.gradient_checkpointing=true",)], ids=["lora", "full"])
+def test_a_run_resumes_and_its_export_is_played_by_stock_diffusers(
+    kind: tuple[str, ...], a14b_folder: Path, tmp_path: Path
+) -> None:
+    cfg = tiny_config(
+        a14b_folder, tmp_path, *BOTH, *kind, "trainer.save_freq=1", "actor.ema.decay=0.5", "parallel.fsdp_size=2"
+    )
+    [videos, _] = run_ranks(trained, 2, cfg, timeout=150)
+    wanted = rows(tmp_path / "out")
+    stop_after(tmp_path, 1)
+    [again, _] = run_ranks(trained, 2, cfg, timeout=150)
+    assert rows(tmp_path / "out") == wanted and torch.equal(again, videos)
+
+    export = [f"checkpoint={tmp_path / 'out'}", "weights=model", f"output_dir={tmp_path / 'export'}"]
+    Export(load(ExportConfig, None, export)).run()
+    pipeline = load_pipeline(a14b_folder)
+    assert (stock_videos(pipeline) - videos).abs().max() > 1e-3
+    if kind != LORA:
+        pipeline = load_pipeline(tmp_path / "export")
+        torch.testing.assert_close(stock_videos(pipeline), videos, rtol=0, atol=1e-4)
+        return
+    second = "pytorch_lora_weights_2.safetensors"
+    assert sorted(file.name for file in (tmp_path / "export").iterdir()) == ["pytorch_lora_weights.safetensors", second]
+    pipeline.load_lora_weights(tmp_path / "export")
+    pipeline.load_lora_weights(tmp_path / "export", weight_name=second, load_into_transformer_2=True)
+    torch.testing.assert_close(stock_videos(pipeline), videos, rtol=0, atol=1e-4)
+    pipeline = load_pipeline(a14b_folder)
+    add_as_comfy(pipeline.transformer, tmp_path / "export", wan_name)
+    add_as_comfy(pipeline.transformer_2, tmp_path / "export", wan_name, second)
+    torch.testing.assert_close(stock_videos(pipeline), videos, rtol=0, atol=1e-4)
+    # it is what another run begins with
+    with one_rank() as world:
+        begun = make_policy(world, a14b_folder, lora_path=str(tmp_path / "export")).model.transformer
+    for part in ("transformer", "transformer_2"):
+        name = "blocks.0.attn1.to_q.weight"
+        weight = getattr(pipeline, part).get_parameter(name)
+        torch.testing.assert_close(begun.get_parameter(f"{part}.{name}"), weight, rtol=0, atol=1e-6)
