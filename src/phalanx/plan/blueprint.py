@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
