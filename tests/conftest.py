@@ -27,7 +27,7 @@ from tests.lm import tiny_blocks, tiny_lm
 from tests.policies import one_rank
 from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_image
 from tests.tiny_edit import tiny_qwen_image_edit
-from tests.tiny_i2v import tiny_wan_a14b
+from tests.tiny_i2v import tiny_wan_a14b, tiny_wan_i2v
 
 torch.set_num_threads(1)
 
@@ -69,6 +69,7 @@ flux_folder = model_folder(tiny_flux, "flux")
 z_image_folder = model_folder(tiny_z_image, "z_image")
 wan_folder = model_folder(tiny_wan, "wan")
 a14b_folder = model_folder(tiny_wan_a14b, "a14b")
+i2v_folder = model_folder(tiny_wan_i2v, "i2v", sees=False, two=True)
 lm_folder = model_folder(tiny_lm, "lm")
 blocks_folder = model_folder(tiny_blocks, "blocks")
 llada2_folder = model_folder(tiny_llada2, "llada2")

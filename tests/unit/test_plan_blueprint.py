@@ -206,6 +206,8 @@ SHIPPED = {
     "Wan-AI/Wan2.1-T2V-1.3B-Diffusers": [1_418_996_800, VIDEO_VAE, UMT5],
     "Wan-AI/Wan2.1-T2V-14B-Diffusers": [14_288_491_584, VIDEO_VAE, UMT5],
     "Wan-AI/Wan2.2-TI2V-5B-Diffusers": [4_999_787_712, 704_688_668, UMT5],
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": [2 * 14_288_491_584, VIDEO_VAE, UMT5],
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": [2 * (14_288_491_584 + 20 * 4 * 5120), VIDEO_VAE, UMT5],
 }
 JUDGES = {"Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Instruct": QWEN_VL}
 

@@ -7,6 +7,7 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,8 @@ class _Blueprint(FlowModel):
         for name, entry in read_index(folder).items():
             if isinstance(entry, list) and len(entry) == 2:
                 parts[name] = _component(folder, name, *entry)
+            elif name in signature(pipeline.__init__).parameters:
+                parts[name] = entry  # a setting, such as Wan's boundary_ratio
         if "transformer" in parts:  # the family's own class, which may be a subclass of the folder's
             parts["transformer"] = transformer.from_config(parts["transformer"].config)
         try:
