@@ -29,7 +29,7 @@ from tests.tiny import tiny_flux, tiny_qwen_image, tiny_sd3, tiny_wan, tiny_z_im
 from tests.tiny_edit import tiny_qwen_image_edit
 from tests.tiny_flux2 import tiny_flux2, tiny_flux2_klein
 from tests.tiny_hunyuan import tiny_hunyuan_video_15
-from tests.tiny_i2v import tiny_wan_a14b
+from tests.tiny_i2v import tiny_wan_a14b, tiny_wan_i2v
 from tests.tiny_vision import tiny_vision
 
 torch.set_num_threads(1)
@@ -76,6 +76,7 @@ z_image_folder = model_folder(tiny_z_image, "z_image")
 wan_folder = model_folder(tiny_wan, "wan")
 hunyuan_folder = model_folder(tiny_hunyuan_video_15, "hunyuan_video_15")
 a14b_folder = model_folder(tiny_wan_a14b, "a14b")
+i2v_folder = model_folder(tiny_wan_i2v, "i2v", sees=False, two=True)
 lm_folder = model_folder(tiny_lm, "lm")
 blocks_folder = model_folder(tiny_blocks, "blocks")
 llada2_folder = model_folder(tiny_llada2, "llada2")

@@ -25,11 +25,11 @@ VIDEO = 5
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(i2v_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("i2v")
     return {
         "2.1": tiny_wan_i2v(folder / "2.1"),
-        "2.2": tiny_wan_i2v(folder / "2.2", sees=False, two=True),
+        "2.2": i2v_folder,
         "5b": tiny_wan(folder / "5b", multistep=False, per_token=True),
     }
 

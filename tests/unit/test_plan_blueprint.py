@@ -231,6 +231,8 @@ SHIPPED = {
     "hunyuanvideo-community/HunyuanVideo-1.5-Diffusers-480p_t2v": [
         *(8_326_608_160, 1_260_634_115, 7_070_619_136, 219_314_944)
     ],
+    "Wan-AI/Wan2.2-T2V-A14B-Diffusers": [2 * 14_288_491_584, VIDEO_VAE, UMT5],
+    "Wan-AI/Wan2.2-I2V-A14B-Diffusers": [2 * (14_288_491_584 + 20 * 4 * 5120), VIDEO_VAE, UMT5],
 }
 JUDGES = {"Qwen/Qwen2.5-VL-3B-Instruct": 3_754_622_976, "Qwen/Qwen2.5-VL-7B-Instruct": QWEN_VL}
 

@@ -36,6 +36,8 @@ TINY = {
     "z": "z_image_folder",
     "wan21": "wan_folder",
     "hunyuan": "hunyuan_folder",
+    "wan22_t2v": "a14b_folder",
+    "wan22_i2v": "i2v_folder",
 }
 recipes = pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.stem)
 gpu_recipes = pytest.mark.parametrize("path", FOR_GPUS, ids=lambda p: p.stem)
