@@ -1,4 +1,4 @@
-"""The models of an evaluation: what a run's configuration, or a folder, and the task's own keys make of them."""
+"""The models of an evaluation, of a checkpoint or of a folder, with the task's changes to their configuration."""
 
 import gc
 import json
@@ -60,7 +60,7 @@ class Candidate:
     name: str
 
     def facts(self, sets: Sets) -> dict[str, Any]:
-        """What the samples and their scores depend on; `sets` are the prompts."""
+        """All that the samples and their scores depend on; `sets` are the prompts."""
         content = public(self.run)
         facts: dict[str, Any] = {name: content[name] for name in SECTIONS if name in content}
         facts["rollout"].pop("gpu_memory_utilization", None)  # of memory only

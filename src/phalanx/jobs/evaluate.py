@@ -67,7 +67,7 @@ class Chunk:
 
 
 class Evaluation:
-    """The job: `Evaluation(cfg)` looks at all files (a ValueError is the user's mistake), `run()` samples and writes."""
+    """The job: `Evaluation(cfg)` looks at all files, where a ValueError is a mistake of the user's; `run()` samples."""
 
     def __init__(self, cfg: EvaluateConfig) -> None:
         self.cfg = cfg

@@ -320,7 +320,7 @@ def table(result: Mapping[str, Any]) -> str:
         for value, group in part.get("groups", {}).items():
             inner = part.get("baseline", {}).get("groups", {}).get(value, {}).get("differences")
             only = {score: {"mean": row["mean"]} for score, row in group["scores"].items() if "mean" in row}
-            rows += _lines(only, inner, f"{value} ({group['prompts']}) ")
+            rows += _lines(only, inner, f"{value} ({group['prompts']} prompts) ")
         widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
         for row in rows:
             lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
