@@ -45,6 +45,7 @@ from phalanx.telemetry.evaluation import (
     table,
     write_json,
 )
+from phalanx.telemetry.evaluation_page import Side, write_page
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, storable
 from phalanx.training import folder_lock
@@ -122,16 +123,19 @@ class Evaluation:
 
     def _finish(self) -> None:
         rows, others, baseline = read_records(self.folder / RECORDS), None, None
+        folder = self.earlier or self.folder / "baseline"
         if self.cfg.baseline is not None:
-            folder = self.earlier or self.folder / "baseline"
             others, baseline = read_records(folder / RECORDS), self.cfg.baseline
         facts = _stored(self.folder)
         assert facts is not None, "it has just been written"
         head = {"model": self.candidate.name, "baseline": baseline, "arguments": facts["facts"]}
         result = result_of(rows, self.wanted, head, others)
         write_json(self.folder / RESULT, result)
+        before = None if others is None else Side(others, folder)
+        page = write_page(self.folder, result, Side(rows, self.folder), before)
         print(table(result), flush=True)
-        print(f"{len(rows)} samples in {self.folder / RECORDS}, statistics in {self.folder / RESULT}", flush=True)
+        print(f"{len(rows)} samples in {self.folder / RECORDS}, their statistics in {self.folder / RESULT}", flush=True)
+        print(f"page: {page}", flush=True)
 
     def _folder(self) -> Path:
         cfg, trained = self.cfg, self.candidate.trained
@@ -267,7 +271,7 @@ class Sampling:
         return rows[:real]
 
     def _text(self, prompt: Prompt, output: str) -> dict[str, Any]:
-        """What a record says of a response."""
+        """The part of a record that is of a response."""
         assert self.parts is not None
         row: dict[str, Any] = {"text": storable(output), "tokens": prompt.meta.get("response_length")}
         row["truncated"] = prompt.meta.get("truncated", False)
