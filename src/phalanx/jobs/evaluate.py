@@ -276,7 +276,8 @@ class Sampling:
         row: dict[str, Any] = {"text": storable(output), "tokens": prompt.meta.get("response_length")}
         row["truncated"] = prompt.meta.get("truncated", False)
         if TALKS in prompt.meta:
-            row |= storable({name: prompt.meta[name] for name in CONVERSATION})
+            # the time that it took is another one each time
+            row |= storable({name: prompt.meta[name] for name in CONVERSATION if name != "environment_seconds"})
         answers: dict[str, str | None] = {}
         for term in self.parts.rewards.terms:
             if isinstance(term.function, GivesAnswers):

@@ -30,6 +30,10 @@ class Side:
         """Those of a set of prompts."""
         return Side([row for row in self.rows if row["set"] == set_name], self.folder)
 
+    def by_place(self) -> dict[tuple[int, int], Row]:
+        """The samples by the numbers of their prompts and their own."""
+        return {(row["index"], row["sample"]): row for row in self.rows}
+
     def first(self) -> dict[int, Row]:
         """The first sample of each prompt by its number."""
         return {row["index"]: row for row in self.rows if row["sample"] == 0}
@@ -94,7 +98,8 @@ def _tiles(part: Mapping[str, Any]) -> str:
     if "baseline" in part:
         better, equal, worse = part["baseline"]["better_equal_worse"][REWARD]["prompts"]
         html += _tile("Prompts", f"{better} / {equal} / {worse}", "better, equal and worse than the baseline")
-    return f'<div class="tiles" style="--columns:4" aria-label="Headline figures">{html}</div>'
+    columns = min(html.count("</div></div>"), 4)
+    return f'<div class="tiles" style="--columns:{columns}" aria-label="Headline figures">{html}</div>'
 
 
 def _table(scores: Mapping[str, Any], before: Mapping[str, Any] | None, differences: Mapping[str, Any] | None) -> str:
@@ -127,13 +132,18 @@ def _groups(part: Mapping[str, Any]) -> str:
 
 
 def _changed(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
-    """Cards of the prompts that changed most, with their first samples before and now."""
-    first, before, html = now.first(), baseline.first(), ""
+    """Cards of the prompts that changed most, with the sample of each that did, before and now."""
+    rows, others, html = now.by_place(), baseline.by_place(), ""
     for change in part["baseline"]["changed_most"]:
-        index = change["index"]
+        changes = []
+        for sample in range(part["n"]):
+            row, other = rows[change["index"], sample], others[change["index"], sample]
+            if row["reward"] is not None and other["reward"] is not None:
+                changes.append((abs(row["reward"] - other["reward"]), -sample))
+        place = change["index"], -max(changes, default=(0.0, 0))[1]
         html += f"<figure><figcaption>{escape(change['prompt'])}</figcaption><div class='pair'>"
-        html += _side("baseline", change["before"], before[index], baseline.folder)
-        html += f"{_side('now', change['now'], first[index], now.folder)}</div></figure>"
+        html += _side("mean before", change["before"], others[place], baseline.folder)
+        html += f"{_side('mean now', change['now'], rows[place], now.folder)}</div></figure>"
     return f"<div class='cards {_kind(now.rows)}' style='--w:256px;--n:2'>{html}</div>"
 
 
