@@ -17,6 +17,7 @@ from phalanx.config.rules import LAUNCH_RULES, MODEL_RULES, RULES, START_RULES, 
 from phalanx.config.rules.joint import OF_IMAGES
 from phalanx.config.tasks import (
     CheckClusterConfig,
+    EvaluateConfig,
     ExportConfig,
     GenerateConfig,
     PrepareDataConfig,
@@ -40,6 +41,7 @@ JOBS = {
     "JointConfig": "joint runs",
     "SampleConfig": "`tasks/sample.py`",
     "GenerateConfig": "`tasks/generate.py`",
+    "EvaluateConfig": "`tasks/evaluate.py`",
     "PrepareDataConfig": "`tasks/prepare_data.py`",
 }
 
@@ -117,6 +119,9 @@ def reference() -> Iterator[str]:
     yield "## Generating texts\n"
     yield f"{sentence(GenerateConfig)}\n"
     yield from task(GenerateConfig)
+    yield "## Evaluation\n"
+    yield f"{sentence(EvaluateConfig)}\n"
+    yield from task(EvaluateConfig)
     yield "## Export\n"
     yield f"{sentence(ExportConfig)}\n"
     yield from task(ExportConfig)

@@ -31,6 +31,7 @@ examples:
   NPROC_PER_NODE=2 phalanx train block_diffusion --config words_sft             # block diffusion
   phalanx plan flowgrpo --config qwen_image_ocr_lora nnodes=1 nproc=8 gpu_memory_gb=80
   phalanx sample checkpoint=outputs/phalanx/quickstart prompt_file=assets/digits/held_out.txt n=2
+  phalanx evaluate checkpoint=outputs/phalanx/quickstart_lm n=4 rollout.val.temperature=1
   phalanx report outputs/phalanx/quickstart
 """
 CONFIGS_HELP = """\
@@ -55,6 +56,7 @@ COMMANDS = {
     "plan": Command("what a training job would need on a cluster; nothing is trained", "train_*", ("--plan",)),
     "sample": Command("sample images or videos from a checkpoint or a model folder", "sample"),
     "generate": Command("sample texts of a language or block-diffusion model", "generate", one_rank=True),
+    "evaluate": Command("evaluate a checkpoint or a model folder, alone or against a baseline", "evaluate"),
     "export": Command("write a checkpoint for stock diffusers, or transformers", "export_checkpoint"),
     "check": Command("check, in a minute, that the machines are fit to train on", "check_cluster"),
     "serve": Command("serve rewards over HTTP", "serve_reward", one_rank=True),

@@ -77,6 +77,10 @@ def test_every_prompt_once_on_any_number_of_ranks(sd3_folder: Path, tmp_path: Pa
         assert set(asked) == set(PROMPTS[:5])
         assert len(asked) == world * -(-5 // world)
     assert rows[0] == rows[1] == rows[2]
+    index = tmp_path / "1" / "out" / "images" / "held_out" / "step_000000" / "index.jsonl"
+    rewards = np.array([json.loads(line)["reward"] for line in index.read_text().splitlines()])
+    # Student's t of 4 degrees of freedom
+    assert rows[0]["val/held_out/reward/ci95"] == pytest.approx(2.7764 * rewards.std(ddof=1) / 5**0.5, rel=1e-3)
     for other in images[1:]:
         assert all(np.array_equal(a, b) for a, b in zip(images[0], other, strict=True))
 

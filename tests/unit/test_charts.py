@@ -26,6 +26,14 @@ class TestCharts:
         assert (data["y"], data["band"]) == ([1.0, 2.0], [0.5, 0.0])
         assert "The band is one standard deviation." in chart.html()
 
+    def test_validations_have_intervals_of_their_sets(self) -> None:
+        row = {"val/a/reward/mean": 1.0, "val/a/reward/ci95": 0.1, "val/b/reward/mean": 2.0, "val/b/reward/ci95": 0.2}
+        (chart,), others = charts_of([of_rows({"step": 0, **row})])
+        assert others == []
+        bands = [(series["label"], series["y"], series["band"]) for series in chart.data()["series"]]
+        assert bands == [("a", [1.0], [0.1]), ("b", [2.0], [0.2])]
+        assert "The band is a 95 % interval of the mean over such prompts." in chart.html()
+
     def test_curves_of_several_runs_have_no_band_and_differ_in_colour_and_dash(self) -> None:
         row = {"step": 0, "reward/mean": 1.0, "reward/std": 0.5, "actor/clipfrac": 0.1, "actor/clipfrac_lower": 0.2}
         (reward, clip), _ = charts_of([of_rows(row, label="a"), of_rows(row, label="b")])

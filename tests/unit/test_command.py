@@ -50,6 +50,7 @@ QUICKSTART = str(ROOT / "configs/flowgrpo/quickstart.yaml")
         ("sample --config my/sample.yaml n=2", "sample", ["my/sample.yaml", "n=2"]),
         ("export checkpoint=x", "export_checkpoint", ["checkpoint=x"]),
         ("generate checkpoint=x n=2", "generate", ["checkpoint=x", "n=2"]),
+        ("evaluate checkpoint=x n=2", "evaluate", ["checkpoint=x", "n=2"]),
         ("check --config flowgrpo/quickstart expect=2", "check_cluster", [QUICKSTART, "expect=2"]),
         ("serve port=0", "serve_reward", ["port=0"]),
         ("prepare source=x", "prepare_data", ["source=x"]),

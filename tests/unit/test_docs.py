@@ -26,6 +26,7 @@ from phalanx.config.lm import LMRLConfig
 from phalanx.config.reward import RewardConfig, RewardFunctionConfig
 from phalanx.config.tasks import (
     CheckClusterConfig,
+    EvaluateConfig,
     ExportConfig,
     GenerateConfig,
     PrepareDataConfig,
@@ -54,6 +55,7 @@ SCHEMAS: dict[str, type] = {
     "tasks/train_block_diffusion.py": BlockDiffusionTaskConfig,
     "tasks/sample.py": SampleConfig,
     "tasks/generate.py": GenerateConfig,
+    "tasks/evaluate.py": EvaluateConfig,
     "tasks/export_checkpoint.py": ExportConfig,
     "tasks/check_cluster.py": CheckClusterConfig,
     "tasks/serve_reward.py": ServeRewardConfig,

@@ -15,7 +15,7 @@ from phalanx.config.joint import JointConfig
 from phalanx.config.lm import LMModelConfig, LMRLConfig
 from phalanx.config.load import build
 from phalanx.config.rules import Ranks, Rule
-from phalanx.config.tasks import CheckClusterConfig, GenerateConfig, PrepareDataConfig, SampleConfig
+from phalanx.config.tasks import CheckClusterConfig, EvaluateConfig, GenerateConfig, PrepareDataConfig, SampleConfig
 
 ROOT = Path(__file__).parents[2]
 PPO_OF_ONE = ("algorithm.name=ppo", "rollout.n=1")
@@ -259,6 +259,10 @@ LOADED: list[tuple[type, tuple[str, ...], str]] = [
     (GenerateConfig, (), "neither prompts nor prompt_file is set"),
     (GenerateConfig, ("prompts=[a]", "model.path=null"), "neither model.path nor checkpoint is set"),
     (GenerateConfig, ("prompts=[a]", "weights=ema"), "weights: ema needs a checkpoint"),
+    (EvaluateConfig, ("model.path=null",), "neither model.path nor checkpoint is set"),
+    (EvaluateConfig, ("weights=ema",), "weights: ema needs a checkpoint"),
+    (EvaluateConfig, ("checkpoint=x", "kind=lm"), "kind: lm is of a model folder"),
+    (EvaluateConfig, ("n=4", "k=[1,8]"), "k: 8 is none of 1 to n=4"),
     (PrepareDataConfig, (), "give either source, a file, or reasoning_gym"),
     (PrepareDataConfig, ("source=x", "reasoning_gym=[y]"), "give either source, a file, or reasoning_gym"),
 ]

@@ -18,6 +18,7 @@ T = TypeVar("T", bound=RunConfig)
 
 WEIGHTS = ("auto", "model", "ema")
 EXPORT_DTYPES = (*DTYPES, "float16")
+KINDS = ("lm", "flow")
 INSTRUCTIONS = ("hash", "boxed", "line", "answer", "none")
 
 
@@ -170,6 +171,48 @@ class GenerateConfig:
     micro_batch_size_per_gpu: int = arg(8, "responses decoded together", **COUNT)
     environment: bool = arg(True, "over several turns with the environment of the checkpoint's run; false: one turn")
     output_file: Optional[str] = arg(None, "JSON lines of the prompts and responses, replaced; null: only print them")
+
+
+@dataclass
+class EvaluateConfig:
+    """Configuration of tasks/evaluate.py. The sections model, data, rollout, reward and environment hold keys of a
+    training job, which go over those of the checkpoint's run, such as rollout.val.temperature=0.6.
+    """
+
+    model: dict[str, Any] = arg({}, "model.path, model.lora_path and others, as in training; of a folder, its path")
+    data: dict[str, Any] = arg({}, "data.val_files, data.max_response_length and others, as in training")
+    rollout: dict[str, Any] = arg({}, "rollout.engine, rollout.val.temperature and others, as in training")
+    reward: dict[str, Any] = arg({}, "reward.functions and others, as in training")
+    environment: dict[str, Any] = arg({}, "environment.path, environment.tools and others, as in training")
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: Optional[str] = arg(
+        None, "a run's output_dir, for its newest complete checkpoint, or a folder step_NNNNNN; null: the model folder"
+    )
+    policy: Optional[str] = arg(None, "of a joint run: the policy that is evaluated", choices=POLICIES)
+    weights: str = arg("auto", "auto: the moving average where the checkpoint has one", choices=WEIGHTS)
+    kind: Optional[str] = arg(
+        None, "kind of the model without a checkpoint: lm or flow; null: by its local folder", choices=KINDS
+    )
+    baseline: Optional[str] = arg(
+        None, "what the differences are to: the output_dir of an earlier evaluation, a checkpoint, or a model folder"
+    )
+    n: Optional[int] = arg(None, "samples per prompt; null: those of the run's validation, or 1", **COUNT)
+    seed: Optional[int] = arg(None, "seed of the samples; null: that of the run's validation, or 1234", **SEEDS)
+    k: Optional[list[int]] = arg(
+        None, "the numbers k of avg@k, pass@k, best@k and majority@k; null: the powers of 2 up to n"
+    )
+    threshold: Optional[float] = arg(
+        None, "score from which on a sample passes; null: 1 of scores that are all 0 or 1, and no pass@k of others"
+    )
+    group_by: Optional[str] = arg(None, "column of the data: the same statistics of the prompts of each of its values")
+    prompts_per_chunk: int = arg(
+        64, "prompts that all ranks sample together; their records are written once they are scored", **COUNT
+    )
+    output_dir: Optional[str] = arg(
+        None,
+        "folder for records.jsonl, evaluation.json and evaluation.html; one with records of the same arguments is gone "
+        "on with; null: evaluation/step_NNNNNN in the run's output_dir, of a folder outputs/evaluation/<its name>",
+    )
 
 
 @dataclass

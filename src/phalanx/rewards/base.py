@@ -66,6 +66,14 @@ class ChecksRows(Protocol):
         """Raise ValueError, with the reason as a part of a line, for such a row; cheap, as it is called often."""
 
 
+@runtime_checkable
+class GivesAnswers(Protocol):
+    """A reward that scores an answer within a text, and can say which: an evaluation takes the majority of them."""
+
+    def answer(self, completion: str, /) -> str | None:
+        """The answer, the same text for equal ones; None where there is none."""
+
+
 class DeviceReward(ABC):
     """Base class of a reward with a torch model on the rank's device.
 

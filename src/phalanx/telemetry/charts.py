@@ -56,7 +56,8 @@ class Series:
 class Chart:
     """The curves of all metrics whose names match `keys`; a group in it is the curve's label.
 
-    `band` is the metric that is the half height of the band. `bars` stacks the values of each step. `plain` curves are
+    `band` is the metric that is the half height of the band, {} in it the curve's label, and `spread` says of the band
+    what it is. `bars` stacks the values of each step. `plain` curves are
     not smoothed by the page, and each of their points is marked. `zero` starts the axis at 0.
     """
 
@@ -64,6 +65,7 @@ class Chart:
     keys: str
     note: str = ""
     band: str = ""
+    spread: str = "one standard deviation"
     bars: bool = False
     plain: bool = False
     zero: bool = False
@@ -85,7 +87,7 @@ class Chart:
             summaries.append(series.summary())
             longest = max(longest, len(series.points))
             if series.band and len(notes) == 1:
-                notes.append("The band is one standard deviation.")
+                notes.append(f"The band is {self.spread}.")
         if longest > self.limit:
             notes.append(f"Each point is the mean of {math.ceil(longest / self.limit)} steps at most.")
         words = "; ".join(summaries)
@@ -101,7 +103,14 @@ CHARTS = (
     Chart("Loss by noise level", "train/loss_at_(.+)", "Of the masked tokens at each level."),
     Chart("Accuracy", "(?:train|actor)/accuracy", "Of masked tokens, or of preferences between two samples."),
     Chart("Training reward", "reward/mean", band="reward/std"),
-    Chart("Validation reward", VALIDATION.pattern, "On held-out prompts.", plain=True),
+    Chart(
+        "Validation reward",
+        VALIDATION.pattern,
+        "On held-out prompts.",
+        band="val/{}/reward/ci95",
+        spread="a 95 % interval of the mean over such prompts",
+        plain=True,
+    ),
     Chart(
         "Reward terms", "reward/(?!(?:mean|std|max|min|zero_std_ratio|std_mean)$).+", "Before weighting and summing."
     ),
@@ -158,7 +167,7 @@ def charts_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     for chart in CHARTS:
         keys = [name for name in sorted(names, key=_policies_last) if re.fullmatch(chart.keys, _of_policy(name)[1])]
         for key in keys:
-            used |= {key, f"{_of_policy(key)[0]}{chart.band}"}
+            used |= {key, _band(chart, key)}
         if not chart.bars and constants.keys() >= set(keys):
             continue
         if not chart.bars:
@@ -206,13 +215,21 @@ def _curves(chart: Chart, names: list[str], runs: Sequence[Run]) -> list[Series]
             if not points:
                 continue
             if len(runs) == 1:
-                curves.append(Series(label, points, run.points(f"{policy}{chart.band}"), colour=i, dash=i // COLOURS))
+                curves.append(Series(label, points, run.points(_band(chart, name)), colour=i, dash=i // COLOURS))
             else:  # bands would hide the other runs, and the difference of their means
                 name_of = run.label if len(names) == 1 else f"{run.label} · {label}"
                 colour = i * len(runs) + k
                 dash = colour // COLOURS if is_crowded or len(names) == 1 else k
                 curves.append(Series(name_of, points, colour=colour, dash=dash))
     return curves
+
+
+def _band(chart: Chart, name: str) -> str:
+    """The metric of the band around the curve of a metric of the chart."""
+    policy, plain = _of_policy(name)
+    match = re.fullmatch(chart.keys, plain)
+    assert match is not None, "it is one of the chart"
+    return f"{policy}{chart.band.format(*match.groups())}"
 
 
 def _of_policy(name: str) -> tuple[str, str]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from phalanx.config.run import RunConfig
 from phalanx.distributed.collectives import all_gather, gather_object, to_first
 from phalanx.distributed.mesh import World
+from phalanx.functional.statistics import t_half_width
 from phalanx.rewards.client import RewardClient
 from phalanx.telemetry.metrics import Timers
 from phalanx.telemetry.records import CONVERSATION, TALKS, Output, Record, Thumbnail, storable
@@ -132,6 +133,10 @@ def validate(
     scored = ~reward.isnan()  # all, unless reward.on_error says otherwise
     known = reward[scored]
     row = {f"val/{name}/reward/mean": known.mean().item(), f"val/{name}/reward/std": known.std(correction=0).item()}
+    of_prompts = reward.double().view(-1, n).nanmean(1)
+    half_width = t_half_width(of_prompts[~of_prompts.isnan()].numpy())
+    if half_width is not None:
+        row[f"val/{name}/reward/ci95"] = half_width
     terms = {term: all_gather(values)[:real] for term, values in local_terms.items()}
     for term, values in terms.items():
         row[f"val/{name}/reward/{term}"] = values[scored].mean().item()

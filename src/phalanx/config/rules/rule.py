@@ -12,6 +12,7 @@ FLOW, FLOW_RL, FLOW_MATCHING = "FlowRunConfig", "FlowRLConfig", "FlowMatchingTas
 LM, LM_RL, BLOCK_DIFFUSION = "LMRunConfig", "LMRLConfig", "BlockDiffusionTaskConfig"
 JOINT = "JointConfig"
 SAMPLE, GENERATE, PREPARE_DATA = "SampleConfig", "GenerateConfig", "PrepareDataConfig"
+EVALUATE = "EvaluateConfig"
 COLDEST = 0.01  # of temperatures that draw
 
 

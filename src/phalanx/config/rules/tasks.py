@@ -1,6 +1,6 @@
 """Rules of the tasks beside training."""
 
-from phalanx.config.rules.rule import GENERATE, PREPARE_DATA, SAMPLE, Rule, too_cold
+from phalanx.config.rules.rule import EVALUATE, GENERATE, PREPARE_DATA, SAMPLE, Rule, too_cold
 
 
 def _of_sampling(schema: str, example: str) -> tuple[Rule, ...]:
@@ -25,6 +25,18 @@ RULES = (
     *_of_sampling(SAMPLE, "a red apple"),
     *_of_sampling(GENERATE, "Why is the sky blue?"),
     too_cold(GENERATE, "temperature"),
+    Rule("checkpoint model.path", EVALUATE, "The weights are those of a model folder or of a checkpoint.",
+         lambda c: c.checkpoint is None and not c.model.get("path"),
+         "neither model.path nor checkpoint is set; give one of them"),
+    Rule("weights checkpoint", EVALUATE, "Only a checkpoint has a moving average.",
+         lambda c: c.weights == "ema" and c.checkpoint is None,
+         "weights: ema needs a checkpoint; a model folder has its own weights only"),
+    Rule("kind checkpoint", EVALUATE, "The kind of a checkpoint is that of its run.",
+         lambda c: c.kind is not None and c.checkpoint is not None,
+         "kind: {c.kind} is of a model folder, and the run of a checkpoint says of what kind it is; leave it out"),
+    Rule("k n", EVALUATE, "Each k is at least 1, and at most n where that is given.",
+         lambda c: [k for k in c.k or [] if k < 1 or (c.n is not None and k > c.n)],
+         "k: {x[0]} is none of 1 to n={c.n}; give another k, or a larger n"),
     Rule("source reasoning_gym", PREPARE_DATA, "Problems come from a file or from tasks of reasoning-gym.",
          lambda c: (c.source is None) == (not c.reasoning_gym),
          "give either source, a file, or reasoning_gym, a list of its tasks"),

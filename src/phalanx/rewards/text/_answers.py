@@ -148,6 +148,15 @@ def exact(text: str) -> Fraction | None:
     return -value if mixed[1] == "-" else value
 
 
+def canonical(answer: str) -> str | None:
+    """The text of all answers that are the `same`; None of an empty one."""
+    text = normalised(answer)
+    value, decimal = exact(text), number(text)
+    if value is None and decimal is not None and len(text) <= LONGEST and abs(decimal.adjusted()) <= LONGEST:
+        value = Fraction(decimal)
+    return text or None if value is None else str(value)
+
+
 def parted(text: str) -> bool:
     """Whether a normal form holds digits that only a blank, or a comma, parts: they are several numbers."""
     return re.search(r"\d[ ,]\d", text) is not None

@@ -30,6 +30,11 @@ class Dapo(RewardWithExtras):
         scores = [1.0 if each else self._wrong_score for each in right]
         return RewardOutput(scores, {"accuracy": [float(each) for each in right]})
 
+    def answer(self, completion: str) -> str | None:
+        """The answer of a solution, see GivesAnswers."""
+        answer = _answers.line(completion[-TAIL:])
+        return None if answer is None else _answers.canonical(answer)
+
     def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a ground truth."""
         _answers.truth(metadata, "dapo")

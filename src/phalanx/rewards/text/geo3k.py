@@ -38,6 +38,10 @@ class Geo3k(RewardWithExtras):
             scores.append((1 - self._weight) * float(right) + self._weight * formed(completion))
         return RewardOutput(scores, output.extras)
 
+    def answer(self, completion: str) -> str | None:
+        """The answer of a solution, see GivesAnswers."""
+        return self._math.answer(completion)
+
     def check_row(self, prompt: str, metadata: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a ground truth."""
         self._math.check_row(prompt, metadata)

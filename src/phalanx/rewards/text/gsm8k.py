@@ -40,6 +40,11 @@ class Gsm8k:
         """Raise ValueError for a row without a ground truth that is a number."""
         _wanted(metadata)
 
+    def answer(self, completion: str) -> str | None:
+        """The number of a solution, see GivesAnswers."""
+        number = answer(completion, self.method)
+        return None if number is None else str(number)
+
 
 def _wanted(metadata: Mapping[str, Any]) -> Fraction:
     """The number that a row's ground truth gives; ValueError where there is none."""

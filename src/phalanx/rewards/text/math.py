@@ -53,6 +53,11 @@ class Math(RewardWithExtras):
         """Raise ValueError for a row without a ground truth."""
         _answers.truth(metadata, "math")
 
+    def answer(self, completion: str) -> str | None:
+        """The answer of a solution, see GivesAnswers; those that only math-verify finds equal are told apart."""
+        answer = self._find(completion)
+        return None if answer is None or len(answer) > _answers.LONGEST else _answers.canonical(answer)
+
     def _score(self, answer: str | None, truth: str) -> tuple[float, float]:
         """The score of an answer, and 1 where math-verify had no verdict."""
         if answer is None or not 0 < len(answer) <= _answers.LONGEST:

@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from phalanx.config.engines import BLOCK_ENGINES, TURN_ENGINES, engine_class
-from phalanx.config.lm import ENGINES, LMRLConfig, LMRunConfig
+from phalanx.config.lm import ENGINES, LMRLConfig, LMRunConfig, LMTurnRunConfig
 from phalanx.config.load import ConfigError
 from phalanx.distributed.mesh import World
 from phalanx.distributed.passes import Passes
@@ -51,7 +51,7 @@ def build_rollout(
     check_stops(policy, cfg.rollout)
     beside: dict[str, Any] = {"passes": passes}
     if environments is not None:
-        assert isinstance(cfg, LMRLConfig), "only such jobs have environments"
+        assert isinstance(cfg, LMRLConfig | LMTurnRunConfig), "only such jobs have environments"
         names, beside = TURN_ENGINES, beside | {"environment": cfg.environment, "environments": environments}
     rollout: Rollout = made(engine_class(engine, names), engine, policy, cfg.rollout, world, decoded, **beside)
     return rollout

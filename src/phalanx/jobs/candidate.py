@@ -1,0 +1,281 @@
+"""The models of an evaluation, of a checkpoint or of a folder, with the task's changes to their configuration."""
+
+import gc
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+
+from phalanx.config import ConfigError
+from phalanx.config.block_diffusion import BlockDiffusionRunConfig
+from phalanx.config.flow import FlowRunConfig
+from phalanx.config.lm import LMRunConfig, LMTurnRunConfig
+from phalanx.config.load import build, flat
+from phalanx.config.rules import check
+from phalanx.config.run import RunConfig, TrainerConfig
+from phalanx.config.secrets import public
+from phalanx.config.tasks import EvaluateConfig
+from phalanx.data.prompts import question, validation_sets
+from phalanx.distributed import mesh
+from phalanx.distributed.launch import Launch
+from phalanx.distributed.mesh import World
+from phalanx.environments.environments import Environments
+from phalanx.jobs.export import Trained, open_checkpoint
+from phalanx.models.flow.policy import build_policy, family_of, image_columns
+from phalanx.models.lm import vision_families
+from phalanx.models.lm.blocks import build_block_policy
+from phalanx.models.lm.export import reads_images
+from phalanx.models.lm.policy import LMPolicy
+from phalanx.models.lm.policy import build_policy as build_lm_policy
+from phalanx.rewards import RewardSet
+from phalanx.rollout import flow as flow_engines
+from phalanx.rollout import lm as lm_engines
+from phalanx.rollout.registry import check_installed
+from phalanx.training.checkpoint import read_meta
+from phalanx.training.components import TrainedPolicy, build_rewards, fitting_sets
+from phalanx.training.flow_components import check_plan
+from phalanx.training.lm_rl import fitting, with_tools
+from phalanx.training.prompt_lengths import fitting as fitting_flow
+from phalanx.types import Prompt, Rollout
+
+SECTIONS = ("model", "data", "rollout", "reward", "environment")
+DECODED = 8  # responses that the policy's own modules decode together, where rollout.micro_batch_size_per_gpu is null
+Sets = dict[str, list[Prompt]]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model with all that says how it samples: `run` as the task changes it, and the checkpoint, if it is of one.
+    `name` is for people.
+    """
+
+    run: RunConfig
+    trained: Trained | None
+    name: str
+
+    def facts(self, sets: Sets) -> dict[str, Any]:
+        """All that the samples and their scores depend on; `sets` are the prompts."""
+        content = public(self.run)
+        facts: dict[str, Any] = {name: content[name] for name in SECTIONS if name in content}
+        facts["rollout"].pop("gpu_memory_utilization", None)  # of memory only
+        facts["data"].pop("train_files")
+        checkpoint = None if self.trained is None else {"folder": str(self.trained.folder), "step": self._step()}
+        facts["checkpoint"] = checkpoint
+        facts["weights"] = "model" if self.trained is None else self.trained.weights
+        facts["prompts"] = {name: _digest(prompts) for name, prompts in sets.items()}
+        return facts
+
+    def _step(self) -> int:
+        assert self.trained is not None, "of a checkpoint"
+        return int(read_meta(self.trained.folder)["progress"]["step"])
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A candidate on this rank, ready to sample."""
+
+    policy: TrainedPolicy
+    rollout: Rollout
+    rewards: RewardSet
+    sets: Sets
+
+    def close(self) -> None:
+        """Let another model take its place."""
+        self.rollout.close()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+
+def read_candidate(cfg: EvaluateConfig) -> Candidate:
+    """The candidate that the task's keys say; raises ValueError, in one line."""
+    changes: dict[str, Any] = {name: public(vars(cfg)[name]) for name in SECTIONS if vars(cfg)[name]}
+    val = {name: value for name, value in (("n", cfg.n), ("seed", cfg.seed)) if value is not None}
+    changes["rollout"] = _with_val(changes.get("rollout", {}), val)
+    trained = None
+    if cfg.checkpoint is not None:
+        trained = _open(cfg.checkpoint, cfg)
+        run, name = trained.run, str(trained.folder)
+        if "path" in changes.get("model", {}):  # the run's revision is for the run's model
+            changes["model"] = {"revision": None} | changes["model"]
+    else:
+        name = str(changes["model"]["path"])
+        kind = FlowRunConfig if (cfg.kind or _kind(name)) == "flow" else LMTurnRunConfig
+        run = build(kind, OmegaConf.create({"model": {"path": name}}))
+    content = OmegaConf.merge(OmegaConf.create(public(run)), OmegaConf.create(changes))
+    assert isinstance(content, type(OmegaConf.create({}))), "a configuration has keys"
+    run = build(type(run), content)
+    if isinstance(run, LMRunConfig) and isinstance(trained and trained.run, LMRunConfig):
+        assert trained is not None and isinstance(trained.run, LMRunConfig)
+        run.data.chat_template_date = trained.run.data.chat_template_date
+    run.parallel, seed, deterministic = cfg.parallel, run.trainer.seed, run.trainer.deterministic
+    run.trainer = TrainerConfig(seed=seed, deterministic=deterministic, resume="never", output_dir="")
+    run.model.gradient_checkpointing = False
+    _check(run)
+    return Candidate(run, trained, name)
+
+
+def read_baseline(cfg: EvaluateConfig, candidate: Candidate) -> Candidate:
+    """The checkpoint or the model folder cfg.baseline, which samples as the candidate does."""
+    assert cfg.baseline is not None, "the caller looks"
+    folder = Path(cfg.baseline).expanduser()
+    if folder.is_dir() and ((folder / "checkpoints").is_dir() or folder.name.startswith("step_")):
+        trained = _open(cfg.baseline, cfg)
+        model, name = replace(trained.run.model, gradient_checkpointing=False), str(trained.folder)
+        if type(model) is not type(candidate.run.model):
+            raise ConfigError(f"baseline: {cfg.baseline!r} is a model of another kind than {candidate.name!r}")
+    else:
+        trained, name = None, cfg.baseline
+        base = candidate.run.model
+        model = replace(base, path=name, revision=None, lora_rank=0, lora_path=None, target_modules=None)
+        if _kind(name) != ("flow" if isinstance(candidate.run, FlowRunConfig) else "lm"):
+            raise ConfigError(f"baseline: {name!r} is a model of another kind than {candidate.name!r}")
+    run = replace(candidate.run, model=model)
+    _check(run)
+    return Candidate(run, trained, name)
+
+
+def _open(checkpoint: str, cfg: EvaluateConfig) -> Trained:
+    """A checkpoint with the libraries' choice of its run."""
+    trained = open_checkpoint(checkpoint, cfg.weights, cfg.policy)
+    signature, policy = read_meta(trained.folder)["signature"], f"{trained.policy}: " if trained.policy else ""
+    model = trained.run.model
+    model.cpu_linear = model.cpu_linear or signature.get(f"{policy}cpu_linear")
+    return trained
+
+
+def _with_val(rollout: dict[str, Any], val: dict[str, Any]) -> dict[str, Any]:
+    given = rollout.get("val") or {}
+    both = [name for name in val if name in given]
+    if both:
+        raise ConfigError(f"{both[0]} and rollout.val.{both[0]} are both set; give one of them")
+    return rollout | {"val": given | val}
+
+
+def _kind(path: str) -> str:
+    """lm or flow, by what a model folder holds; ConfigError for one that is not here."""
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"kind: {path!r} is no local folder that would say what it is; give kind=lm or kind=flow")
+    return "flow" if (folder / "model_index.json").is_file() else "lm"
+
+
+def _check(run: RunConfig) -> None:
+    """Raise ValueError, in one line, for what can be told before there is a world."""
+    check(run)
+    if not run.data.val_files:
+        raise ConfigError("data.val_files is empty; give the files of the prompts, such as [assets/words/test.jsonl]")
+    if not run.reward.functions:
+        raise ConfigError("reward.functions is empty; give what is measured, such as [{name: gsm8k}]")
+    mesh.shard_size(run.parallel, Launch.from_env())
+    check_installed(run.rollout)
+    if isinstance(run, FlowRunConfig):
+        check_plan(run)
+        family_of(run.model)
+    elif isinstance(run, LMRunConfig):
+        lm_engines.check_engine(run)
+
+
+def read_sets(run: RunConfig) -> Sets:
+    """The prompts by the names of their sets; ValueError for files that cannot be read."""
+    data = run.data
+    if isinstance(run, FlowRunConfig):
+        return validation_sets(data.val_files, images=image_columns(run.model), prompt=data.prompt_key)
+    assert isinstance(run, LMRunConfig), "of the two kinds"
+    form: dict[str, Any] = {"quoted": False, "answered": True, "image_key": run.data.image_key}
+    sets = validation_sets(data.val_files, prompt=data.prompt_key, **form)
+    return {name: [question(prompt) for prompt in prompts] for name, prompts in sets.items()}
+
+
+def _digest(prompts: list[Prompt]) -> str:
+    """A word for the texts and the columns of these prompts."""
+    digest = sha256()
+    for prompt in prompts:
+        columns = {name: value for name, value in prompt.meta.items() if name != "images"}
+        digest.update(json.dumps([prompt.text, prompt.negative, prompt.messages, columns], default=str).encode())
+    return digest.hexdigest()[:16]
+
+
+def differing(before: dict[str, Any], now: dict[str, Any]) -> str | None:
+    """The first key in which two facts of candidates differ, with both values; None where they are the same."""
+    values, others = flat(before), flat(json.loads(json.dumps(now)))
+    for name in [*values, *others]:
+        if values.get(name) != others.get(name):
+            return f"{name} was {values.get(name, 'not there')} and is {others.get(name, 'not there')}"
+    return None
+
+
+def build_parts(candidate: Candidate, world: World, sets: Sets) -> Parts:
+    """The model with its weights, its rollout and its rewards, on all ranks in step. Raises ValueError for what the
+    user can fix.
+    """
+    run = candidate.run
+    made = _flow(run, world, sets) if isinstance(run, FlowRunConfig) else _lm(candidate, world, sets)
+    if candidate.trained is not None:
+        trained = made.policy.trained
+        candidate.trained.check_fits(trained.parameters, run.model.path)
+        tensors = {name: p.detach() for name, p in trained.parameters.items()}
+        candidate.trained.read_into(tensors, world.checkpoint_group)
+        trained.sharded.copy_to_module()
+    return made
+
+
+def _flow(run: FlowRunConfig, world: World, sets: Sets) -> Parts:
+    rewards = _rewards(run, world, sets, "images")
+    policy = build_policy(run.model, run.parallel, run.data, world, seed=run.trainer.seed, detach_uncond=False)
+    sets = fitting_sets(sets, partial(fitting_flow, model=policy.model, data=run.data, first=world.rank == 0))
+    micro = run.rollout.micro_batch_size_per_gpu or 1
+    return Parts(policy, flow_engines.build_rollout(policy, run.rollout, world, micro, window=False), rewards, sets)
+
+
+def _lm(candidate: Candidate, world: World, sets: Sets) -> Parts:
+    run, facts = candidate.run, candidate.run.rollout.facts
+    assert isinstance(run, LMRunConfig), "of the two kinds"
+    environments = None
+    if isinstance(run, LMTurnRunConfig) and run.environment.used:
+        environments = Environments(run.environment)
+        tools: Callable[..., Any] = partial(with_tools, environments=environments)
+        sets = {name: tools(prompts) for name, prompts in sets.items()}
+    images = _images(candidate, sets, talks=environments is not None)
+    rewards = _rewards(run, world, sets, "completions")
+    options: dict[str, Any] = {"chunk": 1024, "seed": run.trainer.seed}
+    if run.model.block_size is not None:
+        options |= {"temperature": 1.0, "add_mask": isinstance(run, BlockDiffusionRunConfig)}
+        policy: LMPolicy = build_block_policy(run.model, run.parallel, run.data, world, **options)
+    else:
+        options |= {"temperature": run.rollout.temperature, "decodes": facts.weights == "policy", "images": images}
+        policy = build_lm_policy(run.model, run.parallel, run.data, world, **options)
+    sets = fitting_sets(sets, partial(fitting, policy=policy, first=world.lead))
+    # an engine of its own batches by itself
+    decoded = run.rollout.micro_batch_size_per_gpu or (DECODED if facts.weights == "policy" else 2**20)
+    rollout = lm_engines.build_rollout(run, policy, world, decoded, None, environments)
+    return Parts(policy, rollout, rewards, sets)
+
+
+def _rewards(run: RunConfig, world: World, sets: Sets, outputs: str) -> RewardSet:
+    rewards = build_rewards(run, world, (), sets, outputs=outputs)
+    assert rewards is not None, "there are functions, and all ranks sample"
+    if not rewards.validates:
+        raise ConfigError("reward.functions: the policy itself gives all of them, which it does only in training")
+    return rewards
+
+
+def _images(candidate: Candidate, sets: Sets, *, talks: bool) -> bool:
+    """Whether the model reads images; ConfigError where the prompts show some that it cannot have."""
+    run, trained = candidate.run, candidate.trained
+    assert isinstance(run, LMRunConfig)
+    place = next((prompt.place for prompts in sets.values() for prompt in prompts if prompt.images), None)
+    if place is not None and (talks or run.model.block_size is not None):
+        reader = "conversations with an environment show none" if talks else "block diffusion reads none"
+        raise ConfigError(f"{place} has images, and {reader}; leave them out")
+    if place is not None:
+        vision_families.check(run.model, place)
+    if trained is not None:
+        return place is not None or reads_images(trained.entries)
+    return place is not None or vision_families.is_needed(run.model)

@@ -1,0 +1,342 @@
+"""An evaluation on disk: records.jsonl, a line per sample as they come, and evaluation.json, the statistics of them."""
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from phalanx.functional.statistics import (
+    CONFIDENCE,
+    Estimate,
+    best_of_k,
+    majority_at_k,
+    mean_interval,
+    paired_interval,
+    pass_at_k,
+)
+
+RECORDS, RESULT, ARGUMENTS, PAGE = "records.jsonl", "evaluation.json", "arguments.json", "evaluation.html"
+REWARD = "reward"
+CHANGED = 20  # prompts that changed most, half of them upwards
+KEYS = {"set", "index", "sample", "prompt", "reward", "scores"}
+
+Row = dict[str, Any]
+Figures = dict[str, dict[str, Estimate]]  # by scores and statistics
+
+
+class Records:
+    """records.jsonl, to which the samples of a chunk are added at once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / RECORDS
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Append rows, and have them on the disk when it returns. Raises OSError."""
+        with self.file.open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def keep(self, sizes: Sequence[int]) -> int:
+        """Cut the file behind its last whole chunk, of which `sizes` are the rows, and return how many it has."""
+        rows, chunks, kept = read_records(self.file, is_cut=True), 0, 0
+        while chunks < len(sizes) and kept + sizes[chunks] <= len(rows):
+            kept += sizes[chunks]
+            chunks += 1
+        if self.file.is_file():
+            lines = self.file.read_bytes().split(b"\n")[:kept]
+            partial = self.file.with_name(self.file.name + ".tmp")
+            partial.write_bytes(b"".join(line + b"\n" for line in lines))
+            os.replace(partial, self.file)
+        return chunks
+
+
+def read_records(file: Path, *, is_cut: bool = False) -> list[Row]:
+    """The rows; `is_cut`: the last one may be broken, and is left out then. Raises ValueError for any other."""
+    rows: list[Row] = []
+    lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else [""]
+    for number, line in enumerate(lines[:-1] if is_cut else filter(None, lines), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError:
+            row = None
+        if not isinstance(row, dict) or not row.keys() >= KEYS:
+            raise ValueError(f"{file}:{number}: not a record of an evaluation")
+        rows.append(row)
+    return rows
+
+
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The scores of a set of prompts: `values` [P, n] by name, NaN where a reward failed; `answers` [P][n] of those
+    rewards that find some; `rows` are the first sample's of each prompt.
+    """
+
+    rows: list[Row]
+    values: dict[str, NDArray[np.float64]]
+    answers: dict[str, list[list[str | None]]]
+
+    @property
+    def n(self) -> int:
+        return self.values[REWARD].shape[1]
+
+    def of(self, prompts: Sequence[int]) -> "Scores":
+        """Those of some of the prompts, by their places."""
+        rows = [self.rows[i] for i in prompts]
+        answers = {name: [given[i] for i in prompts] for name, given in self.answers.items()}
+        return Scores(rows, {name: values[list(prompts)] for name, values in self.values.items()}, answers)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The statistics that are asked for: see phalanx.config.tasks.EvaluateConfig."""
+
+    k: Sequence[int] | None = None
+    threshold: float | None = None
+    group_by: str | None = None
+
+    def of(self, n: int) -> list[int]:
+        """The numbers k for n samples per prompt."""
+        if self.k is not None:
+            return [k for k in self.k if k <= n]
+        return [2**power for power in range(n.bit_length())]
+
+
+def read_scores(rows: Sequence[Row]) -> dict[str, Scores]:
+    """The scores by the names of sets, in whatever order the rows are."""
+    sets: dict[str, dict[int, dict[int, Row]]] = {}
+    for row in rows:
+        sets.setdefault(row["set"], {}).setdefault(row["index"], {})[row["sample"]] = row
+    result = {}
+    for name, prompts in sets.items():
+        grid = [[samples[i] for i in sorted(samples)] for _, samples in sorted(prompts.items())]
+        values: dict[str, Any] = {REWARD: _matrix([[row[REWARD] for row in line] for line in grid])}
+        for term in grid[0][0]["scores"]:
+            values[term] = _matrix([[row["scores"][term] for row in line] for line in grid])
+        answers = {}
+        for term in grid[0][0].get("answers", {}):
+            answers[term] = [[row["answers"][term] for row in line] for line in grid]
+        result[name] = Scores([line[0] for line in grid], values, answers)
+    return result
+
+
+def _matrix(values: Sequence[Sequence[float | None]]) -> NDArray[np.float64]:
+    return np.array(values, dtype=np.float64)  # None is NaN
+
+
+def per_prompt(scores: Scores, wanted: Wanted) -> dict[str, dict[str, NDArray[np.float64]]]:
+    """The values [P] of each prompt by scores and statistics; NaN of a prompt that has too few samples with a score."""
+    result = {}
+    for name, values in scores.values.items():
+        statistics = {"mean": _each(values, 1, lambda row, _: float(row.mean()))}
+        are_marks = bool(np.isin(values[~np.isnan(values)], (0.0, 1.0)).all())
+        threshold = 1.0 if wanted.threshold is None and are_marks else wanted.threshold
+        for k in wanted.of(scores.n):
+            if threshold is not None:
+                statistics[f"pass@{k}"] = _each(values, k, partial(_passed, k=k, threshold=threshold))
+            if k == 1:  # the others are the mean
+                continue
+            statistics[f"avg@{k}"] = _each(values[:, :k], k, lambda row, _: float(row.mean()))
+            if not are_marks:  # of which it is pass@k
+                statistics[f"best@{k}"] = _each(values, k, lambda row, _, k=k: best_of_k(row, k))
+            if name in scores.answers:
+                votes = partial(_majority, values=values, answers=scores.answers[name], k=k)
+                statistics[f"majority@{k}"] = _each(values, k, votes)
+        result[name] = statistics
+    return result
+
+
+def _each(values: NDArray[np.float64], least: int, statistic: Any) -> NDArray[np.float64]:
+    """`statistic(row, i)` of the scores of each prompt, where it has at least so many."""
+    result = np.full(len(values), np.nan)
+    for i, row in enumerate(values):
+        known = row[~np.isnan(row)]
+        if len(known) >= least:
+            result[i] = statistic(known, i)
+    return result
+
+
+def _passed(row: NDArray[np.float64], _: int, k: int, threshold: float) -> float:
+    return pass_at_k(int((row >= threshold).sum()), len(row), k)
+
+
+def _majority(
+    row: NDArray[np.float64], i: int, values: NDArray[np.float64], answers: list[list[str | None]], k: int
+) -> float:
+    given = [answer for answer, value in zip(answers[i], values[i], strict=True) if not math.isnan(value)]
+    return majority_at_k(given, row, k)
+
+
+def figures(scores: Scores, wanted: Wanted) -> Figures:
+    """The estimates over the prompts, each of those that have a value."""
+    result: Figures = {}
+    for name, statistics in per_prompt(scores, wanted).items():
+        estimates = {}
+        for statistic, values in statistics.items():
+            known = values[~np.isnan(values)]
+            if len(known):
+                estimates[statistic] = mean_interval(known)
+        result[name] = estimates
+    return result
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An evaluation against another, of the same prompts and seeds: `figures` are the differences; by score, `wins` has
+    the numbers of prompts, and of samples, that are better, equal and worse, and `changed` the prompts that changed
+    most: their places, with the means before and now.
+    """
+
+    figures: Figures
+    wins: dict[str, dict[str, tuple[int, int, int]]]
+    changed: list[tuple[int, float, float]] = field(default_factory=list)
+
+
+def difference(scores: Scores, others: Scores, wanted: Wanted) -> Difference:
+    """The scores against others; terms that only one of them has are left out."""
+    values, before = per_prompt(scores, wanted), per_prompt(others, wanted)
+    result, wins = Figures(), dict[str, dict[str, tuple[int, int, int]]]()
+    for name in values:
+        if name not in before:
+            continue
+        result[name] = {}
+        for statistic in values[name]:
+            if statistic in before[name]:
+                now, then = values[name][statistic], before[name][statistic]
+                known = ~np.isnan(now) & ~np.isnan(then)
+                if known.any():
+                    result[name][statistic] = paired_interval(now[known], then[known])
+        changes = values[name]["mean"] - before[name]["mean"]
+        samples = scores.values[name] - others.values[name]
+        wins[name] = {"prompts": _wins(changes), "samples": _wins(samples)}
+    now, then = values[REWARD]["mean"], before[REWARD]["mean"]
+    order = [int(i) for i in np.argsort(np.nan_to_num(now - then), kind="stable") if abs(now[i] - then[i]) > 0]
+    down = [i for i in order if now[i] < then[i]][: CHANGED // 2]
+    up = [i for i in reversed(order) if now[i] > then[i]][: CHANGED // 2]
+    return Difference(result, wins, [(i, float(then[i]), float(now[i])) for i in [*up, *down]])
+
+
+def _wins(changes: NDArray[np.float64]) -> tuple[int, int, int]:
+    return int((changes > 0).sum()), int((changes == 0).sum()), int((changes < 0).sum())
+
+
+def grouped(scores: Scores, column: str) -> dict[str, list[int]]:
+    """The places of the prompts by the values of a column of their data, numbers in their order."""
+    groups: dict[Any, list[int]] = {}
+    for i, row in enumerate(scores.rows):
+        groups.setdefault(row["columns"].get(column), []).append(i)
+    are_numbers = all(isinstance(value, int | float) for value in groups)
+    order = sorted(groups) if are_numbers else sorted(groups, key=str)
+    return {str(value): groups[value] for value in order}
+
+
+# -- evaluation.json --------------------------------------------------------------------------------------------------
+
+
+def result_of(
+    rows: Sequence[Row], wanted: Wanted, facts: Mapping[str, Any], baseline: Sequence[Row] | None = None
+) -> dict[str, Any]:
+    """The content of evaluation.json: by set the statistics, those of groups, and the differences to a baseline, of
+    which `baseline` are the rows.
+    """
+    others = None if baseline is None else read_scores(baseline)
+    sets: dict[str, Any] = {}
+    for name, scores in read_scores(rows).items():
+        part: dict[str, Any] = {"prompts": len(scores.rows), "n": scores.n}
+        part["scores"] = _plain(figures(scores, wanted))
+        groups = {} if wanted.group_by is None else grouped(scores, wanted.group_by)
+        if groups:
+            part["groups"] = {}
+            for value, places in groups.items():
+                part["groups"][value] = {"prompts": len(places), "scores": _plain(figures(scores.of(places), wanted))}
+        if others is not None:
+            part["baseline"] = _compared(scores, others[name], wanted, groups)
+        sets[name] = part
+    return {**facts, "confidence": CONFIDENCE, "sets": sets}
+
+
+def _compared(scores: Scores, others: Scores, wanted: Wanted, groups: Mapping[str, list[int]]) -> dict[str, Any]:
+    compared = difference(scores, others, wanted)
+    changed = []
+    for place, before, now in compared.changed:
+        row = scores.rows[place]
+        changed.append({"index": row["index"], "prompt": row["prompt"], "before": before, "now": now})
+    part: dict[str, Any] = {"scores": _plain(figures(others, wanted)), "differences": _plain(compared.figures)}
+    part["better_equal_worse"] = compared.wins
+    part["changed_most"] = changed
+    for value, places in groups.items():
+        inner = difference(scores.of(places), others.of(places), wanted)
+        part.setdefault("groups", {})[value] = {"differences": _plain(inner.figures)}
+    return part
+
+
+def _plain(result: Figures) -> dict[str, Any]:
+    return {name: {key: asdict(value) for key, value in row.items()} for name, row in result.items()}
+
+
+def write_json(file: Path, content: Mapping[str, Any]) -> None:
+    """Write a file of the folder at once, complete. Raises OSError."""
+    partial = file.with_name(file.name + ".tmp")
+    partial.write_text(json.dumps(content, ensure_ascii=False, allow_nan=False, indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, file)
+
+
+# -- the console ------------------------------------------------------------------------------------------------------
+
+
+def shown_scores(names: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
+    """The scores that a table shows: without the reward where a single term is the same."""
+    terms = [name for name in names if name != REWARD]
+    if len(terms) == 1 and scores[terms[0]]["mean"] == scores[REWARD]["mean"]:
+        return terms
+    return list(names)
+
+
+def interval_text(estimate: Mapping[str, Any]) -> str:
+    """An estimate as `0.750 [0.531, 0.888]`."""
+    if estimate["low"] is None:
+        return f"{estimate['value']:.4f}"
+    return f"{estimate['value']:.4f} [{estimate['low']:.4f}, {estimate['high']:.4f}]"
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """The statistics as lines for the console."""
+    lines = []
+    for name, part in result["sets"].items():
+        lines.append(f"{name}: {part['prompts']} prompts x {part['n']}, 95 % intervals over prompts")
+        rows = [["", "", "value", *(["difference"] if "baseline" in part else [])]]
+        rows += _lines(part["scores"], part.get("baseline", {}).get("differences"), "")
+        for value, group in part.get("groups", {}).items():
+            inner = part.get("baseline", {}).get("groups", {}).get(value, {}).get("differences")
+            only = {score: {"mean": row["mean"]} for score, row in group["scores"].items() if "mean" in row}
+            rows += _lines(only, inner, f"{value} ({group['prompts']} prompts) ")
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        for row in rows:
+            lines.append("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        if "baseline" in part:
+            better, equal, worse = part["baseline"]["better_equal_worse"][REWARD]["prompts"]
+            lines.append(f"  prompts: {better} better, {equal} equal, {worse} worse than the baseline")
+    return "\n".join(lines)
+
+
+def _lines(scores: Mapping[str, Any], differences: Mapping[str, Any] | None, prefix: str) -> list[list[str]]:
+    rows = []
+    for name in shown_scores(list(scores), scores):
+        for statistic, estimate in scores[name].items():
+            row = [f"{prefix}{name}", statistic, interval_text(estimate)]
+            if differences is not None:
+                other = differences.get(name, {}).get(statistic)
+                row.append("" if other is None else interval_text(other))
+            rows.append(row)
+    return rows

@@ -1,0 +1,185 @@
+"""evaluation.html: a self-contained page about an evaluation, with the style of the report."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from phalanx.config.load import flat
+from phalanx.telemetry.evaluation import CHANGED, PAGE, REWARD, Row, interval_text, shown_scores
+from phalanx.telemetry.report import _asset, _cells, _details, _policy, _tile
+from phalanx.telemetry.samples import _data_url, _image, notes_html
+
+EXTREMES = 8  # prompts of each set that score most, and least
+MOST_TEXT = 1500  # characters of a response
+MOST_VIDEO_BYTES = 1 << 20  # of a video in the page
+INTERVALS = "95 % intervals over prompts: Student's t, or Wilson's of values that are all 0 or 1."
+PAIRED = "Differences are paired by prompt and seed; their intervals are a bootstrap over prompts."
+
+
+@dataclass(frozen=True)
+class Side:
+    """Records, and the folder in which their pictures are."""
+
+    rows: Sequence[Row]
+    folder: Path
+
+    def of(self, set_name: str) -> "Side":
+        """Those of a set of prompts."""
+        return Side([row for row in self.rows if row["set"] == set_name], self.folder)
+
+    def by_place(self) -> dict[tuple[int, int], Row]:
+        """The samples by the numbers of their prompts and their own."""
+        return {(row["index"], row["sample"]): row for row in self.rows}
+
+    def first(self) -> dict[int, Row]:
+        """The first sample of each prompt by its number."""
+        return {row["index"]: row for row in self.rows if row["sample"] == 0}
+
+
+def write_page(folder: Path, result: Mapping[str, Any], now: Side, baseline: Side | None) -> Path:
+    """Write the page of an evaluation into its folder, from its result (evaluation.json), its records and those of the
+    baseline. Raises OSError.
+    """
+    path = folder / PAGE
+    partial = path.with_name(path.name + ".tmp")
+    partial.write_text(_page(result, now, baseline), encoding="utf-8")
+    os.replace(partial, path)
+    return path
+
+
+def _page(result: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
+    name = Path(str(result["model"])).name
+    facts = [str(result["model"])]
+    if result["baseline"] is not None:
+        facts.append(f"against {result['baseline']}")
+    body = []
+    for set_name, part in result["sets"].items():
+        others = None if baseline is None else baseline.of(set_name)
+        body.append(_set(set_name, part, now.of(set_name), others))
+    arguments = [[key, value] for key, value in flat(result["arguments"]).items()]
+    body.append(_details("Arguments", _cells(["key", "value"], arguments)))
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{_policy([])}">\n'
+        f"<title>Evaluation of {escape(name)} · Phalanx</title>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<style>{_asset('report.css')}</style></head>\n"
+        f"<body><main><header><h1>Evaluation of {escape(name)}</h1><p>{escape(' · '.join(facts))}</p></header>\n"
+        f"{''.join(body)}\n"
+        "<footer>Made by <code>phalanx evaluate</code>; evaluation.json has these numbers, records.jsonl the samples."
+        "</footer></main></body></html>\n"
+    )
+
+
+def _set(name: str, part: Mapping[str, Any], now: Side, baseline: Side | None) -> str:
+    """The section of a set of prompts."""
+    differences = part.get("baseline", {}).get("differences")
+    html = f"<section><h2>{escape(name)}</h2>{_tiles(part)}"
+    html += _table(part["scores"], part.get("baseline", {}).get("scores"), differences)
+    html += notes_html([INTERVALS, PAIRED] if differences is not None else [INTERVALS])
+    if "groups" in part:
+        html += f"<h3>By group</h3>{_groups(part)}"
+    if baseline is not None and part["baseline"]["changed_most"]:
+        html += f"<h3>The prompts that changed most, at most {CHANGED}</h3>{_changed(part, now, baseline)}"
+    return f"{html}{_extremes(now)}</section>"
+
+
+def _tiles(part: Mapping[str, Any]) -> str:
+    scores, html = part["scores"], ""
+    for name in shown_scores(list(scores), scores):
+        mean = scores[name]["mean"]
+        low, high = mean["low"], mean["high"]
+        note = "one prompt" if low is None else f"{low:.4f} to {high:.4f}"
+        html += _tile(f"Mean · {name}", f"{mean['value']:.4f}", note)
+    html += _tile("Samples", str(part["prompts"] * part["n"]), f"{part['prompts']} prompts x {part['n']}")
+    if "baseline" in part:
+        better, equal, worse = part["baseline"]["better_equal_worse"][REWARD]["prompts"]
+        html += _tile("Prompts", f"{better} / {equal} / {worse}", "better, equal and worse than the baseline")
+    columns = min(html.count("</div></div>"), 4)
+    return f'<div class="tiles" style="--columns:{columns}" aria-label="Headline figures">{html}</div>'
+
+
+def _table(scores: Mapping[str, Any], before: Mapping[str, Any] | None, differences: Mapping[str, Any] | None) -> str:
+    columns, table = ["score", "statistic", "value", "prompts"], list[list[str]]()
+    if differences is not None:
+        columns += ["baseline", "difference"]
+    for name in shown_scores(list(scores), scores):
+        for statistic, estimate in scores[name].items():
+            row = [name, statistic, interval_text(estimate), str(estimate["count"])]
+            for others in (before, differences) if differences is not None else ():
+                other = (others or {}).get(name, {}).get(statistic)
+                row.append("-" if other is None else interval_text(other))
+            table.append(row)
+    return _cells(columns, table)
+
+
+def _groups(part: Mapping[str, Any]) -> str:
+    columns, table = ["group", "prompts", "score", "mean"], list[list[str]]()
+    inner = part.get("baseline", {}).get("groups")
+    if inner is not None:
+        columns.append("difference")
+    for value, group in part["groups"].items():
+        for name in shown_scores(list(group["scores"]), group["scores"]):
+            row = [value, str(group["prompts"]), name, interval_text(group["scores"][name]["mean"])]
+            if inner is not None:
+                other = inner[value]["differences"].get(name, {}).get("mean")
+                row.append("-" if other is None else interval_text(other))
+            table.append(row)
+    return _cells(columns, table)
+
+
+def _changed(part: Mapping[str, Any], now: Side, baseline: Side) -> str:
+    """Cards of the prompts that changed most, with the sample of each that did, before and now."""
+    rows, others, html = now.by_place(), baseline.by_place(), ""
+    for change in part["baseline"]["changed_most"]:
+        changes = []
+        for sample in range(part["n"]):
+            row, other = rows[change["index"], sample], others[change["index"], sample]
+            if row["reward"] is not None and other["reward"] is not None:
+                changes.append((abs(row["reward"] - other["reward"]), -sample))
+        place = change["index"], -max(changes, default=(0.0, 0))[1]
+        html += f"<figure><figcaption>{escape(change['prompt'])}</figcaption><div class='pair'>"
+        html += _side("mean before", change["before"], others[place], baseline.folder)
+        html += f"{_side('mean now', change['now'], rows[place], now.folder)}</div></figure>"
+    return f"<div class='cards {_kind(now.rows)}' style='--w:256px;--n:2'>{html}</div>"
+
+
+def _extremes(now: Side) -> str:
+    """Cards of the prompts whose first samples score most and least."""
+    scored = [row for row in now.first().values() if row["reward"] is not None]
+    scored.sort(key=_reward)
+    count, html = min(EXTREMES, len(scored) // 2), ""
+    for title, shown in (("Highest", scored[::-1][:count]), ("Lowest", scored[:count])):
+        cards = ""
+        for row in shown:
+            side = _side(f"reward {row['reward']:.4g}", None, row, now.folder)
+            cards += f"<figure><figcaption>{escape(row['prompt'])}</figcaption><div class='pair'>{side}</div></figure>"
+        html += f"<h3>{title} rewards</h3><div class='cards {_kind(now.rows)}' style='--w:256px;--n:1'>{cards}</div>"
+    return html if count else ""
+
+
+def _reward(row: Row) -> float:
+    return float(row["reward"])
+
+
+def _kind(rows: Sequence[Row]) -> str:
+    return "samples" if rows and "text" in rows[0] else ""
+
+
+def _side(label: str, mean: float | None, row: Row, folder: Path) -> str:
+    """A sample with a line below it."""
+    if "text" in row:
+        text = str(row["text"])
+        content = f"<pre>{escape(text if len(text) <= MOST_TEXT else f'{text[:MOST_TEXT]}…')}</pre>"
+    elif str(row["file"]).endswith(".png") and (folder / row["file"]).is_file():
+        content = _image(folder / row["file"], "")
+    elif (folder / row["file"]).is_file() and (folder / row["file"]).stat().st_size <= MOST_VIDEO_BYTES:
+        data = _data_url("video/mp4", (folder / row["file"]).read_bytes())
+        content = f'<video controls loop muted src="{data}"></video>'
+    else:
+        content = f"<p class='lost'>{escape(str(row['file']))}</p>"
+    figure = "" if mean is None else f"<b>{mean:.4g}</b>"
+    return f"<div class='side'>{content}<div class='cap'><span>{escape(label)}</span>{figure}</div></div>"

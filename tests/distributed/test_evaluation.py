@@ -1,0 +1,135 @@
+"""phalanx evaluate: the same records on any ranks, in one go or in several, of folders and of checkpoints."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.config import load
+from phalanx.config.tasks import EvaluateConfig
+from tests.jobs import PROMPTS, fit, rows, tiny_config
+from tests.ranks import RankError, run_ranks
+
+# scores evenness, or the mean of an image; it kills its rank at the third call where `fatal` is there
+REWARD = """
+import os, signal
+from pathlib import Path
+
+calls = 0
+
+def evenness(completions, prompts, metadata):
+    global calls
+    calls += 1
+    if calls == 3 and (Path(__file__).parent / "fatal").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [sum(ord(c) % 2 == 0 for c in text) / max(len(text), 1) for text in completions]
+
+def brightness(images, prompts, metadata):
+    return images.mean(dim=(1, 2, 3))
+"""
+
+
+def evaluate(words: list[str]) -> None:
+    from phalanx.jobs.evaluate import Evaluation
+
+    Evaluation(load(EvaluateConfig, None, words)).run()
+
+
+def lm_words(model: Path, folder: Path, name: str, *words: str) -> list[str]:
+    """An evaluation of five prompts, in chunks of two, in folder/name."""
+    (folder / "reward.py").write_text(REWARD)
+    lines = []
+    for i in range(5):
+        lines.append(json.dumps({"prompt": f"Ann has {i} books" + " and more" * i, "level": i % 2}) + "\n")
+    (folder / "held_out.jsonl").write_text("".join(lines))
+    return [
+        f"model.path={model}",
+        "model.dtype=float32",
+        f"data.val_files=[{folder / 'held_out.jsonl'}]",
+        "data.max_prompt_length=64",
+        "data.max_response_length=8",
+        f"reward.functions=[{{path: '{folder / 'reward.py'}:evenness'}}]",
+        "rollout.val.temperature=1",
+        "n=3",
+        "prompts_per_chunk=2",
+        "group_by=level",
+        f"output_dir={folder / name}",
+        *words,
+    ]
+
+
+def written(folder: Path) -> tuple[str, dict[str, Any]]:
+    """The records, and the statistics."""
+    result = json.loads((folder / "evaluation.json").read_text())
+    return (folder / "records.jsonl").read_text(), result["sets"]["held_out"]
+
+
+@pytest.mark.seldom("2x2")
+@pytest.mark.parametrize(("world", "fsdp"), [(2, 1), (4, 2)], ids=["2", "2x2"])
+def test_ranks_share_the_work(world: int, fsdp: int, lm_folder: Path, tmp_path: Path) -> None:
+    run_ranks(evaluate, 1, lm_words(lm_folder, tmp_path, "one"))
+    run_ranks(evaluate, world, lm_words(lm_folder, tmp_path, "more", f"parallel.fsdp_size={fsdp}"), local_world=2)
+    assert written(tmp_path / "one") == written(tmp_path / "more")
+    records, part = written(tmp_path / "one")
+    places = [(row["index"], row["sample"]) for row in map(json.loads, records.splitlines())]
+    assert places == [(i, j) for i in range(5) for j in range(3)]
+    assert len({json.loads(line)["text"] for line in records.splitlines()}) > 10
+    assert (part["prompts"], part["n"], part["groups"]["0"]["prompts"]) == (5, 3, 3)
+    mean = sum(json.loads(line)["reward"] for line in records.splitlines()) / 15
+    assert part["scores"]["reward"]["mean"]["value"] == pytest.approx(mean, abs=1e-12)
+
+
+def test_a_killed_evaluation_goes_on(lm_folder: Path, tmp_path: Path) -> None:
+    words = lm_words(lm_folder, tmp_path, "whole")
+    run_ranks(evaluate, 1, words)
+    again = lm_words(lm_folder, tmp_path, "killed")
+    (tmp_path / "fatal").touch()
+    with pytest.raises(RankError):
+        run_ranks(evaluate, 1, again)
+    (tmp_path / "fatal").unlink()
+    file = tmp_path / "killed" / "records.jsonl"
+    before = file.read_text()
+    assert 0 < len(before.splitlines()) < 15
+    assert not (tmp_path / "killed" / "evaluation.json").exists()
+    file.write_text(before + written(tmp_path / "whole")[0].splitlines()[6] + '\n{"set": "held_o')  # a torn chunk
+    run_ranks(evaluate, 1, again)
+    assert written(tmp_path / "killed") == written(tmp_path / "whole")
+    with pytest.raises(RankError, match=re.escape("other arguments: rollout.val.seed was 1234 and is 7; give another")):
+        run_ranks(evaluate, 1, [*again, "seed=7"])
+    # other statistics of the same records need no samples
+    (tmp_path / "fatal").touch()
+    run_ranks(evaluate, 1, [*again, "k=[3]", "threshold=0.5", "group_by=null"])
+    _, part = written(tmp_path / "killed")
+    assert list(part["scores"]["reward"]) == ["mean", "pass@3", "avg@3", "best@3"]
+
+
+def test_a_checkpoint_scores_as_in_its_validation_and_beats_no_baseline(sd3_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(REWARD)
+    (tmp_path / "held_out.txt").write_text("\n".join(PROMPTS[:3]) + "\n")
+    cfg = tiny_config(
+        sd3_folder,
+        tmp_path,
+        *("model.lora_rank=4", "actor.ema.decay=0.5", "optim.lr=1e-2"),
+        f"reward.functions=[{{path: '{tmp_path / 'reward.py'}:brightness'}}]",
+        f"data.val_files=[{tmp_path / 'held_out.txt'}]",
+        *("rollout.micro_batch_size_per_gpu=4", "rollout.val.num_inference_steps=3", "rollout.val.n=2"),
+        *("trainer.total_training_steps=1", "trainer.save_freq=1", "trainer.test_freq=1"),
+    )
+    run_ranks(fit, 1, cfg)
+    validated = [row for row in rows(tmp_path / "out") if "val/held_out/reward/mean" in row]
+    words = [f"checkpoint={tmp_path / 'out'}", f"baseline={sd3_folder}"]
+    run_ranks(evaluate, 1, words)
+    _, part = written(tmp_path / "out" / "evaluation" / "step_000001")
+    after = part["scores"]["reward"]["mean"]["value"]
+    assert after == pytest.approx(validated[-1]["val/held_out/reward/mean"], abs=1e-7)
+    before, difference = part["baseline"]["scores"]["reward"], part["baseline"]["differences"]["reward"]["mean"]
+    assert before["mean"]["value"] == pytest.approx(validated[0]["val/held_out/reward/mean"], abs=1e-7)
+    assert difference["value"] == pytest.approx(after - before["mean"]["value"], abs=1e-12) != 0
+    assert sum(part["baseline"]["better_equal_worse"]["reward"]["samples"]) == 6
+    # an earlier evaluation in place of a model, of which the seeds are others
+    earlier = tmp_path / "out" / "evaluation" / "step_000001" / "baseline"
+    other = [f"checkpoint={tmp_path / 'out'}", f"baseline={earlier}", f"output_dir={tmp_path / 'again'}"]
+    with pytest.raises(RankError, match=r"has other samples: there rollout\.val\.seed was 1234 and is 7; compare"):
+        run_ranks(evaluate, 1, [*other, "seed=7"])

@@ -1,0 +1,125 @@
+"""Records of an evaluation, their statistics, tables and pages."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from phalanx.rewards.base import GivesAnswers
+from phalanx.rewards.text.dapo import Dapo
+from phalanx.rewards.text.gsm8k import Gsm8k
+from phalanx.rewards.text.math import Math
+from phalanx.telemetry.evaluation import Records, Wanted, read_records, result_of, table
+from phalanx.telemetry.evaluation_page import Side, write_page
+from tests.pages import Page
+
+HEAD: dict[str, Any] = {"model": "models/tiny", "baseline": None, "arguments": {"n": 2}}
+
+
+def record(index: int, sample: int, reward: float | None, **beside: Any) -> dict[str, Any]:
+    row = {
+        "set": "test",
+        "index": index,
+        "sample": sample,
+        "prompt": f"<b>prompt {index}</b>",
+        "text": f"text {sample}",
+    }
+    return row | {"reward": reward, "scores": {"exact": reward}, "columns": {"level": index % 2}} | beside
+
+
+def records(*prompts: list[float | None]) -> list[dict[str, Any]]:
+    return [record(i, j, reward) for i, rewards in enumerate(prompts) for j, reward in enumerate(rewards)]
+
+
+def value(result: dict[str, Any], statistic: str, score: str = "exact") -> float:
+    estimate: float = result["sets"]["test"]["scores"][score][statistic]["value"]
+    return estimate
+
+
+def test_statistics_of_marks() -> None:
+    result = result_of(records([1.0, 0.0], [0.0, 0.0], [1.0, 1.0]), Wanted(), HEAD)
+    assert (value(result, "mean"), value(result, "pass@1"), value(result, "pass@2")) == (0.5, 0.5, 2 / 3)
+    assert list(result["sets"]["test"]["scores"]["exact"]) == ["mean", "pass@1", "pass@2", "avg@2"]
+    assert result["sets"]["test"]["scores"]["exact"]["mean"]["count"] == 3
+
+
+def test_statistics_of_other_scores() -> None:
+    rows = records([0.2, 0.9], [0.6, 0.4])
+    result = result_of(rows, Wanted(k=[1, 2]), HEAD)
+    assert list(result["sets"]["test"]["scores"]["exact"]) == ["mean", "avg@2", "best@2"]
+    assert value(result, "best@2") == pytest.approx(0.75)
+    # of 0.5: one sample of each prompt passes
+    passed = result_of(rows, Wanted(k=[1, 2], threshold=0.5), HEAD)
+    assert (value(passed, "pass@1"), value(passed, "pass@2")) == (0.5, 1.0)
+
+
+def test_majority_of_answers() -> None:
+    rows = []
+    for sample, (answer, reward) in enumerate([("7", 1.0), ("7", 1.0), ("8", 0.0), (None, 0.0)]):
+        rows.append(record(0, sample, reward, answers={"exact": answer}))
+    assert value(result_of(rows, Wanted(), HEAD), "majority@4") == 1.0
+
+
+def test_samples_without_a_score_are_left_out() -> None:
+    result = result_of(records([1.0, None], [0.0, 0.0], [None, None]), Wanted(), HEAD)
+    assert (value(result, "mean"), value(result, "pass@2")) == (0.5, 0.0)
+    counts = {name: row["count"] for name, row in result["sets"]["test"]["scores"]["exact"].items()}
+    assert counts == {"mean": 2, "pass@1": 2, "pass@2": 1, "avg@2": 1}
+
+
+def test_a_baseline_is_paired_by_prompt_and_seed() -> None:
+    now, before = records([1.0, 1.0], [0.0, 0.0], [0.0, 1.0]), records([0.0, 1.0], [0.0, 0.0], [1.0, 1.0])
+    result = result_of(list(reversed(now)), Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)
+    compared = result["sets"]["test"]["baseline"]
+    assert compared["differences"]["exact"]["mean"]["value"] == 0.0
+    assert compared["better_equal_worse"]["exact"] == {"prompts": (1, 1, 1), "samples": (1, 4, 1)}
+    changed = [(change["index"], change["before"], change["now"]) for change in compared["changed_most"]]
+    assert changed == [(0, 0.5, 1.0), (2, 1.0, 0.5)]
+    assert compared["groups"]["1"]["differences"]["exact"]["mean"]["value"] == 0.0
+    assert result["sets"]["test"]["groups"]["0"]["scores"]["exact"]["mean"]["value"] == 0.75
+    lines = table(result).splitlines()
+    assert lines[-1] == "  prompts: 1 better, 1 equal, 1 worse than the baseline"
+    assert "  exact                mean    0.5000 [" in "\n".join(lines)
+
+
+def test_a_table_is_short() -> None:
+    lines = table(result_of(records([0.25, 0.25], [0.75, 0.75]), Wanted(k=[2]), HEAD)).splitlines()
+    assert lines[0] == "test: 2 prompts x 2, 95 % intervals over prompts"
+    # t of one degree of freedom: 12.706 x 0.25
+    assert lines[2].split() == ["exact", "mean", "0.5000", "[-2.6766,", "3.6766]"]
+
+
+def test_a_cut_file_is_kept_to_its_last_whole_chunk(tmp_path: Path) -> None:
+    file, rows = Records(tmp_path), records([1.0, 0.0], [0.0, 0.0])
+    assert file.keep([2, 2]) == 0
+    file.add(rows[:3])
+    with file.file.open("a") as stream:
+        stream.write('{"set": "te')
+    assert file.keep([2, 2]) == 1
+    file.add(rows[2:])
+    assert read_records(file.file) == rows
+    file.file.write_text(json.dumps(rows[0]) + "\n{}\n" + json.dumps(rows[1]) + "\n")
+    with pytest.raises(ValueError, match=r"records\.jsonl:2: not a record of an evaluation"):
+        file.keep([2, 2])
+
+
+def test_rewards_give_answers_that_are_the_same_text() -> None:
+    gsm8k, maths, dapo = Gsm8k(), Math("string"), Dapo()
+    assert all(isinstance(reward, GivesAnswers) for reward in (gsm8k, maths, dapo))
+    assert gsm8k.answer("#### 18.0") == gsm8k.answer("so #### $18") == "18"
+    assert maths.answer(r"\boxed{\frac12}") == maths.answer(r"\boxed{0.50}") == "1/2"
+    assert maths.answer(r"\boxed{x = 2\sqrt2}") == maths.answer(r"\boxed{2\sqrt{2}}")
+    assert dapo.answer("Answer: 1,000") == dapo.answer("**Answer:** 1000") == "1000"
+    assert dapo.answer("Answer: 1e3") == "1000"
+    assert (gsm8k.answer("18"), maths.answer("18"), dapo.answer("18")) == (None, None, None)
+
+
+def test_a_page_without_scripts(tmp_path: Path) -> None:
+    now, before = records([1.0, 1.0], [0.0, 0.0]), records([0.0, 1.0], [0.0, 0.0])
+    result = result_of(now, Wanted(group_by="level"), HEAD | {"baseline": "base"}, before)
+    page = Page(write_page(tmp_path, result, Side(now, tmp_path), Side(before, tmp_path / "baseline")))
+    assert "<b>prompt 0</b>" in page.text and "Evaluation of tiny" in page.text
+    assert not [tag for tag, _ in page.tags if tag == "script"]
+    for words in ("Student's t", "mean before", "Highest rewards", "By group", "against base"):
+        assert words in page.text
