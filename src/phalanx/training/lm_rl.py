@@ -167,7 +167,7 @@ def build_algorithm(cfg: LMRLConfig) -> Algorithm:
 
 def plan(cfg: LMRLConfig, world_size: int) -> BatchPlan:
     """The step's arithmetic for `world_size` ranks; ConfigError with the numbers if it is uneven."""
-    budget = cfg.actor.ppo_max_token_len_per_gpu if cfg.actor.use_dynamic_bsz else None
+    budget = cfg.token_budget if cfg.actor.use_dynamic_bsz else None
     packed = cfg.model.use_remove_padding
     result = batch_plan.plan(cfg, build_algorithm(cfg), world_size, micro=None if budget is None else 1)
     prompts, age = result.samples // cfg.rollout.n, cfg.rollout.max_staleness
